@@ -1,0 +1,53 @@
+"""Every error that superbatch raises on purpose, and the one form its text has: given, wrong, do."""
+
+from __future__ import annotations
+
+
+class SuperbatchError(Exception):
+    """The base of all errors of this library."""
+
+
+class InputError(SuperbatchError, ValueError):
+    """An argument has the wrong type or value."""
+
+
+class SplitError(SuperbatchError, ValueError):
+    """A batch cannot be split into micro-batches as asked."""
+
+
+class StatementError(SuperbatchError, ValueError):
+    """What was stated about the loss (its reduction, its weight) is not what the loss does."""
+
+
+class CoupledSamplesError(SuperbatchError, RuntimeError):
+    """Samples of a batch influence each other, so micro-batches cannot give the batch's gradient."""
+
+
+class NonFiniteError(SuperbatchError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class OptimizerError(SuperbatchError, TypeError):
+    """The optimizer cannot be used with gradient accumulation, or not with this model."""
+
+
+class WindowError(SuperbatchError, RuntimeError):
+    """A window was used out of order."""
+
+
+def explain(given: str, wrong: str, do: str) -> str:
+    """Compose an error text: what was given, what is wrong with it, what to do.
+
+    Args:
+        given: what the caller passed, with its value.
+        wrong: why that cannot work.
+        do: the remedy, as an instruction.
+
+    Returns:
+        One text of three sentences.
+
+    Examples:
+        >>> explain("microbatch_size=0", "a micro-batch needs at least one sample", "pass a positive integer")
+        'Given: microbatch_size=0. Wrong: a micro-batch needs at least one sample. Do: pass a positive integer.'
+    """
+    return f"Given: {given}. Wrong: {wrong}. Do: {do}."
