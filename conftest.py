@@ -1,0 +1,55 @@
+"""Settings of every test and doctest: fixed seeds, one thread, and nothing left behind.
+
+It lies beside the package, not in tests/, because the doctests of the package are held to the same.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from tests import isolation
+
+# Before anything imports torch or matplotlib. Tiny models are faster on one thread, and a sum over threads has
+# no fixed order; a figure needs no screen.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+# Times vary with the machine: no deadline. In CI, a red build must be red again when it is run again.
+settings.register_profile("here", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+TORCH_DEFAULT = {
+    "gradients enabled": True,
+    "deterministic algorithms": False,
+    "anomaly detection": False,
+    "autocast on the CPU": False,
+    "process group": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that changes what the next test would see; then change it back."""
+    before = isolation.take_snapshot()
+    yield
+    found = isolation.leaks(before, TORCH_DEFAULT)
+    if found:
+        isolation.restore(before)
+        pytest.fail("the test leaves behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds() -> None:
+    """Every test starts from the same random state, whichever tests ran before it."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
