@@ -15,8 +15,8 @@ from hypothesis import settings
 
 from tests import isolation
 
-# Before anything imports torch or matplotlib. Tiny models are faster on one thread, and a sum over threads has
-# no fixed order; a figure needs no screen.
+# Before anything imports torch or matplotlib. Tiny models are faster on one thread, and a sum over several
+# threads has no fixed order; a figure needs no screen.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 

@@ -1,7 +1,7 @@
 """What one test can leave behind for the next: a snapshot of it, the difference of two, and the way back.
 
-Standard library only. torch is looked at when a test has imported it, and never imported from here, so that the
-tests of the core run without it.
+Standard library only. torch is looked at when a test has imported it, and never imported from here, so that
+the tests of the core run without it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def leaks(before: State, torch_default: dict[str, Any]) -> list[str]:
 
 
 def restore(before: State) -> None:
-    """Go back to `before`, so that one leak fails one test and not all that follow. Threads cannot be ended."""
+    """Go back to `before`: one leak fails one test and not all that follow. Threads cannot be ended."""
     for name in os.environ.keys() - before.environment.keys() - ENVIRONMENT_OF_LIBRARIES:
         del os.environ[name]
     os.environ.update(before.environment)

@@ -1,0 +1,91 @@
+"""Import every module of superbatch in this process and print what that changed, one line per thing.
+
+A script: `python import_effects.py ROOT`, where ROOT holds superbatch/. The packages that superbatch uses are
+imported before the first look, because what they do on import (scikit-learn sets environment variables) is
+not ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import pkgutil
+import random
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+sys.path[:0] = [sys.argv[1], str(HERE.parents[2])]
+
+from tests import isolation  # noqa: E402  (found through the line above)
+from tests.core.layers import eager_packages  # noqa: E402
+
+
+def patched() -> dict[str, int]:
+    """The identity of everything in the classes of torch that a library might patch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    owners = (
+        torch.Tensor,
+        torch.nn.Module,
+        torch.optim.Optimizer,
+        torch.autograd,
+        torch.optim.SGD,
+        torch.optim.AdamW,
+    )
+    return {f"{owner.__name__}.{name}": id(value) for owner in owners for name, value in vars(owner).items()}
+
+
+def look() -> dict[str, Any]:
+    """Everything global that an import might change."""
+    torch = sys.modules.get("torch")
+    return {
+        "random state": hash(random.getstate()),
+        "random state of torch": None if torch is None else torch.random.get_rng_state().tolist(),
+        "warnings filters": list(warnings.filters),
+        "log handlers": list(logging.getLogger().handlers),
+        "log level": logging.getLogger().level,
+        "sys.path": list(sys.path),
+        "sys.excepthook": sys.excepthook,
+        "import hooks": list(sys.meta_path),
+        "interrupt handler": signal.getsignal(signal.SIGINT),
+    }
+
+
+def import_everything(root: Path) -> int:
+    """Import every module of the package below `root` whose packages are installed; how many there are."""
+    superbatch = importlib.import_module("superbatch")
+    assert Path(superbatch.__file__ or "").resolve().is_relative_to(root.resolve()), superbatch.__file__
+    modules = [module.name for module in pkgutil.walk_packages(superbatch.__path__, "superbatch.")]
+    for name in modules:
+        if name.endswith("__main__"):
+            continue
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:  # an optional package; a missing module of ours is a mistake
+            if (error.name or "").split(".")[0] == "superbatch":
+                raise
+            print(f"left out: {name}, {error}", file=sys.stderr)
+    return len(modules)
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    for package in sorted(eager_packages(root)):
+        if importlib.util.find_spec(package):
+            importlib.import_module(package)
+    before, seen, identities = isolation.take_snapshot(), look(), patched()
+    print(import_everything(root), "modules")
+    print(*isolation.leaks(before, {}), sep="\n")
+    now, after = look(), patched()
+    print(*(f"{name}: changed" for name in seen if seen[name] != now[name]), sep="\n")
+    print(*(f"{name}: patched" for name in identities if identities[name] != after.get(name)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Imports go down only, the core is the standard library alone, and an import changes nothing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.core import layers
+
+ROOT = Path(__file__).resolve().parents[2]
+EFFECTS = Path(__file__).with_name("import_effects.py")
+
+
+def python(code: str) -> list[str]:
+    """Run `code` in a fresh interpreter that finds superbatch in the working tree; the words it prints."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def new_packages(statement: str, *, after: str = "pass") -> set[str]:
+    """Top-level packages beyond the standard library that `statement` loads, once `after` has run."""
+    code = f"""
+import sys
+{after}
+before = set(sys.modules)
+{statement}
+print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
+"""
+    return set(python(code)) - layers.STANDARD_LIBRARY
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package, to plant mistakes in."""
+    shutil.copytree(
+        ROOT / "superbatch", tmp_path / "superbatch", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    return tmp_path
+
+
+def core_modules() -> list[str]:
+    files = [*(ROOT / "superbatch").glob("*.py"), *(ROOT / "superbatch" / "report").glob("*.py")]
+    names = [layers.module_name(file, ROOT) for file in sorted(files)]
+    return [name for name in names if layers.part_of(name) == "core"]
+
+
+def test_imports_go_down_only() -> None:
+    found = layers.check(ROOT)
+    assert not found, "\n".join(found)
+
+
+def test_the_core_imports_the_standard_library_only() -> None:
+    modules = core_modules()
+    assert {"superbatch", "superbatch.errors", "superbatch.report"} <= set(modules)
+    assert new_packages("import " + ", ".join(modules)) == {"superbatch"}
+
+
+def test_import_superbatch_imports_no_framework() -> None:
+    assert new_packages("import superbatch") == {"superbatch"}
+
+
+def test_import_superbatch_torch_imports_torch_and_nothing_else() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    assert new_packages("import superbatch.torch", after="import torch") == {"superbatch"}
+
+
+def effects(root: Path) -> list[str]:
+    """The number of modules of the package below `root`, then what importing them changes."""
+    done = subprocess.run(
+        [sys.executable, EFFECTS, root], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stderr)  # which modules were left out, for want of an optional package
+    return [line for line in done.stdout.splitlines() if line]
+
+
+def test_importing_every_module_changes_nothing() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    count, *found = effects(ROOT)
+    assert int(count.split()[0]) > 10, "the premise: the script finds the modules"
+    assert not found, "\n".join(found)
+
+
+# Each checker must be able to fail: a mistake is planted in a copy, and has to be found.
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "message"),
+    [
+        ("planted.py", "import torch", "imports torch, which core may not use"),
+        ("planted.py", "def f():\n    import numpy.random", "imports numpy, which core may not use"),
+        ("planted.py", "def f():\n    from . import torch", "superbatch.torch (torch): imports go down only"),
+        ("report/planted.py", "from ..torch.accumulator import x", "(torch): imports go down only"),
+        (
+            "planted.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+            "imports torch",
+        ),
+        ("planted.py", "import importlib\nimportlib.import_module('torch.nn')", "imports torch"),
+        ("planted.py", "from superbatch.studies.compare import x", "(studies): imports go down only"),
+        ("torch/planted.py", "import scipy.stats", "imports scipy, which torch may not use"),
+        ("torch/planted.py", "from ..plot import x", "superbatch.plot.x (plot): imports go down only"),
+        ("torch/planted.py", "from ..jax import x", "superbatch.jax.x (jax): imports go down only"),
+        ("plot.py", "from .recipes import digits", "(recipes): imports go down only"),
+        ("studies/planted.py", "from ..cli import main", "superbatch.cli.main (cli): imports go down only"),
+        ("studies/planted.py", "import rich", "imports rich, which studies may not use"),
+    ],
+)
+def test_a_planted_import_is_found(copy: Path, file: str, code: str, message: str) -> None:
+    assert layers.check(copy) == [], "the premise: the copy is clean"
+    (copy / "superbatch" / file).write_text(code + "\n", encoding="utf-8")
+    found = layers.check(copy)
+    assert any(message in line and file in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os\nos.environ['PLANTED'] = '1'", "environment variable PLANTED"),
+        ("import warnings\nwarnings.simplefilter('ignore')", "warnings filters"),
+        ("import random\nrandom.seed(1)", "random state"),
+        ("import torch\ntorch.manual_seed(1)", "random state of torch"),
+        ("import torch\ntorch.set_default_dtype(torch.float64)", "torch, default dtype"),
+        ("import torch\ntorch.set_num_threads(torch.get_num_threads() + 1)", "torch, number of threads"),
+        ("import torch\ntorch.Tensor.backward = lambda self: None", "Tensor.backward: patched"),
+        ("import logging\nlogging.basicConfig()", "log handlers"),
+        ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "thread"),
+    ],
+)
+def test_a_planted_effect_is_found(tmp_path: Path, code: str, message: str) -> None:
+    (tmp_path / "superbatch").mkdir()
+    (tmp_path / "superbatch" / "__init__.py").touch()
+    assert effects(tmp_path) == ["0 modules"], "the premise: without the plant nothing is found"
+    (tmp_path / "superbatch" / "planted.py").write_text(code + "\n", encoding="utf-8")
+    count, *found = effects(tmp_path)
+    assert count == "1 modules"
+    assert any(message in line for line in found), found
