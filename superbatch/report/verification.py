@@ -1,0 +1,180 @@
+"""What `superbatch.torch.verify` found: differences per parameter, the verdict, and its causes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that keeps accumulated gradients from being those of the batch.
+
+    Args:
+        kind: what it is: `"batchnorm"`, `"coupled"` (a module mixes samples), `"coupled_loss"`, `"weight"`,
+            `"sum"`, `"mean"`, `"batch_size"`, `"random"`, `"state"`, `"nondeterminism"`, `"precision"`
+            or `"unknown"`.
+        module: where: a path of `model.named_modules()`, or `"loss_fn"` for what happens outside every
+            module.
+        evidence: how strongly it shows, as a relative number without unit; NaN where the type alone told.
+        found_by: the test that found it.
+        detail: what was seen, in one sentence.
+        remedy: what to do, as an instruction.
+
+    Examples:
+        >>> finding = Finding("batchnorm", "1", 0.3, "type", "BatchNorm1d in training mode", "model.eval()")
+        >>> print(finding)
+        batchnorm in 1 (type, 0.3): BatchNorm1d in training mode. Do: model.eval().
+    """
+
+    kind: str
+    module: str
+    evidence: float
+    found_by: str
+    detail: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = self.module or "the model itself"
+        found = f"{self.kind} in {where} ({self.found_by}, {self.evidence:.3g})"
+        return f"{found}: {self.detail}. Do: {self.remedy}."
+
+
+@dataclass(frozen=True)
+class ParameterDifference:
+    """How far a parameter's accumulated gradient is from the reference.
+
+    Args:
+        name: the parameter, as in `model.named_parameters()`.
+        norm: Euclidean norm of the reference gradient.
+        difference: Euclidean norm of accumulated minus reference.
+        relative: `difference / max(norm, 1e-3 * norm of the whole reference gradient)`; the floor keeps a
+            gradient that is zero but for rounding (a bias before a normalisation) from looking wrong.
+
+    Examples:
+        >>> ParameterDifference("weight", norm=2.0, difference=0.5, relative=0.25).relative
+        0.25
+    """
+
+    name: str
+    norm: float
+    difference: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class GradientComparison:
+    """The accumulated gradient against the reference, in one dtype.
+
+    Args:
+        dtype: in what the model computed, such as `"float64"`.
+        against: `"batch"` (one pass over the whole batch) or `"splits"` (another split of it).
+        split: samples of each micro-batch under test.
+        reference_split: samples of each micro-batch of the reference.
+        loss: the batch's loss as accumulated.
+        reference_loss: the reference's.
+        parameters: one entry for each parameter that has a gradient in either.
+        tolerance: the largest relative difference that counts as rounding.
+
+    Examples:
+        >>> weight = ParameterDifference("weight", norm=2.0, difference=0.5, relative=0.25)
+        >>> comparison = GradientComparison("float64", "batch", (2, 2), (4,), 1.0, 1.0, (weight,), 1e-12)
+        >>> comparison.largest, comparison.exact
+        (0.25, False)
+    """
+
+    dtype: str
+    against: str
+    split: tuple[int, ...]
+    reference_split: tuple[int, ...]
+    loss: float
+    reference_loss: float
+    parameters: tuple[ParameterDifference, ...]
+    tolerance: float
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference of any parameter; NaN if one is NaN."""
+        differences = [parameter.relative for parameter in self.parameters]
+        return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every parameter is within the tolerance."""
+        return self.largest <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The verdict on a model, a loss and a batch.
+
+    Args:
+        exact: whether accumulating in micro-batches gives the batch's gradient.
+        samples: samples of the batch.
+        comparisons: the measured differences, one for each dtype.
+        causes: what breaks exactness, the first to be mended first; empty when exact.
+        findings: what the detection tests saw, whether or not it mattered here.
+        notes: what could not be measured, and why.
+
+    Examples:
+        >>> print(Verification(True, 4, (), (), (), ()))
+        exact: accumulated gradients equal the batch's (4 samples)
+    """
+
+    exact: bool
+    samples: int
+    comparisons: tuple[GradientComparison, ...]
+    causes: tuple[Finding, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain dicts, lists, numbers and strings, for JSON.
+
+        Returns:
+            All fields, and for each comparison its `largest` difference and whether it is `exact`.
+
+        Examples:
+            >>> Verification(True, 4, (), (), (), ()).to_dict()["samples"]
+            4
+        """
+        comparisons = [
+            {**asdict(comparison), "largest": comparison.largest, "exact": comparison.exact}
+            for comparison in self.comparisons
+        ]
+        return {**asdict(self), "comparisons": comparisons}
+
+    def rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The differences as a table: one row for each parameter, one column for each dtype.
+
+        Returns:
+            The header and the rows, as strings; an empty cell where a dtype has no such gradient.
+
+        Examples:
+            >>> Verification(True, 4, (), (), (), ()).rows()
+            (('parameter',), [])
+        """
+        by_dtype = [{p.name: p.relative for p in comparison.parameters} for comparison in self.comparisons]
+        names = dict.fromkeys(name for column in by_dtype for name in column)
+        header = ("parameter", *(f"{c.dtype} vs {c.against}" for c in self.comparisons))
+        cells = [[f"{column[name]:.1e}" if name in column else "" for column in by_dtype] for name in names]
+        return header, [(name, *row) for name, row in zip(names, cells, strict=True)]
+
+    def __str__(self) -> str:
+        verdict = "exact: accumulated gradients equal"
+        if not self.exact:
+            verdict = "NOT exact: accumulated gradients differ from"
+        lines = [f"{verdict} the batch's ({self.samples} samples)"]
+        lines += [f"  cause: {cause}" for cause in self.causes]
+        lines += [f"  note: {note}" for note in self.notes]
+        header, rows = self.rows()
+        if not rows:
+            return "\n".join(lines)
+        return "\n".join([*lines, *_aligned([header, *rows])])
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(cells).rstrip() for cells in padded]
