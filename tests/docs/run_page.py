@@ -1,0 +1,65 @@
+"""Run the blocks of one page in this process, in the current folder: `python run_page.py PAGE`.
+
+Ends with an error that names the place in the page, at the first block that fails or prints something else
+than the page says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.docs import snippets
+
+
+def run_python(block: snippets.Block, page: Path, namespace: dict[str, object]) -> str:
+    """Execute the block as if it stood at its lines of the page, so that a traceback shows them."""
+    if block.title:
+        Path(block.title).write_text(block.text + "\n", encoding="utf-8")
+    code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, namespace)
+    return printed.getvalue()
+
+
+def run_console(block: snippets.Block, page: Path) -> str:
+    """Run the commands of the block; only superbatch's own."""
+    printed = ""
+    for command in snippets.commands(block):
+        assert command.startswith("superbatch "), (
+            f"{page}:{block.line}: only superbatch is run, not {command!r}"
+        )
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{page}:{block.line}: $ {command}\n{done.stdout}{done.stderr}"
+        printed += done.stdout
+    return printed
+
+
+def main() -> None:
+    page = Path(sys.argv[1]).resolve()
+    # The commands of this interpreter's environment come first.
+    sys.path.insert(0, "")  # a page may import the files that it writes
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    module = types.ModuleType("__main__")  # so that classes of the page can be pickled
+    sys.modules["__main__"] = module
+    printed = ""
+    for block in snippets.read_blocks(page.read_text(encoding="utf-8"), page.name):
+        if block.is_output:
+            assert snippets.same_output(block.text, printed), (
+                f"{page}:{block.line}: the page says\n{block.text}\nand the block before printed\n{printed}"
+            )
+        elif block.is_run and block.language == "python":
+            printed = run_python(block, page, vars(module))
+        elif block.is_run:
+            printed = run_console(block, page)
+
+
+if __name__ == "__main__":
+    main()

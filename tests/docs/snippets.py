@@ -1,0 +1,109 @@
+"""The blocks of a page of documentation, and how each is marked.
+
+    ```python                       run; all of a page share one namespace, from top to bottom
+    ```python title="recipe.py"     run, and written to that file for the blocks that follow
+    ```console                      needs a mark: <!-- run --> or <!-- not run: the reason -->
+    ```text                         never run; with <!-- output --> it must be what the block before printed
+
+A mark stands on the line above the fence (blank lines between do not matter). `<!-- not run: the reason -->`
+works for python blocks too; the test prints every reason. In an output, `...` stands for any text. Languages
+that are not listed here (bash, pycon, ...) are an error: no snippet slips through unexecuted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = re.compile(r"<!-- (?P<kind>run|not run|output)(: (?P<reason>.+))? -->")
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<language>[\w+-]*)(?P<info>.*)$")
+TITLE = re.compile(r'title="([\w.]+)"')
+EXECUTABLE = {"python", "console"}
+NOT_EXECUTABLE = {"text", "toml", "yaml", "json", "ini", "bibtex", "diff", "csv", "html"}
+
+
+class MarkError(Exception):
+    """A block of a page cannot be read as one of the kinds above."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: `line` is the line of its first line of text, counted from 1."""
+
+    language: str
+    text: str
+    line: int
+    mark: str | None = None
+    reason: str | None = None
+    title: str | None = None
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in EXECUTABLE and self.mark != "not run"
+
+    @property
+    def is_output(self) -> bool:
+        return self.mark == "output"
+
+
+def _check(block: Block, page: str) -> Block:
+    where = f"{page}:{block.line - 1}"
+    if block.language not in EXECUTABLE | NOT_EXECUTABLE:
+        allowed = ", ".join(sorted(EXECUTABLE | NOT_EXECUTABLE))
+        raise MarkError(f"{where}: a block of language {block.language!r}; write one of {allowed}")
+    if block.language == "console" and block.mark not in ("run", "not run"):
+        raise MarkError(f"{where}: mark the console block <!-- run --> or <!-- not run: the reason -->")
+    if block.mark == "not run" and not block.reason:
+        raise MarkError(f"{where}: say why the block is not run: <!-- not run: the reason -->")
+    if block.language in NOT_EXECUTABLE and block.mark in ("run", "not run"):
+        raise MarkError(f"{where}: <!-- {block.mark} --> means nothing for {block.language}")
+    return block
+
+
+def read_blocks(text: str, page: str) -> list[Block]:
+    """The blocks of a page in order; `page` names it in errors."""
+    lines = text.splitlines()
+    blocks: list[Block] = []
+    mark: re.Match[str] | None = None
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        number += 1
+        fence = FENCE.match(line)
+        if fence is None:
+            if line.strip():
+                mark = MARK.fullmatch(line.strip())
+            continue
+        first = number
+        while number < len(lines) and lines[number].strip() != fence["ticks"]:
+            number += 1
+        if number == len(lines):
+            raise MarkError(f"{page}:{first}: the block is never closed")
+        indent = len(fence["indent"])
+        body = "\n".join(row[indent:] if not row[:indent].strip() else row for row in lines[first:number])
+        kind, reason = (mark["kind"], mark["reason"]) if mark else (None, None)
+        title = TITLE.search(fence["info"])
+        block = Block(fence["language"], body, first + 1, kind, reason, title[1] if title else None)
+        blocks.append(_check(block, page))
+        number, mark = number + 1, None
+    return blocks
+
+
+def pages(root: Path) -> list[Path]:
+    """README.md and every page of docs/."""
+    return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def commands(block: Block) -> list[str]:
+    """The command lines of a console block: what follows `$ `, over several lines after a backslash."""
+    joined = block.text.replace("\\\n", " ")
+    return [line.removeprefix("$ ") for line in joined.splitlines() if line.startswith("$ ")]
+
+
+def same_output(expected: str, printed: str) -> bool:
+    """Whether `printed` is `expected`: `...` stands for any text, spaces at line ends do not count."""
+    wanted = [line.rstrip() for line in expected.strip().splitlines()]
+    got = "\n".join(line.rstrip() for line in printed.strip().splitlines())
+    pattern = re.escape("\n".join(wanted)).replace(r"\.\.\.", ".*?")
+    return re.fullmatch(pattern, got, re.DOTALL) is not None

@@ -1,0 +1,63 @@
+"""The site builds with every warning as an error, and holds what it promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra: docs)")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def page(site: Path, name: str) -> str:
+    return (site / name / "index.html").read_text(encoding="utf-8")
+
+
+def test_the_reference_is_made_from_docstrings(site: Path) -> None:
+    core = page(site, "reference/core")
+    assert 'id="superbatch.errors.SplitError"' in core
+    assert "A batch cannot be split into micro-batches as asked." in core
+    assert 'id="superbatch.window"' in core, "a module that nobody listed"
+
+
+def test_files_of_the_root_are_pages(site: Path) -> None:
+    assert "Train with the batch you want" in page(site, "")
+    assert 'href="all-of-superbatch/"' in page(site, "")
+    assert "Keep a Changelog" in page(site, "changelog")
+    assert "What a test looks like" in page(site, "contributing")
+
+
+def test_every_decision_is_listed_under_a_number_of_its_own(site: Path) -> None:
+    decisions = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert decisions
+    index = page(site, "decisions")
+    for file in decisions:
+        assert f"../decisions/{file.stem}" in index or f'href="{file.stem}/"' in index, file.name
+        assert file.read_text(encoding="utf-8").startswith(f"# {file.name[:4]} "), f"the title of {file.name}"
+    doubled = [number for number, count in Counter(file.name[:4] for file in decisions).items() if count > 1]
+    assert not doubled, f"two decisions with one number: {doubled}"
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    text = page(site, "")
+    for attribute in ('<script src="http', '<link rel="stylesheet" href="http', '<img src="http'):
+        assert attribute not in text
