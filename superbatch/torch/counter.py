@@ -1,0 +1,182 @@
+"""A counter-based random generator in tensor arithmetic: a value depends on its position alone.
+
+* A position is an int64; `finalise` (two xor-shift-multiply rounds of splitmix64, Steele, Lea & Flood, OOPSLA
+  2014, doi:10.1145/2660193.2660195) turns it into 64 random bits.
+* int64 arithmetic wraps around alike on every device, so bits, uniforms and integers agree bit for bit
+  between CPU and GPU; what goes through `log` or `cos` agrees up to rounding.
+* Shifts are arithmetic (torch has no unsigned 64-bit ones): each loses one bit of the position, which is
+  harmless because positions are themselves hashed, and spares a masking pass.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_WORD = (1 << 64) - 1
+_M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def signed(word: int) -> int:
+    """Return the int64 that has the same 64 bits as ``word``.
+
+    Args:
+        word: any int; its low 64 bits count.
+
+    Returns:
+        A number from -2**63 to 2**63 - 1.
+
+    Examples:
+        >>> signed(2**64 - 1)
+        -1
+    """
+    word &= _WORD
+    return word - (1 << 64) if word >> 63 else word
+
+
+def mix(word: int) -> int:
+    """Return splitmix64's finaliser of one Python int, as an int64: how keys and strides are made.
+
+    Args:
+        word: any int; its low 64 bits count.
+
+    Returns:
+        A number from -2**63 to 2**63 - 1.
+
+    Examples:
+        >>> mix(1) != mix(2)
+        True
+    """
+    word &= _WORD
+    word = ((word ^ (word >> 30)) * _M1) & _WORD
+    word = ((word ^ (word >> 27)) * _M2) & _WORD
+    return signed(word ^ (word >> 31))
+
+
+STRIDES = tuple(mix(0x9E3779B97F4A7C15 * (d + 1)) | 1 for d in range(16))
+"""The odd factors by which a step along each dimension (counted from the last) moves the position."""
+
+
+def positions(start: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
+    """Return ``start[j] + sum_d index_d * STRIDES[d]``: j indexes ``axis``, d is any other dimension.
+
+    Dimensions of size 1 are not counted, so that the position of an element does not depend on them.
+
+    Args:
+        start: int64, shape (shape[axis],).
+        shape: of the result; no dimension is 0.
+        axis: the dimension of ``start``.
+
+    Returns:
+        int64 tensor of that shape, on the device of ``start``.
+
+    Examples:
+        >>> positions(torch.tensor([10, 20]), (2, 1), axis=0).tolist()
+        [[10], [20]]
+    """
+    result = start.view([-1 if d == axis else 1 for d in range(len(shape))])
+    counted = 0
+    for d in reversed(range(len(shape))):
+        if d != axis and shape[d] > 1:
+            index = torch.arange(shape[d], device=start.device).mul_(STRIDES[counted])
+            result = result + index.view([-1] + [1] * (len(shape) - d - 1))
+            counted += 1
+    return result.expand(shape).contiguous()
+
+
+def finalise(position: Tensor) -> Tensor:
+    """Turn positions into random bits, in place; the upper bits are the best ones.
+
+    Args:
+        position: int64 tensor; overwritten.
+
+    Returns:
+        The same tensor.
+
+    Examples:
+        >>> finalise(torch.tensor([1, 2])).tolist() == finalise(torch.tensor([1, 2])).tolist()
+        True
+    """
+    position.bitwise_xor_(position >> 30).mul_(signed(_M1))
+    return position.bitwise_xor_(position >> 27).mul_(signed(_M2))
+
+
+def below(bits: Tensor, p: float) -> Tensor:
+    """Return true with probability ``p`` (to 2**-63).
+
+    Args:
+        bits: from `finalise`.
+        p: from 0 to 1.
+
+    Returns:
+        A bool tensor.
+
+    Examples:
+        >>> below(torch.tensor([-(2**63), 0, 2**63 - 1]), 0.5).tolist()
+        [True, False, False]
+    """
+    return bits < min(round((p - 0.5) * 2.0**64), 2**63 - 1)
+
+
+def uniform(bits: Tensor, dtype: torch.dtype, *, open: bool = False) -> Tensor:
+    """Return numbers of [0, 1), equally spaced with as many binary digits as ``dtype`` has.
+
+    Args:
+        bits: from `finalise`.
+        dtype: float64, float32, float16 or bfloat16.
+        open: leave out 0 (for logarithms).
+
+    Returns:
+        A tensor of that dtype.
+
+    Examples:
+        >>> uniform(torch.tensor([-(2**63), 0]), torch.float32).tolist()
+        [0.0, 0.5]
+    """
+    digits = _DIGITS[dtype]
+    top = bits >> (64 - digits)
+    if open:
+        top.bitwise_or_(1)
+    return top.to(dtype).mul_(2.0**-digits).add_(0.5)
+
+
+def normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return standard normal numbers (Box-Muller: ``sqrt(-2 log u) cos(2 pi v)``).
+
+    Args:
+        bits: from `finalise`.
+        dtype: float64, float32, float16 or bfloat16; the last two are computed in float32.
+
+    Returns:
+        A tensor of that dtype.
+
+    Examples:
+        >>> normal(finalise(torch.arange(4)), torch.float32).shape
+        torch.Size([4])
+    """
+    work = torch.float64 if dtype is torch.float64 else torch.float32
+    angle = uniform(finalise(bits + STRIDES[-1]) if dtype is torch.float64 else bits << 24, work)
+    radius = uniform(bits, work, open=True).log_().mul_(-2).sqrt_()
+    return radius.mul_(angle.mul_(2 * math.pi).cos_()).to(dtype)
+
+
+def integers(bits: Tensor, low: int, high: int) -> Tensor:
+    """Return integers of ``low <= i < high``, uniform to ``(high - low) / 2**63``.
+
+    Args:
+        bits: from `finalise`.
+        low: the smallest.
+        high: one above the largest; at most 2**63 values.
+
+    Returns:
+        An int64 tensor.
+
+    Examples:
+        >>> set(integers(finalise(torch.arange(100)), 3, 5).tolist())
+        {3, 4}
+    """
+    mixed = (bits ^ (bits >> 31)) & (2**63 - 1)
+    return mixed.remainder_(high - low).add_(low) if high - low < 2**63 else mixed.add_(low)

@@ -1,0 +1,162 @@
+"""Which dimension of a random tensor runs over the samples of a micro-batch.
+
+A random operation names a shape, not a meaning. The answer is, in this order:
+
+1. stated with `samples_along`;
+2. seen: the same call of the same window with another number of samples shows which dimension grows with it;
+3. convention: the first dimension, if it is the number of samples; else the only dimension that is; else the
+   first, if it is a multiple (``(B*T, C)``, batch outermost); else none: one draw for the whole batch.
+
+What the convention could read in two ways is refused, and so is a reading that a later micro-batch
+contradicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from superbatch.errors import InputError, explain
+
+_NOT_STATED = "not stated"
+_stated: ContextVar[int | str | None] = ContextVar("superbatch_samples_along", default=_NOT_STATED)
+_REMEDY = (
+    "state it around the call: `with samples_along(dim):`, or samples_along(None) for one draw per batch"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How one random call of a micro-batch was read.
+
+    Args:
+        op: name of the operation.
+        samples: of the micro-batch.
+        shape: of the random tensor.
+        axis: the dimension of the samples; None: one draw for the whole batch.
+
+    Examples:
+        >>> Call("aten.rand.default", 4, (4, 1, 1), 0).axis
+        0
+    """
+
+    op: str
+    samples: int
+    shape: tuple[int, ...]
+    axis: int | None
+
+
+@contextmanager
+def samples_along(dim: int | None) -> Iterator[None]:
+    """State the dimension that runs over the samples, for the random calls inside.
+
+    It has an effect in a `sample_stream` only, so that it may stay in a model.
+
+    Args:
+        dim: a dimension whose size is a multiple of the number of samples, the batch outermost; None: the
+            same draw in every micro-batch, as for noise on weights, or one coin for a whole batch.
+
+    Examples:
+        >>> import torch
+        >>> with samples_along(1):
+        ...     y = torch.nn.functional.dropout(torch.ones(16, 4, 8))  # (time, batch, channels)
+    """
+    token = _stated.set(dim)
+    try:
+        yield
+    finally:
+        _stated.reset(token)
+
+
+def sample_axis(op: str, shape: tuple[int, ...], samples: int, before: Call | None) -> int | None:
+    """Return the dimension of the samples, or None where there is one draw for the whole batch.
+
+    Args:
+        op: name of the operation, for the error.
+        shape: of the random tensor.
+        samples: of this micro-batch.
+        before: the same call in another micro-batch of the window, if there was one.
+
+    Returns:
+        A dimension whose size is a multiple of ``samples``; or None.
+
+    Raises:
+        InputError: if the statement does not fit, if the convention has two readings, or if ``before``
+        contradicts.
+
+    Examples:
+        >>> sample_axis("rand", (4, 1, 1), 4, None), sample_axis("rand", (10, 4, 8), 4, None)
+        (0, 1)
+        >>> sample_axis("rand", (1,), 4, None) is None
+        True
+    """
+    stated = _stated.get()
+    if not isinstance(stated, str):
+        axis = _check_stated(op, shape, samples, stated)
+    elif before is not None and before.samples != samples and len(before.shape) == len(shape):
+        axis = _seen(op, shape, samples, before)
+    else:
+        axis = _convention(op, shape, samples)
+    if before is not None and not _agree(shape, samples, axis, before):
+        raise InputError(_contradiction(op, shape, samples, before))
+    return axis
+
+
+def _check_stated(op: str, shape: tuple[int, ...], samples: int, dim: int | None) -> int | None:
+    if dim is None:
+        return None
+    axis = dim + len(shape) if dim < 0 else dim
+    if not 0 <= axis < len(shape) or shape[axis] % samples:
+        raise InputError(
+            explain(
+                f"samples_along({dim}) around {op} of shape {shape}, in a micro-batch of {samples} samples",
+                "that dimension does not exist or is not a multiple of the number of samples",
+                "state the dimension that runs over the samples",
+            )
+        )
+    return axis
+
+
+def _seen(op: str, shape: tuple[int, ...], samples: int, before: Call) -> int | None:
+    if shape == before.shape:
+        return None
+    grows = [d for d, size in enumerate(shape) if size * before.samples == before.shape[d] * samples and size]
+    return grows[0] if grows else _convention(op, shape, samples)
+
+
+def _convention(op: str, shape: tuple[int, ...], samples: int) -> int | None:
+    if not shape:
+        return None
+    if samples == 1 or shape[0] == samples:
+        return 0
+    others = [d for d, size in enumerate(shape) if size == samples]
+    if shape[0] % samples == 0 and len(others) != 1:
+        return 0
+    if len(others) > 1 or (others and shape[0] % samples == 0):
+        raise InputError(
+            explain(
+                f"{op} of shape {shape} in a micro-batch of {samples} samples",
+                "more than one dimension could run over the samples",
+                _REMEDY,
+            )
+        )
+    return others[0] if others else None
+
+
+def _agree(shape: tuple[int, ...], samples: int, axis: int | None, before: Call) -> bool:
+    if axis is None or before.axis is None:
+        return axis is before.axis and shape == before.shape
+    # With one sample every dimension gives the same positions, so the reading cannot be wrong.
+    return samples == 1 or before.samples == 1 or axis == before.axis
+
+
+def _contradiction(op: str, shape: tuple[int, ...], samples: int, before: Call) -> str:
+    return explain(
+        f"{op} of shape {before.shape} in a micro-batch of {before.samples} samples, "
+        f"and of shape {shape} in one of {samples} samples",
+        "the two do not show which dimension runs over the samples (packed sequences, noise on weights, "
+        "a different path through the model?)",
+        _REMEDY,
+    )

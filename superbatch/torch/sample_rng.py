@@ -1,0 +1,217 @@
+"""Random streams per sample: a run with dropout is the same under every split into micro-batches.
+
+* Every random operation of a micro-batch's forward and backward is computed by `superbatch.torch.counter`
+  from (window key, call key, sample's index in the effective batch, index within the sample): no value
+  depends on which samples share its micro-batch, on their number, or on the device.
+* The call key is the next number of torch's global CPU generator, seeded alike at the start of every
+  micro-batch of a window. Activation checkpointing restores that generator before it computes a forward
+  again, and so the masks.
+* A random operation that cannot be drawn like this is refused, never let through.
+* Nothing global stays changed: modes, generator and `torch.compile` stance are as before on exit.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from superbatch.errors import InputError, explain
+from superbatch.torch.counter import finalise, mix, positions, signed
+from superbatch.torch.sample_layout import Call, sample_axis, samples_along
+from superbatch.torch.sample_rules import RULES, Arguments, refusal
+
+
+@contextmanager
+def sample_stream(
+    key: int, first_sample: int, samples: int, *, calls: dict[int, Call] | None = None
+) -> Iterator[None]:
+    """Draw all random numbers inside from streams per sample: around one micro-batch's forward and backward.
+
+    Entry saves the state of torch's global CPU generator and seeds it from ``key``; exit, also by an
+    exception, restores the saved state. So the caller alone decides how that generator advances per window.
+    The CUDA generators are neither used nor changed.
+
+    Compiled models run eagerly inside, and attention with dropout by the math backend, because random numbers
+    within a fused kernel cannot be replaced. Streams hold in the thread that entered and in its backward
+    passes.
+
+    What dimension of a random tensor runs over the samples is read by `superbatch.torch.sample_layout`. With
+    ``samples=1`` a draw that is meant for a whole batch looks like one per sample, and so does noise whose
+    first dimension is a multiple of ``samples`` by accident. ``calls`` finds that out as soon as the window,
+    or the check of its first update, has micro-batches of two sizes; `samples_along` states it.
+
+    Args:
+        key: names the window; the same for all its micro-batches. Draw it once per window.
+        first_sample: position of the micro-batch's first sample within the effective batch (of all ranks).
+        samples: of the micro-batch, at least 1.
+        calls: a dict, empty at first, that all micro-batches of a window share: what they are checked
+            against.
+
+    Raises:
+        InputError: if an argument is out of range; inside, at a random operation that cannot be drawn per
+            sample, has its own generator, or whose shape has no clear reading.
+
+    Examples:
+        >>> import torch
+        >>> x, parts = torch.ones(6, 100), []
+        >>> with sample_stream(7, 0, 6):
+        ...     whole = torch.nn.functional.dropout(x)
+        >>> for first, size in [(0, 4), (4, 2)]:
+        ...     with sample_stream(7, first, size):
+        ...         parts.append(torch.nn.functional.dropout(x[first : first + size]))
+        >>> torch.equal(torch.cat(parts), whole)
+        True
+    """
+    if samples < 1 or first_sample < 0:
+        raise InputError(
+            explain(
+                f"first_sample={first_sample}, samples={samples}",
+                "a micro-batch has at least one sample, and samples are counted from 0",
+                "pass the micro-batch's place in the effective batch",
+            )
+        )
+    with ExitStack() as stack:
+        stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+        torch.default_generator.manual_seed(signed(key))
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_Kernels())
+        stack.enter_context(_Stream(key, first_sample, samples, {} if calls is None else calls))
+        yield
+
+
+class _Stream(TorchDispatchMode):
+    """Replaces every random operation by its rule in `RULES`."""
+
+    def __init__(self, key: int, first_sample: int, samples: int, calls: dict[int, Call]) -> None:
+        super().__init__()
+        self.window = mix(key)
+        self.first_sample, self.samples = first_sample, samples
+        self.calls = calls
+        self._starts: dict[torch.device, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_random(func):
+            return func(*args, **kwargs)
+        named = _bind(func, args, kwargs)
+        if _draws_nothing(named):
+            return func(*args, **kwargs)
+        op = str(func)
+        _refuse_generator(op, named.get("generator"))
+        if op not in RULES or any(
+            is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))
+        ):
+            raise refusal(op)
+        return RULES[op](self, op, named)
+
+    def bits(self, op: str, shape: tuple[int, ...], device: torch.device, *, rows: bool = False) -> Tensor:
+        """Return 64 random bits per element; ``rows``: the samples can only be the first dimension."""
+        shape = tuple(shape)
+        call = int(
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
+        )
+        before = self.calls.get(call)
+        if before is not None and before.op != op:
+            raise _other_call(op, before)
+        read = shape[:1] if rows else shape
+        axis = sample_axis(op, read, self.samples, before)
+        if before is None or before.samples == 1:
+            self.calls[call] = Call(op, self.samples, read, axis)
+        if 0 in shape:
+            return torch.empty(shape, dtype=torch.int64, device=device)
+        if axis is None:
+            start = torch.full((1,), signed(self.window + call), dtype=torch.int64, device=device)
+            return finalise(positions(start, (1, *shape), 0)).view(shape)
+        split = (*shape[:axis], self.samples, shape[axis] // self.samples, *shape[axis + 1 :])
+        return finalise(positions(self._start(device) + call, split, axis)).view(shape)
+
+    def _start(self, device: torch.device) -> Tensor:
+        """Return the first position of each sample, shape (samples,)."""
+        if device not in self._starts:
+            index = torch.arange(self.first_sample + 1, self.first_sample + 1 + self.samples, device=device)
+            # Hashed twice, so that neighbouring windows and samples are no neighbours in position.
+            self._starts[device] = finalise(
+                finalise(index.mul_(signed(0x9E3779B97F4A7C15))).add_(self.window)
+            )
+        return self._starts[device]
+
+
+class _Kernels(TorchFunctionMode):
+    """Chooses kernels whose random numbers pass the dispatcher, and states what a function's name tells."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0:
+                with sdpa_kernel(SDPBackend.MATH):
+                    return func(*args, **kwargs)
+        elif func in _RECURRENT:
+            return _recurrent(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a recurrent network whose dropout between layers is drawn on (time, batch, channels)."""
+    # (data, batch_sizes, hx, params, ...) if packed, else (input, hx, params, ...)
+    packed = isinstance(args[3], (list, tuple))
+    _, _, layers, dropout, train = args[3:8] if packed else args[2:7]
+    if not (dropout and train and layers > 1):
+        return func(*args, **kwargs)
+    if packed:
+        raise refusal("dropout between the layers of a recurrent network on a PackedSequence")
+    with torch.backends.cudnn.flags(enabled=False), samples_along(1):
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _bind(func: Any, args: Any, kwargs: Any) -> Arguments:
+    """Return all arguments by name, with the schema's defaults."""
+    names = func._schema.arguments
+    named = {a.name: a.default_value for a in names}
+    return {**named, **{a.name: value for a, value in zip(names, args, strict=False)}, **kwargs}
+
+
+def _draws_nothing(named: Arguments) -> bool:
+    """Tell whether an operation that may draw does not: dropout of probability 0, evaluation mode."""
+    off = [named.get(name) is False for name in ("train", "training")]
+    return any(off) or named.get("dropout_p") == 0 or named.get("dropout") == 0
+
+
+def _refuse_generator(op: str, generator: torch.Generator | None) -> None:
+    if generator is not None and generator is not torch.default_generator:
+        raise InputError(
+            explain(
+                f"{op} with its own generator under sample_rng=True",
+                "a generator moves on with every micro-batch, so its numbers depend on the split",
+                "leave out generator=, or set sample_rng=False",
+            )
+        )
+
+
+def _other_call(op: str, before: Call) -> InputError:
+    return InputError(
+        explain(
+            f"{op} where another micro-batch of the window called {before.op}",
+            "random calls must come in the same order in every micro-batch, so the path through the model "
+            "must not depend on the data or on Python's random numbers",
+            "make the choice per sample with torch's random numbers, or set sample_rng=False",
+        )
+    )

@@ -1,0 +1,252 @@
+"""What is drawn per sample, and how: a table from random operations to rules, and the refusal of all others.
+
+* The values have torch's distributions, not torch's numbers.
+* A rule asks for random bits once, with the shape that the operation draws, and returns what the operation
+  returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from superbatch.errors import InputError, explain
+from superbatch.torch.counter import below, integers, normal, uniform
+
+Arguments = dict[str, Any]
+Values = Callable[[Tensor, torch.dtype, Arguments], Tensor]
+Rule = Callable[["Draws", str, Arguments], Any]
+
+
+class Draws(Protocol):
+    """Where a rule gets its random bits."""
+
+    samples: int
+
+    def bits(self, op: str, shape: tuple[int, ...], device: torch.device, *, rows: bool = False) -> Tensor:
+        """Return 64 random bits per element; ``rows``: the samples can only be the first dimension."""
+        ...
+
+
+# Values: (bits, dtype, arguments) -> tensor.
+
+
+def _uniform(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    return uniform(bits, dtype).mul_(a["to"] - a["from"]).add_(a["from"])
+
+
+def _normal(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    return normal(bits, dtype) * a["std"] + a["mean"]
+
+
+def _exponential(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    return uniform(bits, _wide(dtype), open=True).log_().div_(-a["lambd"])
+
+
+def _cauchy(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    return (
+        uniform(bits, _wide(dtype), open=True)
+        .sub_(0.5)
+        .mul_(math.pi)
+        .tan_()
+        .mul_(a["sigma"])
+        .add_(a["median"])
+    )
+
+
+def _geometric(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    return (
+        uniform(bits, torch.float64, open=True)
+        .log_()
+        .div_(math.log1p(-a["p"]) if a["p"] < 1 else -math.inf)
+        .ceil_()
+        .clamp_(min=1)
+    )
+
+
+def _bernoulli(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    p = a["p"]
+    return uniform(bits, torch.float64) < p if isinstance(p, Tensor) else below(bits, p)
+
+
+def _random(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    """All numbers of an integer type, or the integers that a floating type holds exactly (its digits)."""
+    low = a.get("from", 0)
+    high = a.get("to")
+    if high is None:
+        high = (
+            2 ** round(1 - math.log2(torch.finfo(dtype).eps))
+            if dtype.is_floating_point
+            else _integer_end(dtype)
+        )
+    return integers(bits, low, high)
+
+
+def _integer_end(dtype: torch.dtype) -> int:
+    return 2 if dtype is torch.bool else torch.iinfo(dtype).max + 1
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+# Rules: (draws, op, arguments) -> what the operation returns.
+
+
+def _into(values: Values) -> Rule:
+    def rule(stream: Draws, op: str, a: Arguments) -> Tensor:
+        target: Tensor = a["self"]
+        return target.copy_(values(stream.bits(op, target.shape, target.device), _real(op, target.dtype), a))
+
+    return rule
+
+
+def _like(values: Values) -> Rule:
+    def rule(stream: Draws, op: str, a: Arguments) -> Tensor:
+        layout = {"memory_format": a["memory_format"]} if a.get("memory_format") is not None else {}
+        target = torch.empty_like(a["self"], dtype=a.get("dtype"), device=a.get("device"), **layout)
+        return target.copy_(values(stream.bits(op, target.shape, target.device), _real(op, target.dtype), a))
+
+    return rule
+
+
+def _new(values: Values) -> Rule:
+    def rule(stream: Draws, op: str, a: Arguments) -> Tensor:
+        default = torch.int64 if "randint" in op else torch.get_default_dtype()
+        dtype = a["dtype"] if isinstance(a["dtype"], torch.dtype) else default
+        result = values(
+            stream.bits(op, a["size"], a["device"] or torch.device("cpu")), _real(op, dtype), a
+        ).to(dtype)
+        return result.pin_memory() if a["pin_memory"] else result
+
+    return rule
+
+
+def _normal_of_tensors(stream: Draws, op: str, a: Arguments) -> Tensor:
+    mean_and_std = [x for x in (a["mean"], a["std"]) if isinstance(x, Tensor)]
+    like = functools.reduce(lambda x, y: x + y, mean_and_std)  # their common shape, type and device
+    return _normal(stream.bits(op, like.shape, like.device), _real(op, like.dtype), a)
+
+
+def _bernoulli_of_self(stream: Draws, op: str, a: Arguments) -> Tensor:
+    return _like(_bernoulli)(stream, op, {**a, "p": a["self"]})
+
+
+def _native_dropout(stream: Draws, op: str, a: Arguments) -> tuple[Tensor, Tensor]:
+    x: Tensor = a["input"]
+    mask = below(stream.bits(op, x.shape, x.device), 1 - a["p"])
+    return x * mask * (1 / (1 - a["p"]) if a["p"] < 1 else 0.0), mask
+
+
+def _rrelu(stream: Draws, op: str, a: Arguments) -> Tensor:
+    x: Tensor = a["self"]
+    slope = _uniform(
+        stream.bits(op, x.shape, x.device), _real(op, x.dtype), {"from": a["lower"], "to": a["upper"]}
+    )
+    a["noise"].copy_(torch.where(x <= 0, slope, 1))  # what the backward multiplies with
+    return x.mul_(a["noise"]) if "rrelu_with_noise_" in op else x * a["noise"]
+
+
+def _multinomial(stream: Draws, op: str, a: Arguments) -> Tensor:
+    """Sample categories of each row; without replacement by a race of exponentials, as torch does."""
+    p, draws, again = a["self"].double(), a["num_samples"], a["replacement"]
+    if p.dim() == 1 and len(p) == stream.samples > 1:
+        raise refusal(op)
+    if again and draws > 1:
+        bits = stream.bits(op, (*p.shape[:-1], draws), p.device, rows=p.dim() == 2)
+        share = p.cumsum(-1)
+        point = uniform(bits, torch.float64).mul_(share[..., -1:])
+        return torch.searchsorted(share, point, right=True).clamp_(max=p.shape[-1] - 1)
+    bits = stream.bits(op, p.shape, p.device, rows=p.dim() == 2)
+    return (p / _exponential(bits, torch.float64, {"lambd": 1})).topk(draws, dim=-1).indices
+
+
+RULES: dict[str, Rule] = {
+    "aten.rand.default": _new(lambda bits, dtype, a: uniform(bits, dtype)),
+    "aten.rand.generator": _new(lambda bits, dtype, a: uniform(bits, dtype)),
+    "aten.rand_like.default": _like(lambda bits, dtype, a: uniform(bits, dtype)),
+    "aten.uniform_.default": _into(_uniform),
+    "aten.randn.default": _new(lambda bits, dtype, a: normal(bits, dtype)),
+    "aten.randn.generator": _new(lambda bits, dtype, a: normal(bits, dtype)),
+    "aten.randn_like.default": _like(lambda bits, dtype, a: normal(bits, dtype)),
+    "aten.normal_.default": _into(_normal),
+    "aten.normal.float_float": _new(_normal),
+    "aten.normal.Tensor_float": _normal_of_tensors,
+    "aten.normal.float_Tensor": _normal_of_tensors,
+    "aten.normal.Tensor_Tensor": _normal_of_tensors,
+    "aten.log_normal_.default": _into(lambda bits, dtype, a: _normal(bits, _wide(dtype), a).exp_()),
+    "aten.exponential_.default": _into(_exponential),
+    "aten.cauchy_.default": _into(_cauchy),
+    "aten.geometric_.default": _into(_geometric),
+    "aten.bernoulli.default": _bernoulli_of_self,
+    "aten.bernoulli.p": _like(_bernoulli),
+    "aten.bernoulli_.float": _into(_bernoulli),
+    "aten.bernoulli_.Tensor": _into(_bernoulli),
+    "aten.native_dropout.default": _native_dropout,
+    "aten.rrelu_with_noise.default": _rrelu,
+    "aten.rrelu_with_noise_.default": _rrelu,
+    "aten.randint.default": _new(lambda bits, dtype, a: integers(bits, 0, a["high"])),
+    "aten.randint.generator": _new(lambda bits, dtype, a: integers(bits, 0, a["high"])),
+    "aten.randint.low": _new(lambda bits, dtype, a: integers(bits, a["low"], a["high"])),
+    "aten.randint.low_generator": _new(lambda bits, dtype, a: integers(bits, a["low"], a["high"])),
+    "aten.randint_like.default": _like(lambda bits, dtype, a: integers(bits, 0, a["high"])),
+    "aten.randint_like.low_dtype": _like(lambda bits, dtype, a: integers(bits, a["low"], a["high"])),
+    "aten.random_.default": _into(_random),
+    "aten.random_.to": _into(_random),
+    "aten.random_.from": _into(_random),
+    "aten.multinomial.default": _multinomial,
+}
+"""What is drawn per sample, and how; the values are torch's distributions, not torch's numbers."""
+
+
+_WHY = {
+    "randperm": ("a permutation belongs to the whole batch", "permute where the batch is made"),
+    "multinomial": ("a draw among the samples of a batch couples them", "draw where the batch is made"),
+    "attention": (
+        "the fused kernel draws its dropout itself",
+        "call torch.nn.functional.scaled_dot_product_attention, which is then run by the math backend",
+    ),
+    "PackedSequence": (
+        "its rows mix samples and times, in an order that depends on the other samples",
+        "use padded sequences, or single layers with dropout on the padded output between them",
+    ),
+}
+
+
+def refusal(op: str) -> InputError:
+    """Return the error for a random operation without a rule.
+
+    Args:
+        op: what the user called.
+
+    Returns:
+        The error, to be raised.
+
+    Examples:
+        >>> str(refusal("aten.randperm.default"))[:39]
+        'Given: aten.randperm.default under samp'
+    """
+    other = (
+        "its numbers cannot be drawn sample by sample",
+        "use uniform, normal or Bernoulli numbers instead",
+    )
+    wrong, do = next((why for part, why in _WHY.items() if part in op), other)
+    return InputError(explain(f"{op} under sample_rng=True", wrong, f"{do}, or set sample_rng=False"))
+
+
+def _real(op: str, dtype: torch.dtype) -> torch.dtype:
+    """Let through the types that a rule can make."""
+    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1):
+        raise InputError(
+            explain(
+                f"{op} of {dtype} under sample_rng=True",
+                "only real numbers of 16, 32 or 64 bits are drawn",
+                "draw real numbers and convert them",
+            )
+        )
+    return dtype
