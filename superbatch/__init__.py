@@ -1,1 +1,24 @@
+"""Train with the batch you want on the memory you have, and get exactly the update of the real large batch.
 
+This package is the core, of the standard library alone: windows, splitting, schedules and the one divisor.
+`superbatch.torch` is the home for PyTorch.
+"""
+
+from ._version import __version__ as __version__
+from .errors import CoupledSamplesError as CoupledSamplesError
+from .errors import InputError as InputError
+from .errors import NonFiniteError as NonFiniteError
+from .errors import OptimizerError as OptimizerError
+from .errors import SplitError as SplitError
+from .errors import StatementError as StatementError
+from .errors import SuperbatchError as SuperbatchError
+from .errors import WindowError as WindowError
+from .report.update import Update as Update
+from .schedule import constant as constant
+from .schedule import piecewise as piecewise
+from .schedule import ramp as ramp
+from .split import TokenBudget as TokenBudget
+from .split import near_equal as near_equal
+from .split import split as split
+from .window import Window as Window
+from .window import windows as windows
