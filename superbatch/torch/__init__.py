@@ -1,1 +1,12 @@
+"""Exact gradient accumulation for PyTorch."""
 
+from ..report.update import Update as Update
+from ..split import TokenBudget as TokenBudget
+from ..window import Window as Window
+from ..window import windows as windows
+from .accumulator import Accumulator as Accumulator
+from .accumulator import fp32_masters as fp32_masters
+from .in_flight import WindowInFlight as WindowInFlight
+from .weights import class_weights as class_weights
+from .weights import count_tokens as count_tokens
+from .weights import sample_weights as sample_weights

@@ -1,0 +1,43 @@
+"""What one call of an accumulator returns."""
+
+from __future__ import annotations
+
+# pyright: strict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Update:
+    """The record of one update: Python numbers only, so it keeps no graph and no activation alive.
+
+    Attributes:
+        loss: weighted mean loss of the batch on this rank's window, before the update (NaN where the weight is 0).
+        grad_norm: 2-norm of the normalised gradient before clipping; None where no whole gradient exists
+            (accumulation into the momentum buffer, or no update because nothing had weight).
+        weight: weight ``W`` of the window, over all ranks.
+        samples: samples of the window on this rank; None where they cannot be counted.
+        microbatches: micro-batches of the window on this rank.
+        learning_rates: of each parameter group, as used by this update.
+        skipped: why no update was made, else None.
+        dropped: positions of micro-batches left out because they were not finite.
+        seconds: wall time from the start of the window to the end of the update.
+
+    Examples:
+        >>> Update(loss=0.5, grad_norm=1.0, weight=100, samples=100, microbatches=4, learning_rates=(0.1,)).made
+        True
+    """
+
+    loss: float
+    grad_norm: float | None
+    weight: int | float
+    samples: int | None
+    microbatches: int
+    learning_rates: tuple[float, ...]
+    skipped: str | None = None
+    dropped: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def made(self) -> bool:
+        """Whether parameters were updated."""
+        return self.skipped is None

@@ -1,0 +1,195 @@
+"""BatchNorm where the batch is worked through in micro-batches: refused, frozen, or normalised per micro-batch.
+
+Normalising per micro-batch is another function than normalising over the batch (its gradient is that of "ghost"
+batch normalisation, arXiv:1705.08741), so it is never chosen silently. What can be kept exact is kept: the running
+statistics move once per update, by the batch's own mean and variance, pooled from the micro-batches (Chan, Golub,
+LeVeque 1979)::
+
+    n = sum n_i     mean = sum n_i mean_i / n     M2 = sum [ (n_i - 1) var_i + n_i (mean_i - mean)^2 ]
+    running_mean = (1 - momentum) running_mean + momentum mean
+    running_var  = (1 - momentum) running_var  + momentum M2 / (n - 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import CoupledSamplesError, explain
+from .coupling import uses_batch_statistics
+from .sync import Ranks
+
+
+def find_batchnorms(models: Iterable[nn.Module]) -> dict[str, _BatchNorm]:
+    """Return every BatchNorm of the models by its path, whatever its mode.
+
+    Examples:
+        >>> list(find_batchnorms([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))]))
+        ['1']
+    """
+    found: dict[str, _BatchNorm] = {}
+    for index, model in enumerate(models):
+        for path, module in model.named_modules():
+            if isinstance(module, _BatchNorm):
+                found[path if index == 0 else f"models[{index}].{path}"] = module
+    return found
+
+
+def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
+    """Raise if a BatchNorm is about to normalise with statistics of what it sees.
+
+    Raises:
+        CoupledSamplesError: it names the modules and the three choices.
+    """
+    coupled = [path for path, module in batchnorms.items() if uses_batch_statistics(module)]
+    if coupled:
+        named = ", ".join(repr(path) for path in coupled[:3]) + (f" and {len(coupled) - 3} more" if coupled[3:] else "")
+        raise CoupledSamplesError(
+            explain(
+                f"a model with BatchNorm in training mode ({named})",
+                "it normalises a sample by the other samples of what it sees, so micro-batches do not give the "
+                "gradient of the batch",
+                'choose batchnorm="per_microbatch" (another function: normalised per micro-batch, running statistics '
+                'pooled over the batch), or batchnorm="frozen" (running statistics, exact); the exact coupled mode '
+                "(the batch's own statistics from micro-batches) is not in this version",
+            )
+        )
+
+
+class Frozen:
+    """BatchNorms that use their running statistics during a window, whatever their mode outside it."""
+
+    def __init__(self, batchnorms: dict[str, _BatchNorm]) -> None:
+        self._modules = list(batchnorms.values())
+        self._training: list[bool] = []
+
+    def open(self) -> None:
+        self._training = [module.training for module in self._modules]
+        for module in self._modules:
+            module.training = False
+
+    def put_back(self) -> None:
+        for module, training in zip(self._modules, self._training, strict=False):
+            module.training = training
+        self._training = []
+
+
+class Pooled:
+    """BatchNorms that normalise per micro-batch, and whose running statistics move once per window.
+
+    During the window a module's momentum is 1, so that after each of its calls its running statistics *are* those
+    of the micro-batch it saw. A module called several times per forward has one pool per call.
+    """
+
+    def __init__(self, batchnorms: dict[str, _BatchNorm]) -> None:
+        self._modules = [module for module in batchnorms.values() if module.track_running_stats]
+        self._before: list[dict[str, Any]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._watching = False
+        self._call: dict[_BatchNorm, int] = {}
+        self._pools: dict[_BatchNorm, list[list[tuple[int, Tensor, Tensor]]]] = {}
+
+    def open(self) -> None:
+        self._pools = {module: [] for module in self._modules if uses_batch_statistics(module)}
+        for module in self._pools:
+            self._before.append({
+                "module": module,
+                "momentum": module.momentum,
+                "mean": _clone(module.running_mean),
+                "var": _clone(module.running_var),
+                "batches": _clone(module.num_batches_tracked),
+            })
+            module.momentum = 1.0
+            self._hooks.append(module.register_forward_hook(self._observe))
+
+    def start_microbatch(self) -> None:
+        """Count the calls of each module from the first again."""
+        self._call.clear()
+        self._watching = True
+
+    def watch(self, watching: bool) -> None:
+        """Say whether a forward is under way; a recomputation inside the backward must not be counted again."""
+        self._watching = watching
+
+    def forget_microbatch(self) -> None:
+        """Leave out the statistics of the last micro-batch."""
+        for module, calls in self._call.items():
+            for pool in self._pools[module][:calls]:
+                pool.pop()
+
+    def state(self) -> list[list[list[tuple[int, Tensor, Tensor]]]]:
+        """Return what was seen so far, in the order of the modules."""
+        return [[list(pool) for pool in pools] for pools in self._pools.values()]
+
+    def load_state(self, state: list[list[list[tuple[int, Tensor, Tensor]]]]) -> None:
+        """Go on from what :meth:`state` returned."""
+        for module, pools in zip(self._pools, state, strict=True):
+            self._pools[module] = [[(count, mean, variance) for count, mean, variance in pool] for pool in pools]
+
+    def close(self, ranks: Ranks) -> None:
+        """Move the running statistics once, by the batch's own."""
+        befores = {before["module"]: before for before in self._before}
+        self.put_back()
+        with torch.no_grad():
+            for module, pools in self._pools.items():
+                before = befores[module]
+                _set(module.running_mean, before["mean"])
+                _set(module.running_var, before["var"])
+                _set(module.num_batches_tracked, before["batches"])
+                for pool in pools:
+                    _move(module, *_pooled(pool, ranks))
+        self._pools = {}
+
+    def put_back(self) -> None:
+        """Leave the modules as they were given, running statistics aside."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        for before in self._before:
+            before["module"].momentum = before["momentum"]
+        self._before = []
+
+    def _observe(self, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if not self._watching:
+            return
+        call = self._call.get(module, 0)
+        self._call[module] = call + 1
+        pools = self._pools[module]
+        if call == len(pools):
+            pools.append([])
+        count = inputs[0].numel() // module.num_features
+        pools[call].append((count, module.running_mean.clone(), module.running_var.clone()))
+
+
+def _pooled(pool: list[tuple[int, Tensor, Tensor]], ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance over all micro-batches and ranks."""
+    counts = [count for count, *_ in pool]
+    means = torch.stack([mean for _, mean, _ in pool]).double()
+    variances = torch.stack([variance for *_, variance in pool]).double()
+    n_i = torch.tensor(counts, dtype=torch.float64, device=means.device).unsqueeze(1)
+    n = ranks.sum_tensor(n_i.sum())
+    mean = ranks.sum_tensor((n_i * means).sum(0)) / n
+    m2 = ranks.sum_tensor(((n_i - 1) * variances + n_i * (means - mean).square()).sum(0))
+    return mean, m2 / (n - 1)
+
+
+def _move(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    assert module.running_mean is not None and module.running_var is not None
+    assert module.num_batches_tracked is not None
+    module.num_batches_tracked += 1
+    momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
+    module.running_var.lerp_(variance.to(module.running_var.dtype), momentum)
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _set(tensor: Tensor | None, value: Tensor | None) -> None:
+    if tensor is not None and value is not None:
+        tensor.copy_(value)

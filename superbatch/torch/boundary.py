@@ -1,0 +1,153 @@
+"""The end of a window, in the one order that is right; each function is one part of it.
+
+reduce -> normalise -> unscale -> finite check -> clip -> optimizer -> scaler -> scheduler -> zero_grad
+
+Once per window: a norm of a gradient that is not normalised, not unscaled or not reduced is the norm of something
+else, and a scheduler counts updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from .gradients import LOW_PRECISION, Gradients, InMomentum, Owned, all_finite, clear, values
+from .sync import Ranks
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an update is made with.
+
+    Attributes:
+        optimizers: stepped in this order.
+        schedulers: stepped after an update was made, once each.
+        scaler: a `torch.amp.GradScaler`, or None.
+        max_grad_norm: the largest 2-norm of the normalised gradient, or None.
+        max_grad_value: the largest magnitude of one of its elements, or None.
+        masters_copied: whether targets are copies that the parameters must be set to after an update.
+    """
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[Any, ...]
+    scaler: Any | None
+    max_grad_norm: float | None
+    max_grad_value: float | None
+    masters_copied: bool
+
+    @property
+    def scaling(self) -> bool:
+        """Whether losses are scaled, so that an overflow is an ordinary event."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+
+def ready(step: Step, place: Gradients, ranks: Ranks, owned: list[Owned], divisor: float) -> list[Tensor | None]:
+    """Reduce, normalise and unscale: return the gradient of the batch, one tensor (or None) per owned parameter."""
+    gradients = ranks.sum_gradients(place.close(), place.zeros)
+    if divisor != 1.0:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if present:
+            torch._foreach_div_(present, divisor)
+    if step.scaling:
+        # unscale_ works on `.grad` and remembers an overflow for the scaler's own step().
+        assert step.scaler is not None
+        place.attach(gradients)
+        for optimizer in step.optimizers:
+            step.scaler.unscale_(optimizer)
+        gradients = [entry.target.grad for entry in owned]
+    # A sparse gradient's norm is that of its summed values, and only those can be clipped in place.
+    return [gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient for gradient in gradients]
+
+
+def norm_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the 2-norm over all gradients, in float32 at least; None where there is no gradient.
+
+    Examples:
+        >>> float(norm_of([torch.tensor([3.0]), None, torch.tensor([[4.0]])]))
+        5.0
+    """
+    dense = [values(gradient) for gradient in gradients if gradient is not None]
+    if not dense:
+        return None
+    if any(gradient.dtype in LOW_PRECISION for gradient in dense):
+        # A norm in bfloat16 has two to three digits: not enough to clip by.
+        dense = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in dense]
+    return torch.nn.utils.get_total_norm(dense)
+
+
+def finite_norm(gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
+    """Return the 2-norm on the host, and whether every element is finite (one transfer in the ordinary case)."""
+    norm = norm_of(gradients)
+    if norm is None:
+        return 0.0, True
+    value = float(norm)
+    if value - value == 0.0:
+        return value, True
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not all_finite(present):
+        return value, False
+    # Every element is finite: the sum of squares overflowed, so take it in double precision.
+    double = [torch.linalg.vector_norm(values(gradient), dtype=_double(gradient)) for gradient in present]
+    return float(torch.stack(double).norm()), True
+
+
+def clip(step: Step, gradients: list[Tensor | None], norm: float) -> None:
+    """Clip the normalised gradient in place, by norm and then by value, as torch's own functions do."""
+    present = [values(gradient) for gradient in gradients if gradient is not None]
+    # Unlike torch's function this leaves out the pass over all gradients when it would multiply by one.
+    if step.max_grad_norm is not None and norm + 1e-6 > step.max_grad_norm:
+        torch._foreach_mul_(present, step.max_grad_norm / (norm + 1e-6))
+    if step.max_grad_value is not None:
+        for gradient in present:
+            gradient.clamp_(-step.max_grad_value, step.max_grad_value)
+
+
+def update(step: Step, place: Gradients, owned: list[Owned], gradients: list[Tensor | None], loss: float) -> None:
+    """Make the update: optimizer, scaler, scheduler, zero_grad."""
+    if isinstance(place, InMomentum):
+        place.apply()
+    place.attach(gradients)
+    for optimizer in step.optimizers:
+        # With momentum accumulation no target has a gradient, so this only runs the optimizer's hooks and counters.
+        if step.scaling:
+            assert step.scaler is not None
+            step.scaler.step(optimizer)
+        else:
+            optimizer.step()
+    if step.scaling:
+        assert step.scaler is not None
+        step.scaler.update()
+    if step.masters_copied:
+        with torch.no_grad():
+            for entry in owned:
+                if entry.target is not entry.parameter:
+                    entry.parameter.copy_(entry.target)
+    for scheduler in step.schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(loss)
+        else:
+            scheduler.step()
+    clear(owned)
+
+
+def overflow(step: Step, owned: list[Owned]) -> None:
+    """Let the scaler see an overflow - its step() leaves the optimizer alone - and lower its scale; no scheduler."""
+    assert step.scaler is not None
+    for optimizer in step.optimizers:
+        step.scaler.step(optimizer)
+    step.scaler.update()
+    clear(owned)
+
+
+def learning_rates(step: Step) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group of each optimizer."""
+    return tuple(float(group["lr"]) for optimizer in step.optimizers for group in optimizer.param_groups if "lr" in group)
+
+
+def _double(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64

@@ -1,0 +1,292 @@
+"""What can be known to be wrong before any work is done, and is said in the words of the caller."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import InputError, OptimizerError, explain
+from .gradients import Owned
+
+
+def as_models(model: object) -> tuple[nn.Module, ...]:
+    """Return one or several models as a tuple.
+
+    Raises:
+        InputError: it is neither a module nor a non-empty sequence of modules.
+
+    Examples:
+        >>> len(as_models([nn.Linear(1, 1), nn.Linear(1, 1)]))
+        2
+    """
+    models = tuple(model) if isinstance(model, list | tuple) else (model,)
+    if not models or not all(isinstance(m, nn.Module) for m in models):
+        raise InputError(
+            explain(
+                f"model of type {_types(models)}",
+                "gradients are accumulated for the parameters of torch modules",
+                "pass a torch.nn.Module, or a list of them",
+            )
+        )
+    return models  # pyright: ignore[reportReturnType]  (checked above)
+
+
+def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
+    """Return one or several optimizers as a tuple, if each can be stepped once per window.
+
+    Raises:
+        OptimizerError: it is no optimizer, or needs a closure (LBFGS).
+
+    Examples:
+        >>> as_optimizers(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))[0].defaults["lr"]
+        0.001
+    """
+    optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise OptimizerError(
+            explain(
+                f"optimizer of type {_types(optimizers)}",
+                "an update is made by torch optimizers",
+                "pass a torch.optim.Optimizer, or a list of them",
+            )
+        )
+    for one in optimizers:
+        closure = inspect.signature(type(one).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise OptimizerError(
+                explain(
+                    f"the optimizer {type(one).__name__}, whose step needs a closure",
+                    "it evaluates the loss several times per update, each time over the whole batch, which one pass "
+                    "over micro-batches cannot give it",
+                    "use an optimizer that steps on gradients (SGD, AdamW, ...)",
+                )
+            )
+    return optimizers  # pyright: ignore[reportReturnType]  (checked above)
+
+
+def own_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] | None
+) -> list[Owned]:
+    """List what the optimizers update, each with its name in the models.
+
+    Raises:
+        OptimizerError: no optimizer parameter that needs a gradient belongs to the models, two optimizers share
+            one, or a parameter is stepped inside the backward.
+        InputError: `masters` maps something else than parameters of the models.
+    """
+    names = _names(models)
+    parameter_of = _parameters_by_target(names, masters or {})
+    owned: list[Owned] = []
+    seen: set[Tensor] = set()
+    for index, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            for place, target in enumerate(group["params"]):
+                if target in seen:
+                    raise OptimizerError(
+                        explain(
+                            f"a parameter in two optimizers ({names.get(target, 'outside the model')!r})",
+                            "one window makes one update of each parameter",
+                            "give each parameter to one optimizer",
+                        )
+                    )
+                seen.add(target)
+                parameter = parameter_of.get(target, target)
+                if not parameter.requires_grad:
+                    continue
+                name = names.get(parameter, f"optimizer[{index}].group[{number}].parameter[{place}]")
+                owned.append(Owned(name, parameter, target, group))
+    if not any(entry.parameter in names for entry in owned):
+        raise OptimizerError(
+            explain(
+                f"an optimizer over {len(seen)} tensors and a model with {len(names)} trainable parameters",
+                "none of them is a parameter of the model that needs a gradient, so no update could change the model",
+                "make the optimizer with model.parameters(), or pass masters={parameter: copy} for float32 copies",
+            )
+        )
+    for entry in owned:
+        if hasattr(entry.parameter, "_in_backward_optimizers"):
+            raise steps_in_backward(entry.name)
+    return owned
+
+
+def steps_in_backward(name: str) -> OptimizerError:
+    """Return the error for an optimizer that changes a parameter inside the backward of a micro-batch."""
+    return OptimizerError(
+        explain(
+            f"the parameter {name!r}, which an optimizer steps inside the backward",
+            "it would be updated once per micro-batch, by gradients that are only parts of the batch's",
+            "step the optimizer once per window: remove the hook (register_post_accumulate_grad_hook, "
+            "_apply_optimizer_in_backward)",
+        )
+    )
+
+
+class BackwardWatch:
+    """Watches the first window for parameters that change inside a backward, and undoes it.
+
+    Only parameters with hooks of their own are copied, so that an ordinary model costs nothing.
+    """
+
+    def __init__(self, owned: list[Owned]) -> None:
+        self._watched = [
+            (entry, entry.parameter.detach().clone(), entry.parameter._version)
+            for entry in owned
+            if getattr(entry.parameter, "_post_accumulate_grad_hooks", None)
+        ]
+
+    def check(self) -> None:
+        """Raise if a backward has changed a parameter, which then is as it was.
+
+        Raises:
+            OptimizerError: it names the parameter.
+        """
+        changed = [entry.name for entry, _, version in self._watched if entry.parameter._version != version]
+        if changed:
+            with torch.no_grad():
+                for entry, before, _ in self._watched:
+                    entry.parameter.copy_(before)
+            raise steps_in_backward(changed[0])
+
+    def release(self) -> None:
+        """Let the copies go."""
+        self._watched = []
+
+
+def check_loss(loss: object) -> None:
+    """Check that a loss can be differentiated: one element of floating dtype with a graph.
+
+    Raises:
+        InputError: it is no tensor, has several elements, or has no graph.
+
+    Examples:
+        >>> check_loss(torch.ones(1, requires_grad=True).sum())
+    """
+    if not isinstance(loss, Tensor):
+        raise InputError(
+            explain(
+                f"a loss of type {type(loss).__name__}",
+                "the gradient of a micro-batch is that of one tensor",
+                'return the loss tensor (or a pair of it and its weight, with weight="returned")',
+            )
+        )
+    if loss.numel() != 1:
+        raise InputError(
+            explain(
+                f"a loss of shape {tuple(loss.shape)}",
+                "a micro-batch has one loss",
+                'return its mean (reduction="mean") or its sum (reduction="sum")',
+            )
+        )
+    if not loss.requires_grad:
+        raise InputError(
+            explain(
+                "a loss without a graph",
+                "it depends on no parameter that needs a gradient, so there is nothing to accumulate",
+                "compute it from the model outside torch.no_grad(), with parameters that require gradients",
+            )
+        )
+
+
+def check_positive(value: object, name: str) -> float | None:
+    """Return a positive finite number, or None where there is none.
+
+    Raises:
+        InputError: it is neither.
+
+    Examples:
+        >>> check_positive(1, "max_grad_norm")
+        1.0
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
+        raise InputError(explain(f"{name}={value!r}", "a limit is a positive number", "pass a positive float or None"))
+    return float(value)
+
+
+def check_choice(value: object, name: str, choices: Any) -> Any:
+    """Return a value if it is one of the choices of a Literal type.
+
+    Raises:
+        InputError: it is not; the text lists them.
+
+    Examples:
+        >>> from typing import Literal
+        >>> check_choice("a", "letter", Literal["a", "b"])
+        'a'
+    """
+    allowed = get_args(choices)
+    if isinstance(value, str) and value in allowed:
+        return value
+    listed = ", ".join(repr(choice) for choice in allowed)
+    raise InputError(explain(f"{name}={value!r}", "it is not one of the choices", f"pass one of {listed}"))
+
+
+def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) -> None:
+    """Check that accumulating into the momentum buffer is exact.
+
+    Raises:
+        OptimizerError: the optimizer is not one SGD with momentum, or uses Nesterov, dampening, or the like.
+        InputError: another option needs the whole gradient, which then exists nowhere.
+    """
+    optimizer = step_optimizers[0]
+    reason = None
+    if len(step_optimizers) > 1 or type(optimizer) is not torch.optim.SGD:
+        reason = "only one torch.optim.SGD has a state that is linear in the gradient"
+    else:
+        for group in optimizer.param_groups:
+            if not group["momentum"]:
+                reason = "there is no momentum buffer without momentum"
+            elif group["nesterov"]:
+                reason = "Nesterov needs the gradient alone beside the buffer"
+            elif group["dampening"]:
+                reason = "dampening treats the first update differently from the others"
+            elif group["differentiable"]:
+                reason = "a differentiable update needs the gradient in the graph"
+    if reason:
+        raise OptimizerError(
+            explain(f'accumulate_into="momentum" with {type(optimizer).__name__}', reason, 'use accumulate_into="grad"')
+        )
+    for name, value in conflicts.items():
+        if value:
+            raise InputError(
+                explain(
+                    f'accumulate_into="momentum" with {name}',
+                    "the gradient of the batch never exists on its own, so it cannot be looked at or changed",
+                    f'use accumulate_into="grad", or leave out {name}',
+                )
+            )
+
+
+def _names(models: Iterable[nn.Module]) -> dict[Tensor, str]:
+    """Name of every trainable parameter; a tied one has its first name."""
+    names: dict[Tensor, str] = {}
+    for index, model in enumerate(models):
+        prefix = "" if index == 0 else f"models[{index}]."
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                names.setdefault(parameter, prefix + name)
+    return names
+
+
+def _parameters_by_target(names: Mapping[Tensor, str], masters: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    for parameter, master in masters.items():
+        if parameter not in names or not isinstance(master, Tensor) or master.shape != parameter.shape:
+            raise InputError(
+                explain(
+                    "masters with an entry that is no trainable parameter of the model and a copy of its shape",
+                    "a master is the copy, in a wider dtype, that the optimizer updates in place of a parameter",
+                    "make them with fp32_masters(model)",
+                )
+            )
+    return {master: parameter for parameter, master in masters.items()}
+
+
+def _types(values: Iterable[object]) -> str:
+    return ", ".join(type(value).__name__ for value in values) or "an empty sequence"

@@ -1,0 +1,154 @@
+"""Ranks: models wrapped in DistributedDataParallel, summed over once per window.
+
+Every micro-batch runs under ``no_sync``, which must enclose the forward too; at the boundary the summed gradients
+of the window are reduced by one pass of bucketed all-reduces. DDP's own reduction is not used: it happens inside
+the backward of a last micro-batch, which a rank without any weight does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import InputError, explain
+
+BUCKET_BYTES = 25 << 20  # as DDP's default: large enough for bandwidth, small enough for memory
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a batch: the process group of the models' DDP wrappers, or this process alone."""
+
+    wrappers: tuple[DistributedDataParallel, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of ranks."""
+        return self.wrappers[0].process_group.size() if self.wrappers else 1
+
+    @property
+    def shared(self) -> bool:
+        """Whether there are several."""
+        return self.count > 1
+
+    def hold_back(self) -> ExitStack:
+        """Return a context in which no backward communicates."""
+        stack = ExitStack()
+        for wrapper in self.wrappers:
+            stack.enter_context(wrapper.no_sync())
+        return stack
+
+    def sum(self, numbers: Iterable[float]) -> list[float]:
+        """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53)."""
+        if not self.shared:
+            return list(numbers)
+        device = next(iter(self.wrappers[0].parameters())).device
+        dtype = torch.float64 if device.type != "mps" else torch.float32
+        total = torch.tensor(list(numbers), dtype=dtype, device=device)
+        dist.all_reduce(total, group=self.wrappers[0].process_group)
+        return total.tolist()
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's sum over the ranks (in place)."""
+        if self.shared:
+            dist.all_reduce(tensor, group=self.wrappers[0].process_group)
+        return tensor
+
+    def sum_gradients(
+        self, gradients: list[Tensor | None], zeros: Callable[[int], Tensor]
+    ) -> list[Tensor | None]:
+        """Return the sums over the ranks of one gradient per parameter; ``zeros(i)`` makes an empty gradient ``i``.
+
+        A gradient that only some ranks have counts as zero on the others; one that no rank has stays None, so
+        that the optimizer leaves its parameter alone as it would for the large batch.
+        """
+        if not self.shared:
+            return gradients
+        held = self.sum(_kind(gradient) for gradient in gradients)
+        summed = [
+            _present(zeros(index) if gradient is None else gradient, ranks) if ranks else None
+            for index, (gradient, ranks) in enumerate(zip(gradients, held, strict=True))
+        ]
+        group = self.wrappers[0].process_group
+        for gradient in summed:
+            if gradient is not None and gradient.is_sparse:
+                dist.all_reduce(gradient, group=group)
+        for bucket in buckets([g for g in summed if g is not None and not g.is_sparse]):
+            flat = torch._utils._flatten_dense_tensors(bucket)
+            dist.all_reduce(flat, group=group)
+            for gradient, total in zip(bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True):
+                gradient.copy_(total)
+        return summed
+
+
+# One number per gradient tells every rank both whether any rank has it and whether one has it sparse.
+_DENSE, _SPARSE = 1.0, float(1 << 20)
+
+
+def _kind(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    return _SPARSE if gradient.is_sparse else _DENSE
+
+
+def _present(gradient: Tensor, ranks: float) -> Tensor:
+    """This rank's part of a gradient that some rank has."""
+    if ranks >= _SPARSE and not gradient.is_sparse:
+        gradient = gradient.to_sparse(1)
+    return gradient.coalesce() if gradient.is_sparse else gradient
+
+
+def find_ranks(models: Iterable[nn.Module]) -> Ranks:
+    """Return the ranks over which the models are replicated.
+
+    Raises:
+        InputError: the models' DDP wrappers use different process groups, or parameters are sharded.
+    """
+    models = list(models)
+    wrappers = tuple(
+        module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)
+    )
+    if len({id(wrapper.process_group) for wrapper in wrappers}) > 1:
+        raise InputError(
+            explain(
+                "models wrapped in DDP over different process groups",
+                "one window has one set of ranks to sum over",
+                "use one process group, or one Accumulator per model",
+            )
+        )
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if type(parameter).__name__ == "DTensor" or hasattr(parameter, "_handle"):
+                raise InputError(
+                    explain(
+                        f"the sharded parameter {name!r}",
+                        "this version sums gradients over ranks for DistributedDataParallel only, not for FSDP",
+                        "wrap the model in DistributedDataParallel",
+                    )
+                )
+    return Ranks(wrappers)
+
+
+def buckets(tensors: list[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """Group tensors of one dtype and device, in order, so that a group has at most `limit` bytes (or one tensor).
+
+    Examples:
+        >>> [len(bucket) for bucket in buckets([torch.zeros(4)] * 5, limit=32)]
+        [2, 2, 1]
+    """
+    grouped: list[list[Tensor]] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        bucket = open_bucket.get(key)
+        if bucket is None or sum(t.nbytes for t in bucket) + tensor.nbytes > limit:
+            bucket = open_bucket[key] = []
+            grouped.append(bucket)
+        bucket.append(tensor)
+    return grouped

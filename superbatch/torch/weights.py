@@ -1,0 +1,117 @@
+"""How much a micro-batch counts: functions of a micro-batch, evaluated on the host before any forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, explain
+from ..tree import get
+
+Weight = Callable[[Any], int | float]
+Where = str | Callable[[Any], Any]
+
+
+def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False) -> Weight:
+    """Weigh a micro-batch by the tokens that its loss counts: the weight of a token-mean cross entropy.
+
+    ``w = #{labels != ignore_index}``
+
+    Args:
+        where: path of the labels in a micro-batch (``"labels"``, ``"1"``), or a function micro-batch -> labels;
+            integer labels of shape (samples, ...) with the sequence last.
+        ignore_index: the label that `torch.nn.functional.cross_entropy` leaves out.
+        shift: the model itself drops the first label of each sequence (next-token heads of Hugging Face do).
+
+    Returns:
+        A function micro-batch -> int, for ``Accumulator(weight=...)``.
+
+    Examples:
+        >>> weight = count_tokens("labels")
+        >>> weight({"labels": torch.tensor([[5, 6, -100], [7, -100, -100]])})
+        3
+        >>> count_tokens("labels", shift=True)({"labels": torch.tensor([[5, 6, -100], [7, -100, -100]])})
+        1
+    """
+    read = _reader(where)
+
+    def weight(microbatch: Any) -> int:
+        labels = read(microbatch)
+        if shift:
+            labels = labels[..., 1:]
+        return int((labels != ignore_index).sum())
+
+    return weight
+
+
+def sample_weights(where: Where) -> Weight:
+    """Weigh a micro-batch by the sum of its samples' weights: for a loss ``sum w_j l_j / sum w_j``.
+
+    Args:
+        where: path of the weights in a micro-batch, or a function micro-batch -> weights of shape (samples,).
+
+    Returns:
+        A function micro-batch -> float (summed in float64).
+
+    Examples:
+        >>> sample_weights("weight")({"weight": torch.tensor([0.5, 2.0])})
+        2.5
+    """
+    read = _reader(where)
+    return lambda microbatch: float(read(microbatch).sum(dtype=torch.float64))
+
+
+def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> Weight:
+    """Weigh a micro-batch as ``CrossEntropyLoss(weight=weight)`` does, whose mean divides by the labels' weights.
+
+    ``w = sum_j weight[label_j]`` over labels other than `ignore_index`.
+
+    Args:
+        weight: weight of each class, shape (classes,).
+        where: path of the labels, or a function micro-batch -> integer labels of any shape.
+        ignore_index: the label that the loss leaves out.
+
+    Returns:
+        A function micro-batch -> float (summed in float64).
+
+    Raises:
+        InputError: `weight` is no 1-d floating tensor.
+
+    Examples:
+        >>> class_weights(torch.tensor([1.0, 3.0]), "1")((None, torch.tensor([0, 1, 1])))
+        7.0
+    """
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or not weight.is_floating_point():
+        raise InputError(
+            explain(
+                f"class weights {weight!r}",
+                "there must be one floating-point weight per class",
+                "pass the 1-d tensor that CrossEntropyLoss(weight=...) gets",
+            )
+        )
+    read, per_class = _reader(where), weight.detach().double().cpu()
+
+    def weigh(microbatch: Any) -> float:
+        labels = read(microbatch).cpu()
+        return float(per_class[labels[labels != ignore_index]].sum())
+
+    return weigh
+
+
+def _reader(where: Where) -> Callable[[Any], Tensor]:
+    if not callable(where) and not isinstance(where, str):
+        raise InputError(
+            explain(
+                f"a place of type {type(where).__name__}",
+                "the labels or weights must be found in each micro-batch",
+                'pass a path such as "labels" or "1", or a function of the micro-batch',
+            )
+        )
+
+    def read(microbatch: Any) -> Tensor:
+        return torch.as_tensor(where(microbatch) if callable(where) else get(microbatch, where))
+
+    return read

@@ -1,0 +1,115 @@
+"""Windows: the micro-batches that make one update, taken from a loader that yields micro-batches.
+
+The whole window is on the host before its first backward, so its weight is known and a tail is no special case.
+"""
+
+from __future__ import annotations
+
+# pyright: strict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Literal, get_args, overload
+
+from .errors import InputError, explain
+from .schedule import Schedule, as_schedule, check_update
+
+Tail = Literal["update", "drop"]
+
+
+class Window(Sequence[Any]):
+    """The micro-batches of one update: an immutable sequence that :class:`superbatch.torch.Accumulator` does not split.
+
+    Args:
+        microbatches: at least one micro-batch, in order.
+
+    Raises:
+        InputError: there is none.
+
+    Examples:
+        >>> window = Window([[1, 2], [3]])
+        >>> len(window), window[1]
+        (2, [3])
+    """
+
+    __slots__ = ("_microbatches",)
+
+    def __init__(self, microbatches: Iterable[Any]) -> None:
+        self._microbatches = tuple(microbatches)
+        if not self._microbatches:
+            raise InputError(explain("an empty window", "an update needs at least one micro-batch", "pass some"))
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._microbatches[index]
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __repr__(self) -> str:
+        return f"Window of {len(self)} micro-batch{'es' if len(self) != 1 else ''}"
+
+
+def windows(
+    loader: Iterable[Any],
+    accumulation_steps: int | Schedule,
+    *,
+    tail: Tail = "update",
+    first_update: int = 0,
+) -> Iterator[Window]:
+    """Group the micro-batches of a loader into windows; the arguments are checked at once, the loader is read lazily.
+
+    Args:
+        loader: yields micro-batches; its length need not be known.
+        accumulation_steps: micro-batches per window, or a schedule: a function of the update index.
+        tail: what to do when the data ends inside a window: ``"update"`` yields it as a shorter window
+            (exact: it is normalised by its own weight), ``"drop"`` leaves it out.
+        first_update: index of the first window's update, for a schedule after a restart or in a later epoch.
+
+    Yields:
+        One :class:`Window` per update.
+
+    Raises:
+        InputError: an argument has the wrong type or value.
+
+    Examples:
+        >>> [len(window) for window in windows(range(10), accumulation_steps=4)]
+        [4, 4, 2]
+        >>> [len(window) for window in windows(range(10), 4, tail="drop")]
+        [4, 4]
+        >>> [len(window) for window in windows(range(10), lambda update: 2**update)]
+        [1, 2, 4, 3]
+    """
+    schedule = as_schedule(accumulation_steps)
+    if tail not in get_args(Tail):
+        raise InputError(
+            explain(
+                f"tail={tail!r}",
+                "a tail either makes an update of its own or is dropped",
+                'pass tail="update" or tail="drop"',
+            )
+        )
+    if not isinstance(loader, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers need not be typed)
+        raise InputError(
+            explain(
+                f"a loader of type {type(loader).__name__}",
+                "micro-batches are read by iterating over it",
+                "pass a DataLoader, a list or a generator of micro-batches",
+            )
+        )
+    return _windows(loader, schedule, tail, check_update(first_update, "first_update"))
+
+
+def _windows(loader: Iterable[Any], schedule: Schedule, tail: Tail, update: int) -> Iterator[Window]:
+    microbatches = iter(loader)
+    while True:
+        wanted = schedule(update)
+        taken = list(islice(microbatches, wanted))
+        if not taken or (len(taken) < wanted and tail == "drop"):
+            return
+        yield Window(taken)
+        # Nothing of a window may stay alive while the next one is loaded: on the host it can be large.
+        del taken
+        update += 1
