@@ -1,0 +1,268 @@
+# pyright: strict
+"""Packed sequences: several sequences laid end to end in one token dimension, with offsets that say where each begins.
+
+A mapping, dataclass or namedtuple is a packed group when it holds an offsets entry (`cu_seqlens`, `cu_seq_lens`, each
+also with `_q` and `_k`), as FlashAttention and Hugging Face's flattening collators write them. Its samples are the
+sequences. A micro-batch of sequences a..b holds the tokens offsets[a]..offsets[b], and offsets that start at 0 again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from superbatch.containers import array_shape, is_scalar
+from superbatch.errors import SplitError, explain
+from superbatch.paths import join
+
+OFFSETS = frozenset(
+    f"{name}{suffix}" for name in ("cu_seqlens", "cu_seq_lens") for suffix in ("", "_q", "_k")
+)
+LONGEST = frozenset(f"{name}{suffix}" for name in ("max_seqlen", "max_length") for suffix in ("", "_q", "_k"))
+
+Take = Callable[[int, int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The offsets of one packed group, checked.
+
+    Args:
+        path: where the group is in the batch.
+        samples: the number of sequences.
+        offsets: for each offsets entry its values on the host, each starting with 0 and ending with its token total.
+
+    Examples:
+        >>> read_packed("", {"cu_seqlens": [0, 2, 5]})
+        Packed(path='', samples=2, offsets={'cu_seqlens': (0, 2, 5)})
+    """
+
+    path: str
+    samples: int
+    offsets: Mapping[str, tuple[int, ...]]
+
+    def by_total(self) -> dict[int, tuple[int, ...]]:
+        """The offsets of each token total; unambiguous after `read_packed`."""
+        return {offsets[-1]: offsets for offsets in self.offsets.values()}
+
+
+def read_packed(path: str, entries: Mapping[str, Any]) -> Packed:
+    """Read and check the offsets of a packed group.
+
+    Args:
+        path: where the group is in the batch.
+        entries: the offsets entries by name: 1-d integer arrays or lists of ints.
+
+    Returns:
+        The checked offsets.
+
+    Raises:
+        SplitError: when offsets are not 1-d integers that start with 0 and never decrease; when two entries differ in
+            their number of sequences; when two entries have the same token total but different offsets.
+
+    Examples:
+        >>> read_packed("", {"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 4, 9]}).samples
+        2
+    """
+    offsets = {name: read_offsets(join(path, name), value) for name, value in entries.items()}
+    counts = {name: len(values) - 1 for name, values in offsets.items()}
+    if len(set(counts.values())) > 1:
+        raise SplitError(
+            explain(
+                f"offsets at path {path!r} with {_listed(counts)} sequences",
+                "offsets of one packed group must have the same number of sequences",
+                "give queries and keys one entry for each sequence, or keep one of them whole with whole=(...)",
+            )
+        )
+    _refuse_ambiguous_totals(path, offsets)
+    return Packed(path, next(iter(counts.values())), offsets)
+
+
+def _refuse_ambiguous_totals(path: str, offsets: dict[str, tuple[int, ...]]) -> None:
+    first: dict[int, str] = {}
+    for name, values in offsets.items():
+        other = first.setdefault(values[-1], name)
+        if offsets[other] != values:
+            raise SplitError(
+                explain(
+                    f"{other!r} and {name!r} at path {path!r}, both with {values[-1]} tokens in total",
+                    "their offsets differ, so it cannot be known which of them an array of that length follows",
+                    "put queries and keys into two mappings, each with its own offsets",
+                )
+            )
+
+
+def read_offsets(path: str, value: Any) -> tuple[int, ...]:
+    """Read one offsets entry to the host and check it.
+
+    Args:
+        path: where the entry is in the batch.
+        value: 1-d integer array, or a list or tuple of ints, of length sequences + 1.
+
+    Returns:
+        The offsets.
+
+    Raises:
+        SplitError: when they are not 1-d integers that start with 0 and never decrease.
+
+    Examples:
+        >>> read_offsets("cu_seqlens", [0, 3, 3, 7])
+        (0, 3, 3, 7)
+    """
+    shape = array_shape(value)
+    values: Any = value if shape is None else value.tolist()
+    wrong = None
+    if not isinstance(values, (list, tuple)) or (shape is not None and len(shape) != 1):
+        wrong = "offsets must be 1-d"
+    elif any(type(offset) is not int for offset in cast("list[Any]", values)):
+        wrong = "offsets must be integers"
+    elif len(cast("list[int]", values)) < 2:
+        wrong = "offsets need at least two values, for one sequence"
+    elif values[0] != 0:
+        wrong = f"offsets must start with 0, not {values[0]}"
+    elif any(b < a for a, b in zip(values, values[1:])):  # noqa: B905 (the second is shorter by one)
+        wrong = "offsets must never decrease"
+    if wrong is None:
+        return tuple(cast("list[int]", values))
+    raise SplitError(
+        explain(
+            f"offsets of packed sequences at path {path!r}",
+            wrong,
+            "pass the cumulative lengths [0, n1, n1+n2, ...], or, if the entry means something else, "
+            f"declare whole=({path!r},) or per_sample=({path!r},)",
+        )
+    )
+
+
+def offsets_take(value: Any) -> Take:
+    """Pieces of an offsets entry, starting at 0 again, of the same type and dtype.
+
+    Args:
+        value: the offsets, as in the batch.
+
+    Returns:
+        take(start, stop) over sequences.
+
+    Examples:
+        >>> offsets_take([0, 2, 5, 9])(1, 3)
+        [0, 3, 7]
+    """
+    if isinstance(value, (list, tuple)):
+        plain = cast("list[int] | tuple[int, ...]", value)
+        kind = list if isinstance(value, list) else tuple
+        return lambda start, stop: kind(offset - plain[start] for offset in plain[start : stop + 1])
+    return lambda start, stop: value[start : stop + 1] - value[start]
+
+
+def longest_take(value: Any, name: str, packed: Packed) -> Take:
+    """The longest sequence of each piece, for entries such as `max_seqlen_q`, of the same type and dtype.
+
+    Args:
+        value: the entry, as in the batch: an int or an array with one integer.
+        name: the entry's name; its suffix _q or _k chooses the offsets.
+        packed: the group's offsets.
+
+    Returns:
+        take(start, stop) over sequences.
+
+    Examples:
+        >>> packed = read_packed("", {"cu_seqlens": [0, 2, 5, 6]})
+        >>> longest_take(3, "max_seqlen", packed)(0, 1)
+        2
+    """
+    suffix = name[-2:]
+    chosen = [offsets for key, offsets in packed.offsets.items() if key.endswith(suffix)]
+    chosen = chosen if suffix in ("_q", "_k") and chosen else list(packed.offsets.values())
+
+    def longest(start: int, stop: int) -> int:
+        return max(offsets[i + 1] - offsets[i] for offsets in chosen for i in range(start, stop))
+
+    if type(value) is int:
+        return longest
+    return lambda start, stop: value * 0 + longest(start, stop)  # keeps an array's type, dtype and device
+
+
+def is_longest(name: str, value: Any) -> bool:
+    """Whether an entry states the longest sequence: its name says so, and it holds one integer.
+
+    Args:
+        name: the entry's name.
+        value: the entry.
+
+    Returns:
+        True when pieces must recompute it.
+
+    Examples:
+        >>> is_longest("max_seqlen", 7), is_longest("max_seqlen", None), is_longest("size", 7)
+        (True, False, False)
+    """
+    if name not in LONGEST or value is None or isinstance(value, (str, bool)):
+        return False
+    shape = array_shape(value)
+    return is_scalar(value) if shape is None else shape in ((), (1,))
+
+
+def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[int, tuple[int, ...] | None]:
+    """Which dimension of an array is cut, and by which offsets.
+
+    Args:
+        shape: the array's shape, at least 1-d.
+        path: where the array is in the batch.
+        packed: the group's offsets.
+
+    Returns:
+        (0, None) for an array with one entry for each sequence; (0, offsets) for tokens first; (1, offsets) for
+        shape[:2] == (1, tokens).
+
+    Raises:
+        SplitError: when the shape fits neither, or more than one.
+
+    Examples:
+        >>> packed = read_packed("", {"cu_seqlens": [0, 2, 5]})
+        >>> token_dimension((1, 5), "input_ids", packed), token_dimension((2,), "labels", packed)
+        ((1, (0, 2, 5)), (0, None))
+    """
+    totals = packed.by_total()
+    offsets = totals.get(shape[0])
+    inner = totals.get(shape[1]) if len(shape) > 1 else None
+    if shape[0] == 1 and inner is not None:
+        return 1, inner
+    if shape[0] == packed.samples and (inner is not None or not _same_cut(offsets)):
+        raise _fits_two(shape, path, packed)
+    if offsets is not None:
+        return 0, offsets
+    if shape[0] == packed.samples:
+        return 0, None
+    raise SplitError(
+        explain(
+            f"an array of shape {shape} at path {path!r}, beside packed sequences at path {packed.path!r}",
+            f"its length is neither the number of tokens ({_totals(packed)}) nor of sequences ({packed.samples})",
+            f"keep it whole with whole=({path!r},), or bring the tokens to its first dimension",
+        )
+    )
+
+
+def _same_cut(offsets: tuple[int, ...] | None) -> bool:
+    """As many tokens as sequences is no question where every sequence is one token."""
+    return offsets is None or offsets == tuple(range(len(offsets)))
+
+
+def _fits_two(shape: tuple[int, ...], path: str, packed: Packed) -> SplitError:
+    return SplitError(
+        explain(
+            f"an array of shape {shape} at path {path!r}, beside {packed.samples} packed sequences of "
+            f"{_totals(packed)} tokens",
+            "its shape fits both the number of sequences and the number of tokens, so it cannot be known which is cut",
+            f"keep it whole with whole=({path!r},), split it by sequences with per_sample=({path!r},), "
+            "or leave out empty sequences",
+        )
+    )
+
+
+def _totals(packed: Packed) -> str:
+    return " or ".join(str(total) for total in packed.by_total())
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name!r}: {count}" for name, count in counts.items())

@@ -1,0 +1,99 @@
+# pyright: strict
+"""Paths: how a part of a nested batch is named, and found again.
+
+A path is dotted text of keys, indices and field names: "labels", "0.images", "meta.ids"; the batch itself is "".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, cast
+
+from superbatch.containers import array_shape, children, is_flat
+from superbatch.errors import InputError, explain
+
+_LISTED: Final = 30  # paths that an error text lists before it says how many more there are
+ABSENT: Final = object()
+
+
+def get(batch: Any, path: str) -> Any:
+    """Look up one part of a batch by its path.
+
+    Args:
+        batch: any nested batch.
+        path: dotted text of keys (as text), indices and field names; "" gives the batch itself. A key that itself
+            contains dots is found too; where two readings exist, the longest key wins.
+
+    Returns:
+        The part.
+
+    Raises:
+        InputError: when there is no such path; the text lists the paths there are.
+
+    Examples:
+        >>> get({"inputs": [10, 20], 7: "seven"}, "inputs.1"), get({7: "seven"}, "7")
+        (20, 'seven')
+    """
+    if type(batch) is dict and path in batch:
+        return cast("dict[Any, Any]", batch)[path]
+    if type(path) is not str:
+        raise InputError(explain(f"path={path!r}", "a path is text", 'write it as in "inputs.labels"'))
+    found = find(batch, path)
+    if found is ABSENT:
+        raise InputError(
+            explain(
+                f"path {path!r}",
+                "the batch has no such part",
+                f"use one of the paths there are: {listed_paths(batch)}",
+            )
+        )
+    return found
+
+
+def join(path: str, name: str) -> str:
+    """A path one level deeper.
+
+    Args:
+        path: the container's path; "" for the batch itself.
+        name: the entry's name.
+
+    Returns:
+        The entry's path.
+
+    Examples:
+        >>> join("", "x"), join("inputs", "ids")
+        ('x', 'inputs.ids')
+    """
+    return f"{path}.{name}" if path else name
+
+
+def find(node: Any, path: str) -> Any:
+    if not path:
+        return node
+    entries = dict(reversed(children(node) or []))  # of equal names the first wins
+    if path in entries:
+        return entries[path]
+    end = path.rfind(".")
+    while end > 0:
+        if path[:end] in entries:
+            found = find(entries[path[:end]], path[end + 1 :])
+            if found is not ABSENT:
+                return found
+        end = path.rfind(".", 0, end)
+    return ABSENT
+
+
+def _paths(node: Any, path: str = "") -> Iterator[str]:
+    if array_shape(node) is not None or (is_flat(node)):
+        return
+    for name, value in children(node) or []:
+        yield join(path, name)
+        yield from _paths(value, join(path, name))
+
+
+def listed_paths(batch: Any) -> str:
+    paths = list(_paths(batch))
+    if not paths:
+        return "'' (the batch itself)"
+    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    return ", ".join(repr(path) for path in paths[:_LISTED]) + more

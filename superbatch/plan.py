@@ -1,0 +1,394 @@
+# pyright: strict
+"""The one walk over a batch: what is cut, by which slices, and what is kept whole."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from superbatch.containers import (
+    Rebuild,
+    array_shape,
+    children,
+    is_flat,
+    is_record,
+    is_scalar,
+    is_torch_packed_sequence,
+    rebuilder,
+)
+from superbatch.errors import InputError, SplitError, explain
+from superbatch.packed import (
+    OFFSETS,
+    Packed,
+    Take,
+    is_longest,
+    longest_take,
+    offsets_take,
+    read_packed,
+    token_dimension,
+)
+from superbatch.paths import ABSENT, find, join, listed_paths
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One part of a batch that is not taken apart further.
+
+    Args:
+        path: where it is: dotted text, "" for the batch itself.
+        length: how many samples it has; None when it is kept whole.
+
+    Examples:
+        >>> Leaf("labels", 8)
+        Leaf(path='labels', length=8)
+    """
+
+    path: str
+    length: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A batch whose structure has been walked and checked: how many samples, and how to cut them.
+
+    Args:
+        leaves: all leaves, in order.
+        samples: the number of samples, at least 1.
+        take: take(start, stop) gives samples start..stop as a micro-batch; 0 <= start < stop <= samples is not checked.
+
+    Examples:
+        >>> planned = plan({"text": ["a", "b", "c"], "scale": 0.5})
+        >>> planned.samples, planned.take(1, 3)
+        (3, {'text': ['b', 'c'], 'scale': 0.5})
+    """
+
+    leaves: tuple[Leaf, ...]
+    samples: int
+    take: Take
+
+
+def plan(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str] = ()) -> Plan:
+    """Walk a batch once, check it, and prepare the cutting of micro-batches.
+
+    Arrays (anything with `shape` and indexing) are cut along their first dimension; lists and tuples of plain scalars are
+    cut as samples; mappings, lists, tuples, namedtuples and dataclasses are walked; lone scalars and 0-d arrays are kept
+    whole; packed sequences (see `superbatch.packed`) are cut between sequences.
+
+    Args:
+        batch: any nesting of these.
+        whole: paths of parts that every micro-batch gets whole, with everything under them.
+        per_sample: paths of lists of any objects (or arrays) with one entry for each sample.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InputError: when a declared path is not in the batch.
+        SplitError: when lengths differ, when there is nothing to split or no sample, when a part is of an unknown type,
+            or when it cannot be known what belongs to which sample.
+
+    Examples:
+        >>> planned = plan((memoryview(b"abcd"), {"names": ["a", "b", "c", "d"], "lr": 0.1}))
+        >>> planned.leaves
+        (Leaf(path='0', length=4), Leaf(path='1.names', length=4), Leaf(path='1.lr', length=None))
+    """
+    walk, take = walked(batch, whole, per_sample)
+    samples = _agreed_length(walk.leaves)
+    _refuse_hollow_lists(walk.hollow, samples)
+    assert take is not None  # some leaf has a length, so something is cut
+    return Plan(tuple(walk.leaves), samples, take)
+
+
+def walked(batch: Any, whole: Collection[str], per_sample: Collection[str]) -> tuple[Walk, Take | None]:
+    """Walk a batch without asking that lengths agree.
+
+    Args:
+        batch: any nested batch (see `plan`).
+        whole: paths kept whole.
+        per_sample: paths of lists with one entry for each sample.
+
+    Returns:
+        What was found, and the batch's take(start, stop), None when nothing is cut.
+
+    Raises:
+        InputError: when the declarations are no paths of the batch.
+        SplitError: when a part is of an unknown type.
+
+    Examples:
+        >>> walk, take = walked({"text": ["a", "b"]}, (), ())
+        >>> walk.leaves, take(0, 1)
+        ([Leaf(path='text', length=2)], {'text': ['a']})
+    """
+    walk = Walk(_declared("whole", whole), _declared("per_sample", per_sample))
+    for path in sorted(walk.whole & walk.per_sample):
+        raise InputError(
+            explain(
+                f"path {path!r} in whole= and in per_sample=", "a part is one or the other", "declare it once"
+            )
+        )
+    take = walk.visit(batch, "", None)
+    for path in sorted((walk.whole | walk.per_sample) - walk.met):
+        raise _not_met(batch, path)
+    return walk, take
+
+
+@dataclass(slots=True)
+class Walk:
+    """What one walk over a batch is told and what it finds.
+
+    Args:
+        whole: declared paths that are kept whole.
+        per_sample: declared paths of lists with one entry for each sample.
+        leaves: found leaves, in order.
+        met: declared paths that were found.
+        hollow: lists of containers in which nothing is cut, with their lengths.
+        followed: paths of packed groups whose offsets cut at least one array.
+
+    Examples:
+        >>> walk = Walk(frozenset({"lookup"}), frozenset())
+        >>> walk.visit({"lookup": [1, 2]}, "", None), walk.leaves, walk.met
+        (None, [Leaf(path='lookup', length=None)], {'lookup'})
+    """
+
+    whole: frozenset[str]
+    per_sample: frozenset[str]
+    leaves: list[Leaf] = field(default_factory=list[Leaf])
+    met: set[str] = field(default_factory=set[str])
+    hollow: list[Leaf] = field(default_factory=list[Leaf])
+    followed: set[str] = field(default_factory=set[str])
+
+    def visit(self, node: Any, path: str, packed: Packed | None) -> Take | None:
+        """Note the leaves under a node; give its take(start, stop), None when it is kept whole."""
+        if path in self.whole:
+            self.met.add(path)
+            return self._keep(path)
+        if path in self.per_sample:
+            self.met.add(path)
+            return self._cut(node, path, _listed_length(node, path))
+        if is_scalar(node):
+            return self._keep(path)
+        shape = array_shape(node)
+        if shape is None and is_flat(node):
+            shape = (len(node),)
+        if shape is not None:
+            return self._array(node, shape, path, packed)
+        return self._container(node, path, packed)
+
+    def _keep(self, path: str) -> None:
+        self.leaves.append(Leaf(path, None))
+
+    def _cut(self, node: Any, path: str, length: int) -> Take:
+        self.leaves.append(Leaf(path, length))
+        if isinstance(node, (list, tuple)) and type(cast("Any", node)) not in (list, tuple):
+            rebuild = rebuilder(node, path)  # slices of their subclasses are plain lists and tuples
+            return lambda start, stop: rebuild(list(cast("list[Any]", node[start:stop])))
+        return lambda start, stop: node[start:stop]
+
+    def _array(self, node: Any, shape: tuple[int, ...], path: str, packed: Packed | None) -> Take | None:
+        if not shape:
+            return self._keep(path)
+        dimension, offsets = (0, None) if packed is None else token_dimension(shape, path, packed)
+        if packed is None or offsets is None:
+            return self._cut(node, path, shape[0])
+        self.leaves.append(Leaf(path, packed.samples))
+        self.followed.add(packed.path)
+        if dimension == 0:
+            return lambda start, stop: node[offsets[start] : offsets[stop]]
+        return lambda start, stop: node[:, offsets[start] : offsets[stop]]
+
+    def _container(self, node: Any, path: str, packed: Packed | None) -> Take | None:
+        entries = None if is_torch_packed_sequence(node) else children(node)
+        if entries is None:
+            raise _unknown(node, path)
+        group = self._packed_group(entries, path)
+        first_leaf = len(self.leaves)
+        takes = [self._entry(name, value, join(path, name), group or packed) for name, value in entries]
+        if group is not None and path not in self.followed:
+            raise _not_followed(group)
+        if not any(takes):
+            if isinstance(node, (list, tuple)) and not is_record(node):
+                self.hollow.append(Leaf(path, len(entries)))
+            return None
+        pieces = [take or _constant(value) for take, (_, value) in zip(takes, entries, strict=True)]
+        lengths = {leaf.length for leaf in self.leaves[first_leaf:]}
+        return _container_take(rebuilder(node, path), pieces, _encodings(node, lengths))
+
+    def _packed_group(self, entries: list[tuple[str, Any]], path: str) -> Packed | None:
+        declared = self.whole | self.per_sample
+        offsets = {
+            name: value
+            for name, value in entries
+            if name in OFFSETS and value is not None and join(path, name) not in declared
+        }
+        return read_packed(path, offsets) if offsets else None
+
+    def _entry(self, name: str, value: Any, path: str, packed: Packed | None) -> Take | None:
+        if packed is None or path in self.whole or path in self.per_sample:
+            return self.visit(value, path, packed)
+        if name in packed.offsets and path == join(packed.path, name):
+            self.leaves.append(Leaf(path, packed.samples))
+            return offsets_take(value)
+        if is_longest(name, value):
+            self.leaves.append(Leaf(path, None))
+            return longest_take(value, name, packed)
+        return self.visit(value, path, packed)
+
+
+def _constant(value: Any) -> Take:
+    return lambda start, stop: value
+
+
+def _container_take(rebuild: Rebuild, pieces: list[Take], encodings: list[Any] | None) -> Take:
+    if encodings is None:
+        return lambda start, stop: rebuild([piece(start, stop) for piece in pieces])
+
+    def take(start: int, stop: int) -> Any:
+        new = rebuild([piece(start, stop) for piece in pieces])
+        new._encodings = encodings[start:stop]
+        return new
+
+    return take
+
+
+def _encodings(node: Any, lengths: set[int | None]) -> list[Any] | None:
+    """Hugging Face's BatchEncoding answers word_ids(i), tokens(i)... from this list, one entry for each sample."""
+    encodings = vars(node).get("_encodings") if isinstance(node, UserDict) else None
+    if isinstance(encodings, list) and len(cast("list[Any]", encodings)) in lengths:
+        return cast("list[Any]", encodings)
+    return None
+
+
+def _declared(argument: str, paths: Any) -> frozenset[str]:
+    if isinstance(paths, (list, tuple, set, frozenset)):
+        names = frozenset(cast("Collection[Any]", paths))
+        if all(type(name) is str for name in names):
+            return names
+    raise InputError(
+        explain(
+            f"{argument}={paths!r}",
+            "this is no list or tuple of paths",
+            f'write the paths as text in a tuple, as in {argument}=("labels",)',
+        )
+    )
+
+
+def _not_met(batch: Any, path: str) -> InputError:
+    if find(batch, path) is not ABSENT:
+        return InputError(
+            explain(
+                f"declared path {path!r}",
+                "it lies inside another part that is declared, or that is cut as one leaf",
+                "declare either the outer or the inner part",
+            )
+        )
+    return InputError(
+        explain(
+            f"declared path {path!r}",
+            "the batch has no such part",
+            f"use one of the paths there are: {listed_paths(batch)}",
+        )
+    )
+
+
+def _listed_length(node: Any, path: str) -> int:
+    """The number of entries of a declared list of samples."""
+    shape = array_shape(node)
+    if shape:
+        return shape[0]
+    kind: Any = type(node)
+    sliceable = shape is None and hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
+    if not sliceable or is_scalar(node) or is_record(node) or isinstance(node, Mapping):
+        raise InputError(
+            explain(
+                f"per_sample=({path!r},), which names a {kind.__name__}",
+                "only a list, tuple or array has one entry for each sample",
+                f"name the lists inside it; it has: {listed_paths(node)}",
+            )
+        )
+    return len(node)
+
+
+def _unknown(node: Any, path: str) -> SplitError:
+    kind: Any = type(node)
+    if is_torch_packed_sequence(node):
+        return SplitError(
+            explain(
+                f"a PackedSequence at path {path!r}",
+                "its data are interleaved by time, so no slice of it is a sample",
+                "pad it (torch.nn.utils.rnn.pad_packed_sequence) and pack inside loss_fn, or pass the sequences end "
+                "to end with their offsets as cu_seqlens",
+            )
+        )
+    return SplitError(
+        explain(
+            f"an object of type {kind.__module__}.{kind.__qualname__} at path {path!r}",
+            "it is neither an array, a container nor a plain scalar, so it is not known how to split it",
+            f"declare whole=({path!r},) to give it to every micro-batch, or, if it or the list that holds it has one "
+            f"entry for each sample, per_sample=({_list_that_holds(path)!r},)",
+        )
+    )
+
+
+def _list_that_holds(path: str) -> str:
+    outer, _, last = path.rpartition(".")
+    return outer if last.isdigit() else path
+
+
+def _not_followed(packed: Packed) -> SplitError:
+    totals = " or ".join(str(total) for total in packed.by_total())
+    return SplitError(
+        explain(
+            f"offsets of {packed.samples} packed sequences at path {packed.path!r}",
+            f"no array beside them has their {totals} tokens",
+            "put the token arrays and their offsets into the same mapping, or declare the offsets whole",
+        )
+    )
+
+
+def _agreed_length(found: list[Leaf]) -> int:
+    cut = [leaf for leaf in found if leaf.length is not None]
+    lengths = {leaf.length for leaf in cut}
+    described = ", ".join(f"{leaf.path!r}: {leaf.length}" for leaf in cut)
+    if not cut:
+        raise SplitError(
+            explain(
+                f"a batch with nothing to split; its parts are {_paths_of(found)}",
+                "only lone scalars, 0-d arrays and parts declared whole were found",
+                "pass at least one array or list with one entry for each sample",
+            )
+        )
+    if len(lengths) > 1:
+        raise SplitError(
+            explain(
+                f"parts of different length, {described}",
+                "every part that is split needs one entry for each sample",
+                "declare parts without samples in whole=(...), and lists of samples of different sizes in "
+                "per_sample=(...)",
+            )
+        )
+    samples = cut[0].length
+    assert samples is not None
+    if samples == 0:
+        raise SplitError(
+            explain(f"an empty batch, {described}", "it has no samples", "leave out batches without samples")
+        )
+    return samples
+
+
+def _paths_of(found: list[Leaf]) -> str:
+    return ", ".join(repr(leaf.path) for leaf in found) or "none"
+
+
+def _refuse_hollow_lists(hollow: list[Leaf], samples: int) -> None:
+    """A list of one dict for each sample would be kept whole, and its entries meet the wrong samples."""
+    for leaf in hollow:
+        if leaf.length == samples > 1:
+            raise SplitError(
+                explain(
+                    f"a list of {leaf.length} containers at path {leaf.path!r}, in a batch of {samples} samples",
+                    "nothing in it can be split, but it may hold one entry for each sample",
+                    f"declare per_sample=({leaf.path!r},) or whole=({leaf.path!r},)",
+                )
+            )
