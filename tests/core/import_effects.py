@@ -1,8 +1,8 @@
 """Import every module of superbatch in this process and print what that changed, one line per thing.
 
-A script: `python import_effects.py ROOT`, where ROOT holds superbatch/. The packages that superbatch uses are
-imported before the first look, because what they do on import (scikit-learn sets environment variables) is
-not ours.
+`python -m tests.core.import_effects ROOT`, where ROOT holds superbatch/. The packages that superbatch uses
+are imported before the first look, because what they do on import (scikit-learn sets environment variables)
+is not ours.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-sys.path[:0] = [sys.argv[1], str(HERE.parents[2])]
-
-from tests import isolation  # noqa: E402  (found through the line above)
-from tests.core.layers import eager_packages  # noqa: E402
+from tests import isolation
+from tests.core.layers import eager_packages
 
 
 def patched() -> dict[str, int]:
@@ -76,6 +73,7 @@ def import_everything(root: Path) -> int:
 
 def main() -> None:
     root = Path(sys.argv[1])
+    sys.path.insert(0, str(root))
     for package in sorted(eager_packages(root)):
         if importlib.util.find_spec(package):
             importlib.import_module(package)

@@ -81,7 +81,7 @@ def imports_of(file: Path, root: Path) -> Iterator[Import]:
     package = module_name(file, root).split(".")
     if file.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(file, node.lineno, alias.name)
@@ -125,7 +125,7 @@ def eager_packages(root: Path) -> set[str]:
     """Packages beyond the standard library that some file imports when it is imported (not in a function)."""
     found: set[str] = set()
     for file in (root / "superbatch").rglob("*.py"):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
             if isinstance(node, ast.Import):
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

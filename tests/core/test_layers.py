@@ -12,7 +12,7 @@ import pytest
 from tests.core import layers
 
 ROOT = Path(__file__).resolve().parents[2]
-EFFECTS = Path(__file__).with_name("import_effects.py")
+EFFECTS = "tests.core.import_effects"
 
 
 def python(code: str) -> list[str]:
@@ -72,7 +72,7 @@ def test_import_superbatch_torch_imports_torch_and_nothing_else() -> None:
 def effects(root: Path) -> list[str]:
     """The number of modules of the package below `root`, then what importing them changes."""
     done = subprocess.run(
-        [sys.executable, EFFECTS, root], cwd=root, capture_output=True, text=True, check=False
+        [sys.executable, "-m", EFFECTS, root], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     print(done.stderr)  # which modules were left out, for want of an optional package

@@ -27,7 +27,7 @@ def too_long(root: Path) -> Iterator[tuple[str, int]]:
         text, name = file.read_text(encoding="utf-8"), file.relative_to(root).as_posix()
         if len(text.splitlines()) > FILE_LINES:
             yield name, len(text.splitlines())
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(ast.parse(text, name)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1 - _docstring_lines(node)
                 if lines > FUNCTION_LINES:

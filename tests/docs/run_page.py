@@ -1,4 +1,4 @@
-"""Run the blocks of one page in this process, in the current folder: `python run_page.py PAGE`.
+"""Run the blocks of one page in this process: `python -m tests.docs.run_page PAGE FOLDER`, in that folder.
 
 Ends with an error that names the place in the page, at the first block that fails or prints something else
 than the page says.
@@ -13,8 +13,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.docs import snippets
 
@@ -44,6 +42,7 @@ def run_console(block: snippets.Block, page: Path) -> str:
 
 def main() -> None:
     page = Path(sys.argv[1]).resolve()
+    os.chdir(sys.argv[2])
     # The commands of this interpreter's environment come first.
     sys.path.insert(0, "")  # a page may import the files that it writes
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

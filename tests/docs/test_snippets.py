@@ -11,15 +11,15 @@ import pytest
 from tests.docs import snippets
 
 ROOT = Path(__file__).resolve().parents[2]
-RUNNER = Path(__file__).with_name("run_page.py")
+RUNNER = "tests.docs.run_page"
 LIMIT = 180  # seconds for a page
 
 
 def run(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a page in a fresh interpreter, with warnings as errors, in `folder`."""
     return subprocess.run(
-        [sys.executable, "-W", "error", RUNNER, page],
-        cwd=folder,
+        [sys.executable, "-W", "error", "-m", RUNNER, page, folder],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
