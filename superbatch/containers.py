@@ -1,9 +1,11 @@
 # pyright: strict
 """What a batch is made of: scalars, arrays, and containers that can be taken apart and put together again.
 
-Everything is told apart by duck typing, so that no framework is imported. Three rules hold for every container:
+Everything is told apart by duck typing, so that no framework is imported. Three rules hold for every
+container:
 
-* `children` and `rebuilder` agree: the values that `children` lists, in its order, are what the rebuilder takes.
+* `children` and `rebuilder` agree: the values that `children` lists, in its order, are what the rebuilder
+  takes.
 * A rebuilt container has the type of the original and shares no mutable storage with it.
 * What cannot be rebuilt safely is refused, never approximated.
 """
@@ -44,6 +46,22 @@ SCALARS: tuple[type, ...] = (
 Rebuild = Callable[[list[Any]], Any]
 
 
+def kind_of(value: Any) -> Any:
+    """The type of a value, for looking at what it can do; a type checker would know it only in part.
+
+    Args:
+        value: anything.
+
+    Returns:
+        type(value).
+
+    Examples:
+        >>> kind_of([1]).__name__
+        'list'
+    """
+    return type(value)
+
+
 def is_scalar(value: Any) -> bool:
     """Whether a value is one piece of data that has no samples: a number, a text, a date, None.
 
@@ -63,8 +81,9 @@ def is_scalar(value: Any) -> bool:
 def array_shape(value: Any) -> tuple[int, ...] | None:
     """The shape of an array of any framework, or None when the value is no array.
 
-    An array has a `shape` with a length and can be indexed. A container is no array because one of its entries is
-    called "shape": mappings need `shape` on their class, and fields of tuples and dataclasses do not count.
+    An array has a `shape` with a length and can be indexed. A container is no array because one of its
+    entries is called "shape": mappings need `shape` on their class, and fields of tuples and dataclasses do
+    not count.
 
     Args:
         value: anything.
@@ -76,7 +95,7 @@ def array_shape(value: Any) -> tuple[int, ...] | None:
         >>> array_shape(memoryview(b"abc")), array_shape([1, 2])
         ((3,), None)
     """
-    kind: Any = type(value)
+    kind = kind_of(value)
     if isinstance(value, (tuple, list, dict)) or not hasattr(kind, "__getitem__"):
         return None
     if isinstance(value, Mapping) and not hasattr(kind, "shape"):
@@ -114,7 +133,7 @@ def is_record(value: Any) -> bool:
         >>> is_record(collections.namedtuple("Pair", "x y")(1, 2)), is_record((1, 2))
         (True, False)
     """
-    kind: Any = type(value)
+    kind = kind_of(value)
     return isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields"))
 
 
@@ -139,6 +158,22 @@ def is_flat(value: Any) -> bool:
     return all(is_scalar(entry) or array_shape(entry) == () for entry in entries)
 
 
+def is_list_subclass(value: Any) -> bool:
+    """Whether a value is of a type derived from list or tuple, whose slices lose that type.
+
+    Args:
+        value: anything.
+
+    Returns:
+        False for plain lists and tuples, and for everything else.
+
+    Examples:
+        >>> is_list_subclass([1]), is_list_subclass(type("Names", (list,), {})())
+        (False, True)
+    """
+    return isinstance(value, (list, tuple)) and kind_of(value) not in (list, tuple)
+
+
 def is_torch_packed_sequence(value: Any) -> bool:
     """Whether a value is torch's PackedSequence: a namedtuple of data that is interleaved by time, not by sample.
 
@@ -152,7 +187,7 @@ def is_torch_packed_sequence(value: Any) -> bool:
         >>> is_torch_packed_sequence((1, 2))
         False
     """
-    return isinstance(value, tuple) and type(cast("Any", value)).__name__ == "PackedSequence"
+    return isinstance(value, tuple) and kind_of(value).__name__ == "PackedSequence"
 
 
 def children(value: Any) -> list[tuple[str, Any]] | None:
@@ -197,7 +232,7 @@ def rebuilder(value: Any, path: str) -> Rebuild:
         >>> rebuilder((1, 2), "")([3, 4])
         (3, 4)
     """
-    kind: Any = type(value)
+    kind = kind_of(value)
     if kind is tuple:
         return tuple
     if kind is list:
@@ -209,7 +244,7 @@ def rebuilder(value: Any, path: str) -> Rebuild:
 
 
 def _rebuild_guarded(value: Any, values: list[Any], path: str) -> Any:
-    kind: Any = type(value)
+    kind = kind_of(value)
     try:
         if isinstance(value, Mapping):
             return _rebuild_mapping(cast("Mapping[Any, Any]", value), values)
@@ -231,7 +266,7 @@ def _rebuild_guarded(value: Any, values: list[Any], path: str) -> Any:
 
 
 def _rebuild_mapping(value: Mapping[Any, Any], values: list[Any]) -> Any:
-    kind: Any = type(value)
+    kind = kind_of(value)
     items = dict(zip(value, values, strict=True))
     if not isinstance(value, (dict, UserDict)) and not hasattr(kind, "__copy__"):
         # A plain copy.copy would share the storage with the original, and writing would change the user's batch.
@@ -264,7 +299,7 @@ def _set_fields(value: Any) -> list[str]:
 
 def _rebuild_dataclass(value: Any, values: list[Any]) -> Any:
     """Without __init__ and __post_init__: fields with init=False and InitVars could not be passed again."""
-    kind: Any = type(value)
+    kind = kind_of(value)
     new = kind.__new__(kind)
     for name in _slots(kind):
         if hasattr(value, name):

@@ -1,9 +1,10 @@
 # pyright: strict
 """Packed sequences: several sequences laid end to end in one token dimension, with offsets that say where each begins.
 
-A mapping, dataclass or namedtuple is a packed group when it holds an offsets entry (`cu_seqlens`, `cu_seq_lens`, each
-also with `_q` and `_k`), as FlashAttention and Hugging Face's flattening collators write them. Its samples are the
-sequences. A micro-batch of sequences a..b holds the tokens offsets[a]..offsets[b], and offsets that start at 0 again.
+A mapping, dataclass or namedtuple is a packed group when it holds an offsets entry (`cu_seqlens`,
+`cu_seq_lens`, each also with `_q` and `_k`), as FlashAttention and Hugging Face's flattening collators write
+them. Its samples are the sequences. A micro-batch of sequences a..b holds the tokens offsets[a]..offsets[b],
+and offsets that start at 0 again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Packed:
     Args:
         path: where the group is in the batch.
         samples: the number of sequences.
-        offsets: for each offsets entry its values on the host, each starting with 0 and ending with its token total.
+        offsets: for each offsets entry its values on the host, each starting with 0 and ending with its token
+            total.
 
     Examples:
         >>> read_packed("", {"cu_seqlens": [0, 2, 5]})
@@ -58,8 +60,9 @@ def read_packed(path: str, entries: Mapping[str, Any]) -> Packed:
         The checked offsets.
 
     Raises:
-        SplitError: when offsets are not 1-d integers that start with 0 and never decrease; when two entries differ in
-            their number of sequences; when two entries have the same token total but different offsets.
+        SplitError: when offsets are not 1-d integers that start with 0 and never decrease; when two entries
+            differ in their number of sequences; when two entries have the same token total but different
+            offsets.
 
     Examples:
         >>> read_packed("", {"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 4, 9]}).samples
@@ -212,8 +215,8 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
         packed: the group's offsets.
 
     Returns:
-        (0, None) for an array with one entry for each sequence; (0, offsets) for tokens first; (1, offsets) for
-        shape[:2] == (1, tokens).
+        (0, None) for an array with one entry for each sequence; (0, offsets) for tokens first; (1, offsets)
+        for shape[:2] == (1, tokens).
 
     Raises:
         SplitError: when the shape fits neither, or more than one.
@@ -224,21 +227,43 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
         ((1, (0, 2, 5)), (0, None))
     """
     totals = packed.by_total()
-    offsets = totals.get(shape[0])
-    inner = totals.get(shape[1]) if len(shape) > 1 else None
-    if shape[0] == 1 and inner is not None:
+    first, second = [*shape, -1][:2]
+    offsets, inner = totals.get(first), totals.get(second)
+    if first == 1 and inner is not None:
         return 1, inner
-    if shape[0] == packed.samples and (inner is not None or not _same_cut(offsets)):
+    if first == packed.samples and (inner is not None or not _same_cut(offsets)):
         raise _fits_two(shape, path, packed)
     if offsets is not None:
         return 0, offsets
-    if shape[0] == packed.samples:
+    if first == packed.samples:
         return 0, None
     raise SplitError(
         explain(
             f"an array of shape {shape} at path {path!r}, beside packed sequences at path {packed.path!r}",
             f"its length is neither the number of tokens ({_totals(packed)}) nor of sequences ({packed.samples})",
             f"keep it whole with whole=({path!r},), or bring the tokens to its first dimension",
+        )
+    )
+
+
+def not_followed(packed: Packed) -> SplitError:
+    """The error for offsets that no array beside them follows.
+
+    Args:
+        packed: the group's offsets.
+
+    Returns:
+        The error.
+
+    Examples:
+        >>> "no array beside them has their 5 tokens" in str(not_followed(read_packed("", {"cu_seqlens": [0,
+        5]}))) True
+    """
+    return SplitError(
+        explain(
+            f"offsets of {packed.samples} packed sequences at path {packed.path!r}",
+            f"no array beside them has their {_totals(packed)} tokens",
+            "put the token arrays and their offsets into the same mapping, or declare the offsets in whole=(...)",
         )
     )
 

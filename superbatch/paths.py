@@ -1,19 +1,38 @@
 # pyright: strict
 """Paths: how a part of a nested batch is named, and found again.
 
-A path is dotted text of keys, indices and field names: "labels", "0.images", "meta.ids"; the batch itself is "".
+A path is dotted text of keys, indices and field names: "labels", "0.images", "meta.ids"; the batch itself is
+"".
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from superbatch.containers import array_shape, children, is_flat
 from superbatch.errors import InputError, explain
 
 _LISTED: Final = 30  # paths that an error text lists before it says how many more there are
-ABSENT: Final = object()
+ABSENT: Final = object()  # what `find` gives when there is no such part; None may be a part
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One part of a batch that is not taken apart further.
+
+    Args:
+        path: where it is: dotted text, "" for the batch itself.
+        length: how many samples it has; None when it is kept whole.
+
+    Examples:
+        >>> Leaf("labels", 8)
+        Leaf(path='labels', length=8)
+    """
+
+    path: str
+    length: int | None
 
 
 def get(batch: Any, path: str) -> Any:
@@ -21,8 +40,8 @@ def get(batch: Any, path: str) -> Any:
 
     Args:
         batch: any nested batch.
-        path: dotted text of keys (as text), indices and field names; "" gives the batch itself. A key that itself
-            contains dots is found too; where two readings exist, the longest key wins.
+        path: dotted text of keys (as text), indices and field names; "" gives the batch itself. A key that
+            itself contains dots is found too; where two readings exist, the longest key wins.
 
     Returns:
         The part.
@@ -68,6 +87,19 @@ def join(path: str, name: str) -> str:
 
 
 def find(node: Any, path: str) -> Any:
+    """Look up a part as `get` does, without an error.
+
+    Args:
+        node: any nested batch.
+        path: dotted text.
+
+    Returns:
+        The part, or ABSENT.
+
+    Examples:
+        >>> find({"a.b": {"c": 1}, "a": {"b": 2}}, "a.b.c"), find({}, "a") is ABSENT
+        (1, True)
+    """
     if not path:
         return node
     entries = dict(reversed(children(node) or []))  # of equal names the first wins
@@ -84,7 +116,7 @@ def find(node: Any, path: str) -> Any:
 
 
 def _paths(node: Any, path: str = "") -> Iterator[str]:
-    if array_shape(node) is not None or (is_flat(node)):
+    if array_shape(node) is not None or is_flat(node):
         return
     for name, value in children(node) or []:
         yield join(path, name)
@@ -92,6 +124,18 @@ def _paths(node: Any, path: str = "") -> Iterator[str]:
 
 
 def listed_paths(batch: Any) -> str:
+    """List the paths of a batch for an error text; of very many the first.
+
+    Args:
+        batch: any nested batch.
+
+    Returns:
+        The paths, outer parts before inner ones.
+
+    Examples:
+        >>> listed_paths({"x": [1, 2], "meta": {"ids": "a"}})
+        "'x', 'meta', 'meta.ids'"
+    """
     paths = list(_paths(batch))
     if not paths:
         return "'' (the batch itself)"

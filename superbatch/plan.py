@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,40 +13,26 @@ from superbatch.containers import (
     array_shape,
     children,
     is_flat,
+    is_list_subclass,
     is_record,
     is_scalar,
     is_torch_packed_sequence,
     rebuilder,
 )
-from superbatch.errors import InputError, SplitError, explain
+from superbatch.errors import InputError, explain
 from superbatch.packed import (
     OFFSETS,
     Packed,
     Take,
     is_longest,
     longest_take,
+    not_followed,
     offsets_take,
     read_packed,
     token_dimension,
 )
-from superbatch.paths import ABSENT, find, join, listed_paths
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One part of a batch that is not taken apart further.
-
-    Args:
-        path: where it is: dotted text, "" for the batch itself.
-        length: how many samples it has; None when it is kept whole.
-
-    Examples:
-        >>> Leaf("labels", 8)
-        Leaf(path='labels', length=8)
-    """
-
-    path: str
-    length: int | None
+from superbatch.paths import Leaf, join
+from superbatch.refusals import agreed_length, listed_length, refuse_hollow_lists, unknown, unmet
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +42,8 @@ class Plan:
     Args:
         leaves: all leaves, in order.
         samples: the number of samples, at least 1.
-        take: take(start, stop) gives samples start..stop as a micro-batch; 0 <= start < stop <= samples is not checked.
+        take: take(start, stop) gives samples start..stop as a micro-batch; 0 <= start < stop <= samples is
+            not checked.
 
     Examples:
         >>> planned = plan({"text": ["a", "b", "c"], "scale": 0.5})
@@ -72,9 +59,9 @@ class Plan:
 def plan(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str] = ()) -> Plan:
     """Walk a batch once, check it, and prepare the cutting of micro-batches.
 
-    Arrays (anything with `shape` and indexing) are cut along their first dimension; lists and tuples of plain scalars are
-    cut as samples; mappings, lists, tuples, namedtuples and dataclasses are walked; lone scalars and 0-d arrays are kept
-    whole; packed sequences (see `superbatch.packed`) are cut between sequences.
+    Arrays (anything with `shape` and indexing) are cut along their first dimension; lists and tuples of plain
+    scalars are cut as samples; mappings, lists, tuples, namedtuples and dataclasses are walked; lone scalars
+    and 0-d arrays are kept whole; packed sequences (see `superbatch.packed`) are cut between sequences.
 
     Args:
         batch: any nesting of these.
@@ -86,8 +73,8 @@ def plan(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str]
 
     Raises:
         InputError: when a declared path is not in the batch.
-        SplitError: when lengths differ, when there is nothing to split or no sample, when a part is of an unknown type,
-            or when it cannot be known what belongs to which sample.
+        SplitError: when lengths differ, when there is nothing to split or no sample, when a part is of an
+            unknown type, or when it cannot be known what belongs to which sample.
 
     Examples:
         >>> planned = plan((memoryview(b"abcd"), {"names": ["a", "b", "c", "d"], "lr": 0.1}))
@@ -95,8 +82,8 @@ def plan(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str]
         (Leaf(path='0', length=4), Leaf(path='1.names', length=4), Leaf(path='1.lr', length=None))
     """
     walk, take = walked(batch, whole, per_sample)
-    samples = _agreed_length(walk.leaves)
-    _refuse_hollow_lists(walk.hollow, samples)
+    samples = agreed_length(walk.leaves)
+    refuse_hollow_lists(walk.hollow, samples)
     assert take is not None  # some leaf has a length, so something is cut
     return Plan(tuple(walk.leaves), samples, take)
 
@@ -130,7 +117,7 @@ def walked(batch: Any, whole: Collection[str], per_sample: Collection[str]) -> t
         )
     take = walk.visit(batch, "", None)
     for path in sorted((walk.whole | walk.per_sample) - walk.met):
-        raise _not_met(batch, path)
+        raise unmet(batch, path)
     return walk, take
 
 
@@ -166,7 +153,7 @@ class Walk:
             return self._keep(path)
         if path in self.per_sample:
             self.met.add(path)
-            return self._cut(node, path, _listed_length(node, path))
+            return self._cut(node, path, listed_length(node, path))
         if is_scalar(node):
             return self._keep(path)
         shape = array_shape(node)
@@ -181,9 +168,9 @@ class Walk:
 
     def _cut(self, node: Any, path: str, length: int) -> Take:
         self.leaves.append(Leaf(path, length))
-        if isinstance(node, (list, tuple)) and type(cast("Any", node)) not in (list, tuple):
-            rebuild = rebuilder(node, path)  # slices of their subclasses are plain lists and tuples
-            return lambda start, stop: rebuild(list(cast("list[Any]", node[start:stop])))
+        if is_list_subclass(node):
+            rebuild = rebuilder(node, path)  # a slice of a subclass is a plain list or tuple
+            return lambda start, stop: rebuild(list(node[start:stop]))
         return lambda start, stop: node[start:stop]
 
     def _array(self, node: Any, shape: tuple[int, ...], path: str, packed: Packed | None) -> Take | None:
@@ -201,12 +188,12 @@ class Walk:
     def _container(self, node: Any, path: str, packed: Packed | None) -> Take | None:
         entries = None if is_torch_packed_sequence(node) else children(node)
         if entries is None:
-            raise _unknown(node, path)
+            raise unknown(node, path)
         group = self._packed_group(entries, path)
         first_leaf = len(self.leaves)
         takes = [self._entry(name, value, join(path, name), group or packed) for name, value in entries]
         if group is not None and path not in self.followed:
-            raise _not_followed(group)
+            raise not_followed(group)
         if not any(takes):
             if isinstance(node, (list, tuple)) and not is_record(node):
                 self.hollow.append(Leaf(path, len(entries)))
@@ -272,123 +259,3 @@ def _declared(argument: str, paths: Any) -> frozenset[str]:
             f'write the paths as text in a tuple, as in {argument}=("labels",)',
         )
     )
-
-
-def _not_met(batch: Any, path: str) -> InputError:
-    if find(batch, path) is not ABSENT:
-        return InputError(
-            explain(
-                f"declared path {path!r}",
-                "it lies inside another part that is declared, or that is cut as one leaf",
-                "declare either the outer or the inner part",
-            )
-        )
-    return InputError(
-        explain(
-            f"declared path {path!r}",
-            "the batch has no such part",
-            f"use one of the paths there are: {listed_paths(batch)}",
-        )
-    )
-
-
-def _listed_length(node: Any, path: str) -> int:
-    """The number of entries of a declared list of samples."""
-    shape = array_shape(node)
-    if shape:
-        return shape[0]
-    kind: Any = type(node)
-    sliceable = shape is None and hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
-    if not sliceable or is_scalar(node) or is_record(node) or isinstance(node, Mapping):
-        raise InputError(
-            explain(
-                f"per_sample=({path!r},), which names a {kind.__name__}",
-                "only a list, tuple or array has one entry for each sample",
-                f"name the lists inside it; it has: {listed_paths(node)}",
-            )
-        )
-    return len(node)
-
-
-def _unknown(node: Any, path: str) -> SplitError:
-    kind: Any = type(node)
-    if is_torch_packed_sequence(node):
-        return SplitError(
-            explain(
-                f"a PackedSequence at path {path!r}",
-                "its data are interleaved by time, so no slice of it is a sample",
-                "pad it (torch.nn.utils.rnn.pad_packed_sequence) and pack inside loss_fn, or pass the sequences end "
-                "to end with their offsets as cu_seqlens",
-            )
-        )
-    return SplitError(
-        explain(
-            f"an object of type {kind.__module__}.{kind.__qualname__} at path {path!r}",
-            "it is neither an array, a container nor a plain scalar, so it is not known how to split it",
-            f"declare whole=({path!r},) to give it to every micro-batch, or, if it or the list that holds it has one "
-            f"entry for each sample, per_sample=({_list_that_holds(path)!r},)",
-        )
-    )
-
-
-def _list_that_holds(path: str) -> str:
-    outer, _, last = path.rpartition(".")
-    return outer if last.isdigit() else path
-
-
-def _not_followed(packed: Packed) -> SplitError:
-    totals = " or ".join(str(total) for total in packed.by_total())
-    return SplitError(
-        explain(
-            f"offsets of {packed.samples} packed sequences at path {packed.path!r}",
-            f"no array beside them has their {totals} tokens",
-            "put the token arrays and their offsets into the same mapping, or declare the offsets whole",
-        )
-    )
-
-
-def _agreed_length(found: list[Leaf]) -> int:
-    cut = [leaf for leaf in found if leaf.length is not None]
-    lengths = {leaf.length for leaf in cut}
-    described = ", ".join(f"{leaf.path!r}: {leaf.length}" for leaf in cut)
-    if not cut:
-        raise SplitError(
-            explain(
-                f"a batch with nothing to split; its parts are {_paths_of(found)}",
-                "only lone scalars, 0-d arrays and parts declared whole were found",
-                "pass at least one array or list with one entry for each sample",
-            )
-        )
-    if len(lengths) > 1:
-        raise SplitError(
-            explain(
-                f"parts of different length, {described}",
-                "every part that is split needs one entry for each sample",
-                "declare parts without samples in whole=(...), and lists of samples of different sizes in "
-                "per_sample=(...)",
-            )
-        )
-    samples = cut[0].length
-    assert samples is not None
-    if samples == 0:
-        raise SplitError(
-            explain(f"an empty batch, {described}", "it has no samples", "leave out batches without samples")
-        )
-    return samples
-
-
-def _paths_of(found: list[Leaf]) -> str:
-    return ", ".join(repr(leaf.path) for leaf in found) or "none"
-
-
-def _refuse_hollow_lists(hollow: list[Leaf], samples: int) -> None:
-    """A list of one dict for each sample would be kept whole, and its entries meet the wrong samples."""
-    for leaf in hollow:
-        if leaf.length == samples > 1:
-            raise SplitError(
-                explain(
-                    f"a list of {leaf.length} containers at path {leaf.path!r}, in a batch of {samples} samples",
-                    "nothing in it can be split, but it may hold one entry for each sample",
-                    f"declare per_sample=({leaf.path!r},) or whole=({leaf.path!r},)",
-                )
-            )

@@ -1,7 +1,8 @@
 # pyright: strict
 """How many samples each micro-batch gets: near-equal in number, or near-equal in tokens under a budget.
 
-Sizes are a plain list of ints whose sum is the batch. An update does not depend on them; only memory and time do.
+Sizes are a plain list of ints whose sum is the batch. An update does not depend on them; only memory and time
+do.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from superbatch.plan import Plan, plan
 def near_equal(samples: int, microbatch_size: int) -> list[int]:
     """Divide samples into the fewest micro-batches of at most a given size, all nearly equal.
 
-    K = ceil(samples / microbatch_size) sizes that differ by at most 1, larger first: no micro-batch is small, so none
-    wastes the device.
+    K = ceil(samples / microbatch_size) sizes that differ by at most 1, larger first: no micro-batch is small,
+    so none wastes the device.
 
     Args:
         samples: samples of the batch, at least 1.
@@ -46,8 +47,8 @@ def near_equal(samples: int, microbatch_size: int) -> list[int]:
 def near_equal_cost(costs: Sequence[int], budget: int) -> list[int]:
     """Divide samples, in their order, into the fewest micro-batches under a budget, then make the largest smallest.
 
-    Among all contiguous partitions with cost(part) <= budget for every part: the fewest parts; among those, the smallest
-    possible max cost(part).
+    Among all contiguous partitions with cost(part) <= budget for every part: the fewest parts; among those,
+    the smallest possible max cost(part).
 
     Args:
         costs: cost of each sample (for example its tokens), ints >= 0, at least one sample.
@@ -167,9 +168,9 @@ class TokenBudget:
 
     Args:
         tokens: most tokens of a micro-batch.
-        lengths: the tokens of each sample. Either the path of a part of the batch (a 1-d array or list of lengths; a
-            (samples, tokens) mask of zeros and ones; offsets of packed sequences, such as "cu_seqlens") or a function
-            of the batch that returns one int for each sample.
+        lengths: the tokens of each sample. Either the path of a part of the batch (a 1-d array or list of
+            lengths; a (samples, tokens) mask of zeros and ones; offsets of packed sequences, such as
+            "cu_seqlens") or a function of the batch that returns one int for each sample.
 
     Raises:
         InputError: when tokens is no positive int, or lengths neither a path nor a function.
@@ -254,9 +255,10 @@ def split(
         The micro-batches; arrays in them are views of the batch where the framework slices to views.
 
     Raises:
-        InputError: when microbatch_size is neither a positive int nor a TokenBudget, a TokenBudget's lengths are not
-            one int for each sample, or a declared path is not in the batch.
-        SplitError: when the batch cannot be split (see `superbatch.tree.plan`), or one sample is above the budget.
+        InputError: when microbatch_size is neither a positive int nor a TokenBudget, a TokenBudget's lengths
+            are not one int for each sample, or a declared path is not in the batch.
+        SplitError: when the batch cannot be split (see `superbatch.tree.plan`), or one sample is above the
+            budget.
 
     Examples:
         >>> split({"text": ["a", "b", "c", "d", "e"], "scale": 0.5}, 3)

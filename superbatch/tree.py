@@ -3,9 +3,10 @@
 
 * The structure of a batch is walked once (`plan`); each micro-batch then costs only its slices.
 * A part is named by its path, a dotted text: "labels", "0.images", "meta.ids"; the batch itself is "".
-* A micro-batch has the structure and the types of its batch. Arrays are views where the framework slices to views; what
-  is kept whole is the same object in every micro-batch.
-* What is ambiguous is refused with the paths and the remedy. Nothing is guessed from the most frequent length.
+* A micro-batch has the structure and the types of its batch. Arrays are views where the framework slices to
+  views; what is kept whole is the same object in every micro-batch.
+* What is ambiguous is refused with the paths and the remedy. Nothing is guessed from the most frequent
+  length.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from superbatch.containers import array_shape, children, is_torch_packed_sequence, is_scalar, rebuilder
+from superbatch.containers import array_shape, children, is_scalar, is_torch_packed_sequence, rebuilder
 from superbatch.errors import InputError, explain
+from superbatch.paths import Leaf as Leaf
 from superbatch.paths import get as get
-from superbatch.plan import Leaf as Leaf
 from superbatch.plan import Plan as Plan
 from superbatch.plan import plan as plan
 from superbatch.plan import walked

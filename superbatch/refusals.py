@@ -1,0 +1,174 @@
+# pyright: strict
+"""What a batch is refused for, in words: each text names the paths, the lengths or types, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from superbatch.containers import array_shape, is_record, is_scalar, is_torch_packed_sequence, kind_of
+from superbatch.errors import InputError, SplitError, explain
+from superbatch.paths import ABSENT, Leaf, find, listed_paths
+
+
+def agreed_length(leaves: Sequence[Leaf]) -> int:
+    """The one number of samples that all leaves agree on.
+
+    Args:
+        leaves: all leaves of a batch.
+
+    Returns:
+        The number of samples, at least 1.
+
+    Raises:
+        SplitError: when no leaf is split, when lengths differ, or when there is no sample.
+
+    Examples:
+        >>> agreed_length([Leaf("x", 3), Leaf("scale", None), Leaf("y", 3)])
+        3
+    """
+    lengths = {leaf.path: leaf.length for leaf in leaves if leaf.length is not None}
+    described = ", ".join(f"{path!r}: {length}" for path, length in lengths.items())
+    if not lengths:
+        found = ", ".join(repr(leaf.path) for leaf in leaves) or "none"
+        raise SplitError(
+            explain(
+                f"a batch with nothing to split (its parts: {found})",
+                "it holds only lone scalars, 0-d arrays and parts declared whole",
+                "pass at least one array or list with one entry for each sample",
+            )
+        )
+    if len(set(lengths.values())) > 1:
+        raise SplitError(
+            explain(
+                f"parts of different lengths, {described}",
+                "every part that is split needs one entry for each sample",
+                "declare parts without samples in whole=(...), and lists of samples of different sizes in "
+                "per_sample=(...)",
+            )
+        )
+    samples = next(iter(lengths.values()))
+    if samples == 0:
+        raise SplitError(
+            explain(f"an empty batch, {described}", "it has no samples", "leave out batches without samples")
+        )
+    return samples
+
+
+def refuse_hollow_lists(hollow: Sequence[Leaf], samples: int) -> None:
+    """Refuse a list of one dict of scalars for each sample: kept whole, its entries would meet the wrong samples.
+
+    Args:
+        hollow: lists of containers in which nothing is cut, with their lengths.
+        samples: the number of samples of the batch.
+
+    Raises:
+        SplitError: when such a list has as many entries as the batch has samples.
+
+    Examples:
+        >>> refuse_hollow_lists([Leaf("stages", 3)], samples=8)
+    """
+    for leaf in hollow:
+        if leaf.length == samples > 1:
+            raise SplitError(
+                explain(
+                    f"a list of {leaf.length} containers at path {leaf.path!r}, in a batch of {samples} samples",
+                    "nothing in it can be split, but it may hold one entry for each sample",
+                    f"declare per_sample=({leaf.path!r},) or whole=({leaf.path!r},)",
+                )
+            )
+
+
+def unmet(batch: Any, path: str) -> InputError:
+    """The error for a declared path that the walk over the batch did not meet.
+
+    Args:
+        batch: the batch.
+        path: the declared path.
+
+    Returns:
+        The error; it lists the paths there are, or says that the path lies inside another leaf.
+
+    Examples:
+        >>> print(unmet({"x": 1}, "y"))
+        Given: declared path 'y'. Wrong: the batch has no such part. Do: use one of the paths there are: 'x'.
+    """
+    if find(batch, path) is ABSENT:
+        remedy = f"use one of the paths there are: {listed_paths(batch)}"
+        return InputError(explain(f"declared path {path!r}", "the batch has no such part", remedy))
+    return InputError(
+        explain(
+            f"declared path {path!r}",
+            "it lies inside a part that is declared too, or that is split as one",
+            "declare either the outer or the inner part",
+        )
+    )
+
+
+def listed_length(value: Any, path: str) -> int:
+    """The number of entries of a part that is declared in `per_sample`.
+
+    Args:
+        value: the part.
+        path: its path.
+
+    Returns:
+        How many samples it has.
+
+    Raises:
+        InputError: when it is no list, tuple, array or other object with a length and slices.
+
+    Examples:
+        >>> listed_length([{"boxes": 1}, {"boxes": 2}], "targets")
+        2
+    """
+    shape = array_shape(value)
+    if shape:
+        return shape[0]
+    kind = kind_of(value)
+    sliceable = shape is None and hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
+    if sliceable and not (is_scalar(value) or is_record(value) or isinstance(value, Mapping)):
+        return len(value)
+    raise InputError(
+        explain(
+            f"per_sample=({path!r},), which names a {kind.__name__}",
+            "only a list, tuple or array has one entry for each sample",
+            f"name the lists themselves; inside it there are: {listed_paths(value)}",
+        )
+    )
+
+
+def unknown(value: Any, path: str) -> SplitError:
+    """The error for a part of which it is not known how to split it.
+
+    Args:
+        value: the part.
+        path: its path.
+
+    Returns:
+        The error; torch's PackedSequence is refused by its name.
+
+    Examples:
+        >>> "type builtins.object at path 'graph'" in str(unknown(object(), "graph"))
+        True
+    """
+    if is_torch_packed_sequence(value):
+        return SplitError(
+            explain(
+                f"a PackedSequence at path {path!r}",
+                "its data are interleaved by time, so no slice of it is a sample",
+                "pass padded sequences with their lengths and pack them inside loss_fn, or pass the sequences end "
+                "to end with their offsets as cu_seqlens",
+            )
+        )
+    kind = kind_of(value)
+    outer, _, last = path.rpartition(".")
+    listed = outer if last.isdigit() else path  # most often an entry of a list of samples
+    return SplitError(
+        explain(
+            f"an object of type {kind.__module__}.{kind.__qualname__} at path {path!r}",
+            "it is neither an array, a container nor a plain scalar, so it is not known how to split it",
+            f"declare whole=({path!r},) to give it to every micro-batch, or per_sample=({listed!r},) for a list "
+            "with one entry for each sample",
+        )
+    )
