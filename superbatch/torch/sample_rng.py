@@ -93,6 +93,12 @@ def sample_stream(
 class _Stream(TorchDispatchMode):
     """Replaces every random operation by its rule in `RULES`."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # From torch 2.8 on a mode is wrapped for compiled callers, which doubles its cost per operation; nothing is
+        # compiled in here.
+        return False
+
     def __init__(self, key: int, first_sample: int, samples: int, calls: dict[int, Call]) -> None:
         super().__init__()
         self.window = mix(key)
@@ -108,12 +114,15 @@ class _Stream(TorchDispatchMode):
         if _draws_nothing(named):
             return func(*args, **kwargs)
         op = str(func)
-        _refuse_generator(op, named.get("generator"))
-        if op not in RULES or any(
-            is_traceable_wrapper_subclass(leaf) for leaf in tree_leaves((args, kwargs))
-        ):
+        if named.get("generator") is not None:
+            raise _own_generator(op)
+        if op in RULES and not any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
+            return RULES[op](self, op, named)
+        with self:  # in inference mode dropout arrives whole; its parts are drawn by their rules
+            parts = func.decompose(*args, **kwargs)
+        if parts is NotImplemented:
             raise refusal(op)
-        return RULES[op](self, op, named)
+        return parts
 
     def bits(self, op: str, shape: tuple[int, ...], device: torch.device, *, rows: bool = False) -> Tensor:
         """Return 64 random bits per element; ``rows``: the samples can only be the first dimension."""
@@ -195,15 +204,14 @@ def _draws_nothing(named: Arguments) -> bool:
     return any(off) or named.get("dropout_p") == 0 or named.get("dropout") == 0
 
 
-def _refuse_generator(op: str, generator: torch.Generator | None) -> None:
-    if generator is not None and generator is not torch.default_generator:
-        raise InputError(
-            explain(
-                f"{op} with its own generator under sample_rng=True",
-                "a generator moves on with every micro-batch, so its numbers depend on the split",
-                "leave out generator=, or set sample_rng=False",
-            )
+def _own_generator(op: str) -> InputError:
+    return InputError(
+        explain(
+            f"{op} with a generator under sample_rng=True",
+            "a generator moves on with every micro-batch, so its numbers depend on the split",
+            "leave out generator=, or set sample_rng=False",
         )
+    )
 
 
 def _other_call(op: str, before: Call) -> InputError:

@@ -36,16 +36,28 @@ class Draws(Protocol):
 # Values: (bits, dtype, arguments) -> tensor.
 
 
+def _rand(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    return uniform(bits, _real(dtype))
+
+
+def _randn(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    return normal(bits, _real(dtype))
+
+
 def _uniform(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
-    return uniform(bits, dtype).mul_(a["to"] - a["from"]).add_(a["from"])
+    return _rand(bits, dtype, a).mul_(a["to"] - a["from"]).add_(a["from"])
 
 
 def _normal(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
-    return normal(bits, dtype) * a["std"] + a["mean"]
+    return _randn(bits, dtype, a) * a["std"] + a["mean"]
+
+
+def _log_normal(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    return _normal(bits, _wide(dtype), a).exp_()
 
 
 def _exponential(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
-    return uniform(bits, _wide(dtype), open=True).log_().div_(-a["lambd"])
+    return uniform(bits, _wide(_real(dtype)), open=True).log_().div_(-a["lambd"])
 
 
 def _cauchy(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
@@ -74,6 +86,10 @@ def _bernoulli(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     return uniform(bits, torch.float64) < p if isinstance(p, Tensor) else below(bits, p)
 
 
+def _integers(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
+    return integers(bits, a.get("low", 0), a["high"])
+
+
 def _random(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     """All numbers of an integer type, or the integers that a floating type holds exactly (its digits)."""
     low = a.get("from", 0)
@@ -92,7 +108,21 @@ def _integer_end(dtype: torch.dtype) -> int:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Compute logarithms and tangents of 16-bit types in float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    """Let through the types that `counter.uniform` and `counter.normal` can make."""
+    if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise InputError(
+            explain(
+                f"random numbers of {dtype} under sample_rng=True",
+                "only real numbers of 16, 32 or 64 bits are drawn",
+                "draw real numbers and convert them",
+            )
+        )
+    return dtype
 
 
 # Rules: (draws, op, arguments) -> what the operation returns.
@@ -101,7 +131,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _into(values: Values) -> Rule:
     def rule(stream: Draws, op: str, a: Arguments) -> Tensor:
         target: Tensor = a["self"]
-        return target.copy_(values(stream.bits(op, target.shape, target.device), _real(op, target.dtype), a))
+        return target.copy_(values(stream.bits(op, target.shape, target.device), target.dtype, a))
 
     return rule
 
@@ -110,7 +140,7 @@ def _like(values: Values) -> Rule:
     def rule(stream: Draws, op: str, a: Arguments) -> Tensor:
         layout = {"memory_format": a["memory_format"]} if a.get("memory_format") is not None else {}
         target = torch.empty_like(a["self"], dtype=a.get("dtype"), device=a.get("device"), **layout)
-        return target.copy_(values(stream.bits(op, target.shape, target.device), _real(op, target.dtype), a))
+        return target.copy_(values(stream.bits(op, target.shape, target.device), target.dtype, a))
 
     return rule
 
@@ -119,9 +149,8 @@ def _new(values: Values) -> Rule:
     def rule(stream: Draws, op: str, a: Arguments) -> Tensor:
         default = torch.int64 if "randint" in op else torch.get_default_dtype()
         dtype = a["dtype"] if isinstance(a["dtype"], torch.dtype) else default
-        result = values(
-            stream.bits(op, a["size"], a["device"] or torch.device("cpu")), _real(op, dtype), a
-        ).to(dtype)
+        bits = stream.bits(op, a["size"], a["device"] or torch.device("cpu"))
+        result = values(bits, dtype, a).to(dtype)
         return result.pin_memory() if a["pin_memory"] else result
 
     return rule
@@ -130,7 +159,7 @@ def _new(values: Values) -> Rule:
 def _normal_of_tensors(stream: Draws, op: str, a: Arguments) -> Tensor:
     mean_and_std = [x for x in (a["mean"], a["std"]) if isinstance(x, Tensor)]
     like = functools.reduce(lambda x, y: x + y, mean_and_std)  # their common shape, type and device
-    return _normal(stream.bits(op, like.shape, like.device), _real(op, like.dtype), a)
+    return _normal(stream.bits(op, like.shape, like.device), like.dtype, a)
 
 
 def _bernoulli_of_self(stream: Draws, op: str, a: Arguments) -> Tensor:
@@ -145,9 +174,7 @@ def _native_dropout(stream: Draws, op: str, a: Arguments) -> tuple[Tensor, Tenso
 
 def _rrelu(stream: Draws, op: str, a: Arguments) -> Tensor:
     x: Tensor = a["self"]
-    slope = _uniform(
-        stream.bits(op, x.shape, x.device), _real(op, x.dtype), {"from": a["lower"], "to": a["upper"]}
-    )
+    slope = _uniform(stream.bits(op, x.shape, x.device), x.dtype, {"from": a["lower"], "to": a["upper"]})
     a["noise"].copy_(torch.where(x <= 0, slope, 1))  # what the backward multiplies with
     return x.mul_(a["noise"]) if "rrelu_with_noise_" in op else x * a["noise"]
 
@@ -167,19 +194,19 @@ def _multinomial(stream: Draws, op: str, a: Arguments) -> Tensor:
 
 
 RULES: dict[str, Rule] = {
-    "aten.rand.default": _new(lambda bits, dtype, a: uniform(bits, dtype)),
-    "aten.rand.generator": _new(lambda bits, dtype, a: uniform(bits, dtype)),
-    "aten.rand_like.default": _like(lambda bits, dtype, a: uniform(bits, dtype)),
+    "aten.rand.default": _new(_rand),
+    "aten.rand.generator": _new(_rand),
+    "aten.rand_like.default": _like(_rand),
     "aten.uniform_.default": _into(_uniform),
-    "aten.randn.default": _new(lambda bits, dtype, a: normal(bits, dtype)),
-    "aten.randn.generator": _new(lambda bits, dtype, a: normal(bits, dtype)),
-    "aten.randn_like.default": _like(lambda bits, dtype, a: normal(bits, dtype)),
+    "aten.randn.default": _new(_randn),
+    "aten.randn.generator": _new(_randn),
+    "aten.randn_like.default": _like(_randn),
     "aten.normal_.default": _into(_normal),
     "aten.normal.float_float": _new(_normal),
     "aten.normal.Tensor_float": _normal_of_tensors,
     "aten.normal.float_Tensor": _normal_of_tensors,
     "aten.normal.Tensor_Tensor": _normal_of_tensors,
-    "aten.log_normal_.default": _into(lambda bits, dtype, a: _normal(bits, _wide(dtype), a).exp_()),
+    "aten.log_normal_.default": _into(_log_normal),
     "aten.exponential_.default": _into(_exponential),
     "aten.cauchy_.default": _into(_cauchy),
     "aten.geometric_.default": _into(_geometric),
@@ -190,12 +217,12 @@ RULES: dict[str, Rule] = {
     "aten.native_dropout.default": _native_dropout,
     "aten.rrelu_with_noise.default": _rrelu,
     "aten.rrelu_with_noise_.default": _rrelu,
-    "aten.randint.default": _new(lambda bits, dtype, a: integers(bits, 0, a["high"])),
-    "aten.randint.generator": _new(lambda bits, dtype, a: integers(bits, 0, a["high"])),
-    "aten.randint.low": _new(lambda bits, dtype, a: integers(bits, a["low"], a["high"])),
-    "aten.randint.low_generator": _new(lambda bits, dtype, a: integers(bits, a["low"], a["high"])),
-    "aten.randint_like.default": _like(lambda bits, dtype, a: integers(bits, 0, a["high"])),
-    "aten.randint_like.low_dtype": _like(lambda bits, dtype, a: integers(bits, a["low"], a["high"])),
+    "aten.randint.default": _new(_integers),
+    "aten.randint.generator": _new(_integers),
+    "aten.randint.low": _new(_integers),
+    "aten.randint.low_generator": _new(_integers),
+    "aten.randint_like.default": _like(_integers),
+    "aten.randint_like.low_dtype": _like(_integers),
     "aten.random_.default": _into(_random),
     "aten.random_.to": _into(_random),
     "aten.random_.from": _into(_random),
@@ -237,16 +264,3 @@ def refusal(op: str) -> InputError:
     )
     wrong, do = next((why for part, why in _WHY.items() if part in op), other)
     return InputError(explain(f"{op} under sample_rng=True", wrong, f"{do}, or set sample_rng=False"))
-
-
-def _real(op: str, dtype: torch.dtype) -> torch.dtype:
-    """Let through the types that a rule can make."""
-    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1):
-        raise InputError(
-            explain(
-                f"{op} of {dtype} under sample_rng=True",
-                "only real numbers of 16, 32 or 64 bits are drawn",
-                "draw real numbers and convert them",
-            )
-        )
-    return dtype
