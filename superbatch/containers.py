@@ -59,7 +59,7 @@ def kind_of(value: Any) -> Any:
         >>> kind_of([1]).__name__
         'list'
     """
-    return type(value)
+    return cast("Any", type(value))
 
 
 def is_scalar(value: Any) -> bool:
@@ -103,12 +103,10 @@ def array_shape(value: Any) -> tuple[int, ...] | None:
     if "shape" in getattr(kind, "__dataclass_fields__", ()):
         return None
     try:
-        shape = value.shape
-    except Exception:  # no such attribute, or torch's strided NestedTensor, whose `shape` raises RuntimeError
+        shape = cast("Any", value).shape
+    except (AttributeError, RuntimeError):  # torch's strided NestedTensor raises RuntimeError
         return None
-    if isinstance(shape, tuple):
-        return cast("tuple[int, ...]", shape)
-    return _shape_of_other_type(shape)
+    return cast("tuple[int, ...]", shape) if isinstance(shape, tuple) else _shape_of_other_type(shape)
 
 
 def _shape_of_other_type(shape: Any) -> tuple[int, ...] | None:
@@ -175,7 +173,7 @@ def is_list_subclass(value: Any) -> bool:
 
 
 def is_torch_packed_sequence(value: Any) -> bool:
-    """Whether a value is torch's PackedSequence: a namedtuple of data that is interleaved by time, not by sample.
+    """Whether a value is torch's PackedSequence: a namedtuple of data interleaved by time.
 
     Args:
         value: anything.
@@ -205,9 +203,9 @@ def children(value: Any) -> list[tuple[str, Any]] | None:
     """
     if isinstance(value, Mapping):
         return [(str(key), entry) for key, entry in cast("Mapping[Any, Any]", value).items()]
-    if isinstance(value, tuple) and hasattr(cast("Any", type(value)), "_fields"):
+    if isinstance(value, tuple) and hasattr(kind_of(cast("Any", value)), "_fields"):
         fields = cast("Any", value)._fields
-        return list(zip(fields, cast("tuple[Any, ...]", value), strict=True))
+        return list(zip(fields, cast("Any", value), strict=True))
     if isinstance(value, (list, tuple)):
         return [(str(index), entry) for index, entry in enumerate(cast("list[Any]", value))]
     if _is_dataclass(value):
@@ -269,7 +267,7 @@ def _rebuild_mapping(value: Mapping[Any, Any], values: list[Any]) -> Any:
     kind = kind_of(value)
     items = dict(zip(value, values, strict=True))
     if not isinstance(value, (dict, UserDict)) and not hasattr(kind, "__copy__"):
-        # A plain copy.copy would share the storage with the original, and writing would change the user's batch.
+        # copy.copy would share the storage with the original, and writing would change the user's batch.
         new = kind(items)
         if len(new) != len(items) or any(new[key] is not entry for key, entry in items.items()):
             raise TypeError("its constructor does not take a dict of its entries")

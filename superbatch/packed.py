@@ -1,5 +1,5 @@
 # pyright: strict
-"""Packed sequences: several sequences laid end to end in one token dimension, with offsets that say where each begins.
+"""Packed sequences: laid end to end in one token dimension, with offsets that say where each begins.
 
 A mapping, dataclass or namedtuple is a packed group when it holds an offsets entry (`cu_seqlens`,
 `cu_seq_lens`, each also with `_q` and `_k`), as FlashAttention and Hugging Face's flattening collators write
@@ -9,11 +9,12 @@ and offsets that start at 0 again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
-from superbatch.containers import array_shape, is_scalar
+from superbatch.containers import array_shape, is_scalar, kind_of
 from superbatch.errors import SplitError, explain
 from superbatch.paths import join
 
@@ -75,7 +76,7 @@ def read_packed(path: str, entries: Mapping[str, Any]) -> Packed:
             explain(
                 f"offsets at path {path!r} with {_listed(counts)} sequences",
                 "offsets of one packed group must have the same number of sequences",
-                "give queries and keys one entry for each sequence, or keep one of them whole with whole=(...)",
+                "give queries and keys one entry for each sequence",
             )
         )
     _refuse_ambiguous_totals(path, offsets)
@@ -90,7 +91,7 @@ def _refuse_ambiguous_totals(path: str, offsets: dict[str, tuple[int, ...]]) -> 
             raise SplitError(
                 explain(
                     f"{other!r} and {name!r} at path {path!r}, both with {values[-1]} tokens in total",
-                    "their offsets differ, so it cannot be known which of them an array of that length follows",
+                    "their offsets differ, so it is unknown which of them an array of that length follows",
                     "put queries and keys into two mappings, each with its own offsets",
                 )
             )
@@ -114,20 +115,11 @@ def read_offsets(path: str, value: Any) -> tuple[int, ...]:
         (0, 3, 3, 7)
     """
     shape = array_shape(value)
-    values: Any = value if shape is None else value.tolist()
-    wrong = None
-    if not isinstance(values, (list, tuple)) or (shape is not None and len(shape) != 1):
-        wrong = "offsets must be 1-d"
-    elif any(type(offset) is not int for offset in cast("list[Any]", values)):
-        wrong = "offsets must be integers"
-    elif len(cast("list[int]", values)) < 2:
-        wrong = "offsets need at least two values, for one sequence"
-    elif values[0] != 0:
-        wrong = f"offsets must start with 0, not {values[0]}"
-    elif any(b < a for a, b in zip(values, values[1:])):  # noqa: B905 (the second is shorter by one)
-        wrong = "offsets must never decrease"
+    host: Any = value if shape is None else value.tolist()
+    one_dimension = type(host) in (list, tuple) and (shape is None or len(shape) == 1)
+    wrong = _wrong_offsets(host) if one_dimension else "offsets must be 1-d"
     if wrong is None:
-        return tuple(cast("list[int]", values))
+        return tuple(host)
     raise SplitError(
         explain(
             f"offsets of packed sequences at path {path!r}",
@@ -136,6 +128,18 @@ def read_offsets(path: str, value: Any) -> tuple[int, ...]:
             f"declare whole=({path!r},) or per_sample=({path!r},)",
         )
     )
+
+
+def _wrong_offsets(values: Sequence[Any]) -> str | None:
+    if any(type(offset) is not int for offset in values):
+        return "offsets must be integers"
+    if len(values) < 2:
+        return "offsets need at least two values, for one sequence"
+    if values[0] != 0:
+        return f"offsets must start with 0, not {values[0]}"
+    if any(stop < start for start, stop in pairwise(values)):
+        return "offsets must never decrease"
+    return None
 
 
 def offsets_take(value: Any) -> Take:
@@ -151,10 +155,9 @@ def offsets_take(value: Any) -> Take:
         >>> offsets_take([0, 2, 5, 9])(1, 3)
         [0, 3, 7]
     """
-    if isinstance(value, (list, tuple)):
-        plain = cast("list[int] | tuple[int, ...]", value)
-        kind = list if isinstance(value, list) else tuple
-        return lambda start, stop: kind(offset - plain[start] for offset in plain[start : stop + 1])
+    kind = kind_of(value)
+    if kind in (list, tuple):
+        return lambda start, stop: kind(offset - value[start] for offset in value[start : stop + 1])
     return lambda start, stop: value[start : stop + 1] - value[start]
 
 
@@ -240,7 +243,8 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
     raise SplitError(
         explain(
             f"an array of shape {shape} at path {path!r}, beside packed sequences at path {packed.path!r}",
-            f"its length is neither the number of tokens ({_totals(packed)}) nor of sequences ({packed.samples})",
+            f"its length is neither that of the tokens ({_totals(packed)}) nor of the sequences "
+            f"({packed.samples})",
             f"keep it whole with whole=({path!r},), or bring the tokens to its first dimension",
         )
     )
@@ -256,14 +260,16 @@ def not_followed(packed: Packed) -> SplitError:
         The error.
 
     Examples:
-        >>> "no array beside them has their 5 tokens" in str(not_followed(read_packed("", {"cu_seqlens": [0,
-        5]}))) True
+        >>> packed = read_packed("", {"cu_seqlens": [0, 5]})
+        >>> "no array beside them has their 5 tokens" in str(not_followed(packed))
+        True
     """
     return SplitError(
         explain(
             f"offsets of {packed.samples} packed sequences at path {packed.path!r}",
             f"no array beside them has their {_totals(packed)} tokens",
-            "put the token arrays and their offsets into the same mapping, or declare the offsets in whole=(...)",
+            "put the token arrays and their offsets into the same mapping, or declare the offsets in "
+            "whole=(...)",
         )
     )
 
@@ -278,7 +284,7 @@ def _fits_two(shape: tuple[int, ...], path: str, packed: Packed) -> SplitError:
         explain(
             f"an array of shape {shape} at path {path!r}, beside {packed.samples} packed sequences of "
             f"{_totals(packed)} tokens",
-            "its shape fits both the number of sequences and the number of tokens, so it cannot be known which is cut",
+            "its shape fits both the number of sequences and of tokens, so it is unknown which is cut",
             f"keep it whole with whole=({path!r},), split it by sequences with per_sample=({path!r},), "
             "or leave out empty sequences",
         )

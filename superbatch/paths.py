@@ -115,7 +115,7 @@ def find(node: Any, path: str) -> Any:
     return ABSENT
 
 
-def _paths(node: Any, path: str = "") -> Iterator[str]:
+def _paths(node: Any, path: str) -> Iterator[str]:
     if array_shape(node) is not None or is_flat(node):
         return
     for name, value in children(node) or []:
@@ -123,11 +123,12 @@ def _paths(node: Any, path: str = "") -> Iterator[str]:
         yield from _paths(value, join(path, name))
 
 
-def listed_paths(batch: Any) -> str:
+def listed_paths(batch: Any, path: str = "") -> str:
     """List the paths of a batch for an error text; of very many the first.
 
     Args:
         batch: any nested batch.
+        path: where it is, when it is itself a part.
 
     Returns:
         The paths, outer parts before inner ones.
@@ -136,8 +137,8 @@ def listed_paths(batch: Any) -> str:
         >>> listed_paths({"x": [1, 2], "meta": {"ids": "a"}})
         "'x', 'meta', 'meta.ids'"
     """
-    paths = list(_paths(batch))
+    paths = list(_paths(batch, path))
     if not paths:
-        return "'' (the batch itself)"
+        return f"{path!r} itself, without parts"
     more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
     return ", ".join(repr(path) for path in paths[:_LISTED]) + more

@@ -240,7 +240,7 @@ def _container_take(rebuild: Rebuild, pieces: list[Take], encodings: list[Any] |
 
 
 def _encodings(node: Any, lengths: set[int | None]) -> list[Any] | None:
-    """Hugging Face's BatchEncoding answers word_ids(i), tokens(i)... from this list, one entry for each sample."""
+    """The list from which Hugging Face's BatchEncoding answers word_ids(i): one entry for each sample."""
     encodings = vars(node).get("_encodings") if isinstance(node, UserDict) else None
     if isinstance(encodings, list) and len(cast("list[Any]", encodings)) in lengths:
         return cast("list[Any]", encodings)
@@ -249,9 +249,9 @@ def _encodings(node: Any, lengths: set[int | None]) -> list[Any] | None:
 
 def _declared(argument: str, paths: Any) -> frozenset[str]:
     if isinstance(paths, (list, tuple, set, frozenset)):
-        names = frozenset(cast("Collection[Any]", paths))
+        names = cast("Collection[Any]", paths)
         if all(type(name) is str for name in names):
-            return names
+            return frozenset(names)
     raise InputError(
         explain(
             f"{argument}={paths!r}",

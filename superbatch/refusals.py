@@ -27,8 +27,8 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
         >>> agreed_length([Leaf("x", 3), Leaf("scale", None), Leaf("y", 3)])
         3
     """
-    lengths = {leaf.path: leaf.length for leaf in leaves if leaf.length is not None}
-    described = ", ".join(f"{path!r}: {length}" for path, length in lengths.items())
+    lengths = [(leaf.path, leaf.length) for leaf in leaves if leaf.length is not None]
+    described = ", ".join(f"{path!r}: {length}" for path, length in lengths)
     if not lengths:
         found = ", ".join(repr(leaf.path) for leaf in leaves) or "none"
         raise SplitError(
@@ -38,7 +38,7 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
                 "pass at least one array or list with one entry for each sample",
             )
         )
-    if len(set(lengths.values())) > 1:
+    if len({length for _, length in lengths}) > 1:
         raise SplitError(
             explain(
                 f"parts of different lengths, {described}",
@@ -47,7 +47,7 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
                 "per_sample=(...)",
             )
         )
-    samples = next(iter(lengths.values()))
+    samples = lengths[0][1]
     if samples == 0:
         raise SplitError(
             explain(f"an empty batch, {described}", "it has no samples", "leave out batches without samples")
@@ -56,7 +56,9 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
 
 
 def refuse_hollow_lists(hollow: Sequence[Leaf], samples: int) -> None:
-    """Refuse a list of one dict of scalars for each sample: kept whole, its entries would meet the wrong samples.
+    """Refuse to keep a list whole that may hold one dict of scalars for each sample.
+
+    Every micro-batch would see all of its entries, and pair the first ones with its own samples.
 
     Args:
         hollow: lists of containers in which nothing is cut, with their lengths.
@@ -72,7 +74,7 @@ def refuse_hollow_lists(hollow: Sequence[Leaf], samples: int) -> None:
         if leaf.length == samples > 1:
             raise SplitError(
                 explain(
-                    f"a list of {leaf.length} containers at path {leaf.path!r}, in a batch of {samples} samples",
+                    f"a list of {leaf.length} containers at path {leaf.path!r}, beside {samples} samples",
                     "nothing in it can be split, but it may hold one entry for each sample",
                     f"declare per_sample=({leaf.path!r},) or whole=({leaf.path!r},)",
                 )
@@ -133,7 +135,7 @@ def listed_length(value: Any, path: str) -> int:
         explain(
             f"per_sample=({path!r},), which names a {kind.__name__}",
             "only a list, tuple or array has one entry for each sample",
-            f"name the lists themselves; inside it there are: {listed_paths(value)}",
+            f"name the lists themselves; inside it there are: {listed_paths(value, path)}",
         )
     )
 
@@ -157,8 +159,8 @@ def unknown(value: Any, path: str) -> SplitError:
             explain(
                 f"a PackedSequence at path {path!r}",
                 "its data are interleaved by time, so no slice of it is a sample",
-                "pass padded sequences with their lengths and pack them inside loss_fn, or pass the sequences end "
-                "to end with their offsets as cu_seqlens",
+                "pass padded sequences with their lengths and pack them in loss_fn, or pass the sequences "
+                "end to end with their offsets as cu_seqlens",
             )
         )
     kind = kind_of(value)
@@ -168,7 +170,7 @@ def unknown(value: Any, path: str) -> SplitError:
         explain(
             f"an object of type {kind.__module__}.{kind.__qualname__} at path {path!r}",
             "it is neither an array, a container nor a plain scalar, so it is not known how to split it",
-            f"declare whole=({path!r},) to give it to every micro-batch, or per_sample=({listed!r},) for a list "
-            "with one entry for each sample",
+            f"declare whole=({path!r},) to give it to every micro-batch, or per_sample=({listed!r},) for a "
+            "list with one entry for each sample",
         )
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 from superbatch.containers import array_shape
@@ -45,7 +46,7 @@ def near_equal(samples: int, microbatch_size: int) -> list[int]:
 
 
 def near_equal_cost(costs: Sequence[int], budget: int) -> list[int]:
-    """Divide samples, in their order, into the fewest micro-batches under a budget, then make the largest smallest.
+    """Divide samples, in order, into the fewest micro-batches under a budget, the largest as small as can be.
 
     Among all contiguous partitions with cost(part) <= budget for every part: the fewest parts; among those,
     the smallest possible max cost(part).
@@ -190,7 +191,7 @@ class TokenBudget:
                 explain(
                     f"lengths={self.lengths!r}",
                     "this is neither a path nor a function",
-                    'pass a path such as "lengths", or a function of the batch that returns one int for each sample',
+                    'pass a path such as "lengths", or a function of the batch that returns a list of ints',
                 )
             )
 
@@ -215,7 +216,7 @@ class TokenBudget:
         part = get(batch, self.lengths)
         if self.lengths.rpartition(".")[2] in OFFSETS:
             offsets = read_offsets(self.lengths, part)
-            return [stop - start for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
+            return [stop - start for start, stop in pairwise(offsets)]
         shape = array_shape(part)
         return (
             _mask_tokens(part, self.lengths)
