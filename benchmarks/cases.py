@@ -1,0 +1,430 @@
+"""The cases of the scorecard: small deterministic trainings that differ from the easy one in one thing each.
+
+Weights and data are made in float32 (in bfloat16 for the bfloat16 case) and cast, so that every precision
+starts from the same numbers and the float64 large batch is the truth for all of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from peers.task import Batch, Parameters, Task, parameters_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+FEATURES, HIDDEN, CLASSES, VOCABULARY, LENGTH, IGNORED = 6, 8, 4, 11, 5, -100
+CLASS_WEIGHTS = (0.2, 1.0, 3.0, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A row: the task in a precision, what is done with it, and what must hold so that it says something."""
+
+    name: str
+    why: str
+    task: Callable[[torch.dtype], Task]
+    premise: Callable[[Task], bool]
+    tutorial_is_wrong: bool = True
+    action: Literal["train", "resume", "leave"] = "train"
+    against_itself: bool = False  # compared with the same tool's own large batch: random numbers decide
+    dtype: torch.dtype | None = None  # the row's own precision, measured once
+    bound: float | None = None  # the row's own bound for ours
+
+
+# Models -------------------------------------------------------------------------------------------
+
+
+def classifier(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)).to(dtype)
+
+
+def dropout_classifier(dtype: torch.dtype) -> nn.Module:
+    """Two layers of dropout: with one, contiguous parts happen to draw the numbers of the whole in order."""
+    linear, tanh, head = classifier(dtype)  # type: ignore[misc]  # a Sequential iterates over its modules
+    return nn.Sequential(nn.Dropout(0.2), linear, tanh, nn.Dropout(0.5), head)
+
+
+def zero_classifier(dtype: torch.dtype) -> nn.Module:
+    """At zero the softmax is exactly 1 / CLASSES: each micro-batch's gradient is exact in bfloat16."""
+    model = nn.Linear(FEATURES, CLASSES).to(dtype)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def token_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (
+        nn.Embedding(VOCABULARY, FEATURES),
+        nn.Linear(FEATURES, HIDDEN),
+        nn.Tanh(),
+        nn.Linear(HIDDEN, VOCABULARY),
+    )
+    return nn.Sequential(*layers).to(dtype)
+
+
+class NestedModel(nn.Module):
+    """Takes a dict with a tuple, a dict and strings in it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.net = classifier(dtype)
+
+    def forward(self, inputs: dict[str, Any]) -> Tensor:
+        left, right = inputs["pair"]
+        assert all(isinstance(name, str) for name in inputs["meta"]["ids"])
+        return self.net(torch.cat([left, right], dim=1) * inputs["meta"]["scale"][:, None])
+
+
+# Losses: the mean that a user writes, and its numerator -------------------------------------------
+
+
+def cross_entropy(outputs: Tensor, batch: Batch, *, reduction: str = "mean", weight: Any = None) -> Tensor:
+    per_class = None if weight is None else outputs.new_tensor(weight)
+    labels = batch["labels"]
+    return F.cross_entropy(outputs.flatten(0, -2), labels.flatten(), per_class, reduction=reduction)
+
+
+def weighted_sum(outputs: Tensor, batch: Batch) -> Tensor:
+    return (F.cross_entropy(outputs, batch["labels"], reduction="none") * batch["weights"]).sum()
+
+
+def weighted_mean(outputs: Tensor, batch: Batch) -> Tensor:
+    return weighted_sum(outputs, batch) / batch["weights"].sum()
+
+
+def tokens(batch: Batch) -> int:
+    return int((batch["labels"] != IGNORED).sum())
+
+
+def sum_of_weights(batch: Batch) -> float:
+    return float(batch["weights"].double().sum())
+
+
+def sum_of_class_weights(batch: Batch) -> float:
+    return float(torch.tensor(CLASS_WEIGHTS, dtype=torch.float64)[batch["labels"]].sum())
+
+
+# Tasks --------------------------------------------------------------------------------------------
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def far_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """One update so far that the change outweighs the rounding of the float32 parameters it is read from."""
+    return torch.optim.SGD(parameters, lr=64.0)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def labelled(count: int, dtype: torch.dtype, *, made_in: torch.dtype = torch.float32) -> list[Batch]:
+    """Labelled points; the spread grows with the index: no two micro-batches have the same gradient."""
+    generator = torch.Generator().manual_seed(7)
+    points = torch.randn(count, FEATURES, generator=generator) * torch.linspace(0.5, 2, count)[:, None]
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    return [
+        {"inputs": point.to(made_in).to(dtype), "labels": label}
+        for point, label in zip(points, labels, strict=True)
+    ]
+
+
+def classify(
+    dtype: torch.dtype,
+    *,
+    count: int = 16,
+    microbatch_size: int = 4,
+    accumulation_steps: int = 4,
+    **changes: Any,
+) -> Task:
+    """Sixteen points in four micro-batches, unless changed."""
+    task = Task(
+        model=partial(classifier, dtype),
+        samples=labelled(count, dtype),
+        microbatch_size=microbatch_size,
+        accumulation_steps=accumulation_steps,
+        loss=cross_entropy,
+        loss_sum=partial(cross_entropy, reduction="sum"),
+        weigh=tokens,  # one label for each sample
+        optimizer=far_sgd if count <= microbatch_size * accumulation_steps else sgd,
+    )
+    return replace(task, **changes)
+
+
+def token_task(dtype: torch.dtype, lengths: tuple[int, ...]) -> Task:
+    """Sequences with the given numbers of labelled tokens, two in a micro-batch."""
+    generator = torch.Generator().manual_seed(7)
+    samples: list[Batch] = []
+    for length in lengths:
+        ids = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        labels = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        labels[length:] = IGNORED
+        samples.append({"inputs": ids, "labels": labels})
+    model = partial(token_model, dtype)
+    return classify(
+        dtype, microbatch_size=2, model=model, samples=samples, weight="tokens", optimizer=far_sgd
+    )
+
+
+def sample_weight_task(dtype: torch.dtype) -> Task:
+    samples = labelled(16, dtype)
+    for index, sample in enumerate(samples):
+        sample["weights"] = torch.tensor(0.25 + index % 5 + index // 8, dtype=dtype)
+    losses = {"loss": weighted_mean, "loss_sum": weighted_sum}
+    return classify(dtype, samples=samples, weigh=sum_of_weights, weight="sample_weights", **losses)
+
+
+def class_weight_task(dtype: torch.dtype) -> Task:
+    loss = partial(cross_entropy, weight=CLASS_WEIGHTS)
+    loss_sum = partial(cross_entropy, weight=CLASS_WEIGHTS, reduction="sum")
+    return classify(dtype, loss=loss, loss_sum=loss_sum, weigh=sum_of_class_weights, weight="class_weights")
+
+
+def sum_task(dtype: torch.dtype) -> Task:
+    """The wanted update is that of the sum, not of the mean."""
+    total = partial(cross_entropy, reduction="sum")
+    share = lambda batch: tokens(batch) / 16  # noqa: E731  # adds up to 1 over the window: the sum stays a sum
+    return classify(dtype, loss=total, loss_sum=total, weigh=share, weight="share", reduction="sum")
+
+
+def schedule_task(dtype: torch.dtype) -> Task:
+    def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))
+
+    return classify(dtype, count=32, microbatch_size=2, scheduler=scheduler)
+
+
+def bf16_task(dtype: torch.dtype) -> Task:
+    """Gradients that agree: the sum outgrows its terms, as it does when a model has much to learn."""
+    samples = labelled(256, dtype, made_in=torch.bfloat16)
+    for index, sample in enumerate(samples):
+        sample["inputs"] = sample["inputs"].abs()
+        sample["labels"] = torch.tensor(index % 16 % 4 if index % 16 < 4 else 0)
+    model = partial(zero_classifier, dtype)
+    return classify(dtype, samples=samples, model=model, microbatch_size=1, accumulation_steps=256)
+
+
+def nan_task(dtype: torch.dtype) -> Task:
+    samples = labelled(16, dtype)
+    samples[5]["inputs"] = torch.full_like(samples[5]["inputs"], float("nan"))
+    return classify(dtype, samples=samples, skip_nonfinite=True)
+
+
+def nested_task(dtype: torch.dtype) -> Task:
+    samples = labelled(16, dtype)
+    for index, sample in enumerate(samples):
+        left, right = sample["inputs"].split(FEATURES // 2)
+        scale = torch.tensor(1 + index / 16, dtype=dtype)
+        sample["inputs"] = {"pair": (left, right), "meta": {"scale": scale, "ids": f"sample-{index}"}}
+    return classify(dtype, samples=samples, model=partial(NestedModel, dtype))
+
+
+# References ---------------------------------------------------------------------------------------
+
+
+def large_batches(task: Task, samples: list[list[Batch]]) -> Parameters:
+    """Plain torch with real large batches: one update for each list of samples."""
+    model, optimizer, scheduler = task.build()
+    for chosen in samples:
+        batch = torch.utils.data.default_collate(chosen)
+        optimizer.zero_grad()
+        task.loss(model(batch["inputs"]), batch).backward()
+        if task.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.max_grad_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return parameters_of(model)
+
+
+def references(case: Case, task: Task) -> list[Parameters]:
+    """The right answers; more than one where both discarding and flushing a broken window are right."""
+    batch = task.microbatch_size * task.accumulation_steps
+    windows = [list(task.samples[first : first + batch]) for first in range(0, len(task.samples), batch)]
+    if task.skip_nonfinite:
+        windows = [_without_nan_microbatches(task, window) for window in windows]
+    if case.action == "leave":
+        begun = list(task.samples[: task.stop_after * task.microbatch_size])
+        return [large_batches(task, windows), large_batches(task, [begun, *windows])]
+    return [large_batches(task, windows * task.epochs)]
+
+
+def _without_nan_microbatches(task: Task, window: list[Batch]) -> list[Batch]:
+    """A micro-batch with a NaN is left out whole: its loss cannot tell which sample it was."""
+    size, kept = task.microbatch_size, []
+    for first in range(0, len(window), size):
+        part = window[first : first + size]
+        if all(sample["inputs"].isfinite().all() for sample in part):
+            kept += part
+    return kept
+
+
+# Premises -----------------------------------------------------------------------------------------
+
+
+def weights_are(task: Task, *, equal: bool) -> bool:
+    return (len({task.weigh(batch) for batch in task.loader()}) == 1) is equal
+
+
+def has_tail(task: Task) -> bool:
+    return len(task.loader()) % task.accumulation_steps > 0 and weights_are(task, equal=True)
+
+
+def has_zero(task: Task) -> bool:
+    return min(map(tokens, task.loader())) == 0 < max(map(tokens, task.loader()))
+
+
+def gradient_norm(task: Task) -> float:
+    model = task.model()
+    batch = next(iter(task.whole().loader()))
+    task.loss(model(batch["inputs"]), batch).backward()
+    return float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+
+def clips(task: Task) -> bool:
+    return task.max_grad_norm is not None and gradient_norm(task) > 1.5 * task.max_grad_norm
+
+
+def schedules(task: Task) -> bool:
+    return task.scheduler is not None and len(list(task.windows())) >= 3
+
+
+def stops_inside(task: Task) -> bool:
+    return task.stop_after % task.accumulation_steps > 0
+
+
+def is_nan_once(task: Task) -> bool:
+    return sum(bool(batch["inputs"].isnan().any()) for batch in task.loader()) == 1
+
+
+def is_nested(task: Task) -> bool:
+    return isinstance(task.samples[0]["inputs"], dict) and weights_are(task, equal=True)
+
+
+def draws(task: Task) -> bool:
+    model, inputs = task.model(), next(iter(task.loader()))["inputs"]
+    return not torch.equal(model(inputs), model(inputs))
+
+
+CASES = (
+    Case(
+        name="equal micro-batches",
+        why="the easy case, 4 x 4 samples",
+        task=classify,
+        premise=partial(weights_are, equal=True),
+        tutorial_is_wrong=False,
+    ),
+    Case(
+        name="unequal micro-batches 4+4+2",
+        why="the mean of means is not the mean",
+        task=partial(classify, count=10, accumulation_steps=3),
+        premise=partial(weights_are, equal=False),
+    ),
+    Case(
+        name="tail window",
+        why="10 samples in twos, K=4: the second window has one micro-batch",
+        task=partial(classify, count=10, microbatch_size=2),
+        premise=has_tail,
+    ),
+    Case(
+        name="token mask",
+        why="a token mean over unequal numbers of tokens",
+        task=partial(token_task, lengths=(5, 5, 1, 1, 4, 2, 3, 1)),
+        premise=partial(weights_are, equal=False),
+    ),
+    Case(
+        name="zero-token micro-batch",
+        why="one micro-batch without a label: its mean is 0 / 0",
+        task=partial(token_task, lengths=(5, 4, 0, 0, 3, 3, 5, 2)),
+        premise=has_zero,
+    ),
+    Case(
+        name="sample weights",
+        why="a mean weighted by sample",
+        task=sample_weight_task,
+        premise=partial(weights_are, equal=False),
+    ),
+    Case(
+        name="class weights",
+        why="CrossEntropyLoss(weight=...) divides by the labels' weights",
+        task=class_weight_task,
+        premise=partial(weights_are, equal=False),
+    ),
+    Case(
+        name="clip by norm",
+        why="clipping sees the normalised gradient, once for each update",
+        task=partial(classify, max_grad_norm=0.05),
+        premise=clips,
+        tutorial_is_wrong=False,
+    ),
+    Case(
+        name="LR scheduler, 4 updates",
+        why="a schedule counts updates",
+        task=schedule_task,
+        premise=schedules,
+        tutorial_is_wrong=False,
+    ),
+    Case(
+        name="AdamW, 4 updates",
+        why="moments see one gradient for each update",
+        task=partial(classify, count=32, microbatch_size=2, optimizer=adamw),
+        premise=partial(weights_are, equal=True),
+        tutorial_is_wrong=False,
+    ),
+    Case(
+        name="bf16 parameters, K=256",
+        why="256 exact bfloat16 gradients: what is lost is lost in accumulating",
+        task=bf16_task,
+        premise=partial(weights_are, equal=True),
+        dtype=torch.bfloat16,
+        # The mean is rounded to bfloat16 once, and the product with the learning rate once more: 2 x 2^-9.
+        bound=2.0**-8,
+    ),
+    Case(
+        name="resume in a window",
+        why="saved and restored after micro-batch 2 of 4 of the second window",
+        task=partial(classify, microbatch_size=2, stop_after=6),
+        premise=stops_inside,
+        action="resume",
+    ),
+    Case(
+        name="break in a window",
+        why="an epoch left after micro-batch 2 of 4: the next window must be clean",
+        task=partial(classify, count=8, microbatch_size=2, epochs=2, stop_after=2, optimizer=sgd),
+        premise=stops_inside,
+        action="leave",
+    ),
+    Case(
+        name="sum loss",
+        why="the wanted update is that of the sum over the batch",
+        task=sum_task,
+        premise=partial(weights_are, equal=True),
+    ),
+    Case(
+        name="one NaN micro-batch",
+        why="the update of the other micro-batches",
+        task=nan_task,
+        premise=is_nan_once,
+    ),
+    Case(
+        name="nested inputs",
+        why="dict, tuple and strings in one batch",
+        task=nested_task,
+        premise=is_nested,
+        tutorial_is_wrong=False,
+    ),
+    Case(
+        name="dropout, another split",
+        why="the same seed with 4 x 4 and 1 x 16 samples",
+        task=lambda dtype: classify(dtype, model=partial(dropout_classifier, dtype), sample_rng=True),
+        premise=draws,
+        against_itself=True,
+    ),
+)
+"""The rows from top to bottom."""

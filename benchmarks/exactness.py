@@ -1,0 +1,206 @@
+"""A scorecard: how far is the update of each tool from the update of the real large batch?
+
+    python benchmarks/exactness.py [--peers all|none|NAMES] [--dtypes float64,float32] [--json FILE]
+
+Rows are cases, columns are ways of accumulating, each as its own documentation says. A cell is the relative
+error of the parameters' change, ``max over named parameters of ||change - truth|| / ||truth||``; the truth is
+the real large batch in plain torch and float64. The exit code is 1 if ours is out of its bounds in any case.
+The other libraries come with ``pip install superbatch[peers]``.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from cases import CASES, Case, references
+from peers import Peer, choose
+from peers.task import NotApplicable, Parameters, Task, parameters_of, relative_error
+from tables import print_table
+
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-6}
+NOT_INSTALLED = "not installed"
+SILENT = ("", NOT_INSTALLED)
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured number, or the reason why there is none."""
+
+    error: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case in one precision."""
+
+    case: str
+    table: str  # the precision of the table it belongs to
+    bound: float
+    large_batch: float | None  # error of the large batch itself in this precision
+    cells: dict[str, Cell]
+
+    @property
+    def ours_is_exact(self) -> bool:
+        error = self.cells["ours"].error
+        return error is not None and error <= self.bound
+
+
+def main() -> int:
+    """Run the scorecard and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
+    parser.add_argument("--dtypes", default="float64,float32")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args()
+    try:
+        peers, dtypes = choose(options.peers), [DTYPES[name] for name in options.dtypes.split(",")]
+    except (ValueError, KeyError) as error:
+        parser.error(str(error))
+    torch.set_num_threads(1)
+    modules = _load(peers)
+    rows = [
+        measure(case, case.dtype or dtype, dtype, peers, modules)
+        for dtype in dtypes
+        for case in CASES
+        if case.dtype is None or dtype is dtypes[0]
+    ]
+    for dtype in dtypes:
+        _print(dtype, [row for row in rows if row.table == _name(dtype)], peers)
+    _print_notes(rows, peers, modules)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return 0 if all(row.ours_is_exact for row in rows) else 1
+
+
+def _load(peers: list[Peer]) -> dict[str, ModuleType]:
+    """The modules of the installed columns; what they print at import and in use is of no interest here."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    return {peer.name: peer.load() for peer in peers if peer.version() is not None}
+
+
+def measure(
+    case: Case, dtype: torch.dtype, table: torch.dtype, peers: list[Peer], modules: dict[str, ModuleType]
+) -> Row:
+    """Run one case in one precision through every column, and check that the case says something."""
+    task, exact_task = case.task(dtype), case.task(torch.float64)
+    assert case.premise(task), f"the premise of {case.name!r} does not hold"
+    truths = [_change(exact_task, parameters) for parameters in references(case, exact_task)]
+    own = None
+    if dtype != torch.float64 and not case.against_itself:
+        own = _error(_change(task, references(case, task)[0]), truths)
+    cells = {
+        peer.name: _cell(case, task, truths, peer, modules[peer.name])
+        if peer.name in modules
+        else Cell(None, NOT_INSTALLED)
+        for peer in peers
+    }
+    _check_that_the_wrong_way_differs(case, dtype, cells["tutorial"])
+    bound = case.bound or max(EXACT[dtype], 2 * (own or 0))
+    return Row(case.name, _name(table), bound, own, cells)
+
+
+def _cell(case: Case, task: Task, truths: list[Parameters], peer: Peer, module: ModuleType) -> Cell:
+    """The worst error over the ways to run one column."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            errors = [_variant_error(case, task, truths, module, variant) for variant in peer.variants]
+    except NotApplicable as reason:
+        return Cell(None, f"n/a: {reason}")
+    except Exception as error:  # noqa: BLE001  # whatever a library raises is its result
+        return Cell(None, f"raises: {_short(error)}")
+    note = module.REMARKS.get(case.name, "") if hasattr(module, "REMARKS") else ""
+    return Cell(math.nan if any(map(math.isnan, errors)) else max(errors), note)
+
+
+def _variant_error(
+    case: Case, task: Task, truths: list[Parameters], module: ModuleType, variant: str | None
+) -> float:
+    if case.against_itself:
+        truths = [_change(task, module.train(task.whole(), variant))]
+    run: Callable[..., Parameters] = getattr(module, case.action)
+    return _error(_change(task, run(task, variant)), truths)
+
+
+def _short(error: Exception) -> str:
+    """The first line of an error, without the colours of a terminal."""
+    first = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def _change(task: Task, after: Parameters) -> Parameters:
+    before = parameters_of(task.model())
+    return {name: after[name].double() - before[name].double() for name in before}
+
+
+def _error(change: Parameters, truths: list[Parameters]) -> float:
+    errors = [relative_error(change, truth) for truth in truths]
+    return min((error for error in errors if not math.isnan(error)), default=math.nan)
+
+
+def _check_that_the_wrong_way_differs(case: Case, dtype: torch.dtype, tutorial: Cell) -> None:
+    """A case that the tutorial loop passes or fails by accident proves nothing about the others."""
+    error = tutorial.error
+    assert error is not None, f"the tutorial loop fails on {case.name!r}: {tutorial.note}"
+    wrong = math.isnan(error) or error > 1e-2
+    assert wrong is case.tutorial_is_wrong, f"{case.name!r} ({dtype}): the tutorial loop's error is {error}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _print(dtype: torch.dtype, rows: list[Row], peers: list[Peer]) -> None:
+    header = ["case", *(peer.title for peer in peers), "large batch itself", "bound"]
+    lines = []
+    for row in rows:
+        cells = [_show(row.cells[peer.name], row, is_ours=peer.name == "ours") for peer in peers]
+        itself = "-" if row.large_batch is None else f"{row.large_batch:.0e}"
+        lines.append([row.case, *cells, itself, f"{row.bound:.0e}"])
+    print_table(f"\nRelative error of the update, {_name(dtype)} (ok: within the bound)", header, lines)
+
+
+def _show(cell: Cell, row: Row, *, is_ours: bool) -> str:
+    if cell.error is None:
+        return cell.note.split(":")[0]
+    if math.isnan(cell.error):
+        return "NaN"
+    if is_ours:
+        return f"{cell.error:.0e}{'' if row.ours_is_exact else ' FAILS'}"
+    if cell.error <= row.bound:
+        return "ok"
+    return f"{cell.error:.2g}" if cell.error >= 1e-3 else f"{cell.error:.0e}"
+
+
+def _print_notes(rows: list[Row], peers: list[Peer], modules: dict[str, ModuleType]) -> None:
+    """Versions, reasons and what each case is about."""
+    versions = {
+        "torch": torch.__version__,
+        **{p.package: p.version() for p in peers if p.package and p.version()},
+    }
+    print("\nVersions:", ", ".join(f"{package} {version}" for package, version in versions.items()))
+    missing = sorted({peer.package or "" for peer in peers if peer.name not in modules})
+    if missing:
+        print(f"Not installed: {', '.join(missing)}. Install them with: pip install 'superbatch[peers]'")
+    notes = [(row.case, peer.title, row.cells[peer.name].note) for row in rows for peer in peers]
+    lines = dict.fromkeys(f"  {case} / {title}: {note}" for case, title, note in notes if note not in SILENT)
+    print("\nNotes:", *(lines or ["  none"]), sep="\n")
+    print("\nCases:", *(f"  {case.name}: {case.why}" for case in CASES), sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

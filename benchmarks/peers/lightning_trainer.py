@@ -1,0 +1,131 @@
+"""Lightning's Trainer with ``accumulate_grad_batches``."""
+
+import contextlib
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from .task import Batch, Parameters, Task, parameters_of
+
+REMARKS = {
+    "resume in a window": "with a loader that has a state_dict, as it asks for",
+    "one NaN micro-batch": "left out by returning None, as documented; the divisor stays K",
+}
+
+
+class Module(LightningModule):
+    """The task as a LightningModule."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+        self.net, self.made_optimizer, self.made_scheduler = task.build()
+
+    def training_step(self, batch: Batch, index: int) -> torch.Tensor | None:
+        loss = self.task.loss(self.net(batch["inputs"]), batch)
+        # The documented way to leave a micro-batch out is to return None.
+        return None if self.task.skip_nonfinite and not torch.isfinite(loss) else loss
+
+    def configure_optimizers(self) -> Any:
+        if self.made_scheduler is None:
+            return self.made_optimizer
+        scheduler = {"scheduler": self.made_scheduler, "interval": "step"}
+        return {"optimizer": self.made_optimizer, "lr_scheduler": scheduler}
+
+
+class Resumable:
+    """The loader with the `state_dict` that Lightning asks for: only the window itself can be lost."""
+
+    def __init__(self, task: Task) -> None:
+        self.loader, self.served, self.skip = task.loader(), 0, 0
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        skip, self.skip, self.served = self.skip, 0, 0
+        for batch in self.loader:
+            self.served += 1
+            if self.served > skip:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"served": self.served}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skip = state["served"]
+
+
+class Killed(Exception):
+    """Ends a run inside a window."""
+
+
+class SaveAndDie(Callback):
+    """`Trainer.save_checkpoint` after some micro-batches, then the end of the process."""
+
+    def __init__(self, after: int, path: Path) -> None:
+        self.after, self.path = after, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+            raise Killed
+
+
+def make_trainer(task: Task, folder: str, callbacks: list[Callback] | None = None) -> Trainer:
+    """A Trainer that only trains: no logger, checkpoint, progress bar or validation."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=lightning.__name__)
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=task.epochs,
+        accumulate_grad_batches=task.accumulation_steps,
+        gradient_clip_val=task.max_grad_norm,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+
+
+def train(task: Task, variant: str | None = None) -> Parameters:
+    """`Trainer.fit`."""
+    module = Module(task)
+    with tempfile.TemporaryDirectory() as folder:
+        make_trainer(task, folder).fit(module, task.loader())
+    return parameters_of(module.net)
+
+
+def resume(task: Task, variant: str | None = None) -> Parameters:
+    """A checkpoint inside a window, continued with ``ckpt_path``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "window.ckpt"
+        with contextlib.suppress(Killed):
+            make_trainer(task, folder, [SaveAndDie(task.stop_after, path)]).fit(Module(task), Resumable(task))
+        module = Module(task)
+        make_trainer(task, folder).fit(module, Resumable(task), ckpt_path=path, weights_only=False)
+    return parameters_of(module.net)
+
+
+def leave(task: Task, variant: str | None = None) -> Parameters:
+    """`on_train_batch_start` returns -1: the documented way to skip the rest of an epoch."""
+
+    class Leaves(Module):
+        def on_train_batch_start(self, batch: Batch, index: int) -> int | None:
+            return -1 if self.trainer.current_epoch == 0 and index == task.stop_after else None
+
+    module = Leaves(task)
+    with tempfile.TemporaryDirectory() as folder:
+        make_trainer(task, folder).fit(module, task.loader())
+    return parameters_of(module.net)

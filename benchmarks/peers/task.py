@@ -1,0 +1,89 @@
+"""What every column is asked to do: one small training, described without any library."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+Batch = dict[str, Any]
+"""``inputs`` (what the model takes), ``labels`` and sometimes ``weights``, stacked over the samples."""
+
+Parameters = dict[str, Tensor]
+
+
+class NotApplicable(Exception):
+    """A library has no documented way to do this; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One training: samples in a fixed order, micro-batches of a fixed size, windows of K micro-batches.
+
+    ``loss`` and ``loss_sum`` take the model's outputs and the micro-batch: the mean that a user writes, and
+    its numerator for the recipes that divide by the window's items themselves. ``weigh`` is the divisor that
+    belongs to them. ``weight`` names the same thing for our helpers.
+    """
+
+    model: Callable[[], nn.Module]
+    samples: Sequence[Batch]
+    microbatch_size: int
+    accumulation_steps: int
+    loss: Callable[[Tensor, Batch], Tensor]
+    loss_sum: Callable[[Tensor, Batch], Tensor]
+    weigh: Callable[[Batch], float]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    weight: Literal["samples", "tokens", "sample_weights", "class_weights", "share"] = "samples"
+    scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    max_grad_norm: float | None = None
+    reduction: Literal["mean", "sum"] = "mean"
+    epochs: int = 1
+    stop_after: int = 0
+    sample_rng: bool = False
+    skip_nonfinite: bool = False
+
+    def loader(self) -> DataLoader[Batch]:
+        """A new loader over the micro-batches, in order."""
+        return DataLoader(self.samples, batch_size=self.microbatch_size)  # type: ignore[arg-type]  # a list is a dataset
+
+    def windows(self) -> Iterator[list[Batch]]:
+        """The micro-batches of one epoch, K at a time; the tail is shorter."""
+        microbatches = list(self.loader())
+        for first in range(0, len(microbatches), self.accumulation_steps):
+            yield microbatches[first : first + self.accumulation_steps]
+
+    def whole(self) -> "Task":
+        """The same training without accumulation: each window is one real large batch."""
+        return replace(
+            self, microbatch_size=self.microbatch_size * self.accumulation_steps, accumulation_steps=1
+        )
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler | None]:
+        """Model, optimizer and scheduler, the same at every call; torch's random state is at its start."""
+        model = self.model()
+        optimizer = self.optimizer(model.parameters())
+        scheduler = self.scheduler(optimizer) if self.scheduler else None
+        torch.manual_seed(1)
+        return model, optimizer, scheduler
+
+
+def parameters_of(model: nn.Module) -> Parameters:
+    """Copies of the named parameters."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def relative_error(update: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    """max over named parameters of ``||update - truth|| / ||truth||``, in float64.
+
+    Raises:
+        AssertionError: the truth does not move a parameter, so that the number would say nothing.
+    """
+    errors = []
+    for name, expected in truth.items():
+        norm = expected.double().norm()
+        assert norm > 0, f"vacuous: the reference does not move {name}"
+        errors.append(((update[name].double() - expected.double()).norm() / norm).item())
+    return float("nan") if any(error != error for error in errors) else max(errors)
