@@ -121,13 +121,16 @@ def check(root: Path) -> list[str]:
     return [answer for answer in answers if answer is not None]
 
 
-def eager_packages(root: Path) -> set[str]:
-    """Packages beyond the standard library that some file imports when it is imported (not in a function)."""
+def eager_modules(root: Path) -> set[str]:
+    """Modules beyond the standard library that a file asks for when it is imported (not in a function).
+
+    `from scipy import stats` gives both `scipy` and `scipy.stats`, whether or not the second is a module.
+    """
     found: set[str] = set()
     for file in (root / "superbatch").rglob("*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
             if isinstance(node, ast.Import):
-                found |= {alias.name.split(".")[0] for alias in node.names}
+                found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.split(".")[0])
-    return found - STANDARD_LIBRARY - {"superbatch"}
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if name.split(".")[0] not in STANDARD_LIBRARY | {"superbatch"}}
