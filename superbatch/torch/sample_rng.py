@@ -95,8 +95,8 @@ class _Stream(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # From torch 2.8 on a mode is wrapped for compiled callers, which doubles its cost per operation; nothing is
-        # compiled in here.
+        # Newer releases of torch wrap a mode for compiled callers, which costs as much as the mode itself
+        # (and imports the compiler); nothing is compiled in here. Older releases do not ask.
         return False
 
     def __init__(self, key: int, first_sample: int, samples: int, calls: dict[int, Call]) -> None:
