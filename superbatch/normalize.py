@@ -98,7 +98,7 @@ def total_weight(weights: Iterable[Number]) -> Number:
 
 
 def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1) -> float:
-    """Return the factor of one micro-batch's loss: ``w / W`` for a mean, ``1 / W`` for a sum, times ``ranks``.
+    """Return the factor of one micro-batch's loss: ``w / W`` for a mean, ``1 / W`` for a sum.
 
     Args:
         weight: the micro-batch's weight ``w >= 0``; ``0`` always gives ``0.0``.
@@ -121,7 +121,7 @@ def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1
 
 
 def after_forward_scale(weight: Number, *, reduction: Reduction) -> Number:
-    """Return the factor of one micro-batch's loss where ``W`` is not known yet: sums first, :func:`divisor` later.
+    """Return the factor of a loss where ``W`` is not known yet: sums first, :func:`divisor` later.
 
     Examples:
         >>> after_forward_scale(4, reduction="mean"), after_forward_scale(4, reduction="sum")
@@ -133,7 +133,7 @@ def after_forward_scale(weight: Number, *, reduction: Reduction) -> Number:
 
 
 def divisor(planned: Number, counted: Number) -> float:
-    """Return what accumulated gradients are divided by at the boundary: ``counted / planned``.
+    """Return what summed gradients are divided by at the boundary: ``counted / planned``.
 
     ``planned`` is the total that the micro-batches were already scaled with (1 where ``W`` was unknown),
     ``counted`` the weight of the micro-batches that did take part.
@@ -148,7 +148,8 @@ def divisor(planned: Number, counted: Number) -> float:
 def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: Reduction) -> float:
     """Return the sum over the samples of a window from the losses of its micro-batches.
 
-    ``sum w_i l_i`` for a mean, ``sum l_i`` for a sum; a micro-batch of weight 0 contributes nothing, NaN or not.
+    ``sum w_i l_i`` for a mean, ``sum l_i`` for a sum; a micro-batch of weight 0 contributes nothing, NaN or
+    not.
 
     Args:
         losses: what ``loss_fn`` returned, one per micro-batch.

@@ -43,7 +43,9 @@ def check_update(value: object, what: str) -> int:
         0
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(explain(f"{what}={value!r}", "updates are counted 0, 1, 2, ...", "pass an int of 0 or more"))
+        raise InputError(
+            explain(f"{what}={value!r}", "updates are counted 0, 1, 2, ...", "pass an int of 0 or more")
+        )
     return value
 
 
@@ -100,7 +102,11 @@ def ramp(start: int, stop: int, updates: int) -> Schedule:
         >>> [schedule(update) for update in (0, 1, 2, 4, 100)]
         [1, 3, 5, 9, 9]
     """
-    first, last, length = check_steps(start, "start"), check_steps(stop, "stop"), check_steps(updates, "updates")
+    first, last, length = (
+        check_steps(start, "start"),
+        check_steps(stop, "stop"),
+        check_steps(updates, "updates"),
+    )
     return lambda update: round(first + (last - first) * min(update / length, 1.0))
 
 

@@ -1,6 +1,7 @@
 """Windows: the micro-batches that make one update, taken from a loader that yields micro-batches.
 
-The whole window is on the host before its first backward, so its weight is known and a tail is no special case.
+The whole window is on the host before its first backward, so its weight is known and a tail is no special
+case.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Tail = Literal["update", "drop"]
 
 
 class Window(Sequence[Any]):
-    """The micro-batches of one update: an immutable sequence that :class:`superbatch.torch.Accumulator` does not split.
+    """The micro-batches of one update: an immutable sequence that an accumulator does not split.
 
     Args:
         microbatches: at least one micro-batch, in order.
@@ -36,7 +37,9 @@ class Window(Sequence[Any]):
     def __init__(self, microbatches: Iterable[Any]) -> None:
         self._microbatches = tuple(microbatches)
         if not self._microbatches:
-            raise InputError(explain("an empty window", "an update needs at least one micro-batch", "pass some"))
+            raise InputError(
+                explain("an empty window", "an update needs at least one micro-batch", "pass some")
+            )
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -59,7 +62,7 @@ def windows(
     tail: Tail = "update",
     first_update: int = 0,
 ) -> Iterator[Window]:
-    """Group the micro-batches of a loader into windows; the arguments are checked at once, the loader is read lazily.
+    """Group the micro-batches of a loader into windows; the loader is read lazily.
 
     Args:
         loader: yields micro-batches; its length need not be known.

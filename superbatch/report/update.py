@@ -11,7 +11,8 @@ class Update:
     """The record of one update: Python numbers only, so it keeps no graph and no activation alive.
 
     Attributes:
-        loss: weighted mean loss of the batch on this rank's window, before the update (NaN where the weight is 0).
+        loss: weighted mean loss of the batch on this rank's window, before the update (NaN where the weight
+        is 0).
         grad_norm: 2-norm of the normalised gradient before clipping; None where no whole gradient exists
             (accumulation into the momentum buffer, or no update because nothing had weight).
         weight: weight ``W`` of the window, over all ranks.
@@ -23,7 +24,7 @@ class Update:
         seconds: wall time from the start of the window to the end of the update.
 
     Examples:
-        >>> Update(loss=0.5, grad_norm=1.0, weight=100, samples=100, microbatches=4, learning_rates=(0.1,)).made
+        >>> Update(0.5, grad_norm=1.0, weight=64, samples=64, microbatches=4, learning_rates=(0.1,)).made
         True
     """
 

@@ -20,9 +20,10 @@ from . import batchnorm as norms
 from . import checks
 from .boundary import Step
 from .gradients import LOW_PRECISION, Gradients, InBuffers, InGrad, InMomentum, Owned
-from .in_flight import NonFinite, Plan, WindowInFlight
+from .in_flight import WindowInFlight
+from .plan import NonFinite, Plan
 from .problem import Problem
-from .snapshot import BufferKeeper
+from .snapshot import BufferKeeper, RandomKeeper
 from .statement import check_statement
 from .sync import find_ranks
 
@@ -36,38 +37,49 @@ MOST_LOW_PRECISION_MICROBATCHES = 16
 class Accumulator:
     """Updates a model by the gradient of a whole batch, worked through in micro-batches that fit in memory.
 
-    The update is that of the real large batch: gradients are summed with the weight ``w_i / W`` of each micro-batch
+    The update is that of the real large batch: gradients are summed with the weight ``w_i / W`` of each
+    micro-batch
     (``1 / W`` for a sum; see :mod:`superbatch.normalize`), then clipped and applied once.
 
     Args:
         model: the model, or a list of models, that `loss_fn` uses and the optimizer updates.
-        optimizer: a torch optimizer, or a list of optimizers that own different parameters; each is stepped once.
+        optimizer: a torch optimizer, or a list of optimizers that own different parameters; each is stepped
+        once.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model. Not needed for the owned loop.
-        microbatch_size: samples per micro-batch at most (the split is near-equal, so at most two sizes occur), or a
+        microbatch_size: samples per micro-batch at most (the split is near-equal, so at most two sizes
+        occur), or a
             :class:`TokenBudget`. None works through a batch in one piece.
         reduction: what `loss_fn` returns: ``"mean"`` (PyTorch's default) or ``"sum"`` over the micro-batch.
         weight: how much a micro-batch counts: None for its samples; a function micro-batch -> number
-            (:func:`count_tokens`, :func:`sample_weights`, :func:`class_weights`); or ``"returned"`` where `loss_fn`
+            (:func:`count_tokens`, :func:`sample_weights`, :func:`class_weights`); or ``"returned"`` where
+            `loss_fn`
             returns ``(loss, weight)``.
         max_grad_norm: clip the normalised gradient to this 2-norm, once per window.
         max_grad_value: clip its elements to this magnitude.
         scheduler: a learning-rate scheduler, or a list of them, stepped once per update that was made.
         scaler: a `torch.amp.GradScaler`; an overflow skips the update and the scheduler.
-        nonfinite: what to do with NaN and infinity: ``"raise"``; ``"skip_microbatch"`` leaves a micro-batch and its
+        nonfinite: what to do with NaN and infinity: ``"raise"``; ``"skip_microbatch"`` leaves a micro-batch
+        and its
             weight out (its gradient is looked at before it is added); ``"skip_update"`` gives up the window.
-        batchnorm: BatchNorm in training mode is an ``"error"``; or ``"per_microbatch"`` (inexact, as ghost batch
-            normalisation; running statistics pooled over the batch); or ``"frozen"`` (running statistics, exact).
-        sample_rng: give every sample its own random stream, so that dropout and noise do not depend on the split.
+        batchnorm: BatchNorm in training mode is an ``"error"``; or ``"per_microbatch"`` (inexact, as ghost
+        batch
+            normalisation; running statistics pooled over the batch); or ``"frozen"`` (running statistics,
+            exact).
+        sample_rng: give every sample its own random stream, so that dropout and noise do not depend on the
+        split.
             By default each micro-batch draws on from the global generator, as a loop by hand does.
-        accumulator_dtype: sum gradients of bfloat16/float16 parameters in this dtype. ``"auto"``: float32 when a
+        accumulator_dtype: sum gradients of bfloat16/float16 parameters in this dtype. ``"auto"``: float32
+        when a
             window has more than 16 micro-batches. None: in the parameters' dtype.
         accumulate_into: ``"grad"``, or ``"momentum"`` to sum straight into SGD's momentum buffer (exact).
         masters: float32 copies that the optimizer updates in place of low-precision parameters
             (:func:`fp32_masters`); parameters are set to them after each update.
-        device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None (left as they are).
+        device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None (left as
+        they are).
         whole: paths of leaves that every micro-batch gets whole.
         per_sample: paths of lists that hold one object per sample.
-        check: compare, on the first window, losses of micro-batches with losses of their parts, and refuse a wrong
+        check: compare, on the first window, losses of micro-batches with losses of their parts, and refuse a
+        wrong
             statement of `reduction` or `weight` before anything is updated.
 
     Raises:
@@ -127,6 +139,7 @@ class Accumulator:
         self._resume: dict[str, Any] | None = None
         self._first = True
         self._said_dtype = False
+        moved_to = _device(device, self._owned)
         self._plan = Plan(
             models=models,
             owned=self._owned,
@@ -139,13 +152,14 @@ class Accumulator:
                 masters_copied=self._masters,
             ),
             ranks=find_ranks(models),
-            device=_device(device, self._owned),
+            device=moved_to,
             reduction=normalize.check_reduction(reduction),
             weigh="samples" if weight is None else weight,
             nonfinite=checks.check_choice(nonfinite, "nonfinite", NonFinite),
             sample_rng=sample_rng,
             norms=self._norms(),
-            keeper=BufferKeeper(models),
+            buffers=BufferKeeper(models),
+            random=RandomKeeper([] if moved_to is None else [moved_to]),
             loss_fn=loss_fn,
         )
         self._check_combinations()
@@ -159,7 +173,8 @@ class Accumulator:
         """Make one update from a batch, or from a :class:`Window` of micro-batches.
 
         Args:
-            batch: any nesting of tensors, arrays, mappings, sequences and dataclasses with the samples first, on
+            batch: any nesting of tensors, arrays, mappings, sequences and dataclasses with the samples first,
+            on
                 the host; or a Window, whose micro-batches are taken as they are.
 
         Returns:
@@ -196,7 +211,8 @@ class Accumulator:
             batch: as for a call.
 
         Returns:
-            A context manager: iterate over it, call its ``backward(loss)`` for each micro-batch, read its ``update``
+            A context manager: iterate over it, call its ``backward(loss)`` for each micro-batch, read its
+            ``update``
             afterwards. Leaving the block by an exception or ``break`` discards the window.
 
         Raises:
@@ -206,7 +222,8 @@ class Accumulator:
 
         Examples:
             >>> model = nn.Linear(2, 1)
-            >>> accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatch_size=2)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> accumulator = Accumulator(model, optimizer, microbatch_size=2)
             >>> with accumulator.window(torch.randn(5, 2)) as window:
             ...     for microbatch in window:
             ...         window.backward(model(microbatch).square().mean())
@@ -250,8 +267,10 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
 
-        Between windows that is the number of updates. Inside one (in the loop, after ``backward``) it holds the
-        gradients so far, the weights, the position and the random state, so that the window goes on bit for bit.
+        Between windows that is the number of updates. Inside one (in the loop, after ``backward``) it holds
+        the
+        gradients so far, the weights, the position and the random state, so that the window goes on bit for
+        bit.
         """
         in_flight = self._window.state_dict() if self._window is not None else self._resume
         return {"version": 1, "updates": self._updates, "window": in_flight}
@@ -260,7 +279,8 @@ class Accumulator:
         """Go on from a saved state; a window that was in flight goes on with the next call or :meth:`window`.
 
         Args:
-            state: from :meth:`state_dict`. The model and the optimizer must be loaded from the same moment, and the
+            state: from :meth:`state_dict`. The model and the optimizer must be loaded from the same moment,
+            and the
                 next batch must be the one that was being worked through.
 
         Raises:
@@ -276,11 +296,14 @@ class Accumulator:
                 )
             )
         if self._window is not None:
-            raise WindowError(explain("load_state_dict() inside a window", "it is in use", "leave the window first"))
+            raise WindowError(
+                explain("load_state_dict() inside a window", "it is in use", "leave the window first")
+            )
         self._updates = int(state["updates"])
         self._resume = state["window"]
 
-    # -- parts ------------------------------------------------------------------------------------------------
+    # -- parts
+    # ------------------------------------------------------------------------------------------------
 
     def _microbatches(self, batch: Any) -> tuple[list[Any], list[int] | None]:
         """The micro-batches, and the number of samples of each where it can be known."""
@@ -318,9 +341,11 @@ class Accumulator:
         if not self._said_dtype:
             self._said_dtype = True
             warnings.warn(
-                f"a window of {count} micro-batches with bfloat16/float16 parameters: their gradients are summed in "
+                f"a window of {count} micro-batches with bfloat16/float16 parameters: their gradients are "
+                f"summed in "
                 "float32 (4 bytes per parameter), since a sum in their own dtype would stop growing. "
-                "accumulator_dtype=torch.float32 says the same without this message, accumulator_dtype=None undoes it.",
+                "accumulator_dtype=torch.float32 says the same without this message, "
+                "accumulator_dtype=None undoes it.",
                 UserWarning,
                 stacklevel=5,
             )
@@ -329,7 +354,9 @@ class Accumulator:
     def _norms(self) -> norms.Frozen | norms.Pooled | None:
         if not self._batchnorms or self._batchnorm == "error":
             return None
-        return norms.Frozen(self._batchnorms) if self._batchnorm == "frozen" else norms.Pooled(self._batchnorms)
+        return (
+            norms.Frozen(self._batchnorms) if self._batchnorm == "frozen" else norms.Pooled(self._batchnorms)
+        )
 
     def _check_statement(self, batch: Any, microbatches: list[Any], samples: list[int] | None) -> None:
         plan_, models = self._plan, self._plan.models
@@ -347,9 +374,9 @@ class Accumulator:
         with plan_.ranks.hold_back():
             check_statement(problem, pieces, frozen=list(self._batchnorms.values()))
 
-    def _finished(self, window: WindowInFlight) -> None:
+    def _finished(self, update: Update | None) -> None:
         self._window = None
-        if window.update is not None and window.update.made:
+        if update is not None and update.made:
             self._first = False
             self._updates += 1
 
@@ -366,9 +393,15 @@ class Accumulator:
                 nonfinite_skip_microbatch=plan.nonfinite == "skip_microbatch",
                 ranks=plan.ranks.shared,
             )
-        if plan.step.max_grad_value is not None and any(entry.parameter.is_complex() for entry in self._owned):
+        if plan.step.max_grad_value is not None and any(
+            entry.parameter.is_complex() for entry in self._owned
+        ):
             raise InputError(
-                explain("max_grad_value with complex parameters", "complex numbers have no order", "use max_grad_norm")
+                explain(
+                    "max_grad_value with complex parameters",
+                    "complex numbers have no order",
+                    "use max_grad_norm",
+                )
             )
 
 
@@ -379,7 +412,8 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
         model: a model with bfloat16 or float16 parameters.
 
     Returns:
-        Trainable parameter -> its float32 copy (parameters that are wider map to themselves): make the optimizer
+        Trainable parameter -> its float32 copy (parameters that are wider map to themselves): make the
+        optimizer
         over the values and pass the mapping as ``Accumulator(masters=...)``.
 
     Examples:
@@ -437,7 +471,9 @@ def _device(device: torch.device | str | int | None, owned: list[Owned]) -> torc
 
 
 def _as_tuple(scheduler: Any) -> tuple[Any, ...]:
-    schedulers = tuple(scheduler) if isinstance(scheduler, list | tuple) else () if scheduler is None else (scheduler,)
+    schedulers = (
+        tuple(scheduler) if isinstance(scheduler, list | tuple) else () if scheduler is None else (scheduler,)
+    )
     for one in schedulers:
         if not callable(getattr(one, "step", None)):
             raise InputError(

@@ -1,8 +1,11 @@
-"""BatchNorm where the batch is worked through in micro-batches: refused, frozen, or normalised per micro-batch.
+"""BatchNorm where a batch is worked through in micro-batches: refused, frozen, or per micro-batch.
 
-Normalising per micro-batch is another function than normalising over the batch (its gradient is that of "ghost"
-batch normalisation, arXiv:1705.08741), so it is never chosen silently. What can be kept exact is kept: the running
-statistics move once per update, by the batch's own mean and variance, pooled from the micro-batches (Chan, Golub,
+Normalising per micro-batch is another function than normalising over the batch (its gradient is that of
+"ghost"
+batch normalisation, arXiv:1705.08741), so it is never chosen silently. What can be kept exact is kept: the
+running
+statistics move once per update, by the batch's own mean and variance, pooled from the micro-batches (Chan,
+Golub,
 LeVeque 1979)::
 
     n = sum n_i     mean = sum n_i mean_i / n     M2 = sum [ (n_i - 1) var_i + n_i (mean_i - mean)^2 ]
@@ -48,14 +51,19 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
     """
     coupled = [path for path, module in batchnorms.items() if uses_batch_statistics(module)]
     if coupled:
-        named = ", ".join(repr(path) for path in coupled[:3]) + (f" and {len(coupled) - 3} more" if coupled[3:] else "")
+        named = ", ".join(repr(path) for path in coupled[:3]) + (
+            f" and {len(coupled) - 3} more" if coupled[3:] else ""
+        )
         raise CoupledSamplesError(
             explain(
                 f"a model with BatchNorm in training mode ({named})",
-                "it normalises a sample by the other samples of what it sees, so micro-batches do not give the "
+                "it normalises a sample by the other samples of what it sees, so micro-batches do not "
+                "give the "
                 "gradient of the batch",
-                'choose batchnorm="per_microbatch" (another function: normalised per micro-batch, running statistics '
-                'pooled over the batch), or batchnorm="frozen" (running statistics, exact); the exact coupled mode '
+                'choose batchnorm="per_microbatch" (another function: normalised per micro-batch, '
+                "running statistics "
+                'pooled over the batch), or batchnorm="frozen" (running statistics, exact); the exact '
+                "coupled mode "
                 "(the batch's own statistics from micro-batches) is not in this version",
             )
         )
@@ -69,11 +77,13 @@ class Frozen:
         self._training: list[bool] = []
 
     def open(self) -> None:
+        """Switch to evaluation mode."""
         self._training = [module.training for module in self._modules]
         for module in self._modules:
             module.training = False
 
     def put_back(self) -> None:
+        """Give each module its own mode back."""
         for module, training in zip(self._modules, self._training, strict=False):
             module.training = training
         self._training = []
@@ -82,7 +92,8 @@ class Frozen:
 class Pooled:
     """BatchNorms that normalise per micro-batch, and whose running statistics move once per window.
 
-    During the window a module's momentum is 1, so that after each of its calls its running statistics *are* those
+    During the window a module's momentum is 1, so that after each of its calls its running statistics *are*
+    those
     of the micro-batch it saw. A module called several times per forward has one pool per call.
     """
 
@@ -90,31 +101,31 @@ class Pooled:
         self._modules = [module for module in batchnorms.values() if module.track_running_stats]
         self._before: list[dict[str, Any]] = []
         self._hooks: list[RemovableHandle] = []
-        self._watching = False
+        # Off during a backward: what a checkpoint recomputes there must not be counted again.
+        self.watching = False
         self._call: dict[_BatchNorm, int] = {}
         self._pools: dict[_BatchNorm, list[list[tuple[int, Tensor, Tensor]]]] = {}
 
     def open(self) -> None:
+        """Start to watch."""
         self._pools = {module: [] for module in self._modules if uses_batch_statistics(module)}
         for module in self._pools:
-            self._before.append({
-                "module": module,
-                "momentum": module.momentum,
-                "mean": _clone(module.running_mean),
-                "var": _clone(module.running_var),
-                "batches": _clone(module.num_batches_tracked),
-            })
+            self._before.append(
+                {
+                    "module": module,
+                    "momentum": module.momentum,
+                    "mean": _clone(module.running_mean),
+                    "var": _clone(module.running_var),
+                    "batches": _clone(module.num_batches_tracked),
+                }
+            )
             module.momentum = 1.0
             self._hooks.append(module.register_forward_hook(self._observe))
 
     def start_microbatch(self) -> None:
         """Count the calls of each module from the first again."""
         self._call.clear()
-        self._watching = True
-
-    def watch(self, watching: bool) -> None:
-        """Say whether a forward is under way; a recomputation inside the backward must not be counted again."""
-        self._watching = watching
+        self.watching = True
 
     def forget_microbatch(self) -> None:
         """Leave out the statistics of the last micro-batch."""
@@ -129,7 +140,9 @@ class Pooled:
     def load_state(self, state: list[list[list[tuple[int, Tensor, Tensor]]]]) -> None:
         """Go on from what :meth:`state` returned."""
         for module, pools in zip(self._pools, state, strict=True):
-            self._pools[module] = [[(count, mean, variance) for count, mean, variance in pool] for pool in pools]
+            self._pools[module] = [
+                [(count, mean, variance) for count, mean, variance in pool] for pool in pools
+            ]
 
     def close(self, ranks: Ranks) -> None:
         """Move the running statistics once, by the batch's own."""
@@ -154,7 +167,7 @@ class Pooled:
         self._before = []
 
     def _observe(self, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if not self._watching:
+        if not self.watching:
             return
         call = self._call.get(module, 0)
         self._call[module] = call + 1

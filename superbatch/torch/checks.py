@@ -62,7 +62,8 @@ def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
             raise OptimizerError(
                 explain(
                     f"the optimizer {type(one).__name__}, whose step needs a closure",
-                    "it evaluates the loss several times per update, each time over the whole batch, which one pass "
+                    "it evaluates the loss several times per update, each time over the whole batch, "
+                    "which one pass "
                     "over micro-batches cannot give it",
                     "use an optimizer that steps on gradients (SGD, AdamW, ...)",
                 )
@@ -76,7 +77,8 @@ def own_parameters(
     """List what the optimizers update, each with its name in the models.
 
     Raises:
-        OptimizerError: no optimizer parameter that needs a gradient belongs to the models, two optimizers share
+        OptimizerError: no optimizer parameter that needs a gradient belongs to the models, two optimizers
+        share
             one, or a parameter is stepped inside the backward.
         InputError: `masters` maps something else than parameters of the models.
     """
@@ -105,8 +107,10 @@ def own_parameters(
         raise OptimizerError(
             explain(
                 f"an optimizer over {len(seen)} tensors and a model with {len(names)} trainable parameters",
-                "none of them is a parameter of the model that needs a gradient, so no update could change the model",
-                "make the optimizer with model.parameters(), or pass masters={parameter: copy} for float32 copies",
+                "none of them is a parameter of the model that needs a gradient, so no update could "
+                "change the model",
+                "make the optimizer with model.parameters(), or pass masters={parameter: copy} for "
+                "float32 copies",
             )
         )
     for entry in owned:
@@ -206,7 +210,9 @@ def check_positive(value: object, name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
-        raise InputError(explain(f"{name}={value!r}", "a limit is a positive number", "pass a positive float or None"))
+        raise InputError(
+            explain(f"{name}={value!r}", "a limit is a positive number", "pass a positive float or None")
+        )
     return float(value)
 
 
@@ -251,7 +257,11 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
                 reason = "a differentiable update needs the gradient in the graph"
     if reason:
         raise OptimizerError(
-            explain(f'accumulate_into="momentum" with {type(optimizer).__name__}', reason, 'use accumulate_into="grad"')
+            explain(
+                f'accumulate_into="momentum" with {type(optimizer).__name__}',
+                reason,
+                'use accumulate_into="grad"',
+            )
         )
     for name, value in conflicts.items():
         if value:
@@ -275,13 +285,17 @@ def _names(models: Iterable[nn.Module]) -> dict[Tensor, str]:
     return names
 
 
-def _parameters_by_target(names: Mapping[Tensor, str], masters: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+def _parameters_by_target(
+    names: Mapping[Tensor, str], masters: Mapping[Tensor, Tensor]
+) -> dict[Tensor, Tensor]:
     for parameter, master in masters.items():
         if parameter not in names or not isinstance(master, Tensor) or master.shape != parameter.shape:
             raise InputError(
                 explain(
-                    "masters with an entry that is no trainable parameter of the model and a copy of its shape",
-                    "a master is the copy, in a wider dtype, that the optimizer updates in place of a parameter",
+                    "masters with an entry that is no trainable parameter of the model and a copy of its "
+                    "shape",
+                    "a master is the copy, in a wider dtype, that the optimizer updates in place of a "
+                    "parameter",
                     "make them with fp32_masters(model)",
                 )
             )

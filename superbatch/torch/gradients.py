@@ -1,16 +1,19 @@
-"""Where a window's gradient is summed: in ``.grad``, in buffers of a wider dtype, or in SGD's momentum buffer.
+"""Where a window's gradient is summed: in ``.grad``, in wider buffers, or in SGD's momentum buffer.
 
 Three classes with the same methods, one per place; a window uses one of them from open to close::
 
     open()                        the window starts: no gradient of it exists yet
     backward(loss, factor)        add factor * d loss / d parameters
-    close()                       the sums, one per owned parameter (None: it had no gradient), ready to be normalised
+    close()                       the sums, one per owned parameter (None: it had no gradient), ready to be
+    normalised
     zeros(index)                  a gradient of zeros for one owned parameter
-    attach(gradients)             hand them to the optimizer as `.grad` of the targets, rounded once if need be
+    attach(gradients)             hand them to the optimizer as `.grad` of the targets, rounded once if need
+    be
     discard()                     as before the window
     state(), load_state(state)    the sum so far, to save a window in flight
 
-`factor` comes from :mod:`superbatch.normalize`. A *target* is what the optimizer updates: the parameter itself, or
+`factor` comes from :mod:`superbatch.normalize`. A *target* is what the optimizer updates: the parameter
+itself, or
 its float32 master copy.
 """
 
@@ -47,38 +50,64 @@ class Owned:
 class Gradients(Protocol):
     """What the three places have in common."""
 
-    def open(self) -> None: ...
-    def backward(self, loss: Tensor, factor: float) -> None: ...
-    def close(self) -> list[Tensor | None]: ...
-    def zeros(self, index: int) -> Tensor: ...
-    def attach(self, gradients: list[Tensor | None]) -> None: ...
-    def discard(self) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def load_state(self, state: dict[str, Any]) -> None: ...
+    def open(self) -> None:
+        """Start a window: no gradient of it exists yet."""
+        ...
+
+    def backward(self, loss: Tensor, factor: float) -> None:
+        """Add ``factor * d loss / d parameters``."""
+        ...
+
+    def close(self) -> list[Tensor | None]:
+        """End the sums and return them, one per owned parameter."""
+        ...
+
+    def zeros(self, index: int) -> Tensor:
+        """Return a gradient of zeros."""
+        ...
+
+    def attach(self, gradients: list[Tensor | None]) -> None:
+        """Hand the normalised gradients to the optimizer."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the window: everything is as before it."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums so far."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums."""
+        ...
 
 
 def clear(owned: list[Owned]) -> None:
-    """Drop the gradients of the owned parameters and their targets (set to None, so that no memory is held)."""
+    """Drop the gradients of the parameters and their targets (to None, so that no memory is held)."""
     for entry in owned:
         entry.parameter.grad = None
         entry.target.grad = None
 
 
 class InGrad:
-    """Sum in ``.grad`` by autograd itself: no memory and no pass over the gradients beyond plain PyTorch's."""
+    """Sum in ``.grad`` by autograd itself: no memory and no pass beyond plain PyTorch's."""
 
     def __init__(self, owned: list[Owned], *, only_owned: bool) -> None:
         self._owned = owned
-        # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they are,
+        # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
+        # are,
         # but reentrant checkpoints refuse it: so only where there are other parameters.
         self._inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
 
     def open(self) -> None:
+        """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._factors.clear()
 
     def backward(self, loss: Tensor, factor: float) -> None:
+        """Add ``factor * d loss / d parameters``."""
         # Passed as the gradient of the loss, the factor costs no multiplication in the graph.
         key = (factor, loss.dtype, loss.device, loss.shape)
         gradient = self._factors.get(key)
@@ -87,26 +116,36 @@ class InGrad:
         torch.autograd.backward(loss, gradient, inputs=self._inputs)
 
     def close(self) -> list[Tensor | None]:
+        """End the sums and return them, one per owned parameter."""
         return [entry.parameter.grad for entry in self._owned]
 
     def zeros(self, index: int) -> Tensor:
+        """Return a gradient of zeros."""
         return torch.zeros_like(self._owned[index].parameter, requires_grad=False)
 
     def attach(self, gradients: list[Tensor | None]) -> None:
+        """Hand the normalised gradients to the optimizer."""
         attach(self._owned, gradients)
 
     def discard(self) -> None:
+        """Forget the window: everything is as before it."""
         clear(self._owned)
 
     def state(self) -> dict[str, Any]:
+        """Return the sums so far."""
         return {
-            entry.name: entry.parameter.grad.clone() for entry in self._owned if entry.parameter.grad is not None
+            entry.name: entry.parameter.grad.clone()
+            for entry in self._owned
+            if entry.parameter.grad is not None
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums."""
         for entry in self._owned:
             gradient = state.get(entry.name)
-            entry.parameter.grad = None if gradient is None else gradient.to(entry.parameter.device, copy=True)
+            entry.parameter.grad = (
+                None if gradient is None else gradient.to(entry.parameter.device, copy=True)
+            )
 
 
 class InBuffers:
@@ -122,7 +161,12 @@ class InBuffers:
     """
 
     def __init__(
-        self, owned: list[Owned], dtype: torch.dtype | None, *, isolated: bool = False, only_owned: bool = False
+        self,
+        owned: list[Owned],
+        dtype: torch.dtype | None,
+        *,
+        isolated: bool = False,
+        only_owned: bool = False,
     ) -> None:
         self._owned = owned
         self._dtype = dtype
@@ -133,12 +177,14 @@ class InBuffers:
         self._factor = 1.0
 
     def open(self) -> None:
+        """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._buffers.clear()
         if not self._isolated:
             self._hooks = add_after_gradient(self._owned, self._add)
 
     def backward(self, loss: Tensor, factor: float) -> None:
+        """Add ``factor * d loss / d parameters``."""
         self._factor = factor
         torch.autograd.backward(loss, inputs=self._inputs)
 
@@ -158,25 +204,31 @@ class InBuffers:
             entry.parameter.grad = None
 
     def close(self) -> list[Tensor | None]:
+        """End the sums and return them, one per owned parameter."""
         remove(self._hooks)
         return [self._buffers.pop(entry.name, None) for entry in self._owned]
 
     def zeros(self, index: int) -> Tensor:
+        """Return a gradient of zeros."""
         parameter = self._owned[index].parameter
         return torch.zeros_like(parameter, dtype=self._sum_dtype(parameter), requires_grad=False)
 
     def attach(self, gradients: list[Tensor | None]) -> None:
+        """Hand the normalised gradients to the optimizer."""
         attach(self._owned, gradients)
 
     def discard(self) -> None:
+        """Forget the window: everything is as before it."""
         remove(self._hooks)
         self._buffers.clear()
         clear(self._owned)
 
     def state(self) -> dict[str, Any]:
+        """Return the sums so far."""
         return {name: buffer.clone() for name, buffer in self._buffers.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums."""
         devices = {entry.name: entry.parameter.device for entry in self._owned}
         self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in state.items()}
 
@@ -197,7 +249,8 @@ class InBuffers:
 class InMomentum:
     """Sum straight into SGD's momentum buffer: no gradient buffer at all.
 
-    With momentum ``mu``, weight decay ``d`` and the normalised gradient ``g``, SGD computes ``v = mu v + d p + g``
+    With momentum ``mu``, weight decay ``d`` and the normalised gradient ``g``, SGD computes ``v = mu v + d p
+    + g``
     and ``p = p - lr v``; ``v`` is linear in ``g``, so the sum over micro-batches can be taken in it (exact).
     A copy of the buffer on the host puts it back if the window fails.
     """
@@ -210,23 +263,27 @@ class InMomentum:
         self._factor = 1.0
 
     def open(self) -> None:
+        """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._before.clear()
         self._hooks = add_after_gradient(self._owned, self._add)
 
     def backward(self, loss: Tensor, factor: float) -> None:
+        """Add ``factor * d loss / d parameters``."""
         self._factor = factor
         torch.autograd.backward(loss)
 
     def close(self) -> list[Tensor | None]:
+        """End the sums and return them, one per owned parameter."""
         remove(self._hooks)
         return [None] * len(self._owned)
 
     def zeros(self, index: int) -> Tensor:
+        """Return a gradient of zeros."""
         raise NotImplementedError("momentum buffers are not summed over ranks")
 
     def attach(self, gradients: list[Tensor | None]) -> None:
-        pass
+        """Hand the normalised gradients to the optimizer: there are none."""
 
     def finite(self) -> bool:
         """Whether every momentum buffer that the window touched is finite."""
@@ -236,10 +293,13 @@ class InMomentum:
         """Move the parameters: ``p -= lr v`` for each that had a gradient."""
         with torch.no_grad():
             for entry in self._touched():
-                entry.target.add_(self._state[entry.target]["momentum_buffer"], alpha=-float(entry.group["lr"]))
+                entry.target.add_(
+                    self._state[entry.target]["momentum_buffer"], alpha=-float(entry.group["lr"])
+                )
         self._before.clear()
 
     def discard(self) -> None:
+        """Forget the window: everything is as before it."""
         remove(self._hooks)
         with torch.no_grad():
             for entry in self._touched():
@@ -252,10 +312,12 @@ class InMomentum:
         clear(self._owned)
 
     def state(self) -> dict[str, Any]:
+        """Return the sums so far."""
         buffers = {e.name: self._state[e.target]["momentum_buffer"].clone() for e in self._touched()}
         return {"momentum": buffers, "before": dict(self._before)}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums."""
         self._before = dict(state["before"])
         for entry in self._touched():
             buffer = state["momentum"][entry.name].to(entry.target.device, copy=True)

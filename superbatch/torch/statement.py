@@ -4,7 +4,8 @@ A statement (`reduction`, `weight`) fixes how the losses of two parts make the l
 
     mean:  l(u) = (w(a) l(a) + w(b) l(b)) / (w(a) + w(b))          sum:  l(u) = l(a) + l(b)
 
-Both sides are computed for some micro-batches, each cut at a third, with the random stream of each sample the same
+Both sides are computed for some micro-batches, each cut at a third, with the random stream of each sample the
+same
 on both sides. Where they differ, so would the gradients: the error names the statement that does hold.
 """
 
@@ -28,7 +29,7 @@ from .candidates import weight_candidates
 from .gradients import LOW_PRECISION
 from .problem import Problem, evaluate
 from .sample_rng import sample_stream
-from .snapshot import BufferKeeper, random_state, restore_random_state
+from .snapshot import BufferKeeper, RandomKeeper
 
 MOST_PIECES = 4  # enough to meet unequal token counts, cheap beside one window
 
@@ -40,7 +41,9 @@ class Observed:
     union: tuple[float, normalize.Number]
     parts: tuple[tuple[float, normalize.Number], ...]
 
-    def predicted(self, reduction: normalize.Reduction, weights: Sequence[normalize.Number] | None = None) -> float:
+    def predicted(
+        self, reduction: normalize.Reduction, weights: Sequence[normalize.Number] | None = None
+    ) -> float:
         """The loss of the union that a statement predicts from the parts."""
         losses = [loss for loss, _ in self.parts]
         weights = [weight for _, weight in self.parts] if weights is None else weights
@@ -55,7 +58,7 @@ class Observed:
 
 
 def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()) -> None:
-    """Compare losses of pieces with losses of their parts; model, buffers and random state are left as they were.
+    """Compare losses of pieces with losses of their parts; everything is left as it was.
 
     Args:
         problem: the model, its loss, and what was stated about it.
@@ -68,18 +71,21 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
     """
     keeper = BufferKeeper([problem.model])
     keeper.take()
-    before = random_state([] if problem.device is None else [problem.device])
+    random = RandomKeeper([] if problem.device is None else [problem.device])
+    random.take()
     try:
         with _evaluating(frozen), run_eagerly():
             # Every piece is looked at: one without weight shows nothing.
             checked = [_check(problem, piece) for piece in _choose(pieces, problem)]
     finally:
         keeper.restore()
-        restore_random_state(before)
+        random.restore()
     if not any(checked):
         warnings.warn(
-            "superbatch could not check the statement about the loss on the first window: no micro-batch of it can be "
-            "cut in two. superbatch.torch.verify checks it on a batch of your choice; check=False silences this.",
+            "superbatch could not check the statement about the loss on the first window: no micro-batch "
+            "of it can be "
+            "cut in two. superbatch.torch.verify checks it on a batch of your choice; check=False "
+            "silences this.",
             UserWarning,
             stacklevel=5,
         )
@@ -92,7 +98,7 @@ def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:
         try:
             if count_samples(piece, whole=problem.whole, per_sample=problem.per_sample) >= 2:
                 able.append(piece)
-        except SplitError:
+        except SplitError:  # noqa: PERF203  (some micro-batches may be cut, others not)
             continue
     stride = max(1, len(able) // MOST_PIECES)
     return able[::stride][:MOST_PIECES]
@@ -169,10 +175,13 @@ def _mismatch(
         return StatementError(
             explain(
                 given,
-                "the losses add up, so loss_fn returns a sum, or it divides by a number that does not depend on the "
+                "the losses add up, so loss_fn returns a sum, or it divides by a number that does not "
+                "depend on the "
                 "micro-batch (Hugging Face models do when they are given num_items_in_batch)",
-                'state reduction="sum" if it is a plain sum; else do not pass num_items_in_batch, so that the loss is '
-                'the mean over the micro-batch\'s tokens, and state weight=count_tokens("labels", shift=True)',
+                'state reduction="sum" if it is a plain sum; else do not pass num_items_in_batch, so '
+                "that the loss is "
+                'the mean over the micro-batch\'s tokens, and state weight=count_tokens("labels", '
+                "shift=True)",
             )
         )
     if problem.reduction == "sum" and observed.agrees(observed.predicted("mean"), tolerance):
@@ -188,7 +197,8 @@ def _mismatch(
         return StatementError(
             explain(
                 given,
-                "loss_fn returns a mean over something else than the stated weight counts; a mean of such means over "
+                "loss_fn returns a mean over something else than the stated weight counts; a mean of "
+                "such means over "
                 "micro-batches is not the mean over the batch",
                 f"state {found}",
             )
@@ -196,15 +206,20 @@ def _mismatch(
     return CoupledSamplesError(
         explain(
             given,
-            "no weighted mean or sum of the parts gives the loss of the whole: samples influence each other (a "
-            "contrastive loss, normalisation over the batch), the loss depends on the batch size, or it is a mean "
+            "no weighted mean or sum of the parts gives the loss of the whole: samples influence each "
+            "other (a "
+            "contrastive loss, normalisation over the batch), the loss depends on the batch size, or it "
+            "is a mean "
             "over a count that the stated weight does not have",
-            "run superbatch.torch.verify, which names the module; then state the right weight, or keep the batch whole",
+            "run superbatch.torch.verify, which names the module; then state the right weight, or keep "
+            "the batch whole",
         )
     )
 
 
-def _explaining_weight(problem: Problem, observed: Observed, parts: Sequence[Any], tolerance: float) -> str | None:
+def _explaining_weight(
+    problem: Problem, observed: Observed, parts: Sequence[Any], tolerance: float
+) -> str | None:
     """The weight, counted from a leaf of the batch, under which the parts do give the loss of the whole."""
     for text, weigh in weight_candidates(problem, parts[0]):
         weights = [weigh(part) for part in parts]
@@ -227,7 +242,7 @@ class _Precision(TorchDispatchMode):
         return result
 
     def tolerance(self) -> float:
-        """Rounding that is to be expected between a loss and its parts, with room for kernels that differ by size."""
+        """Rounding to be expected between a loss and its parts, with room for kernels that differ by size."""
         if any(dtype in LOW_PRECISION for dtype in self._dtypes):
             return 2e-2
         return 1e-3 if torch.float32 in self._dtypes else 1e-7

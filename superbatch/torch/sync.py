@@ -1,7 +1,9 @@
 """Ranks: models wrapped in DistributedDataParallel, summed over once per window.
 
-Every micro-batch runs under ``no_sync``, which must enclose the forward too; at the boundary the summed gradients
-of the window are reduced by one pass of bucketed all-reduces. DDP's own reduction is not used: it happens inside
+Every micro-batch runs under ``no_sync``, which must enclose the forward too; at the boundary the summed
+gradients
+of the window are reduced by one pass of bucketed all-reduces. DDP's own reduction is not used: it happens
+inside
 the backward of a last micro-batch, which a rank without any weight does not have.
 """
 
@@ -63,7 +65,7 @@ class Ranks:
     def sum_gradients(
         self, gradients: list[Tensor | None], zeros: Callable[[int], Tensor]
     ) -> list[Tensor | None]:
-        """Return the sums over the ranks of one gradient per parameter; ``zeros(i)`` makes an empty gradient ``i``.
+        """Return the sums over the ranks of gradients; ``zeros(i)`` makes an empty gradient ``i``.
 
         A gradient that only some ranks have counts as zero on the others; one that no rank has stays None, so
         that the optimizer leaves its parameter alone as it would for the large batch.
@@ -82,7 +84,9 @@ class Ranks:
         for bucket in buckets([g for g in summed if g is not None and not g.is_sparse]):
             flat = torch._utils._flatten_dense_tensors(bucket)
             dist.all_reduce(flat, group=group)
-            for gradient, total in zip(bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True):
+            for gradient, total in zip(
+                bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True
+            ):
                 gradient.copy_(total)
         return summed
 
@@ -112,7 +116,10 @@ def find_ranks(models: Iterable[nn.Module]) -> Ranks:
     """
     models = list(models)
     wrappers = tuple(
-        module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)
+        module
+        for model in models
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
     )
     if len({id(wrapper.process_group) for wrapper in wrappers}) > 1:
         raise InputError(
@@ -128,7 +135,8 @@ def find_ranks(models: Iterable[nn.Module]) -> Ranks:
                 raise InputError(
                     explain(
                         f"the sharded parameter {name!r}",
-                        "this version sums gradients over ranks for DistributedDataParallel only, not for FSDP",
+                        "this version sums gradients over ranks for DistributedDataParallel only, not "
+                        "for FSDP",
                         "wrap the model in DistributedDataParallel",
                     )
                 )
@@ -136,7 +144,7 @@ def find_ranks(models: Iterable[nn.Module]) -> Ranks:
 
 
 def buckets(tensors: list[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Group tensors of one dtype and device, in order, so that a group has at most `limit` bytes (or one tensor).
+    """Group tensors of one dtype and device, in order, into at most `limit` bytes (or one tensor).
 
     Examples:
         >>> [len(bucket) for bucket in buckets([torch.zeros(4)] * 5, limit=32)]

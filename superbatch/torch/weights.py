@@ -21,7 +21,8 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
     ``w = #{labels != ignore_index}``
 
     Args:
-        where: path of the labels in a micro-batch (``"labels"``, ``"1"``), or a function micro-batch -> labels;
+        where: path of the labels in a micro-batch (``"labels"``, ``"1"``), or a function micro-batch ->
+        labels;
             integer labels of shape (samples, ...) with the sequence last.
         ignore_index: the label that `torch.nn.functional.cross_entropy` leaves out.
         shift: the model itself drops the first label of each sequence (next-token heads of Hugging Face do).
@@ -65,7 +66,7 @@ def sample_weights(where: Where) -> Weight:
 
 
 def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> Weight:
-    """Weigh a micro-batch as ``CrossEntropyLoss(weight=weight)`` does, whose mean divides by the labels' weights.
+    """Weigh a micro-batch as ``CrossEntropyLoss(weight=weight)`` does, by its labels' weights.
 
     ``w = sum_j weight[label_j]`` over labels other than `ignore_index`.
 

@@ -1,0 +1,99 @@
+"""The weights of one window's micro-batches: known before the first backward, or returned with each loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from .. import normalize
+from ..errors import InputError, explain
+from .sync import Ranks
+
+Weigh = Callable[[Any], Any] | Literal["samples", "returned"]
+
+
+class Weights:
+    """What each micro-batch counts, and so the factor of its loss.
+
+    Args:
+        weigh: a function of a micro-batch, or ``"samples"``, or ``"returned"``.
+        reduction: what the loss is over a micro-batch.
+        microbatches: of the window, on the host.
+        samples: of each micro-batch, where they are known.
+        ranks: share the batch; the total weight is summed over them here, once, before the first backward.
+    """
+
+    def __init__(
+        self,
+        weigh: Weigh,
+        reduction: normalize.Reduction,
+        microbatches: list[Any],
+        samples: list[int] | None,
+        ranks: Ranks,
+    ) -> None:
+        self._reduction: normalize.Reduction = reduction
+        self._count = len(microbatches)
+        self.ahead = _weigh_ahead(weigh, microbatches, samples)
+        self.returned: dict[int, normalize.Number] = {}
+        # Where the total is known only afterwards, losses are summed first and divided by it at the boundary.
+        self.planned: normalize.Number = 1
+        if self.ahead is not None:
+            total = normalize.total_weight(self.ahead)
+            self.planned = ranks.sum([total])[0] if ranks.shared else total
+
+    def has_none(self, index: int) -> bool:
+        """Whether a micro-batch is known to have no weight, so that its forward can be left out."""
+        return self.ahead is not None and not self.ahead[index]
+
+    def factor(self, index: int, weight: Any) -> float:
+        """Return what a micro-batch's loss is multiplied by.
+
+        Raises:
+            InputError: `weight` is given where weights are known ahead, or is missing where they are
+            returned.
+        """
+        if self.ahead is not None:
+            if weight is not None:
+                raise InputError(
+                    explain(
+                        f"a loss with a weight ({weight!r})",
+                        "the weight of each micro-batch is already stated, and known before the first "
+                        "backward",
+                        'return the loss alone, or state weight="returned"',
+                    )
+                )
+            return normalize.scale(self.ahead[index], self.planned, reduction=self._reduction)
+        if weight is None or index in self.returned:
+            raise InputError(
+                explain(
+                    "a loss without a weight" if weight is None else "a second weight for one micro-batch",
+                    'weight="returned" states that each micro-batch\'s loss comes with its weight, once',
+                    "return (loss, weight) from loss_fn, or call backward(loss, weight)",
+                )
+            )
+        self.returned[index] = normalize.check_weight(weight, f"micro-batch {index}")
+        return float(normalize.after_forward_scale(self.returned[index], reduction=self._reduction))
+
+    def counted(self, dropped: list[int]) -> list[normalize.Number]:
+        """Return the weights in order, 0 for micro-batches that were left out."""
+        weights = self.ahead or [self.returned.get(index, 0) for index in range(self._count)]
+        return (
+            [0 if index in dropped else weight for index, weight in enumerate(weights)]
+            if dropped
+            else weights
+        )
+
+
+def _weigh_ahead(
+    weigh: Weigh, microbatches: list[Any], samples: list[int] | None
+) -> list[normalize.Number] | None:
+    if weigh == "returned":
+        return None
+    if weigh == "samples":
+        assert samples is not None
+        return list(samples)
+    assert callable(weigh)
+    return [
+        normalize.check_weight(weigh(microbatch), f"micro-batch {index}")
+        for index, microbatch in enumerate(microbatches)
+    ]
