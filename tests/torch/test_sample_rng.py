@@ -268,6 +268,13 @@ def test_exit_leaves_the_generator_and_the_modes_as_they_were(fails: bool):
     assert torch.backends.cudnn.enabled
 
 
+def test_what_the_generator_was_at_entry_does_not_matter():
+    """The user may draw between two micro-batches."""
+    first = under(1, 0, lambda: torch.rand(4, 9), 4)
+    torch.rand(1)
+    assert torch.equal(under(1, 0, lambda: torch.rand(4, 9), 4), first)
+
+
 def test_keys_name_windows():
     draws = [under(key, 0, lambda: torch.rand(4, 9), 4) for key in (0, 1, -1, 2**62, 2**64 - 1)]
     assert not torch.equal(draws[0], draws[1])
