@@ -332,7 +332,7 @@ class Accumulator:
     def _sum_dtype(self, count: int) -> torch.dtype | None:
         """The dtype of the buffers that low-precision gradients are summed in, or None for no buffers."""
         low = any(entry.parameter.dtype in LOW_PRECISION for entry in self._owned)
-        if self._dtype != "auto":
+        if not isinstance(self._dtype, str):
             return self._dtype if low else None
         if self._masters:
             return torch.float32
@@ -366,7 +366,8 @@ class Accumulator:
             plan_.loss_fn,
             plan_.reduction,
             None if plan_.weigh == "samples" else plan_.weigh,
-            **self._paths,
+            whole=self._paths["whole"],
+            per_sample=self._paths["per_sample"],
         )
         pieces = microbatches
         if samples is not None and max(samples) == 1 and not isinstance(batch, Window):

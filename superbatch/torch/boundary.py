@@ -55,7 +55,7 @@ def ready(
     if divisor != 1.0:
         present = [gradient for gradient in gradients if gradient is not None]
         if present:
-            torch._foreach_div_(present, divisor)
+            torch._foreach_div_(present, divisor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
     if step.scaling:
         # unscale_ works on `.grad` and remembers an overflow for the scaler's own step().
         assert step.scaler is not None
@@ -85,7 +85,7 @@ def norm_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
         dense = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in dense]
         return torch.linalg.vector_norm(torch.stack([norm.to(dense[0].device) for norm in dense]))
     # As torch.nn.utils.get_total_norm does, in half its time for small models.
-    norms = torch._foreach_norm(dense)
+    norms = torch._foreach_norm(dense)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
     return torch.linalg.vector_norm(torch.stack([norm.to(dense[0].device) for norm in norms]))
 
 
@@ -110,7 +110,8 @@ def clip(step: Step, gradients: list[Tensor | None], norm: float) -> None:
     present = [values(gradient) for gradient in gradients if gradient is not None]
     # Unlike torch's function this leaves out the pass over all gradients when it would multiply by one.
     if step.max_grad_norm is not None and norm + 1e-6 > step.max_grad_norm:
-        torch._foreach_mul_(present, step.max_grad_norm / (norm + 1e-6))
+        factor = step.max_grad_norm / (norm + 1e-6)
+        torch._foreach_mul_(present, factor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
     if step.max_grad_value is not None:
         for gradient in present:
             gradient.clamp_(-step.max_grad_value, step.max_grad_value)

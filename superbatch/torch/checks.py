@@ -25,7 +25,7 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
         >>> len(as_models([nn.Linear(1, 1), nn.Linear(1, 1)]))
         2
     """
-    models = tuple(model) if isinstance(model, list | tuple) else (model,)
+    models: tuple[Any, ...] = tuple(model) if isinstance(model, list | tuple) else (model,)
     if not models or not all(isinstance(m, nn.Module) for m in models):
         raise InputError(
             explain(
@@ -34,7 +34,7 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
                 "pass a torch.nn.Module, or a list of them",
             )
         )
-    return models  # pyright: ignore[reportReturnType]  (checked above)
+    return models
 
 
 def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
@@ -47,7 +47,7 @@ def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
         >>> as_optimizers(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))[0].defaults["lr"]
         0.001
     """
-    optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
         raise OptimizerError(
             explain(
@@ -63,12 +63,11 @@ def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
                 explain(
                     f"the optimizer {type(one).__name__}, whose step needs a closure",
                     "it evaluates the loss several times per update, each time over the whole batch, "
-                    "which one pass "
-                    "over micro-batches cannot give it",
+                    "which one pass over micro-batches cannot give it",
                     "use an optimizer that steps on gradients (SGD, AdamW, ...)",
                 )
             )
-    return optimizers  # pyright: ignore[reportReturnType]  (checked above)
+    return optimizers
 
 
 def own_parameters(
@@ -83,12 +82,13 @@ def own_parameters(
         InputError: `masters` maps something else than parameters of the models.
     """
     names = _names(models)
-    parameter_of = _parameters_by_target(names, masters or {})
+    parameter_of: Mapping[Any, Tensor] = _parameters_by_target(names, masters or {})
     owned: list[Owned] = []
     seen: set[Tensor] = set()
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
-            for place, target in enumerate(group["params"]):
+            targets: list[Tensor] = group["params"]
+            for place, target in enumerate(targets):
                 if target in seen:
                     raise OptimizerError(
                         explain(

@@ -386,7 +386,8 @@ def all_finite(tensors: list[Tensor]) -> bool:
     if not dense:
         return True
     # The largest magnitude is not finite iff some element is not; unlike the 2-norm it cannot overflow.
-    largest = torch._foreach_norm(dense, float("inf"))
+    infinity = float("inf")
+    largest = torch._foreach_norm(dense, infinity)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
     return bool(torch.stack([norm.isfinite() for norm in largest]).all())
 
 

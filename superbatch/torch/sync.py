@@ -32,7 +32,7 @@ class Ranks:
     @property
     def count(self) -> int:
         """Number of ranks."""
-        return self.wrappers[0].process_group.size() if self.wrappers else 1
+        return dist.get_world_size(self.wrappers[0].process_group) if self.wrappers else 1
 
     @property
     def shared(self) -> bool:
@@ -82,12 +82,10 @@ class Ranks:
             if gradient is not None and gradient.is_sparse:
                 dist.all_reduce(gradient, group=group)
         for bucket in buckets([g for g in summed if g is not None and not g.is_sparse]):
-            flat = torch._utils._flatten_dense_tensors(bucket)
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat, group=group)
-            for gradient, total in zip(
-                bucket, torch._utils._unflatten_dense_tensors(flat, bucket), strict=True
-            ):
-                gradient.copy_(total)
+            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(total.view_as(gradient))
         return summed
 
 
