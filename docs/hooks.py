@@ -1,12 +1,14 @@
 """What mkdocs does for this site beyond rendering pages.
 
 In a page, `<!-- include: README.md -->` becomes that file of the repository, with its links turned to the
-pages of the site; `<!-- modules: superbatch/*.py -->` becomes the reference of every public module that
-matches; and `<!-- decisions -->` the list of decisions. New modules and decisions are listed by themselves.
+pages of the site; `<!-- exports: superbatch/torch -->` becomes the reference of every name that this package
+re-exports; `<!-- modules: superbatch/report/*.py -->` that of every module that matches; and
+`<!-- decisions -->` the list of decisions. What is new is listed by itself.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the comments that stand for something."""
     for pattern, replacement in (
         (r"<!-- include: (\S+) -->", _include),
+        (r"<!-- exports: (\S+) -->", _exports),
         (r"<!-- modules: (\S+) -->", _modules),
         (r"<!-- decisions -->", _decisions),
     ):
@@ -51,6 +54,22 @@ def _link(match: re.Match[str]) -> str:
     target = target.removeprefix("./")
     page = PAGE_OF.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
     return f"[{text}]({page}{anchor})" if page else f"{text} (`{target}`)"
+
+
+def _exports(match: re.Match[str]) -> str:
+    """Names that a package re-exports in the form `from .module import name as name`."""
+    package = match[1].replace("/", ".")
+    tree = ast.parse((ROOT / match[1] / "__init__.py").read_text(encoding="utf-8"))
+    entries: list[str] = []
+    for node in tree.body:
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            name = alias.name
+            if alias.asname != name or name[0] == "_":
+                continue
+            # Where a function has the name of its module (`split`), the short path means the module.
+            path = f"{package}.{name}.{name}" if node.module == name else f"{package}.{name}"
+            entries.append(f"::: {path}\n    options:\n      heading: {package}.{name}")
+    return "\n\n".join(entries) or "*Nothing public yet.*"
 
 
 def _modules(match: re.Match[str]) -> str:
