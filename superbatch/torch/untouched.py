@@ -81,6 +81,35 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
         restore_random_state(randomness)
 
 
+def state_restorer(model: nn.Module) -> Callable[[], None]:
+    """Remember buffers, modes and plain attributes of modules, to begin several passes from the same state.
+
+    Args:
+        model: any module.
+
+    Returns:
+        A function that puts them back, and leaves parameters and gradients alone.
+
+    Examples:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> restore = state_restorer(norm)
+        >>> _ = norm(torch.randn(3, 2))
+        >>> restore()
+        >>> norm.num_batches_tracked
+        tensor(0)
+    """
+    slots, modes = _slots(model), [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    def restore() -> None:
+        _restore_python(slots, modes)
+        with torch.no_grad():
+            for buffer, content in buffers:
+                buffer.copy_(content)
+
+    return restore
+
+
 def seed_all(seed: int, model: nn.Module) -> None:
     """Seed every generator that user code may draw from: torch on CPU and the model's devices, Python, NumPy.
 

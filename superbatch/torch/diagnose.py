@@ -1,0 +1,304 @@
+"""Why an accumulated gradient is not the batch's: each suspect is removed in turn, the rest measured again.
+
+The order matters. What is not repeatable cannot be judged; then random numbers, then state that a forward
+changes; what is left is either a wrong statement about the loss (the gradients of the parts do combine to
+that of the whole, with other weights than stated) or samples that influence each other (no weights combine
+them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import InputError
+from ..report.verification import Finding
+from ..tree import plan
+from .candidates import weight_candidates
+from .coupling import probe_coupling
+from .measure import Setting, Size, accumulated, largest, whole
+from .probes import first_difference, watch
+from .problem import evaluate, weigh
+from .sample_rng import sample_stream
+from .separability import failure_of
+from .untouched import changed_state, module_state
+
+_STREAM_KEY = 0
+_ENTRIES = 512  # of each parameter's gradient; a combination of gradients holds for every entry alike
+_COUPLINGS = ("batchnorm", "coupled", "coupled_loss", "weight")
+_MOST_PROBED = 97
+
+
+class Diagnosis(NamedTuple):
+    """The causes, the first to be mended first; what the probes found; and what could not be told."""
+
+    causes: tuple[Finding, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+
+
+def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
+    """Find what breaks exactness.
+
+    Args:
+        setting: a batch whose accumulated gradient differs from the batch's; it must fit in memory.
+        size: the `microbatch_size` with which it does.
+        tolerance: the largest relative difference that counts as rounding.
+
+    Returns:
+        At least one cause, of kind `"unknown"` where no test tells.
+    """
+    first = accumulated(setting, size)
+    evidence = largest(accumulated(setting, size), first)
+    if evidence > tolerance:
+        return Diagnosis((_nondeterminism(evidence),), (), ())
+    causes: list[Finding] = []
+    for remove in (_remove_randomness, _remove_state):
+        setting, cause = remove(setting, size, tolerance)
+        causes += cause
+        if largest(accumulated(setting, size), whole(setting)) <= tolerance:
+            break
+    else:
+        return _statement_or_coupling(setting, causes, tolerance)
+    findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
+    return Diagnosis(tuple(causes), findings, notes)
+
+
+def _nondeterminism(evidence: float) -> Finding:
+    return Finding(
+        "nondeterminism",
+        "loss_fn",
+        evidence,
+        "the same pass twice",
+        "the same pass with the same seed gives another gradient",
+        "look for a generator, a counter or a memory that loss_fn keeps outside the model, or for "
+        "kernels that "
+        "torch.use_deterministic_algorithms(True) refuses",
+    )
+
+
+def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[Setting, list[Finding]]:
+    if setting.streams:
+        return setting, []
+    evidence = largest(accumulated(setting.but(seed=1), size), accumulated(setting, size))
+    if evidence <= tolerance:
+        return setting, []
+    detail = "random numbers are drawn, and other ones in micro-batches than in the batch"
+    streams = setting.but(streams=True)
+    try:
+        whole(streams)
+    except InputError as error:
+        streams, detail = setting, f"{detail}; they cannot be drawn for each sample ({error})"
+        remedy = "draw them with torch's own functions, one draw for each sample, then pass sample_rng=True"
+    else:
+        remedy = "pass sample_rng=True, which gives every sample its own random numbers under every split"
+    return streams, [Finding("random", _first_random(setting), evidence, "another seed", detail, remedy)]
+
+
+def _first_random(setting: Setting) -> str:
+    """The first module whose output depends on the seed."""
+    passes = []
+    model, problem = setting.problem.model, setting.problem
+    for seed in (0, 1):
+        setting.but(seed=seed).begin()
+        passes.append(watch(model, lambda: evaluate(problem, setting.batch), 1))
+    mixing = first_difference(*passes, tolerance=0.0)
+    return "loss_fn" if mixing is None else mixing.module
+
+
+def _remove_state(setting: Setting, size: Size, tolerance: float) -> tuple[Setting, list[Finding]]:
+    model = setting.problem.model
+    setting.begin()
+    before = module_state(model)
+    evaluate(setting.problem, setting.batch)
+    batchnorms = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    changed = changed_state(before, module_state(model))
+    changed = [path for path in changed if path.rpartition(".")[0] not in batchnorms]
+    restored = setting.but(restore_state=True)
+    evidence = largest(accumulated(restored, size), accumulated(setting, size)) if changed else 0.0
+    if evidence <= tolerance:
+        return setting, []
+    detail = f"every forward changes {', '.join(changed)}, on which the gradient depends"
+    remedy = (
+        "change this state once for each update and outside the forward: for spectral norm, keep its "
+        "parametrization in evaluation mode and call it once in training mode before each update"
+    )
+    where = changed[0].rpartition(".")[0]
+    return restored, [Finding("state", where, evidence, "state put back", detail, remedy)]
+
+
+def _statement_or_coupling(setting: Setting, causes: list[Finding], tolerance: float) -> Diagnosis:
+    findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
+    explained = _explain_by_weights(setting, tolerance)
+    if explained is not None:
+        return Diagnosis((*causes, explained), findings, notes)
+    coupled = [finding for finding in findings if finding.kind in _COUPLINGS]
+    if not coupled:  # it may need more samples to act: a capacity, a quantile
+        findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch, samples=_MOST_PROBED)
+        coupled = [finding for finding in findings if finding.kind in _COUPLINGS]
+    if not coupled and not causes:
+        coupled = [_unknown(largest(accumulated(setting, 1), whole(setting)))]
+    return Diagnosis((*causes, *coupled), findings, notes)
+
+
+def _unknown(evidence: float) -> Finding:
+    return Finding(
+        "unknown",
+        "loss_fn",
+        evidence,
+        "comparison",
+        "the accumulated gradient is another, and no test tells why",
+        "compare find_coupling() on a larger batch, and micro-batches of other sizes",
+    )
+
+
+class _Part(NamedTuple):
+    samples: int
+    microbatch: Any
+    gradient: Tensor
+
+
+def _explain_by_weights(setting: Setting, tolerance: float) -> Finding | None:
+    """Find weights with which the gradients of three parts of the batch combine to that of the whole."""
+    pieces: list[_Part] = []
+    if failure_of(lambda: pieces.extend(_parts(setting, [1]) + _parts(setting, [1, 2, 3]))) is not None:
+        return None  # such as BatchNorm, which cannot see a single sample
+    batch, *parts = pieces
+    if len(parts) < 2 or not bool(batch.gradient.norm() > 0):
+        return None
+    gradients = torch.stack([part.gradient for part in parts], 1)
+
+    def misses(weights: list[float]) -> float:
+        combined = gradients @ torch.tensor(weights, dtype=torch.float64)
+        return float((combined - batch.gradient).norm() / batch.gradient.norm())
+
+    threshold = max(1e-9, 100 * tolerance)
+    stated = [weigh(setting.problem, part.microbatch) for part in parts]
+    mean = setting.problem.reduction == "mean"
+    wrong = misses(_shares(stated) if mean else [1.0] * len(parts))
+    if wrong <= threshold:
+        return None  # the statement holds for these parts
+    if mean and misses([1.0] * len(parts)) <= threshold:
+        return _sum(wrong)
+    if not mean and misses(_shares(stated)) <= threshold:
+        return _mean(wrong)
+    for text, candidate in weight_candidates(setting.problem, batch.microbatch):
+        weights = [candidate(part.microbatch) for part in parts]
+        if sum(weights) and misses(_shares(weights)) <= threshold:
+            return _weight(wrong, text, mean)
+    return _by_fit(gradients, batch.gradient, [part.samples for part in parts], misses, wrong, threshold)
+
+
+def _parts(setting: Setting, proportions: list[int]) -> list[_Part]:
+    """Unequal parts of the batch, each with a sketch of the gradient of its loss as it is returned."""
+    problem = setting.problem
+    planned = plan(setting.batch, whole=problem.whole, per_sample=problem.per_sample)
+    ends = [planned.samples * end // sum(proportions) for end in accumulate(proportions)]
+    parts: list[_Part] = []
+    for start, stop in zip([0, *ends], ends, strict=False):
+        if start < stop:
+            microbatch = planned.take(start, stop)
+            setting.begin()
+            with sample_stream(_STREAM_KEY, start, stop - start) if setting.streams else nullcontext():
+                evaluate(problem, microbatch)[0].backward()
+            parts.append(_Part(stop - start, microbatch, _sketch(setting)))
+    return parts
+
+
+def _sketch(setting: Setting) -> Tensor:
+    """Some entries of each parameter's gradient."""
+    entries: list[Tensor] = []
+    for parameter in setting.problem.model.parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+        gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient.to_dense()
+        flat = gradient.reshape(-1)
+        entries.append(flat[:: -(-flat.numel() // _ENTRIES) or 1].double().cpu())
+    return torch.cat(entries)
+
+
+def _shares(weights: list[Any]) -> list[float]:
+    total = sum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def _sum(evidence: float) -> Finding:
+    return Finding(
+        "sum",
+        "loss_fn",
+        evidence,
+        "sum of the parts",
+        "the losses of parts add up to that of the whole: loss_fn returns a sum, or divides by a "
+        "constant (Hugging "
+        "Face models do when they are given num_items_in_batch), but a mean is stated",
+        'pass reduction="sum" if it is a plain sum; else leave out the constant '
+        "(num_items_in_batch), so that the "
+        "loss is the mean over a micro-batch, and pass the weight that it divides by, as "
+        'count_tokens("labels")',
+    )
+
+
+def _mean(evidence: float) -> Finding:
+    return Finding(
+        "mean",
+        "loss_fn",
+        evidence,
+        "weighted mean of the parts",
+        "the loss of the whole is the weighted mean of its parts: loss_fn returns a mean, but a sum "
+        "is stated",
+        'pass reduction="mean"',
+    )
+
+
+def _weight(evidence: float, text: str, mean: bool) -> Finding:
+    return Finding(
+        "weight",
+        "loss_fn",
+        evidence,
+        "weighted mean of the parts",
+        f"a mean of means: the loss is a mean over what {text} counts, but it is weighted otherwise",
+        f"pass weight={text}" if mean else f'pass reduction="mean", weight={text}',
+    )
+
+
+def _by_fit(
+    gradients: Tensor,
+    whole_gradient: Tensor,
+    samples: list[int],
+    misses: Callable[[list[float]], float],
+    evidence: float,
+    threshold: float,
+) -> Finding | None:
+    """Any weights at all: found by least squares, and judged only where they are overdetermined."""
+    if gradients.shape[0] < 2 * gradients.shape[1]:
+        return None
+    solved = torch.linalg.lstsq(gradients, whole_gradient.unsqueeze(1), driver="gelsd")
+    fitted = solved.solution[:, 0].tolist()
+    if misses(fitted) > threshold:
+        return None
+    shares = zip(fitted, samples, strict=True)
+    named = ", ".join(f"{weight:.4g} for {count} samples" for weight, count in shares)
+    if _depends_on_size_alone(fitted, samples):
+        detail = f"the loss depends on the number of samples: its parts enter the whole with weights {named}"
+        remedy = 'return the plain mean over the micro-batch, or the plain sum with reduction="sum"'
+        return Finding("batch_size", "loss_fn", evidence, "weights of the parts", detail, remedy)
+    detail = f"a mean of means: the parts enter the whole with weights {named}, not as stated"
+    remedy = "pass weight=a function of the micro-batch that gives what its loss is divided by"
+    return Finding("weight", "loss_fn", evidence, "weights of the parts", detail, remedy)
+
+
+def _depends_on_size_alone(weights: list[float], samples: list[int]) -> bool:
+    """Whether weights are a power of the number of samples, up to one factor."""
+    if len(set(samples)) < 2 or min(weights) <= 0:
+        return False
+    x = torch.tensor(samples, dtype=torch.float64).log()
+    y = torch.tensor(weights, dtype=torch.float64).log()
+    x, y = x - x.mean(), y - y.mean()
+    return bool((y - x * (x @ y) / (x @ x)).abs().amax() < 1e-6)

@@ -1,0 +1,375 @@
+"""Does accumulating in micro-batches give this model, loss and batch the gradient of the whole batch?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import InputError, SuperbatchError, explain
+from ..normalize import Reduction, check_reduction
+from ..report.verification import Finding, GradientComparison, Verification
+from ..split import TokenBudget, sizes
+from ..tree import count_samples, take
+from .checks import as_models, check_choice, check_positive
+from .coupling import probe_coupling
+from .diagnose import Diagnosis, diagnose
+from .measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
+from .problem import LossFn, Problem, WeightOption, evaluate
+from .untouched import untouched
+
+Against = Literal["auto", "batch", "splits"]
+Dtype = Literal["both", "own", "float64"]
+
+# Relative rounding that a correct accumulation may show, and the most that is put down to rounding where the
+# large batch itself is further from the float64 gradient (activations near a kink of the model).
+_ROUNDING = {torch.float32: (1e-5, 1e-2), torch.bfloat16: (3e-2, 0.3), torch.float16: (5e-3, 0.1)}
+
+
+class _Outcome(NamedTuple):
+    """The two gradients in one dtype; `against` says what the reference is."""
+
+    dtype: torch.dtype
+    against: Literal["batch", "splits"]
+    measured: Measured
+    reference: Measured
+
+
+class _Request(NamedTuple):
+    """What was asked for, checked."""
+
+    problem: Problem
+    batch: Any
+    samples: int
+    microbatch_size: int | TokenBudget
+    sample_rng: bool
+    batchnorm: BatchNormChoice
+    against: Against
+    dtype: Dtype
+    tolerance: float
+
+    def setting(self, dtype: torch.dtype | None, reset: Any) -> Setting:
+        problem = self.problem.in_dtype(dtype)
+        return Setting(problem, self.batch, reset, self.batchnorm, self.sample_rng)
+
+
+def verify(
+    model: nn.Module | Sequence[nn.Module],
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    microbatch_size: int | TokenBudget,
+    reduction: Reduction = "mean",
+    weight: WeightOption = None,
+    sample_rng: bool = False,
+    batchnorm: BatchNormChoice = "per_microbatch",
+    against: Against = "auto",
+    dtype: Dtype = "both",
+    whole: Collection[str] = (),
+    per_sample: Collection[str] = (),
+    tolerance: float = 1e-12,
+) -> Verification:
+    """Compare the accumulated gradient with that of the whole batch, and name what breaks exactness.
+
+    Every parameter's gradient is compared by ``|accumulated - reference| / max(|reference|, 1e-3 |all|)``.
+    In float64 it is exact up to `tolerance`; in the model's own dtype up to rounding, which is judged by
+    how far the large batch itself is from the float64 gradient. Where the gradients differ, each suspect
+    is removed in turn: what is not repeatable, random numbers, state that a forward changes, wrong
+    weights, samples that influence each other.
+
+    Parameters, gradients, buffers, modes and random state are left as they were, bit for bit. State that
+    `loss_fn` keeps outside the modules is not.
+
+    Args:
+        model: the model, or several, in the mode in which they are trained.
+        loss_fn: from a micro-batch to its loss, a closure over the model.
+        batch: a batch as it is trained with, on the host; two samples or more.
+        microbatch_size: samples (or a TokenBudget) of a micro-batch, smaller than the batch.
+        reduction: what `loss_fn` returns, as stated to the Accumulator.
+        weight: how micro-batches are weighted, as stated to the Accumulator.
+        sample_rng: whether every sample draws from its own random stream, as in the Accumulator.
+        batchnorm: `"per_microbatch"` measures BatchNorm as it is; `"frozen"` freezes it in both passes.
+        against: `"batch"`, or `"splits"`: another split of it, where the whole does not fit in memory;
+            `"auto"` takes the batch unless that runs out of memory.
+        dtype: `"own"` (the model's), `"float64"`, or `"both"`.
+        whole: paths of the batch that are kept whole.
+        per_sample: paths of lists with one entry for each sample.
+        tolerance: largest relative difference in float64 that counts as exact.
+
+    Returns:
+        The report. `print` shows the verdict, the causes with their remedies, and a row for each parameter.
+
+    Raises:
+        InputError: an argument has the wrong type or value, or the batch is not larger than a micro-batch.
+        SplitError: the batch cannot be split.
+        NonFiniteError: the loss or a gradient is not finite.
+        OptimizerError: the model has no parameters that need a gradient.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        >>> loss_fn = lambda batch: nn.functional.mse_loss(model(batch["x"])[:, 0], batch["y"])
+        >>> batch = {"x": torch.randn(8, 2), "y": torch.randn(8)}
+        >>> report = verify(model, loss_fn, batch, microbatch_size=3)
+        >>> report.exact, report.causes[0].kind, report.causes[0].module
+        (False, 'batchnorm', '1')
+        >>> verify(model.eval(), loss_fn, batch, microbatch_size=3).exact
+        True
+    """
+    models = as_models(model)
+    problem = Problem(
+        models[0] if len(models) == 1 else nn.ModuleList(models),
+        loss_fn,
+        check_reduction(reduction),
+        weight,
+        tuple(whole),
+        tuple(per_sample),
+    )
+    _check_types(problem, sample_rng, against, dtype, batchnorm)
+    samples = count_samples(batch, whole=whole, per_sample=per_sample)
+    tolerance = check_positive(tolerance, "tolerance") or 0.0
+    request = _Request(
+        problem, batch, samples, microbatch_size, sample_rng, batchnorm, against, dtype, tolerance
+    )
+    _check_split(request)
+    return _report(request)
+
+
+def _report(request: _Request) -> Verification:
+    notes: list[str] = []
+    outcomes = _measure(request, notes)
+    float64 = next((outcome for outcome in outcomes if outcome.dtype == torch.float64), None)
+    comparisons = [_compare(request, outcome, float64, notes) for outcome in outcomes]
+    structural = _index_of_judge(outcomes)
+    diagnosis = Diagnosis((), (), ())
+    if comparisons[structural].exact:
+        diagnosis = Diagnosis((), *_coupling(request))
+    else:
+        diagnosis = _diagnose(request, outcomes[structural], comparisons[structural].tolerance)
+    causes = diagnosis.causes
+    if not causes and not all(comparison.exact for comparison in comparisons):
+        causes = (_precision(comparisons[0]),)
+    return Verification(
+        all(comparison.exact for comparison in comparisons),
+        request.samples,
+        tuple(comparisons),
+        causes,
+        diagnosis.findings,
+        (*notes, *diagnosis.notes),
+    )
+
+
+def _measure(request: _Request, notes: list[str]) -> list[_Outcome]:
+    """Both gradients, in the model's own dtype first: an error of the user's code is to come as it is."""
+    own = _own_dtype(request.problem.model)
+    outcomes: list[_Outcome] = []
+    if request.dtype != "float64" or own == torch.float64:
+        outcomes.append(_pair(request, None, own, notes))
+    if request.dtype != "own" and own != torch.float64:
+        try:
+            outcomes.append(_pair(request, torch.float64, torch.float64, notes))
+        except SuperbatchError:
+            raise
+        except Exception as error:  # a model that is not made for float64 may raise anything
+            if request.dtype == "float64":
+                raise _no_float64(error) from error
+            notes.append(f"float64 was not measured: {type(error).__name__}: {error}")
+    return outcomes
+
+
+def _pair(request: _Request, dtype: torch.dtype | None, name: torch.dtype, notes: list[str]) -> _Outcome:
+    with untouched(request.problem.model, dtype=dtype) as reset:
+        if dtype is not None:
+            _refuse_old_graph(request.problem.model)
+        setting = request.setting(dtype, reset)
+        if request.against != "splits":
+            try:
+                reference = whole(setting)
+                return _Outcome(name, "batch", accumulated(setting, request.microbatch_size), reference)
+            except (RuntimeError, MemoryError) as error:
+                if request.against == "batch" or not out_of_memory(error):
+                    raise
+        # Outside of the except block, whose traceback keeps the tensors of the failed pass alive.
+        if request.against == "auto":
+            notes.append(f"in {_text(name)} the whole batch does not fit in memory: two splits were compared")
+        measured = accumulated(setting, request.microbatch_size)
+        return _Outcome(name, "splits", measured, accumulated(setting, _other_size(request.microbatch_size)))
+
+
+def _compare(
+    request: _Request, outcome: _Outcome, float64: _Outcome | None, notes: list[str]
+) -> GradientComparison:
+    tolerance = request.tolerance
+    if outcome.dtype != torch.float64:
+        tolerance, most = _ROUNDING.get(outcome.dtype, (1e-5, 1e-2))
+        if float64 is not None:
+            tolerance = min(max(tolerance, 8 * largest(outcome.reference, float64.reference)), most)
+    elif tolerance < largest(outcome.measured, outcome.reference) < 1e-2:
+        tolerance = max(tolerance, _inner_rounding(request, notes))
+    return GradientComparison(
+        dtype=_text(outcome.dtype),
+        against=outcome.against,
+        split=outcome.measured.split,
+        reference_split=outcome.reference.split,
+        loss=outcome.measured.loss,
+        reference_loss=outcome.reference.loss,
+        parameters=differences(outcome.measured, outcome.reference),
+        tolerance=tolerance,
+    )
+
+
+def _index_of_judge(outcomes: list[_Outcome]) -> int:
+    """The comparison that tells the structure of the problem from rounding: that in the widest dtype."""
+    return max(range(len(outcomes)), key=lambda index: outcomes[index].dtype == torch.float64)
+
+
+def _coupling(request: _Request) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    with untouched(request.problem.model) as reset:
+        request.setting(None, reset).begin()
+        return probe_coupling(request.problem, request.batch)
+
+
+def _diagnose(request: _Request, outcome: _Outcome, tolerance: float) -> Diagnosis:
+    """In the dtype that showed the difference; on as much of the batch as fits in memory."""
+    dtype = None if outcome.dtype == _own_dtype(request.problem.model) else outcome.dtype
+    size = request.microbatch_size
+    batch = request.batch
+    if outcome.against == "splits" and isinstance(size, int):
+        problem = request.problem
+        batch = take(batch, 0, max(size, 2), whole=problem.whole, per_sample=problem.per_sample)
+        size = max(1, size // 2)
+    with untouched(request.problem.model, dtype=dtype) as reset:
+        return diagnose(request.setting(dtype, reset).but(batch=batch), size, tolerance=tolerance)
+
+
+def _precision(comparison: GradientComparison) -> Finding:
+    return Finding(
+        "precision",
+        "loss_fn",
+        comparison.largest,
+        "comparison with float64",
+        f"exact in float64, but {comparison.dtype} loses more by adding up micro-batches than in one pass",
+        "pass accumulator_dtype=torch.float32, or keep the parameters in float32 and compute under autocast",
+    )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, and nothing else.
+
+    Args:
+        error: what a pass raised.
+
+    Returns:
+        True for torch's accelerator error and Python's MemoryError, and for the RuntimeError of torch's
+        allocator on the CPU.
+
+    Examples:
+        >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+        True
+        >>> out_of_memory(RuntimeError("shapes do not match"))
+        False
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
+
+
+class _FloatingDtypes(TorchDispatchMode):
+    """Collects the floating-point dtypes that operations give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.seen.add(result.dtype)
+        return result
+
+
+def _inner_rounding(request: _Request, notes: list[str]) -> float:
+    """The rounding of operations that the model does in a lower precision than it was given."""
+    problem = request.problem
+    pair = take(request.batch, 0, 2, whole=problem.whole, per_sample=problem.per_sample)
+    with untouched(problem.model, dtype=torch.float64) as reset, _FloatingDtypes() as dtypes:
+        setting = request.setting(torch.float64, reset)
+        setting.begin()
+        evaluate(setting.problem, pair)
+    lower = {dtype: _ROUNDING[dtype][0] for dtype in dtypes.seen if dtype in _ROUNDING}
+    if not lower:
+        return 0.0
+    coarsest = max(lower, key=lower.__getitem__)
+    notes.append(f"parts of the model compute in {_text(coarsest)} whatever they are given")
+    return lower[coarsest]
+
+
+def _own_dtype(model: nn.Module) -> torch.dtype:
+    """The lowest floating-point precision of the trainable parameters."""
+    dtypes = [p.dtype for p in model.parameters() if p.requires_grad and p.dtype.is_floating_point]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _refuse_old_graph(model: nn.Module) -> None:
+    """Autograd keeps a parameter's dtype as long as some earlier graph with it lives."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+            if node._input_metadata[0].dtype != parameter.dtype:
+                raise RuntimeError(
+                    f"an earlier loss or output that depends on {name!r} is still alive; delete it "
+                    "first (del loss)"
+                )
+
+
+def _other_size(size: int | TokenBudget) -> int:
+    """A split that is not the one under test."""
+    if isinstance(size, TokenBudget):
+        return 1
+    return size // 2 if size > 1 else 2
+
+
+def _check_types(problem: Problem, sample_rng: Any, against: Any, dtype: Any, batchnorm: Any) -> None:
+    check_choice(against, "against", Against)
+    check_choice(dtype, "dtype", Dtype)
+    check_choice(batchnorm, "batchnorm", BatchNormChoice)
+    for name, wrong, value, do in (
+        ("loss_fn", not callable(problem.loss_fn), problem.loss_fn, "pass a function micro-batch -> loss"),
+        ("sample_rng", not isinstance(sample_rng, bool), sample_rng, "pass True or False"),
+        (
+            "weight",
+            not (problem.weight in (None, "returned") or callable(problem.weight)),
+            problem.weight,
+            'pass None (samples), a function micro-batch -> number, or "returned"',
+        ),
+    ):
+        if wrong:
+            raise InputError(explain(f"{name}={value!r}", f"that is no {name}", do))
+
+
+def _check_split(request: _Request) -> None:
+    parts = sizes(request.batch, request.samples, request.microbatch_size)
+    if len(parts) < 2:
+        raise InputError(
+            explain(
+                f"microbatch_size={request.microbatch_size!r} for a batch of {request.samples} samples",
+                "the batch is one micro-batch, so there is nothing to compare",
+                "pass a larger batch, or a smaller microbatch_size",
+            )
+        )
+
+
+def _no_float64(error: Exception) -> InputError:
+    return InputError(
+        explain(
+            'dtype="float64"',
+            f"the model or the loss does not run in float64 ({type(error).__name__}: {error})",
+            'pass dtype="own"',
+        )
+    )
