@@ -342,9 +342,8 @@ class Accumulator:
             self._said_dtype = True
             warnings.warn(
                 f"a window of {count} micro-batches with bfloat16/float16 parameters: their gradients are "
-                f"summed in "
-                "float32 (4 bytes per parameter), since a sum in their own dtype would stop growing. "
-                "accumulator_dtype=torch.float32 says the same without this message, "
+                "summed in float32 (4 bytes per parameter), since a sum in their own dtype would stop "
+                "growing. accumulator_dtype=torch.float32 says the same without this message, "
                 "accumulator_dtype=None undoes it.",
                 UserWarning,
                 stacklevel=5,

@@ -58,13 +58,11 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
             explain(
                 f"a model with BatchNorm in training mode ({named})",
                 "it normalises a sample by the other samples of what it sees, so micro-batches do not "
-                "give the "
-                "gradient of the batch",
+                "give the gradient of the batch",
                 'choose batchnorm="per_microbatch" (another function: normalised per micro-batch, '
                 "running statistics "
                 'pooled over the batch), or batchnorm="frozen" (running statistics, exact); the exact '
-                "coupled mode "
-                "(the batch's own statistics from micro-batches) is not in this version",
+                "coupled mode (the batch's own statistics from micro-batches) is not in this version",
             )
         )
 

@@ -83,9 +83,8 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
     if not any(checked):
         warnings.warn(
             "superbatch could not check the statement about the loss on the first window: no micro-batch "
-            "of it can be "
-            "cut in two. superbatch.torch.verify checks it on a batch of your choice; check=False "
-            "silences this.",
+            "of it can be cut in two. superbatch.torch.verify checks it on a batch of your choice; "
+            "check=False silences this.",
             UserWarning,
             stacklevel=5,
         )
@@ -176,8 +175,8 @@ def _mismatch(
             explain(
                 given,
                 "the losses add up, so loss_fn returns a sum, or it divides by a number that does not "
-                "depend on the "
-                "micro-batch (Hugging Face models do when they are given num_items_in_batch)",
+                "depend on the micro-batch (Hugging Face models do when they are given "
+                "num_items_in_batch)",
                 'state reduction="sum" if it is a plain sum; else do not pass num_items_in_batch, so '
                 "that the loss is "
                 'the mean over the micro-batch\'s tokens, and state weight=count_tokens("labels", '
@@ -198,8 +197,7 @@ def _mismatch(
             explain(
                 given,
                 "loss_fn returns a mean over something else than the stated weight counts; a mean of "
-                "such means over "
-                "micro-batches is not the mean over the batch",
+                "such means over micro-batches is not the mean over the batch",
                 f"state {found}",
             )
         )
@@ -207,10 +205,8 @@ def _mismatch(
         explain(
             given,
             "no weighted mean or sum of the parts gives the loss of the whole: samples influence each "
-            "other (a "
-            "contrastive loss, normalisation over the batch), the loss depends on the batch size, or it "
-            "is a mean "
-            "over a count that the stated weight does not have",
+            "other (a contrastive loss, normalisation over the batch), the loss depends on the batch "
+            "size, or it is a mean over a count that the stated weight does not have",
             "run superbatch.torch.verify, which names the module; then state the right weight, or keep "
             "the batch whole",
         )
