@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 from superbatch.containers import array_shape, is_scalar, kind_of
 from superbatch.errors import SplitError, explain
@@ -155,8 +155,8 @@ def offsets_take(value: Any) -> Take:
         >>> offsets_take([0, 2, 5, 9])(1, 3)
         [0, 3, 7]
     """
-    kind = kind_of(value)
-    if kind in (list, tuple):
+    if array_shape(value) is None:  # a plain list or tuple, see read_offsets
+        kind = kind_of(value)
         return lambda start, stop: kind(offset - value[start] for offset in value[start : stop + 1])
     return lambda start, stop: value[start : stop + 1] - value[start]
 

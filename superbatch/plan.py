@@ -32,7 +32,15 @@ from superbatch.packed import (
     token_dimension,
 )
 from superbatch.paths import Leaf, join
-from superbatch.refusals import agreed_length, listed_length, refuse_hollow_lists, unknown, unmet
+from superbatch.refusals import (
+    NOT_SLICED,
+    agreed_length,
+    listed_length,
+    refuse_hollow_lists,
+    unknown,
+    unmet,
+    unsliceable,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ class Walk:
         if is_list_subclass(node):
             rebuild = rebuilder(node, path)  # a slice of a subclass is a plain list or tuple
             return lambda start, stop: rebuild(list(node[start:stop]))
-        return lambda start, stop: node[start:stop]
+        return _slices(node, path)
 
     def _array(self, node: Any, shape: tuple[int, ...], path: str, packed: Packed | None) -> Take | None:
         if not shape:
@@ -221,6 +229,18 @@ class Walk:
             self.leaves.append(Leaf(path, None))
             return longest_take(value, name, packed)
         return self.visit(value, path, packed)
+
+
+def _slices(node: Any, path: str) -> Take:
+    def take(start: int, stop: int) -> Any:
+        try:
+            return node[start:stop]
+        except NOT_SLICED as error:
+            if type(error) not in NOT_SLICED:
+                raise  # out of memory is a RuntimeError of its own type, and not about the batch
+            raise unsliceable(node, path, error) from error
+
+    return take
 
 
 def _constant(value: Any) -> Take:

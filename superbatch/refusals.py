@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from superbatch.containers import array_shape, is_record, is_scalar, is_torch_packed_sequence, kind_of
 from superbatch.errors import InputError, SplitError, explain
 from superbatch.paths import ABSENT, Leaf, find, listed_paths
+
+# What frameworks raise for an array that has a shape but no slices: sparse and nested tensors.
+NOT_SLICED: Final = (RuntimeError, NotImplementedError, TypeError, IndexError, KeyError, ValueError)
 
 
 def agreed_length(leaves: Sequence[Leaf]) -> int:
@@ -172,5 +175,32 @@ def unknown(value: Any, path: str) -> SplitError:
             "it is neither an array, a container nor a plain scalar, so it is not known how to split it",
             f"declare whole=({path!r},) to give it to every micro-batch, or per_sample=({listed!r},) for a "
             "list with one entry for each sample",
+        )
+    )
+
+
+def unsliceable(value: Any, path: str, error: Exception) -> SplitError:
+    """The error for an array whose framework cannot slice it.
+
+    Args:
+        value: the array.
+        path: its path.
+        error: what the framework said.
+
+    Returns:
+        The error.
+
+    Examples:
+        >>> "(TypeError: no slices)" in str(unsliceable(memoryview(b""), "x", TypeError("no slices")))
+        True
+    """
+    kind = kind_of(value)
+    said = str(error).partition("\n")[0][:200]
+    return SplitError(
+        explain(
+            f"a {kind.__module__}.{kind.__qualname__} at path {path!r}",
+            f"it cannot be sliced along its first dimension ({type(error).__name__}: {said})",
+            f"make it dense or padded, pass a list of samples with per_sample=({path!r},), or keep it whole "
+            f"with whole=({path!r},)",
         )
     )
