@@ -62,7 +62,9 @@ def _exports(match: re.Match[str]) -> str:
     tree = ast.parse((ROOT / match[1] / "__init__.py").read_text(encoding="utf-8"))
     entries: list[str] = []
     for node in tree.body:
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
             name = alias.name
             if alias.asname != name or name[0] == "_":
                 continue
