@@ -19,12 +19,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import InputError
 from ..report.verification import Finding
-from ..tree import plan
+from ..tree import plan, take
 from .candidates import weight_candidates
 from .coupling import probe_coupling
 from .measure import Setting, Size, accumulated, largest, whole
-from .probes import first_difference, watch
-from .problem import evaluate, weigh
+from .probes import Watched, first_difference, watch
+from .problem import evaluate, forward, weigh
 from .sample_rng import sample_stream
 from .separability import failure_of
 from .untouched import changed_state, module_state
@@ -33,6 +33,7 @@ _STREAM_KEY = 0
 _ENTRIES = 512  # of each parameter's gradient; a combination of gradients holds for every entry alike
 _COUPLINGS = ("batchnorm", "coupled", "coupled_loss", "weight")
 _MOST_PROBED = 97
+_SEEDS = 8  # one coin for a whole batch is the same under half of them
 
 
 class Diagnosis(NamedTuple):
@@ -103,13 +104,16 @@ def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[
 
 def _first_random(setting: Setting) -> str:
     """The first module whose output depends on the seed."""
-    passes = []
-    model, problem = setting.problem.model, setting.problem
-    for seed in (0, 1):
+    problem = setting.problem
+    few = take(setting.batch, 0, 2, whole=problem.whole, per_sample=problem.per_sample)
+
+    def watched(seed: int) -> list[Watched]:
         setting.but(seed=seed).begin()
-        passes.append(watch(model, lambda: evaluate(problem, setting.batch), 1))
-    mixing = first_difference(*passes, tolerance=0.0)
-    return "loss_fn" if mixing is None else mixing.module
+        return watch(problem.model, lambda: forward(problem, few), 1)
+
+    first = watched(0)
+    changes = (first_difference(first, watched(seed), tolerance=0.0) for seed in range(1, _SEEDS))
+    return next((change.module for change in changes if change is not None), "loss_fn")
 
 
 def _remove_state(setting: Setting, size: Size, tolerance: float) -> tuple[Setting, list[Finding]]:
@@ -135,7 +139,8 @@ def _remove_state(setting: Setting, size: Size, tolerance: float) -> tuple[Setti
 
 def _statement_or_coupling(setting: Setting, causes: list[Finding], tolerance: float) -> Diagnosis:
     findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
-    explained = _explain_by_weights(setting, tolerance)
+    places = [finding for finding in findings if finding.kind in ("batchnorm", "coupled")]
+    explained = _explain_by_weights(setting, tolerance, fit=not places)
     if explained is not None:
         return Diagnosis((*causes, explained), findings, notes)
     coupled = [finding for finding in findings if finding.kind in _COUPLINGS]
@@ -164,8 +169,11 @@ class _Part(NamedTuple):
     gradient: Tensor
 
 
-def _explain_by_weights(setting: Setting, tolerance: float) -> Finding | None:
-    """Find weights with which the gradients of three parts of the batch combine to that of the whole."""
+def _explain_by_weights(setting: Setting, tolerance: float, *, fit: bool) -> Finding | None:
+    """Find weights with which the gradients of three parts of the batch combine to that of the whole.
+
+    With `fit`, any weights at all, if no known ones do.
+    """
     pieces: list[_Part] = []
     if failure_of(lambda: pieces.extend(_parts(setting, [1]) + _parts(setting, [1, 2, 3]))) is not None:
         return None  # such as BatchNorm, which cannot see a single sample
@@ -192,6 +200,8 @@ def _explain_by_weights(setting: Setting, tolerance: float) -> Finding | None:
         weights = [candidate(part.microbatch) for part in parts]
         if sum(weights) and misses(_shares(weights)) <= threshold:
             return _weight(wrong, text, mean)
+    if not fit:
+        return None
     return _by_fit(gradients, batch.gradient, [part.samples for part in parts], misses, wrong, threshold)
 
 
@@ -281,7 +291,7 @@ def _by_fit(
         return None
     solved = torch.linalg.lstsq(gradients, whole_gradient.unsqueeze(1), driver="gelsd")
     fitted = solved.solution[:, 0].tolist()
-    if misses(fitted) > threshold:
+    if misses(fitted) > threshold or min(fitted) <= 0:
         return None
     shares = zip(fitted, samples, strict=True)
     named = ", ".join(f"{weight:.4g} for {count} samples" for weight, count in shares)

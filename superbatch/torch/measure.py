@@ -26,6 +26,7 @@ Size = int | TokenBudget | None
 # A parameter's difference is relative to its own gradient, but at least to this part of the whole gradient:
 # some gradients are zero but for rounding, such as that of a bias before a normalisation.
 _FLOOR = 1e-3
+_OTHER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Setting:
         return replace(self, **changes)
 
     def begin(self) -> None:
-        """Start a pass: from the same state, with the same random numbers to come."""
+        """Start a pass from the same state."""
         self.reset()
         if self.batchnorm == "frozen":
             for module in self.problem.model.modules():
@@ -103,6 +104,9 @@ def accumulated(setting: Setting, size: Size) -> Measured:
     Returns:
         The loss and the gradients that an optimizer would get.
     """
+    # Other random numbers than the whole batch draws, which a single dropout on the CPU would meet by chance.
+    # With streams it is the same seed: then they must be equal by construction.
+    setting = setting if setting.streams else setting.but(seed=setting.seed + _OTHER)
     setting.begin()
     problem = setting.problem
     reader = _Reader(problem)

@@ -1,9 +1,9 @@
 """Probes that look inside a forward pass: does what belongs to one sample depend on the others?
 
 A probe runs `loss_fn` on a batch of N samples, N a prime, so that a dimension of size N (or k N) is most
-likely that of the samples. Two samples are watched, the first and the last: each module's inputs and outputs
-are cut down to what belongs to them, under every reading of the shape; mixing is reported where all readings
-agree.
+likely that of the samples. Two samples are watched, the first and the last but one: each module's inputs
+and outputs are cut down to what belongs to them, under every reading of the shape; mixing is reported
+where all readings agree.
 """
 
 from __future__ import annotations
@@ -84,8 +84,26 @@ class _Recorder:
         self.events.append(Watched(call, entry, caller, tensors))
 
 
+def watched(samples: int) -> tuple[int, int]:
+    """The two samples that a probe watches: the first, with others after it, and one with others before it.
+
+    They are not the first and the last, which a batch that is mixed with its own reverse would pair.
+
+    Args:
+        samples: the samples of the batch, at least 2.
+
+    Returns:
+        Two indices.
+
+    Examples:
+        >>> watched(7), watched(2)
+        ((0, 5), (0, 1))
+    """
+    return (0, samples - 2) if samples > 2 else (0, samples - 1)
+
+
 def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watched]:
-    """Run a forward pass and keep what every module got and gave for the first and the last sample.
+    """Run a forward pass and keep what every module got and gave for the watched samples.
 
     Args:
         model: its modules are watched; the hooks are gone afterwards.
@@ -244,7 +262,7 @@ def _hooked(model: nn.Module, hooks: Callable[[str], tuple[Any, Any]]) -> Iterat
 
 
 def _readings(tensor: Tensor, samples: int) -> list[Tensor]:
-    """What belongs to the first and last sample, under each reading of the shape."""
+    """What belongs to the watched samples, under each reading of the shape."""
     # Copies (cat makes them), as in-place code may follow.
     return [torch.cat([_rows(tensor, *own) for own in pair]) for pair in _cuts(tensor, samples)]
 
@@ -253,16 +271,18 @@ _Cut = tuple[int, slice]
 
 
 def _cuts(tensor: Tensor, samples: int) -> list[tuple[_Cut, _Cut]]:
-    """(dimension, slice) of the first and the last sample, for each dimension that may hold the samples."""
+    """(dimension, slice) of each watched sample, for each dimension that may hold the samples."""
     cuts: list[tuple[_Cut, _Cut]] = []
     for dimension, size in enumerate(tensor.shape):
         if size == 0 or size % samples:
             continue
         block = size // samples
-        cuts.append(((dimension, slice(0, block)), (dimension, slice(size - block, size))))
+        second = watched(samples)[1]
+        later = slice(second * block, (second + 1) * block)
+        cuts.append(((dimension, slice(0, block)), (dimension, later)))
         if block > 1:  # samples run fastest: (time, samples) flattened, or several views one after the other
-            first, last = slice(0, None, samples), slice(samples - 1, None, samples)
-            cuts.append(((dimension, first), (dimension, last)))
+            first, later = slice(0, None, samples), slice(second, None, samples)
+            cuts.append(((dimension, first), (dimension, later)))
     return cuts
 
 

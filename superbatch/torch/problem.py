@@ -57,6 +57,23 @@ class Problem:
         return next((parameter.device for parameter in self.model.parameters()), None)
 
 
+def forward(problem: Problem, batch: Any) -> Any:
+    """Call the loss function on a batch in the problem's dtype, on the model's device.
+
+    Args:
+        problem: what to call.
+        batch: a (micro-)batch, on any device.
+
+    Returns:
+        What `loss_fn` returns, unchecked.
+
+    Examples:
+        >>> forward(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
+        tensor(2.)
+    """
+    return problem.loss_fn(converted(batch, problem.dtype, problem.device))
+
+
 def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
     """Call the loss function once.
 
@@ -74,8 +91,7 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
         >>> evaluate(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
         (tensor(2.), 2)
     """
-    returned = problem.loss_fn(converted(batch, problem.dtype, problem.device))
-    loss, weight = _parted(problem, returned)
+    loss, weight = _parted(problem, forward(problem, batch))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = f"a {type(loss).__name__}"
         if isinstance(loss, Tensor):

@@ -5,9 +5,9 @@ NaN on; a coupling may rest at the values it is tried at. Together they found ev
 
 * mixed difference: ``[f(a', R) - f(a, R)] - [f(a', R') - f(a, R')]`` of the summed loss f, for samples a,
   a' and others R, R'; zero for a sum over samples. It sees the loss as a whole.
-* perturbed samples: the middle samples are replaced and amplified; the first and the last must not notice
-  in any module.
-* NaN probe: the middle samples are NaN; no tolerance is needed.
+* perturbed samples: all samples but two are replaced and amplified; those two must not notice, in any
+  module.
+* NaN probe: all samples but two are NaN; no tolerance is needed.
 * gradient probe: ``d out[0] / d in[j]`` of every module.
 """
 
@@ -25,8 +25,8 @@ from ..errors import SuperbatchError
 from ..normalize import Number, after_forward_scale
 from ..report.verification import Finding
 from .candidates import weight_candidates
-from .probes import Mixing, Watched, first_difference, gradient_mixing, watch
-from .problem import Problem, evaluate
+from .probes import Mixing, Watched, first_difference, gradient_mixing, watch, watched
+from .problem import Problem, evaluate, forward
 from .resample import change_floats, same_values, select
 from .untouched import seed_all
 
@@ -80,7 +80,8 @@ class Probe(NamedTuple):
     def watch(self, batch: Any) -> list[Watched]:
         """Evaluate the loss, and keep what each module got and gave for the watched samples."""
         self.begin()
-        return watch(self.problem.model, lambda: self.forward(batch), self.samples)
+        # The loss alone: the weight of a poisoned batch may be refused.
+        return watch(self.problem.model, lambda: forward(self.problem, batch), self.samples)
 
 
 def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
@@ -177,7 +178,10 @@ def _probe_gradients(probe: Probe, note: Callable[[Mixing, str], None]) -> None:
     def run() -> None:
         probe.begin()
         mixing, not_probed = gradient_mixing(
-            probe.problem.model, lambda: probe.forward(probe.base()), probe.samples, tolerance=probe.tolerance
+            probe.problem.model,
+            lambda: forward(probe.problem, probe.base()),
+            probe.samples,
+            tolerance=probe.tolerance,
         )
         found.extend(mixing)
         failed.extend(repr(path) for path in dict.fromkeys(not_probed))
@@ -190,20 +194,22 @@ def _probe_gradients(probe: Probe, note: Callable[[Mixing, str], None]) -> None:
 
 
 def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
-    """Batches in which all samples but the first and the last are changed, and the test each belongs to."""
-    last, spare, base = probe.samples - 1, probe.samples, probe.base()
-    middle = list(range(1, last))
-    if not middle:
+    """Batches in which all samples but the watched ones are changed, and the test each belongs to."""
+    spare, base = probe.samples, probe.base()
+    everyone = range(probe.samples)
+    others = [index for index in everyone if index not in watched(probe.samples)]
+    if not others:
         probe.notes.append(f"only {probe.samples} samples: values were not compared between modules")
         return
 
     def changed(fn: Callable[[Tensor], Tensor]) -> Any:
         problem = probe.problem
-        return change_floats(fn, base, middle, whole=problem.whole, per_sample=problem.per_sample)
+        return change_floats(fn, base, others, whole=problem.whole, per_sample=problem.per_sample)
 
+    reordered = dict(zip(others, reversed(others), strict=True))
     batches = [
-        ("perturbed samples", probe.take([0, *[spare] * len(middle), last])),
-        ("perturbed samples", probe.take([0, *reversed(middle), last])),
+        ("perturbed samples", probe.take([spare if index in others else index for index in everyone])),
+        ("perturbed samples", probe.take([reordered.get(index, index) for index in everyone])),
         ("perturbed samples", changed(lambda x: 8 * x)),
         ("perturbed samples", changed(torch.zeros_like)),
         ("NaN probe", changed(lambda x: torch.full_like(x, math.nan))),

@@ -294,10 +294,11 @@ def _inner_rounding(request: _Request, notes: list[str]) -> float:
     """The rounding of operations that the model does in a lower precision than it was given."""
     problem = request.problem
     pair = take(request.batch, 0, 2, whole=problem.whole, per_sample=problem.per_sample)
-    with untouched(problem.model, dtype=torch.float64) as reset, _FloatingDtypes() as dtypes:
+    with untouched(problem.model, dtype=torch.float64) as reset:
         setting = request.setting(torch.float64, reset)
         setting.begin()
-        evaluate(setting.problem, pair)
+        with _FloatingDtypes() as dtypes:
+            evaluate(setting.problem, pair)
     lower = {dtype: _ROUNDING[dtype][0] for dtype in dtypes.seen if dtype in _ROUNDING}
     if not lower:
         return 0.0
