@@ -242,7 +242,7 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
         return 0, None
     raise SplitError(
         explain(
-            f"an array of shape {shape} at path {path!r}, beside packed sequences at path {packed.path!r}",
+            f"an array of shape {tuple(shape)} at path {path!r}, beside packed sequences at {packed.path!r}",
             f"its length is neither that of the tokens ({_totals(packed)}) nor of the sequences "
             f"({packed.samples})",
             f"keep it whole with whole=({path!r},), or bring the tokens to its first dimension",
@@ -282,7 +282,7 @@ def _same_cut(offsets: tuple[int, ...] | None) -> bool:
 def _fits_two(shape: tuple[int, ...], path: str, packed: Packed) -> SplitError:
     return SplitError(
         explain(
-            f"an array of shape {shape} at path {path!r}, beside {packed.samples} packed sequences of "
+            f"an array of shape {tuple(shape)} at path {path!r}, beside {packed.samples} packed sequences of "
             f"{_totals(packed)} tokens",
             "its shape fits both the number of sequences and of tokens, so it is unknown which is cut",
             f"keep it whole with whole=({path!r},), split it by sequences with per_sample=({path!r},), "

@@ -107,7 +107,7 @@ def find(node: Any, path: str) -> Any:
         return entries[path]
     end = path.rfind(".")
     while end > 0:
-        if path[:end] in entries:
+        if path[:end] in entries and path[end + 1 :]:
             found = find(entries[path[:end]], path[end + 1 :])
             if found is not ABSENT:
                 return found

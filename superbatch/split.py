@@ -40,7 +40,8 @@ def near_equal(samples: int, microbatch_size: int) -> list[int]:
         >>> near_equal(10, 4), near_equal(3, 8)
         ([4, 3, 3], [3])
     """
-    count = -(-positive_int("samples", samples) // positive_int("microbatch_size", microbatch_size))
+    samples = positive_int("samples", samples)
+    count = -(-samples // positive_int("microbatch_size", microbatch_size))
     size, larger = divmod(samples, count)
     return [size + 1] * larger + [size] * (count - larger)
 
