@@ -19,6 +19,7 @@ from . import boundary
 from .batchnorm import Pooled
 from .checks import BackwardWatch, check_loss
 from .gradients import Gradients, InBuffers, InMomentum
+from .losses import Losses
 from .nonfinite import Culprit, first_bad_microbatch, first_bad_parameter
 from .plan import Plan, to_device
 from .sample_rng import sample_stream
@@ -57,7 +58,7 @@ class WindowInFlight:
         self._watch = watch
         self._finished = finished
         self._weights = Weights(plan.weigh, plan.reduction, microbatches, samples, plan.ranks)
-        self._losses: dict[int, Tensor] = {}
+        self._losses = Losses()
         self._dropped: list[int] = []
         self._next = 0  # where the iteration starts: behind 0 after a restart
         self._current: int | None = None
@@ -72,8 +73,10 @@ class WindowInFlight:
     def __enter__(self) -> WindowInFlight:
         plan = self._plan
         plan.random.take()
-        self._key = int(torch.randint(1 << 62, ())) if plan.sample_rng else 0
-        self._after_key = torch.get_rng_state()
+        self._key = 0
+        if plan.sample_rng:
+            self._key = int(torch.randint(1 << 62, ()))
+            self._after_key = torch.get_rng_state()
         plan.buffers.take()
         if plan.norms is not None:
             plan.norms.open()
@@ -111,8 +114,8 @@ class WindowInFlight:
             )
         check_loss(loss)
         factor = self._weights.factor(index, weight)
-        before = self._losses.get(index)
-        self._losses[index] = loss.detach() if before is None else before + loss.detach()
+        again = index in self._losses
+        self._losses.add(index, loss)
         pooled = plan.norms if isinstance(plan.norms, Pooled) else None
         if pooled is not None:
             pooled.watching = False
@@ -123,7 +126,7 @@ class WindowInFlight:
         if self._watch is not None:
             self._watch.check()
         if plan.nonfinite == "skip_microbatch":
-            self._keep_or_drop(index, again=before is not None)
+            self._keep_or_drop(index, again=again)
         self._next = index + 1
 
     def __exit__(
@@ -186,7 +189,7 @@ class WindowInFlight:
                 )
             )
         # With a finite loss an infinite gradient is the scaler's overflow: it must reach the scaler.
-        if bool(self._losses[index].isfinite()) and (self._plan.step.scaling or place.isolated_is_finite()):
+        if self._losses.finite(index) and (self._plan.step.scaling or place.isolated_is_finite()):
             place.keep()
             return
         place.drop()
@@ -200,7 +203,7 @@ class WindowInFlight:
     def _finish(self) -> None:
         plan, place, step = self._plan, self._place, self._plan.step
         rates = boundary.learning_rates(step)
-        losses, weights = self._losses_on_host(), self._weights.counted(self._dropped)
+        losses, weights = self._losses.on_host(len(self._microbatches)), self._weights.counted(self._dropped)
         bad = [i for i, loss in enumerate(losses) if weights[i] and not math.isfinite(loss)]
         loss, weight, bad_ranks = self._over_ranks(losses, weights, bad)
         if not weight:
@@ -230,13 +233,6 @@ class WindowInFlight:
         self._close()
         overflow = None if finite else "overflow: the gradient of the scaled loss is not finite"
         self._record(loss, weight, rates, norm=norm, skipped=overflow)
-
-    def _losses_on_host(self) -> list[float]:
-        values = (
-            torch.stack([loss.reshape(()) for loss in self._losses.values()]).tolist() if self._losses else []
-        )
-        found = dict(zip(self._losses, values, strict=True))
-        return [found.get(index, 0.0) for index in range(len(self._microbatches))]
 
     def _over_ranks(
         self, losses: list[float], weights: list[normalize.Number], bad: list[int]
@@ -357,7 +353,7 @@ class WindowInFlight:
             "next": self._next,
             "weights": self._weights.ahead,
             "returned": dict(self._weights.returned),
-            "losses": {index: loss.clone() for index, loss in self._losses.items()},
+            "losses": self._losses.state(),
             "dropped": list(self._dropped),
             "gradients": self._place.state(),
             "key": self._key,
@@ -386,7 +382,7 @@ class WindowInFlight:
             )
         self._next = state["next"]
         self._weights.returned = dict(state["returned"])
-        self._losses = dict(state["losses"])
+        self._losses.load_state(state["losses"])
         self._dropped = list(state["dropped"])
         self._place.load_state(state["gradients"])
         self._key = state["key"]

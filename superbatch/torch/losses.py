@@ -1,0 +1,55 @@
+"""The losses of a window's micro-batches: numbers that keep no graph alive, read from a device all at once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class Losses:
+    """What was given to ``backward`` so far, by micro-batch.
+
+    Examples:
+        >>> losses = Losses()
+        >>> losses.add(1, torch.tensor(0.5, requires_grad=True))
+        >>> 1 in losses, losses.on_host(3)
+        (True, [0.0, 0.5, 0.0])
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, float | Tensor] = {}
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, index: int, loss: Tensor) -> None:
+        """Note a loss; several losses of one micro-batch add up."""
+        # A loss on a device is read at the boundary, with the others, so that nothing waits for it here.
+        value = loss.item() if loss.is_cpu else loss.detach()
+        self._values[index] = self._values[index] + value if index in self._values else value
+
+    def finite(self, index: int) -> bool:
+        """Whether a micro-batch's loss is neither NaN nor infinite."""
+        return math.isfinite(self._values[index])
+
+    def on_host(self, count: int) -> list[float]:
+        """Return the losses of micro-batches 0..count-1; 0 for those without one."""
+        found = {index: loss for index, loss in self._values.items() if not isinstance(loss, Tensor)}
+        on_device = {index: loss for index, loss in self._values.items() if isinstance(loss, Tensor)}
+        if on_device:
+            values = torch.stack([loss.reshape(()) for loss in on_device.values()]).tolist()
+            found.update(zip(on_device, values, strict=True))
+        return [found.get(index, 0.0) for index in range(count)]
+
+    def state(self) -> dict[int, float]:
+        """Return the losses so far, by micro-batch."""
+        return {index: float(loss) for index, loss in self._values.items()}
+
+    def load_state(self, state: dict[int, float]) -> None:
+        """Go on from what :meth:`state` returned."""
+        self._values = dict(state)
