@@ -1,0 +1,309 @@
+"""Wrong ways to accumulate, each of which the comparison of the other tests must reject.
+
+Without these nobody knows whether the comparison can fail. Each mutant is a mistake that some tool or
+tutorial makes; it is patched into the library (or run as a loop of its own), and checked by
+`assert_same_parameters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch import normalize
+from superbatch.torch import Accumulator, boundary, count_tokens, gradients, windows
+from tests.torch.helpers import (
+    assert_same_parameters,
+    large_batch,
+    mlp,
+    mse,
+    per_sample,
+    rows,
+    sgd,
+    squared_sum,
+    start_of,
+    tiny_lm,
+    token_mean,
+    tokens,
+    train_both,
+)
+
+Patch = pytest.MonkeyPatch
+
+
+def train_unequal() -> Any:
+    """Ten samples in micro-batches of 4, 3 and 3, clipped, under a schedule."""
+    both = train_both(
+        mlp,
+        mse,
+        rows(10, 4),
+        microbatch_size=4,
+        max_grad_norm=0.9,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    )
+    assert min(both.seen.norms) > 0.9, "premise: every update is clipped"
+    return both
+
+
+def train_tail() -> Any:
+    loader = [rows(2, 1, seed=number)[0] for number in range(9)]
+    grouped = list(windows(loader, 4))
+    assert len(grouped[-1]) == 1, "premise: the tail is short"
+    batches = [tuple(torch.cat(parts) for parts in zip(*window, strict=True)) for window in grouped]
+    return train_both(mlp, mse, batches, windows=grouped)
+
+
+def train_sum() -> Any:
+    return train_both(mlp, squared_sum, rows(10), objective=per_sample, microbatch_size=4, reduction="sum")
+
+
+def train_tokens() -> Any:
+    batches = [tokens([7, 1, 1, 2, 0, 0, 6, 3], seed=seed) for seed in range(3)]
+    return train_both(tiny_lm, token_mean, batches, microbatch_size=2, weight=count_tokens("labels"))
+
+
+def train_by_value() -> Any:
+    both = train_both(mlp, mse, rows(10), microbatch_size=4, max_grad_value=0.05)
+    assert min(both.seen.norms) > 0.2, "premise: values are clipped"
+    return both
+
+
+def train_returned() -> Any:
+    """The weight is known after the forward, so the sums are divided at the boundary."""
+    batches = [tokens([7, 1, 1, 2, 4, 4, 6, 3], seed=seed) for seed in range(3)]
+    reference, model = tiny_lm(), tiny_lm()
+    start = start_of(reference)
+    large_batch(sgd(reference.parameters()), lambda b: token_mean(reference, b), batches, max_grad_norm=0.3)
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        lambda mb: (token_mean(model, mb), int((mb["labels"] != -100).sum())),
+        microbatch_size=2,
+        weight="returned",
+        max_grad_norm=0.3,
+    )
+    for batch in batches:
+        accumulate(batch)
+
+    class Result:
+        def check(self) -> None:
+            assert_same_parameters(reference, model, 1e-12, start=start)
+
+    return Result()
+
+
+EXACT = [train_unequal, train_tail, train_sum, train_tokens, train_by_value, train_returned]
+
+
+@pytest.mark.parametrize("train", EXACT)
+def test_without_a_mutant_each_case_is_exact(train: Callable[[], Any]) -> None:
+    train().check()
+
+
+def mean_of_means(patch: Patch) -> None:
+    patch.setattr(normalize, "scale", lambda weight, total, *, reduction, ranks=1: 1 / 3 if weight else 0.0)
+
+
+def mean_of_token_means(patch: Patch) -> None:
+    patch.setattr(normalize, "scale", lambda weight, total, *, reduction, ranks=1: 1 / 4 if weight else 0.0)
+
+
+def fixed_divisor_on_the_tail(patch: Patch) -> None:
+    patch.setattr(normalize, "scale", lambda weight, total, *, reduction, ranks=1: weight / 8)
+
+
+def sum_scaled_as_a_mean(patch: Patch) -> None:
+    patch.setattr(normalize, "scale", lambda weight, total, *, reduction, ranks=1: weight / total)
+
+
+def sum_divided_by_microbatches(patch: Patch) -> None:
+    patch.setattr(normalize, "scale", lambda weight, total, *, reduction, ranks=1: 1 / 3)
+
+
+def not_divided_at_all(patch: Patch) -> None:
+    patch.setattr(normalize, "scale", lambda weight, total, *, reduction, ranks=1: 1.0)
+
+
+def weights_rounded(patch: Patch) -> None:
+    """A counter in bfloat16, off by less than one per cent."""
+
+    def scale(weight: float, total: float, *, reduction: str, ranks: int = 1) -> float:
+        return float(torch.tensor(weight / total, dtype=torch.bfloat16))
+
+    patch.setattr(normalize, "scale", scale)
+
+
+def weights_in_float32(patch: Patch) -> None:
+    """A divisor in float32: wrong by 1e-8, which only float64 shows."""
+
+    def scale(weight: float, total: float, *, reduction: str, ranks: int = 1) -> float:
+        return float(torch.tensor(weight) / torch.tensor(total))
+
+    patch.setattr(normalize, "scale", scale)
+
+
+def divided_once_too_often(patch: Patch) -> None:
+    patch.setattr(normalize, "divisor", lambda planned, counted: 2.0)
+
+
+def sum_never_divided(patch: Patch) -> None:
+    patch.setattr(normalize, "divisor", lambda planned, counted: 1.0)
+
+
+def clip_before_normalising(patch: Patch) -> None:
+    ready = boundary.ready
+
+    def clipped_first(step: Any, place: Any, ranks: Any, owned: Any, divisor: float) -> list[Tensor | None]:
+        summed = ready(step, place, ranks, owned, 1.0)
+        boundary.clip(step, summed, boundary.finite_norm(summed)[0])
+        return [None if gradient is None else gradient / divisor for gradient in summed]
+
+    patch.setattr(boundary, "ready", clipped_first)
+
+
+def clip_forgotten(patch: Patch) -> None:
+    patch.setattr(boundary, "clip", lambda step, gradients, norm: None)
+
+
+def clip_per_parameter(patch: Patch) -> None:
+    def each(step: Any, present: Sequence[Tensor], norm: float) -> None:
+        for gradient in present:
+            gradient.mul_(min(1.0, step.max_grad_norm / float(gradient.norm())))
+
+    patch.setattr(boundary, "clip", each)
+
+
+def clip_by_value_scaled(patch: Patch) -> None:
+    """Clipping values of a gradient that is still multiplied by the number of micro-batches."""
+    clip = boundary.clip
+
+    def scaled(step: Any, present: list[Tensor], norm: float) -> None:
+        for gradient in present:
+            gradient.mul_(3)
+        clip(step, present, norm * 3)  # type: ignore[arg-type]
+        for gradient in present:
+            gradient.div_(3)
+
+    patch.setattr(boundary, "clip", scaled)
+
+
+def zero_grad_forgotten(patch: Patch) -> None:
+    patch.setattr(boundary, "clear", lambda owned: None)
+    patch.setattr(gradients, "clear", lambda owned: None)
+
+
+def scheduler_per_microbatch(patch: Patch) -> None:
+    update = boundary.update
+
+    def thrice(step: Any, *arguments: Any) -> None:
+        update(step, *arguments)
+        for _ in range(2):
+            for scheduler in step.schedulers:
+                scheduler.step()
+
+    patch.setattr(boundary, "update", thrice)
+
+
+def optimizer_twice(patch: Patch) -> None:
+    update = boundary.update
+
+    def twice(step: Any, *arguments: Any) -> None:
+        for optimizer in step.optimizers:
+            optimizer.step()
+        update(step, *arguments)
+
+    patch.setattr(boundary, "update", twice)
+
+
+def last_microbatch_only(patch: Patch) -> None:
+    backward = gradients.InGrad.backward
+
+    def only(self: gradients.InGrad, loss: Tensor, factor: float) -> None:
+        gradients.clear(self._owned)
+        backward(self, loss, factor)
+
+    patch.setattr(gradients.InGrad, "backward", only)
+
+
+MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], Any]]] = [
+    (mean_of_means, train_unequal),
+    (mean_of_token_means, train_tokens),
+    (fixed_divisor_on_the_tail, train_tail),
+    (sum_scaled_as_a_mean, train_sum),
+    (sum_divided_by_microbatches, train_sum),
+    (not_divided_at_all, train_tail),
+    (not_divided_at_all, train_sum),
+    (weights_rounded, train_unequal),
+    (weights_in_float32, train_tokens),
+    (divided_once_too_often, train_tail),
+    (sum_never_divided, train_returned),
+    (clip_before_normalising, train_returned),
+    (clip_forgotten, train_unequal),
+    (clip_per_parameter, train_unequal),
+    (clip_by_value_scaled, train_by_value),
+    (zero_grad_forgotten, train_tail),
+    (scheduler_per_microbatch, train_unequal),
+    (optimizer_twice, train_tail),
+    (last_microbatch_only, train_tail),
+]
+
+
+@pytest.mark.parametrize(("mutate", "train"), MUTANTS)
+def test_the_comparison_rejects(
+    mutate: Callable[[Patch], None], train: Callable[[], Any], monkeypatch: Patch
+) -> None:
+    # The check of the statement calls the same functions, and would stop some mutants before they do harm.
+    monkeypatch.setattr("superbatch.torch.accumulator.check_statement", lambda *args, **kwargs: None)
+    mutate(monkeypatch)
+    both = train()
+    with pytest.raises(AssertionError, match="not the update of the large batch"):
+        both.check()
+
+
+def tutorial_loop(
+    model: nn.Module, optimizer: Any, loss: Any, microbatches: Sequence[Any], steps: int
+) -> None:
+    """The loop that most tutorials show: every loss divided by a fixed number, a tail carried over."""
+    for index, microbatch in enumerate(microbatches):
+        (loss(model, microbatch) / steps).backward()
+        if (index + 1) % steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("sizes", "wrong"), [([3, 3, 3, 3], False), ([5, 1, 4, 2], True), ([3, 3, 3], True)])
+def test_the_comparison_judges_the_tutorial_loop(sizes: list[int], wrong: bool) -> None:
+    """It passes on equal micro-batches, and fails on unequal ones and on a tail."""
+    microbatches = [rows(size, 1, seed=number)[0] for number, size in enumerate(sizes)]
+    batches = [
+        tuple(torch.cat(parts) for parts in zip(*microbatches[first : first + 2], strict=True))
+        for first in range(0, len(sizes), 2)
+    ]
+    reference, model = mlp(), mlp()
+    start = start_of(reference)
+    large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), batches)
+    tutorial_loop(model, sgd(model.parameters()), mse, microbatches, 2)
+    if wrong:
+        with pytest.raises(AssertionError, match="not the update of the large batch"):
+            assert_same_parameters(reference, model, 1e-12, start=start)
+    else:
+        assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_the_comparison_refuses_models_that_were_never_trained() -> None:
+    model = mlp()
+    with pytest.raises(AssertionError, match=r"premise: 0\.weight of the reference has not moved"):
+        assert_same_parameters(mlp(), model, 1e-12, start=start_of(model))
+
+
+def test_the_comparison_lists_every_parameter_that_differs() -> None:
+    reference, model = mlp(), mlp()
+    start = start_of(reference)
+    large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), rows(4, 1))
+    with pytest.raises(AssertionError) as caught:
+        assert_same_parameters(reference, model, 1e-12, start=start)
+    assert all(name in str(caught.value) for name in start)
