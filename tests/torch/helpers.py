@@ -115,7 +115,7 @@ def large_batch(
         for one in optimizers:
             one.step()
         if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(float(loss))
+            scheduler.step(float(loss.detach()))
         elif scheduler is not None:
             scheduler.step()
         seen.losses.append(float(loss.detach()))
