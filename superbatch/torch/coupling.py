@@ -24,7 +24,7 @@ from ..tree import count_samples
 from .problem import LossFn, Problem, WeightOption
 from .resample import select
 from .separability import Mixed, Probe, failure_of, find_mixing, loss_coupling
-from .untouched import changed_state, module_state, untouched
+from .untouched import changed_state, held_parameter, module_state, untouched
 
 _PRIMES = (7, 5, 3, 2)
 _REMEDIES = {
@@ -164,7 +164,8 @@ def probe_coupling(
         chosen = [index * available // taken for index in range(taken)]
         spare = next((index for index in range(available) if index not in chosen), chosen[-1])
         small = select(batch, [*chosen, spare], whole=problem.whole, per_sample=problem.per_sample)
-        for dtype, tolerance in ((torch.float64, 1e-10), (None, 1e-3)):
+        choices = ((torch.float64, 1e-10), (None, 1e-3))
+        for dtype, tolerance in choices[held_parameter(problem.model) is not None :]:
             with untouched(problem.model, dtype=dtype) as reset:
                 probe = Probe(problem.in_dtype(dtype), small, taken, tolerance, reset, [])
                 failure = failure_of(lambda probe=probe: probe.forward(probe.base()))

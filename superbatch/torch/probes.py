@@ -42,7 +42,7 @@ class _Call(NamedTuple):
     """One call of a module: its path, and how often it had been called before."""
 
     module: str
-    count: int
+    calls: int
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ def _differentiable(value: Any) -> Any:
 def _cross_gradient(inputs: list[Tensor], outputs: list[Tensor], samples: int) -> float:
     """The largest, over outputs and inputs, of the smallest cross gradient over all readings of shapes."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad and _cuts(tensor, samples)]
-    worst = 0.0
+    worst: list[float] = [0.0]
     for output in outputs:
         if not wanted or output.grad_fn is None or not output.is_floating_point():
             continue
@@ -337,9 +337,10 @@ def _cross_gradient(inputs: list[Tensor], outputs: list[Tensor], samples: int) -
             noise = _fixed_noise(own)
             gradients = torch.autograd.grad(own, wanted, noise, retain_graph=True, allow_unused=True)
             found = [_towards_others(gradient, samples) for gradient in gradients]
-            smallest = found if smallest is None else list(map(min, smallest, found))
-        worst = max([worst, *(smallest or [])])
-    return worst
+            pairs = zip(smallest or found, found, strict=True)
+            smallest = [min(before, now) for before, now in pairs]
+        worst += smallest or []
+    return max(worst)
 
 
 def _towards_others(gradient: Tensor | None, samples: int) -> float:

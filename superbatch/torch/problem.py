@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..tree import count_samples
 from .resample import converted
 
 LossFn = Callable[[Any], Any]
-WeightOption = str | Callable[[Any], Any] | None
+WeightOption = Callable[[Any], Any] | Literal["returned"] | None
 
 
 @dataclass(frozen=True)

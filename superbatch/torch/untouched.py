@@ -110,6 +110,37 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
+def held_parameter(model: nn.Module) -> str | None:
+    """A parameter whose dtype must not be changed, not even for a while, in a distributed program.
+
+    Autograd makes anew what it keeps with a parameter when the dtype changes, and with it go the hooks by
+    which DistributedDataParallel reduces gradients.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The name of a parameter that somebody holds on to; None if there is none, or without a process group.
+
+    Examples:
+        >>> held_parameter(nn.Linear(1, 1)) is None
+        True
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # The node is made for each question, unless somebody holds it, as DDP does: then the mark is
+            # found. (The stub says that `metadata` is a method; it is a dict.)
+            node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+            node.metadata["superbatch"] = True
+            del node
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            if node.metadata.pop("superbatch", False):
+                return name
+    return None
+
+
 def seed_all(seed: int, model: nn.Module) -> None:
     """Seed every generator that user code may draw from: torch on CPU and the model's devices, Python, NumPy.
 

@@ -19,7 +19,7 @@ from .coupling import probe_coupling
 from .diagnose import Diagnosis, diagnose
 from .measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
 from .problem import LossFn, Problem, WeightOption, evaluate
-from .untouched import untouched
+from .untouched import held_parameter, untouched
 
 Against = Literal["auto", "batch", "splits"]
 Dtype = Literal["both", "own", "float64"]
@@ -127,9 +127,12 @@ def verify(
         tuple(whole),
         tuple(per_sample),
     )
-    _check_types(problem, sample_rng, against, dtype, batchnorm)
+    _check_model(problem.model)
+    _check_options(problem, sample_rng, tolerance)
+    check_choice(against, "against", Against)
+    check_choice(dtype, "dtype", Dtype)
+    check_choice(batchnorm, "batchnorm", BatchNormChoice)
     samples = count_samples(batch, whole=whole, per_sample=per_sample)
-    tolerance = check_positive(tolerance, "tolerance") or 0.0
     request = _Request(
         problem, batch, samples, microbatch_size, sample_rng, batchnorm, against, dtype, tolerance
     )
@@ -180,9 +183,11 @@ def _measure(request: _Request, notes: list[str]) -> list[_Outcome]:
 
 
 def _pair(request: _Request, dtype: torch.dtype | None, name: torch.dtype, notes: list[str]) -> _Outcome:
+    if dtype is not None:
+        held = held_parameter(request.problem.model)
+        if held is not None:
+            raise RuntimeError(f"DistributedDataParallel, or an earlier loss, holds on to {held!r}")
     with untouched(request.problem.model, dtype=dtype) as reset:
-        if dtype is not None:
-            _refuse_old_graph(request.problem.model)
         setting = request.setting(dtype, reset)
         if request.against != "splits":
             try:
@@ -317,18 +322,6 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refuse_old_graph(model: nn.Module) -> None:
-    """Autograd keeps a parameter's dtype as long as some earlier graph with it lives."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
-            if node._input_metadata[0].dtype != parameter.dtype:
-                raise RuntimeError(
-                    f"an earlier loss or output that depends on {name!r} is still alive; delete it "
-                    "first (del loss)"
-                )
-
-
 def _other_size(size: int | TokenBudget) -> int:
     """A split that is not the one under test."""
     if isinstance(size, TokenBudget):
@@ -336,22 +329,47 @@ def _other_size(size: int | TokenBudget) -> int:
     return size // 2 if size > 1 else 2
 
 
-def _check_types(problem: Problem, sample_rng: Any, against: Any, dtype: Any, batchnorm: Any) -> None:
-    check_choice(against, "against", Against)
-    check_choice(dtype, "dtype", Dtype)
-    check_choice(batchnorm, "batchnorm", BatchNormChoice)
-    for name, wrong, value, do in (
-        ("loss_fn", not callable(problem.loss_fn), problem.loss_fn, "pass a function micro-batch -> loss"),
-        ("sample_rng", not isinstance(sample_rng, bool), sample_rng, "pass True or False"),
-        (
-            "weight",
-            not (problem.weight in (None, "returned") or callable(problem.weight)),
-            problem.weight,
-            'pass None (samples), a function micro-batch -> number, or "returned"',
-        ),
-    ):
-        if wrong:
-            raise InputError(explain(f"{name}={value!r}", f"that is no {name}", do))
+def _check_model(model: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            explain(
+                f"a {type(model).__name__} without parameters that need a gradient",
+                "there is no gradient to compare",
+                "pass the model that is trained, and do not freeze all of it",
+            )
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise InputError(
+                explain(
+                    f"a DistributedDataParallel model ({path or 'the model itself'})",
+                    "its gradients are reduced over ranks, and each rank would verify another batch",
+                    "pass its .module, and a loss_fn that calls that",
+                )
+            )
+
+
+def _check_options(problem: Problem, sample_rng: Any, tolerance: Any) -> None:
+    if not callable(problem.loss_fn):
+        raise InputError(
+            explain(
+                f"loss_fn={problem.loss_fn!r}", "it cannot be called", "pass a function micro-batch -> loss"
+            )
+        )
+    if not (problem.weight is None or problem.weight == "returned" or callable(problem.weight)):
+        raise InputError(
+            explain(
+                f"weight={problem.weight!r}",
+                "a weight is told for each micro-batch",
+                'pass None (samples), a function micro-batch -> number, or "returned"',
+            )
+        )
+    if not isinstance(sample_rng, bool):
+        raise InputError(explain(f"sample_rng={sample_rng!r}", "it is on or off", "pass True or False"))
+    if tolerance is None or check_positive(tolerance, "tolerance") is None:
+        raise InputError(
+            explain(f"tolerance={tolerance!r}", "it is a relative difference", "pass a float, such as 1e-12")
+        )
 
 
 def _check_split(request: _Request) -> None:
