@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from .task import Batch, NotApplicable, Parameters, Task, parameters_of
+from .work import Window, Work, loss_of
 
 
 class _Loop:
@@ -108,3 +109,23 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
                 break
             loop.microbatch(batch)
     return loop.parameters()
+
+
+def window(work: Work, variant: str | None = None) -> Window:
+    """The documented loop over micro-batches that are given, without the cost of Accelerate's own loader."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    microbatches = work.microbatches()
+    on_cpu = work.batch["labels"].device.type == "cpu"
+    accelerator = Accelerator(gradient_accumulation_steps=len(microbatches), cpu=on_cpu)
+    model, optimizer = accelerator.prepare(*work.build())
+    model.train()
+
+    def run() -> None:
+        for batch in microbatches:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model(batch["inputs"]), batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Window(run)

@@ -10,6 +10,7 @@ from pathlib import Path
 from lightning.fabric import Fabric
 
 from .task import Batch, Parameters, Task, parameters_of
+from .work import Window, Work, loss_of
 
 REMARKS = {
     "equal micro-batches": "the docstring's loop updates after micro-batch 1, 1 + K, ... and never divides"
@@ -80,3 +81,21 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
                 break
             loop.microbatch(index, batch)
     return parameters_of(loop.plain)
+
+
+def window(work: Work, variant: str | None = None) -> Window:
+    """The repaired loop over micro-batches that are given."""
+    microbatches = work.microbatches()
+    fabric = Fabric(accelerator="auto", devices=1)
+    model, optimizer = fabric.setup(*work.build())
+    model.train()
+    last = len(microbatches) - 1
+
+    def run() -> None:
+        for index, batch in enumerate(microbatches):
+            with fabric.no_backward_sync(model, enabled=index < last):
+                fabric.backward(loss_of(model(batch["inputs"]), batch) / len(microbatches))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Window(run)

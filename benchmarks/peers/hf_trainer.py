@@ -12,6 +12,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
 from .task import NotApplicable, Parameters, Task, parameters_of
+from .work import TrainerWindow, Work, loss_of
 
 REMARKS = {"resume in a window": "it saves at updates only, so it goes back and replays the window"}
 
@@ -33,6 +34,27 @@ class Module(nn.Module):
         return {"loss": self.task.loss(logits, {"labels": labels, "weights": weights}), "logits": logits}
 
 
+def arguments_for(*, folder: str, accumulation_steps: int, **changes: Any) -> TrainingArguments:
+    """A Trainer that only trains, in order."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    common: dict[str, Any] = {
+        "use_cpu": not torch.cuda.is_available(),
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(
+        output_dir=folder, gradient_accumulation_steps=accumulation_steps, **{**common, **changes}
+    )
+
+
 def make_trainer(
     task: Task,
     folder: str,
@@ -41,25 +63,15 @@ def make_trainer(
     save: bool = False,
 ) -> tuple[Trainer, Module]:
     """A Trainer that only trains (and saves at updates if asked)."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     module = Module(task)
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
+    arguments = arguments_for(
+        folder=folder,
+        accumulation_steps=task.accumulation_steps,
         num_train_epochs=task.epochs,
         per_device_train_batch_size=task.microbatch_size,
-        gradient_accumulation_steps=task.accumulation_steps,
         max_grad_norm=task.max_grad_norm or 0.0,
-        lr_scheduler_type="constant",
-        train_sampling_strategy="sequential",
-        remove_unused_columns=False,
         save_strategy="steps" if save else "no",
         save_steps=1,
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
     )
 
     def mean_over_window(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
@@ -144,3 +156,34 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
         trainer, module = make_trainer(task, folder, variant, LeaveEpoch(task.stop_after))
         trainer.train()
     return parameters_of(module.net)
+
+
+class _TimedModule(nn.Module):
+    """The work as a module that returns its own loss."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, inputs: Any, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss_of(self.net(inputs), {"labels": labels})}
+
+
+def window(work: Work, variant: str | None = None) -> TrainerWindow:
+    """One endless `Trainer.train`, with a loader of its own as `get_train_dataloader` allows."""
+    microbatches = work.microbatches()
+    net, optimizer = work.build()
+
+    def fit(loader: Any) -> None:
+        class Endless(Trainer):
+            def get_train_dataloader(self) -> Any:
+                return loader
+
+        with tempfile.TemporaryDirectory() as folder:
+            steps = len(microbatches)
+            arguments = arguments_for(folder=folder, accumulation_steps=steps, max_steps=10**9)
+            trainer = Endless(model=_TimedModule(net), args=arguments, optimizers=(optimizer, None))  # type: ignore[arg-type]
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+
+    return TrainerWindow(fit, microbatches)

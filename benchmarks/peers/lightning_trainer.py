@@ -14,6 +14,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from .task import Batch, Parameters, Task, parameters_of
+from .work import TrainerWindow, Work, loss_of
 
 REMARKS = {
     "resume in a window": "with a loader that has a state_dict, as it asks for",
@@ -80,16 +81,23 @@ class SaveAndDie(Callback):
             raise Killed
 
 
-def make_trainer(task: Task, folder: str, callbacks: list[Callback] | None = None) -> Trainer:
+def make_trainer(
+    *,
+    accumulation_steps: int,
+    folder: str,
+    epochs: int = 1,
+    max_grad_norm: float | None = None,
+    callbacks: list[Callback] | None = None,
+) -> Trainer:
     """A Trainer that only trains: no logger, checkpoint, progress bar or validation."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=lightning.__name__)
     return Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=task.epochs,
-        accumulate_grad_batches=task.accumulation_steps,
-        gradient_clip_val=task.max_grad_norm,
+        max_epochs=epochs,
+        accumulate_grad_batches=accumulation_steps,
+        gradient_clip_val=max_grad_norm,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
@@ -99,11 +107,22 @@ def make_trainer(task: Task, folder: str, callbacks: list[Callback] | None = Non
     )
 
 
+def trainer_for(task: Task, folder: str, callbacks: list[Callback] | None = None) -> Trainer:
+    """The Trainer of a task."""
+    return make_trainer(
+        accumulation_steps=task.accumulation_steps,
+        folder=folder,
+        epochs=task.epochs,
+        max_grad_norm=task.max_grad_norm,
+        callbacks=callbacks,
+    )
+
+
 def train(task: Task, variant: str | None = None) -> Parameters:
     """`Trainer.fit`."""
     module = Module(task)
     with tempfile.TemporaryDirectory() as folder:
-        make_trainer(task, folder).fit(module, task.loader())
+        trainer_for(task, folder).fit(module, task.loader())
     return parameters_of(module.net)
 
 
@@ -112,9 +131,9 @@ def resume(task: Task, variant: str | None = None) -> Parameters:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "window.ckpt"
         with contextlib.suppress(Killed):
-            make_trainer(task, folder, [SaveAndDie(task.stop_after, path)]).fit(Module(task), Resumable(task))
+            trainer_for(task, folder, [SaveAndDie(task.stop_after, path)]).fit(Module(task), Resumable(task))
         module = Module(task)
-        make_trainer(task, folder).fit(module, Resumable(task), ckpt_path=path, weights_only=False)
+        trainer_for(task, folder).fit(module, Resumable(task), ckpt_path=path, weights_only=False)
     return parameters_of(module.net)
 
 
@@ -127,5 +146,31 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
 
     module = Leaves(task)
     with tempfile.TemporaryDirectory() as folder:
-        make_trainer(task, folder).fit(module, task.loader())
+        trainer_for(task, folder).fit(module, task.loader())
     return parameters_of(module.net)
+
+
+class _TimedModule(LightningModule):
+    """The work as a LightningModule."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.net, self.made_optimizer = work.build()
+
+    def training_step(self, batch: Batch, index: int) -> torch.Tensor:
+        return loss_of(self.net(batch["inputs"]), batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.made_optimizer
+
+
+def window(work: Work, variant: str | None = None) -> TrainerWindow:
+    """One endless `Trainer.fit`."""
+    microbatches = work.microbatches()
+    module = _TimedModule(work)
+
+    def fit(loader: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            make_trainer(accumulation_steps=len(microbatches), folder=folder).fit(module, loader)
+
+    return TrainerWindow(fit, microbatches)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import NonFiniteError
-from superbatch.torch import Accumulator, class_weights, count_tokens, sample_weights, windows
+from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights, windows
 
+from . import work as timed
 from .task import Batch, Parameters, Task, parameters_of
 
 FORMS = ("windows", "whole batches", "owned loop")
@@ -156,3 +157,21 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
                     break
                 raise AssertionError("the window was meant to be interrupted")
     return parameters_of(run.model)
+
+
+def window(work: timed.Work, variant: str | None = None) -> timed.Window:
+    """One call for each window; the variant "slices" gives it whole batches."""
+    model, optimizer = work.build()
+    model.train()
+
+    def loss_fn(microbatch: Batch) -> Tensor:
+        return timed.loss_of(model(microbatch["inputs"]), microbatch)
+
+    if variant == "slices":
+        batch, accumulate = (
+            work.batch,
+            Accumulator(model, optimizer, loss_fn, microbatch_size=work.microbatch_size),
+        )
+    else:
+        batch, accumulate = Window(work.microbatches()), Accumulator(model, optimizer, loss_fn)
+    return timed.Window(lambda: accumulate(batch) and None)

@@ -1,0 +1,242 @@
+"""Time of a window and peak memory, against the best loop by hand.
+
+    python benchmarks/overhead.py [--peers all|none|NAMES] [--work mlp,convnet,transformer]
+                                  [--rounds N] [--rss] [--json FILE]
+
+Time: in each round every contestant works through one window, in random order, on one thread, without garbage
+collection. Columns: the ratio of the median CPU times, with quartiles of the ratios within a round; "quiet",
+the ratio of the 10th percentiles, which other programs on the machine disturb least; the first for wall time.
+The row "by hand, again" is the noise. A Trainer owns its loop, so it runs in a thread that stops at every
+window (peers/work.py): set-up, validation, logging and checkpoints are not in its time.
+
+Memory: the peak of the live tensor bytes of a window beyond parameters, optimizer state and data; with --rss
+also the growth of the resident set of a process that does nothing else (median of three; not for peers).
+"""
+
+import argparse
+import gc
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from peers import Peer, by_hand, choose
+from peers.work import Timing, TrainerWindow, Window, Work
+from tables import print_table
+from workloads import workloads
+
+from superbatch.torch.memory import peak_bytes
+
+Contestant = Window | TrainerWindow
+WARM_UP = 5
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row: who, how to make it, and which row it is compared with."""
+
+    name: str
+    make: Callable[[Work, str | None], Contestant]
+    variant: str | None = None
+    against: str = "by hand"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time against the baseline's: of medians, quartiles within a round, and of 10th percentiles."""
+
+    ratio: float
+    low: float
+    high: float
+    quiet: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of a table."""
+
+    work: str
+    name: str
+    against: str
+    milliseconds: float
+    cpu: Ratio
+    wall: Ratio
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of one window."""
+
+    work: str
+    name: str
+    bytes: int
+    ratio: float
+    resident: int | None = None
+
+
+def entries(peers: list[Peer]) -> list[Entry]:
+    """The rows, best loop by hand first."""
+    rows = [
+        Entry("by hand", by_hand.best),
+        Entry("by hand, again", by_hand.best),
+        Entry("by hand, reads the loss", by_hand.best, "reads"),
+        Entry("by hand, usual", by_hand.usual),
+        Entry("by hand, cuts the batch", by_hand.best, "slices"),
+    ]
+    for peer in peers:
+        if peer.name == "tutorial" or peer.name.endswith("-items") or peer.name == "fabric":
+            continue  # the usual loop is above; second ways cost the same; Fabric's docstring does less work
+        if peer.version() is None:
+            print(f"{peer.title}: not installed (pip install 'superbatch[peers]')")
+            continue
+        rows.append(Entry(peer.title, peer.load().window))
+        if peer.name == "ours":
+            rows.append(
+                Entry("superbatch, whole batch", peer.load().window, "slices", "by hand, cuts the batch")
+            )
+    return rows
+
+
+def measure(work: Work, rows: list[Entry], rounds: int) -> list[Result]:
+    """Interleave one window of each contestant in every round."""
+    contestants = {row.name: row.make(work, row.variant) for row in rows}
+    timings: dict[str, list[Timing]] = {name: [] for name in contestants}
+    order, generator = list(contestants), random.Random(0)
+    for _ in range(WARM_UP):
+        for name in order:
+            contestants[name].timed()
+    gc.collect()
+    gc.disable()
+    try:
+        for index in range(rounds):
+            generator.shuffle(order)
+            for name in order:
+                timings[name].append(contestants[name].timed())
+            if index % 50 == 49:
+                gc.collect()
+    finally:
+        gc.enable()
+        for contestant in contestants.values():
+            contestant.close()
+    return [_result(work, row, timings[row.name], timings[row.against]) for row in rows]
+
+
+def _result(work: Work, row: Entry, own: list[Timing], base: list[Timing]) -> Result:
+    median = statistics.median(timing.cpu for timing in own) * 1e3
+    cpu = _ratio([t.cpu for t in own], [t.cpu for t in base])
+    wall = _ratio([t.wall for t in own], [t.wall for t in base])
+    return Result(work.name, row.name, row.against, median, cpu, wall)
+
+
+def _ratio(own: list[float], base: list[float]) -> Ratio:
+    low, _, high = statistics.quantiles([a / b for a, b in zip(own, base, strict=True)], n=4)
+    quiet = statistics.quantiles(own, n=10)[0] / statistics.quantiles(base, n=10)[0]
+    return Ratio(statistics.median(own) / statistics.median(base), low, high, quiet)
+
+
+def measure_memory(work: Work, rows: list[Entry], *, rss: bool) -> list[Memory]:
+    """Peaks of one window after a first one, which makes the optimizer's state."""
+    peaks = {}
+    for row in rows:
+        contestant = row.make(work, row.variant)
+        if isinstance(contestant, TrainerWindow):  # the ledger sees one thread only
+            contestant.close()
+            continue
+        contestant.run()
+        peaks[row.name] = peak_bytes(contestant.run)
+    base = peaks["by hand"]
+    alone = [entry.name for entry in entries(choose("none"))] if rss else []
+    residents = {name: _resident(work, name) for name in alone}
+    return [Memory(work.name, name, peak, peak / base, residents.get(name)) for name, peak in peaks.items()]
+
+
+def _resident(work: Work, name: str) -> int:
+    """Bytes that a window adds to the resident set of a new process."""
+    command = [sys.executable, __file__, "--peers", "none", "--work", work.name, "--resident-of", name]
+    runs = [subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    return int(statistics.median(int(run.stdout.split()[-1]) for run in runs))
+
+
+def print_resident_growth(work: Work, row: Entry) -> None:
+    """In the new process: how far three windows raise the highest resident set above the one before them."""
+    contestant = row.make(work, row.variant)
+    assert isinstance(contestant, Window)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    for _ in range(3):
+        contestant.run()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+
+
+def main() -> int:
+    """Measure, print, and write JSON if asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
+    parser.add_argument("--work", default="mlp,convnet,transformer")
+    parser.add_argument("--rounds", type=int, help="instead of each work's own number")
+    parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux)")
+    parser.add_argument("--resident-of", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    known = workloads()
+    try:
+        rows, works = entries(choose(options.peers)), [known[name] for name in options.work.split(",")]
+    except (ValueError, KeyError) as error:
+        parser.error(str(error))
+    if options.resident_of:
+        print_resident_growth(works[0], next(row for row in rows if row.name == options.resident_of))
+        return 0
+    times = [result for work in works for result in measure(work, rows, options.rounds or work.rounds)]
+    peaks = [memory for work in works for memory in measure_memory(work, rows, rss=options.rss)]
+    for work in works:
+        _print(work, [r for r in times if r.work == work.name], [m for m in peaks if m.work == work.name])
+    if options.json:
+        numbers = {"times": [asdict(r) for r in times], "memory": [asdict(m) for m in peaks]}
+        options.json.write_text(json.dumps(numbers, indent=1))
+    return 0
+
+
+def _print(work: Work, times: list[Result], peaks: list[Memory]) -> None:
+    memory = {peak.name: peak for peak in peaks}
+    lines = []
+    for row in times:
+        peak = memory.get(row.name)
+        shown = (
+            (_mebibytes(peak.bytes), f"{peak.ratio:.3f}", _mebibytes(peak.resident)) if peak else ("-",) * 3
+        )
+        quiet = f"{row.cpu.quiet:.3f}"
+        lines.append([row.name, f"{row.milliseconds:.3f}", _show(row.cpu), quiet, _show(row.wall), *shown])
+    header = [
+        "contestant",
+        "CPU ms",
+        "CPU time",
+        "CPU quiet",
+        "wall time",
+        "peak MiB",
+        "peak ratio",
+        "RSS MiB",
+    ]
+    windows = f"{work.name}: {len(work.microbatches())} micro-batches of {work.microbatch_size}"
+    print_table(f"\n{windows}; ratios to the best loop by hand [quartiles]", header, lines)
+
+
+def _mebibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.2f}"
+
+
+def _show(ratio: Ratio) -> str:
+    return f"{ratio.ratio:.3f} [{ratio.low:.3f} {ratio.high:.3f}]"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The loops that a careful and a usual programmer write: what all others are measured against."""
+
+from .work import Window, Work, loss_of
+
+
+def best(work: Work, variant: str | None = None) -> Window:
+    """Weighted by samples, one expression for each micro-batch: no output and no loss outlives its turn.
+
+    Variants: None is given its micro-batches; "slices" cuts the batch itself; "reads" also reads the loss
+    once for each window.
+    """
+    model, optimizer = work.build()
+    model.train()
+    given = work.microbatches()
+    samples, size = work.samples, work.microbatch_size
+
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for part in given:
+            (loss_of(model(part["inputs"]), part) * (len(part["labels"]) / samples)).backward()
+        optimizer.step()
+
+    def slices() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for first in range(0, samples, size):
+            part = work.part(first)
+            (loss_of(model(part["inputs"]), part) * (len(part["labels"]) / samples)).backward()
+        optimizer.step()
+
+    def reads() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for part in given:
+            loss = loss_of(model(part["inputs"]), part) * (len(part["labels"]) / samples)
+            loss.backward()
+            total += loss.detach()
+            del loss
+        optimizer.step()
+        float(total)
+
+    return Window({"slices": slices, "reads": reads}.get(variant or "", run))
+
+
+def usual(work: Work, variant: str | None = None) -> Window:
+    """`outputs = ...; loss = ...` in a loop: both live on while the next micro-batch goes forward."""
+    model, optimizer = work.build()
+    model.train()
+    given = work.microbatches()
+
+    def run() -> None:
+        for part in given:
+            outputs = model(part["inputs"])
+            loss = loss_of(outputs, part) / len(given)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Window(run)

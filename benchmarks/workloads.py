@@ -1,0 +1,87 @@
+"""Three trainings: one where overhead dominates, one in the middle, one where it should vanish."""
+
+import torch
+from peers.task import Batch
+from peers.work import Work
+from torch import Tensor, nn
+
+CLASSES = 10
+
+
+def mlp() -> nn.Module:
+    """About 0.2 ms for a micro-batch of 32 on one CPU core."""
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, CLASSES)
+    )
+
+
+def convnet() -> nn.Module:
+    """About 6 ms for a micro-batch of 16 images of 32 x 32."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 8 * 8, CLASSES),
+    )
+
+
+class Transformer(nn.Module):
+    """A small language model: about 80 ms for a micro-batch of 4 sequences of 64 tokens."""
+
+    VOCABULARY, WIDTH, LENGTH = 1024, 256, 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(self.VOCABULARY, self.WIDTH)
+        layer = nn.TransformerEncoderLayer(self.WIDTH, 4, 4 * self.WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(self.WIDTH, self.VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(ids)))
+
+
+def _images(count: int, *shape: int) -> Batch:
+    torch.manual_seed(0)
+    return {"inputs": torch.randn(count, *shape), "labels": torch.randint(CLASSES, (count,))}
+
+
+def _text(count: int) -> Batch:
+    torch.manual_seed(0)
+    ids = torch.randint(Transformer.VOCABULARY, (count, Transformer.LENGTH + 1))
+    return {"inputs": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+def workloads() -> dict[str, Work]:
+    """By name."""
+    works = (
+        Work(
+            name="mlp",
+            model=mlp,
+            batch=_images(256, 64),
+            microbatch_size=32,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            rounds=600,
+        ),
+        Work(
+            name="convnet",
+            model=convnet,
+            batch=_images(128, 3, 32, 32),
+            microbatch_size=16,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+            rounds=60,
+        ),
+        Work(
+            name="transformer",
+            model=Transformer,
+            batch=_text(16),
+            microbatch_size=4,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
+            rounds=24,
+        ),
+    )
+    return {work.name: work for work in works}
