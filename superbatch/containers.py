@@ -106,7 +106,10 @@ def array_shape(value: Any) -> tuple[int, ...] | None:
         shape = cast("Any", value).shape
     except (AttributeError, RuntimeError):  # torch's strided NestedTensor raises RuntimeError
         return None
-    return cast("tuple[int, ...]", shape) if isinstance(shape, tuple) else _shape_of_other_type(shape)
+    if isinstance(shape, tuple):
+        # A TensorDict without a batch size is a mapping of arrays; with one it is sliced as an array.
+        return cast("tuple[int, ...]", shape) if shape or not isinstance(value, Mapping) else None
+    return _shape_of_other_type(shape)
 
 
 def _shape_of_other_type(shape: Any) -> tuple[int, ...] | None:
@@ -265,19 +268,17 @@ def _rebuild_guarded(value: Any, values: list[Any], path: str) -> Any:
 
 def _rebuild_mapping(value: Mapping[Any, Any], values: list[Any]) -> Any:
     kind = kind_of(value)
-    items = dict(zip(value, values, strict=True))
+    items = dict(zip(value.keys(), values, strict=True))  # iterating over a TensorDict is not over its keys
     if not isinstance(value, (dict, UserDict)) and not hasattr(kind, "__copy__"):
         # copy.copy would share the storage with the original, and writing would change the user's batch.
         new = kind(items)
-        if len(new) != len(items) or any(new[key] is not entry for key, entry in items.items()):
+        if len(new.keys()) != len(items) or any(new[key] is not entry for key, entry in items.items()):
             raise TypeError("its constructor does not take a dict of its entries")
         return new
     new = copy.copy(cast("Any", value))
     attributes = getattr(value, "__dict__", {})
     if attributes is value:
-        new.__dict__ = (
-            new  # the "AttrDict" idiom; the copy would answer attributes with the original's values
-        )
+        new.__dict__ = new  # the copy's attributes would be the original's entries
     for key, entry in items.items():
         new[key] = entry
         if key in attributes and attributes[key] is value[key]:

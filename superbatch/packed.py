@@ -4,7 +4,8 @@
 A mapping, dataclass or namedtuple is a packed group when it holds an offsets entry (`cu_seqlens`,
 `cu_seq_lens`, each also with `_q` and `_k`), as FlashAttention and Hugging Face's flattening collators write
 them. Its samples are the sequences. A micro-batch of sequences a..b holds the tokens offsets[a]..offsets[b],
-and offsets that start at 0 again.
+and offsets that start at 0 again. Values inside token arrays are not changed: numbers of sequences
+(`seq_idx`) tell sequences apart as before, but do not start at 0.
 """
 
 from __future__ import annotations

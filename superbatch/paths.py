@@ -53,8 +53,6 @@ def get(batch: Any, path: str) -> Any:
         >>> get({"inputs": [10, 20], 7: "seven"}, "inputs.1"), get({7: "seven"}, "7")
         (20, 'seven')
     """
-    if type(batch) is dict and path in batch:
-        return cast("dict[Any, Any]", batch)[path]
     if type(path) is not str:
         raise InputError(explain(f"path={path!r}", "a path is text", 'write it as in "inputs.labels"'))
     found = find(batch, path)
@@ -102,7 +100,9 @@ def find(node: Any, path: str) -> Any:
     """
     if not path:
         return node
-    entries = dict(reversed(children(node) or []))  # of equal names the first wins
+    if type(node) is dict and path in node:  # most often it is this; and of 1 and "1" the text is meant
+        return cast("dict[Any, Any]", node)[path]
+    entries = dict(children(node) or [])
     if path in entries:
         return entries[path]
     end = path.rfind(".")

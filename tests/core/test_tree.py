@@ -104,6 +104,9 @@ def test_an_attribute_dict_answers_with_the_micro_batch() -> None:
         assert torch.equal(piece.image, x()[2:5])
         assert piece.image is piece["image"]
         assert torch.equal(batch.image, x())
+    piece: Any = take(AttributeDict(image=x()), 2, 5)
+    piece.weight = 3
+    assert piece["weight"] == 3  # attributes and entries are one dict, as before
 
 
 def test_a_defaultdict_keeps_its_factory() -> None:
@@ -389,12 +392,17 @@ def test_get_of_a_tensor_says_that_it_has_no_parts() -> None:
         get(x(), "labels")
 
 
-@pytest.mark.parametrize("path", [None, 0, ("x",)])
+@pytest.mark.parametrize("path", [None, 0, ("x",), ["x"]])
 def test_a_path_is_text(path: Any) -> None:
     with pytest.raises(InputError, match=r"a path is text"):
         get([x()], path)
     with pytest.raises(InputError):
         get({"x": x()}, path)
+
+
+def test_of_equal_names_the_text_is_meant() -> None:
+    assert get({"in": {1: "number", "1": "text"}}, "in.1") == "text"
+    assert get({"in": {"1": "text", 1: "number"}}, "in.1") == "text"
 
 
 def test_get_finds_an_entry_that_is_none() -> None:
