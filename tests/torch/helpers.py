@@ -210,7 +210,7 @@ def train_both(
 # -- small tasks: (make, loss, batches) -------------------------------------------------------------------
 
 
-def mlp(dtype: torch.dtype = torch.float64, *, dropout: float = 0.0) -> nn.Module:
+def mlp(dtype: torch.dtype = torch.float64, *, dropout: float = 0.0) -> nn.Sequential:
     torch.manual_seed(1)
     layers: list[nn.Module] = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)]
     if dropout:
