@@ -62,7 +62,10 @@ def check_weight(weight: object, where: str) -> Number:
         3
     """
     item = getattr(weight, "item", None)
-    number = item() if callable(item) else weight
+    try:
+        number = item() if callable(item) else weight
+    except (RuntimeError, ValueError, TypeError):  # a tensor or array of several elements
+        number = weight
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise InputError(
             explain(

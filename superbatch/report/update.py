@@ -12,7 +12,7 @@ class Update:
 
     Attributes:
         loss: weighted mean loss of the batch on this rank's window, before the update (NaN where the weight
-        is 0).
+            is 0).
         grad_norm: 2-norm of the normalised gradient before clipping; None where no whole gradient exists
             (accumulation into the momentum buffer, or no update because nothing had weight).
         weight: weight ``W`` of the window, over all ranks.

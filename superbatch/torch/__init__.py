@@ -5,8 +5,9 @@ from ..split import TokenBudget as TokenBudget
 from ..window import Window as Window
 from ..window import windows as windows
 from .accumulator import Accumulator as Accumulator
-from .accumulator import fp32_masters as fp32_masters
 from .in_flight import WindowInFlight as WindowInFlight
+from .masters import fp32_masters as fp32_masters
+from .sample_layout import samples_along as samples_along
 from .weights import class_weights as class_weights
 from .weights import count_tokens as count_tokens
 from .weights import sample_weights as sample_weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,74 +12,66 @@ from torch.optim import Optimizer
 from .. import normalize
 from ..errors import InputError, WindowError, explain
 from ..report.update import Update
-from ..split import TokenBudget, cut, near_equal, sizes
-from ..tree import count_samples, plan, take
+from ..split import TokenBudget
+from ..tree import take
 from ..window import Window
 from . import batchnorm as norms
-from . import checks
+from . import checks, options
+from .batches import microbatches_of
 from .boundary import Step
-from .gradients import LOW_PRECISION, Gradients, InBuffers, InGrad, InMomentum, Owned
+from .gradients import Owned
 from .in_flight import WindowInFlight
+from .places import Places
 from .plan import NonFinite, Plan
 from .problem import Problem
 from .snapshot import BufferKeeper, RandomKeeper
-from .statement import check_statement
-from .sync import find_ranks
+from .statement import check_on_all_ranks
+from .sync import Ranks, find_ranks
 
 BatchNorm = Literal["error", "per_microbatch", "frozen"]
 Into = Literal["grad", "momentum"]
-
-# Up to here the rounding of a bfloat16 sum stays below that of its terms (K <= 2**8 / 16).
-MOST_LOW_PRECISION_MICROBATCHES = 16
 
 
 class Accumulator:
     """Updates a model by the gradient of a whole batch, worked through in micro-batches that fit in memory.
 
     The update is that of the real large batch: gradients are summed with the weight ``w_i / W`` of each
-    micro-batch
-    (``1 / W`` for a sum; see :mod:`superbatch.normalize`), then clipped and applied once.
+    micro-batch (``1 / W`` for a sum; see :mod:`superbatch.normalize`), then clipped and applied once.
 
     Args:
         model: the model, or a list of models, that `loss_fn` uses and the optimizer updates.
         optimizer: a torch optimizer, or a list of optimizers that own different parameters; each is stepped
-        once.
+            once.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model. Not needed for the owned loop.
         microbatch_size: samples per micro-batch at most (the split is near-equal, so at most two sizes
-        occur), or a
-            :class:`TokenBudget`. None works through a batch in one piece.
+            occur), or a :class:`TokenBudget`. None works through a batch in one piece.
         reduction: what `loss_fn` returns: ``"mean"`` (PyTorch's default) or ``"sum"`` over the micro-batch.
         weight: how much a micro-batch counts: None for its samples; a function micro-batch -> number
             (:func:`count_tokens`, :func:`sample_weights`, :func:`class_weights`); or ``"returned"`` where
-            `loss_fn`
-            returns ``(loss, weight)``.
+            `loss_fn` returns ``(loss, weight)``.
         max_grad_norm: clip the normalised gradient to this 2-norm, once per window.
         max_grad_value: clip its elements to this magnitude.
         scheduler: a learning-rate scheduler, or a list of them, stepped once per update that was made.
         scaler: a `torch.amp.GradScaler`; an overflow skips the update and the scheduler.
         nonfinite: what to do with NaN and infinity: ``"raise"``; ``"skip_microbatch"`` leaves a micro-batch
-        and its
-            weight out (its gradient is looked at before it is added); ``"skip_update"`` gives up the window.
+            and its weight out (its gradient is looked at before it is added); ``"skip_update"`` gives up the
+            window.
         batchnorm: BatchNorm in training mode is an ``"error"``; or ``"per_microbatch"`` (inexact, as ghost
-        batch
-            normalisation; running statistics pooled over the batch); or ``"frozen"`` (running statistics,
-            exact).
+            batch normalisation; running statistics pooled over the batch); or ``"frozen"`` (running
+            statistics, exact).
         sample_rng: give every sample its own random stream, so that dropout and noise do not depend on the
-        split.
-            By default each micro-batch draws on from the global generator, as a loop by hand does.
+            split. By default each micro-batch draws on from the global generator, as a loop by hand does.
         accumulator_dtype: sum gradients of bfloat16/float16 parameters in this dtype. ``"auto"``: float32
-        when a
-            window has more than 16 micro-batches. None: in the parameters' dtype.
+            when a window has more than 16 micro-batches. None: in the parameters' dtype.
         accumulate_into: ``"grad"``, or ``"momentum"`` to sum straight into SGD's momentum buffer (exact).
         masters: float32 copies that the optimizer updates in place of low-precision parameters
             (:func:`fp32_masters`); parameters are set to them after each update.
         device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None (left as
-        they are).
+            they are).
         whole: paths of leaves that every micro-batch gets whole.
         per_sample: paths of lists that hold one object per sample.
         check: compare, on the first window, losses of micro-batches with losses of their parts, and refuse a
-        wrong
-            statement of `reduction` or `weight` before anything is updated.
+            wrong statement of `reduction` or `weight` before anything is updated.
 
     Raises:
         InputError: an argument has the wrong type or value, or two of them exclude each other.
@@ -123,45 +114,48 @@ class Accumulator:
         check: bool = True,
     ) -> None:
         models, optimizers = checks.as_models(model), checks.as_optimizers(optimizer)
-        _check_types(loss_fn, microbatch_size, weight, accumulator_dtype)
-        self._owned = checks.own_parameters(models, optimizers, masters)
+        options.check_types(loss_fn, microbatch_size, weight, accumulator_dtype)
+        self._masters = dict(masters or {})
+        self._owned = checks.own_parameters(models, optimizers, self._masters)
+        self._trainable = _trainable(optimizers)
         self._microbatch_size = microbatch_size
-        self._paths = {"whole": tuple(whole), "per_sample": tuple(per_sample)}
-        self._dtype = accumulator_dtype
-        self._masters = bool(masters)
+        self._paths = {
+            "whole": options.as_paths(whole, "whole"),
+            "per_sample": options.as_paths(per_sample, "per_sample"),
+        }
         self._into: Into = checks.check_choice(accumulate_into, "accumulate_into", Into)
         self._batchnorm: BatchNorm = checks.check_choice(batchnorm, "batchnorm", BatchNorm)
         self._batchnorms = norms.find_batchnorms(models)
         self._only_owned = _has_others(models, self._owned)
-        self._check = check
+        self._check = options.check_bool(check, "check")
         self._updates = 0
         self._window: WindowInFlight | None = None
         self._resume: dict[str, Any] | None = None
         self._first = True
-        self._said_dtype = False
-        moved_to = _device(device, self._owned)
+        moved_to, ranks = options.as_device(device, self._owned), find_ranks(models)
         self._plan = Plan(
             models=models,
             owned=self._owned,
             step=Step(
                 optimizers=optimizers,
-                schedulers=_as_tuple(scheduler),
-                scaler=scaler,
+                schedulers=options.as_schedulers(scheduler),
+                scaler=options.check_scaler(scaler),
                 max_grad_norm=checks.check_positive(max_grad_norm, "max_grad_norm"),
                 max_grad_value=checks.check_positive(max_grad_value, "max_grad_value"),
-                masters_copied=self._masters,
+                masters_copied=bool(self._masters),
             ),
-            ranks=find_ranks(models),
+            ranks=ranks,
             device=moved_to,
             reduction=normalize.check_reduction(reduction),
             weigh="samples" if weight is None else weight,
             nonfinite=checks.check_choice(nonfinite, "nonfinite", NonFinite),
-            sample_rng=sample_rng,
-            norms=self._norms(),
+            sample_rng=options.check_bool(sample_rng, "sample_rng"),
+            norms=self._norms(ranks),
             buffers=BufferKeeper(models),
             random=RandomKeeper([] if moved_to is None else [moved_to]),
             loss_fn=loss_fn,
         )
+        self._places = Places(self._plan, accumulator_dtype, momentum=self._into == "momentum")
         self._check_combinations()
 
     @property
@@ -174,8 +168,7 @@ class Accumulator:
 
         Args:
             batch: any nesting of tensors, arrays, mappings, sequences and dataclasses with the samples first,
-            on
-                the host; or a Window, whose micro-batches are taken as they are.
+                on the host; or a Window, whose micro-batches are taken as they are.
 
         Returns:
             The record of the update.
@@ -212,8 +205,7 @@ class Accumulator:
 
         Returns:
             A context manager: iterate over it, call its ``backward(loss)`` for each micro-batch, read its
-            ``update``
-            afterwards. Leaving the block by an exception or ``break`` discards the window.
+            ``update`` afterwards. Leaving the block by an exception or ``break`` discards the window.
 
         Raises:
             InputError, SplitError: the batch cannot be worked through.
@@ -230,30 +222,24 @@ class Accumulator:
             >>> window.update.microbatches
             3
         """
-        if self._window is not None:
-            raise WindowError(
-                explain(
-                    "a second window of one accumulator",
-                    "the first one is still open, and both would sum into the same gradients",
-                    "leave the first block, or use one Accumulator per optimizer",
-                )
-            )
-        microbatches, samples = self._microbatches(batch)
+        self._require_closed()
+        self._refresh_owned()
+        need = self._plan.weigh == "samples" or self._plan.sample_rng
+        microbatches, samples = microbatches_of(batch, self._microbatch_size, self._paths, need_samples=need)
         if self._batchnorm == "error":
             norms.refuse(self._batchnorms)
         if self._first and self._check and self._plan.loss_fn is not None:
             self._check_statement(batch, microbatches, samples)
-        window = WindowInFlight(
+        return WindowInFlight(
             self._plan,
-            self._place(len(microbatches)),
+            self._places.choose(len(microbatches), only_owned=self._only_owned),
             microbatches,
             samples,
             resume=self._resume,
             watch=checks.BackwardWatch(self._owned) if self._first else None,
-            finished=self._finished,
+            entered=self._entered,
+            left=self._left,
         )
-        self._window, self._resume = window, None
-        return window
 
     def discard(self) -> None:
         """Forget a window in flight that was loaded by :meth:`load_state_dict`.
@@ -268,9 +254,8 @@ class Accumulator:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
 
         Between windows that is the number of updates. Inside one (in the loop, after ``backward``) it holds
-        the
-        gradients so far, the weights, the position and the random state, so that the window goes on bit for
-        bit.
+        the gradients so far, the weights, the position and the random state, so that the window goes on bit
+        for bit.
         """
         in_flight = self._window.state_dict() if self._window is not None else self._resume
         return {"version": 1, "updates": self._updates, "window": in_flight}
@@ -280,86 +265,30 @@ class Accumulator:
 
         Args:
             state: from :meth:`state_dict`. The model and the optimizer must be loaded from the same moment,
-            and the
-                next batch must be the one that was being worked through.
+                and the next batch must be the one that was being worked through.
 
         Raises:
             InputError: it is no such state.
             WindowError: a window is open.
         """
-        if not isinstance(state, Mapping) or state.get("version") != 1:
-            raise InputError(
-                explain(
-                    "a state without version 1",
-                    "it was not made by Accumulator.state_dict() of this version",
-                    "pass what state_dict() returned",
-                )
-            )
+        state = options.check_state(state)
         if self._window is not None:
             raise WindowError(
                 explain("load_state_dict() inside a window", "it is in use", "leave the window first")
             )
-        self._updates = int(state["updates"])
+        self._updates = state["updates"]
         self._resume = state["window"]
 
     # -- parts
     # ------------------------------------------------------------------------------------------------
 
-    def _microbatches(self, batch: Any) -> tuple[list[Any], list[int] | None]:
-        """The micro-batches, and the number of samples of each where it can be known."""
-        if not isinstance(batch, Window) and self._microbatch_size is not None:
-            if isinstance(self._microbatch_size, int) and not any(self._paths.values()):
-                length = _length_of_tensors(batch)
-                if length:
-                    counts = near_equal(length, self._microbatch_size)
-                    return _split_tensors(batch, counts), counts
-            planned = plan(batch, **self._paths)
-            counts = sizes(batch, planned.samples, self._microbatch_size)
-            return cut(planned, counts), counts
-        microbatches = list(batch) if isinstance(batch, Window) else [batch]
-        try:
-            return microbatches, [count_samples(microbatch, **self._paths) for microbatch in microbatches]
-        except ValueError:
-            if self._plan.weigh == "samples" or self._plan.sample_rng:
-                raise
-            return microbatches, None
-
-    def _place(self, count: int) -> Gradients:
-        plan = self._plan
-        if self._into == "momentum":
-            return InMomentum(self._owned, plan.step.optimizers[0])
-        dtype = self._sum_dtype(count)
-        isolated = plan.nonfinite == "skip_microbatch"
-        if dtype is None and not isolated:
-            return InGrad(self._owned, only_owned=self._only_owned)
-        return InBuffers(self._owned, dtype, isolated=isolated, only_owned=self._only_owned)
-
-    def _sum_dtype(self, count: int) -> torch.dtype | None:
-        """The dtype of the buffers that low-precision gradients are summed in, or None for no buffers."""
-        low = any(entry.parameter.dtype in LOW_PRECISION for entry in self._owned)
-        if not isinstance(self._dtype, str):
-            return self._dtype if low else None
-        if self._masters:
-            return torch.float32
-        if not low or count <= MOST_LOW_PRECISION_MICROBATCHES:
-            return None
-        if not self._said_dtype:
-            self._said_dtype = True
-            warnings.warn(
-                f"a window of {count} micro-batches with bfloat16/float16 parameters: their gradients are "
-                "summed in float32 (4 bytes per parameter), since a sum in their own dtype would stop "
-                "growing. accumulator_dtype=torch.float32 says the same without this message, "
-                "accumulator_dtype=None undoes it.",
-                UserWarning,
-                stacklevel=5,
-            )
-        return torch.float32
-
-    def _norms(self) -> norms.Frozen | norms.Pooled | None:
+    def _norms(self, ranks: Ranks) -> norms.Frozen | norms.Pooled | None:
         if not self._batchnorms or self._batchnorm == "error":
             return None
         return (
-            norms.Frozen(self._batchnorms) if self._batchnorm == "frozen" else norms.Pooled(self._batchnorms)
+            norms.Frozen(self._batchnorms)
+            if self._batchnorm == "frozen"
+            else norms.Pooled(self._batchnorms, ranks)
         )
 
     def _check_statement(self, batch: Any, microbatches: list[Any], samples: list[int] | None) -> None:
@@ -376,10 +305,32 @@ class Accumulator:
         pieces = microbatches
         if samples is not None and max(samples) == 1 and not isinstance(batch, Window):
             pieces = [take(batch, start, start + 2, **self._paths) for start in range(0, len(samples) - 1, 2)]
-        with plan_.ranks.hold_back():
-            check_statement(problem, pieces, frozen=list(self._batchnorms.values()))
+        check_on_all_ranks(problem, pieces, plan_.ranks, frozen=list(self._batchnorms.values()))
 
-    def _finished(self, update: Update | None) -> None:
+    def _refresh_owned(self) -> None:
+        """Look again at what the optimizers own if a parameter was frozen, unfrozen or added."""
+        optimizers = self._plan.step.optimizers
+        trainable = _trainable(optimizers)
+        if trainable != self._trainable:
+            self._owned[:] = checks.own_parameters(self._plan.models, optimizers, self._masters)
+            self._only_owned = _has_others(self._plan.models, self._owned)
+            self._trainable = trainable
+
+    def _require_closed(self) -> None:
+        if self._window is not None:
+            raise WindowError(
+                explain(
+                    "a second window of one accumulator",
+                    "the first one is still open, and both would sum into the same gradients",
+                    "leave the first block, or use one Accumulator per optimizer",
+                )
+            )
+
+    def _entered(self, window: WindowInFlight) -> None:
+        self._require_closed()
+        self._window, self._resume = window, None
+
+    def _left(self, update: Update | None) -> None:
         self._window = None
         if update is not None and update.made:
             self._first = False
@@ -393,7 +344,7 @@ class Accumulator:
                 max_grad_norm=plan.step.max_grad_norm,
                 max_grad_value=plan.step.max_grad_value,
                 scaler=plan.step.scaler,
-                masters=self._masters,
+                masters=bool(self._masters),
                 weight_returned=plan.weigh == "returned",
                 nonfinite_skip_microbatch=plan.nonfinite == "skip_microbatch",
                 ranks=plan.ranks.shared,
@@ -408,32 +359,6 @@ class Accumulator:
                     "use max_grad_norm",
                 )
             )
-
-
-def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
-    """Make float32 copies of a model's low-precision parameters, for an optimizer to update in their place.
-
-    Args:
-        model: a model with bfloat16 or float16 parameters.
-
-    Returns:
-        Trainable parameter -> its float32 copy (parameters that are wider map to themselves): make the
-        optimizer
-        over the values and pass the mapping as ``Accumulator(masters=...)``.
-
-    Examples:
-        >>> model = nn.Linear(2, 1).bfloat16()
-        >>> masters = fp32_masters(model)
-        >>> optimizer = torch.optim.SGD(masters.values(), lr=0.1)
-        >>> accumulate = Accumulator(model, optimizer, lambda x: model(x).mean(), masters=masters)
-        >>> accumulate(torch.randn(4, 2, dtype=torch.bfloat16)).made
-        True
-    """
-    return {
-        parameter: nn.Parameter(parameter.detach().float()) if parameter.dtype in LOW_PRECISION else parameter
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    }
 
 
 def _pair(returned: Any) -> tuple[Any, Any]:
@@ -460,84 +385,12 @@ def _alone(returned: Any) -> Any:
     )
 
 
-def _length_of_tensors(batch: Any) -> int:
-    """Samples of the commonest batch - a tuple of tensors of one length - and 0 for any other.
-
-    Walking a general batch takes a hundredth of a window of a tiny model; this takes a tenth of that.
-    """
-    if type(batch) is not tuple or not batch:
-        return 0
-    length = len(batch[0]) if type(batch[0]) is Tensor and batch[0].ndim else 0
-    return length if all(type(t) is Tensor and t.ndim and len(t) == length for t in batch) else 0
-
-
-def _split_tensors(batch: tuple[Tensor, ...], counts: list[int]) -> list[Any]:
-    return list(zip(*(tensor.split(counts) for tensor in batch), strict=True))
+def _trainable(optimizers: Sequence[Optimizer]) -> list[bool]:
+    """Which parameters need a gradient, in order: it changes when one is frozen or added."""
+    return [p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
 
 
 def _has_others(models: Sequence[nn.Module], owned: list[Owned]) -> bool:
     """Whether the models have trainable parameters that belong to other optimizers."""
     mine = {entry.parameter for entry in owned}
     return any(p.requires_grad and p not in mine for model in models for p in model.parameters())
-
-
-def _device(device: torch.device | str | int | None, owned: list[Owned]) -> torch.device | None:
-    if device is None:
-        return None
-    if device == "auto":
-        found = owned[0].parameter.device
-        return None if found.type == "cpu" else found
-    return torch.device(device)
-
-
-def _as_tuple(scheduler: Any) -> tuple[Any, ...]:
-    schedulers = (
-        tuple(scheduler) if isinstance(scheduler, list | tuple) else () if scheduler is None else (scheduler,)
-    )
-    for one in schedulers:
-        if not callable(getattr(one, "step", None)):
-            raise InputError(
-                explain(
-                    f"scheduler of type {type(one).__name__}",
-                    "a scheduler is stepped once per update",
-                    "pass a torch.optim.lr_scheduler, a list of them, or None",
-                )
-            )
-    return schedulers
-
-
-def _check_types(loss_fn: object, microbatch_size: object, weight: object, dtype: object) -> None:
-    if loss_fn is not None and not callable(loss_fn):
-        raise InputError(
-            explain(
-                f"loss_fn of type {type(loss_fn).__name__}",
-                "it is called with each micro-batch",
-                "pass a function microbatch -> loss",
-            )
-        )
-    valid = isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool) and microbatch_size > 0
-    if microbatch_size is not None and not valid and not isinstance(microbatch_size, TokenBudget):
-        raise InputError(
-            explain(
-                f"microbatch_size={microbatch_size!r}",
-                "a micro-batch has a whole number of samples, at least one",
-                "pass a positive int, a TokenBudget, or None for one piece",
-            )
-        )
-    if weight is not None and weight != "returned" and not callable(weight):
-        raise InputError(
-            explain(
-                f"weight={weight!r}",
-                "it is no way to weigh a micro-batch",
-                'pass None (samples), a function such as count_tokens("labels"), or "returned"',
-            )
-        )
-    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    if dtype is not None and dtype != "auto" and not floating:
-        raise InputError(
-            explain(
-                f"accumulator_dtype={dtype!r}",
-                "gradients are summed in a floating-point dtype",
-                'pass torch.float32, "auto" or None',
-            )
-        )

@@ -1,12 +1,9 @@
 """BatchNorm where a batch is worked through in micro-batches: refused, frozen, or per micro-batch.
 
 Normalising per micro-batch is another function than normalising over the batch (its gradient is that of
-"ghost"
-batch normalisation, arXiv:1705.08741), so it is never chosen silently. What can be kept exact is kept: the
-running
-statistics move once per update, by the batch's own mean and variance, pooled from the micro-batches (Chan,
-Golub,
-LeVeque 1979)::
+"ghost" batch normalisation, arXiv:1705.08741), so it is never chosen silently. What can be kept exact is
+kept: the running statistics move once per update, by the batch's own mean and variance, pooled from the
+micro-batches (Chan, Golub, LeVeque 1979)::
 
     n = sum n_i     mean = sum n_i mean_i / n     M2 = sum [ (n_i - 1) var_i + n_i (mean_i - mean)^2 ]
     running_mean = (1 - momentum) running_mean + momentum mean
@@ -26,6 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import CoupledSamplesError, explain
 from .coupling import uses_batch_statistics
 from .sync import Ranks
+
+Seen = tuple[int, Tensor, Tensor]
+"""Values per channel, mean and unbiased variance of one call."""
 
 
 def find_batchnorms(models: Iterable[nn.Module]) -> dict[str, _BatchNorm]:
@@ -71,6 +71,15 @@ class Frozen:
     """BatchNorms that use their running statistics during a window, whatever their mode outside it."""
 
     def __init__(self, batchnorms: dict[str, _BatchNorm]) -> None:
+        for path, module in batchnorms.items():
+            if module.running_mean is None:
+                raise CoupledSamplesError(
+                    explain(
+                        f'batchnorm="frozen" and {path!r}, a BatchNorm without running statistics',
+                        "it normalises with what it sees in evaluation mode too",
+                        "give it track_running_stats=True, or replace it by GroupNorm or LayerNorm",
+                    )
+                )
         self._modules = list(batchnorms.values())
         self._training: list[bool] = []
 
@@ -91,18 +100,25 @@ class Pooled:
     """BatchNorms that normalise per micro-batch, and whose running statistics move once per window.
 
     During the window a module's momentum is 1, so that after each of its calls its running statistics *are*
-    those
-    of the micro-batch it saw. A module called several times per forward has one pool per call.
+    those of the micro-batch it saw. A module called several times per forward has one pool per call.
     """
 
-    def __init__(self, batchnorms: dict[str, _BatchNorm]) -> None:
+    def __init__(self, batchnorms: dict[str, _BatchNorm], ranks: Ranks) -> None:
+        if ranks.shared and any(isinstance(module, nn.SyncBatchNorm) for module in batchnorms.values()):
+            raise CoupledSamplesError(
+                explain(
+                    'batchnorm="per_microbatch" with SyncBatchNorm',
+                    "it communicates in every forward, but ranks may have different numbers of micro-batches",
+                    "use BatchNorm: its running statistics are pooled over the ranks here",
+                )
+            )
         self._modules = [module for module in batchnorms.values() if module.track_running_stats]
         self._before: list[dict[str, Any]] = []
         self._hooks: list[RemovableHandle] = []
         # Off during a backward: what a checkpoint recomputes there must not be counted again.
         self.watching = False
         self._call: dict[_BatchNorm, int] = {}
-        self._pools: dict[_BatchNorm, list[list[tuple[int, Tensor, Tensor]]]] = {}
+        self._pools: dict[_BatchNorm, list[list[Seen]]] = {}
 
     def open(self) -> None:
         """Start to watch."""
@@ -118,7 +134,7 @@ class Pooled:
                 }
             )
             module.momentum = 1.0
-            self._hooks.append(module.register_forward_hook(self._observe))
+            self._hooks.append(module.register_forward_hook(self._observe, with_kwargs=True))
 
     def start_microbatch(self) -> None:
         """Count the calls of each module from the first again."""
@@ -131,16 +147,19 @@ class Pooled:
             for pool in self._pools[module][:calls]:
                 pool.pop()
 
-    def state(self) -> list[list[list[tuple[int, Tensor, Tensor]]]]:
-        """Return what was seen so far, in the order of the modules."""
-        return [[list(pool) for pool in pools] for pools in self._pools.values()]
+    def state(self) -> list[dict[str, Any]]:
+        """Return what was seen so far and the statistics before the window, in the order of the modules."""
+        statistics = [{key: before[key] for key in ("mean", "var", "batches")} for before in self._before]
+        return [
+            {**before, "pools": [list(pool) for pool in pools]}
+            for before, pools in zip(statistics, self._pools.values(), strict=True)
+        ]
 
-    def load_state(self, state: list[list[list[tuple[int, Tensor, Tensor]]]]) -> None:
+    def load_state(self, state: list[dict[str, Any]]) -> None:
         """Go on from what :meth:`state` returned."""
-        for module, pools in zip(self._pools, state, strict=True):
-            self._pools[module] = [
-                [(count, mean, variance) for count, mean, variance in pool] for pool in pools
-            ]
+        for before, saved in zip(self._before, state, strict=True):
+            before.update({key: saved[key] for key in ("mean", "var", "batches")})
+            self._pools[before["module"]] = [list(pool) for pool in saved["pools"]]
 
     def close(self, ranks: Ranks) -> None:
         """Move the running statistics once, by the batch's own."""
@@ -152,8 +171,9 @@ class Pooled:
                 _set(module.running_mean, before["mean"])
                 _set(module.running_var, before["var"])
                 _set(module.num_batches_tracked, before["batches"])
-                for pool in pools:
-                    _move(module, *_pooled(pool, ranks))
+                # A rank without any weight has seen nothing, but takes part in the sums.
+                for call in range(ranks.max(len(pools))):
+                    _move(module, *_pooled(module, pools[call] if call < len(pools) else [], ranks))
         self._pools = {}
 
     def put_back(self) -> None:
@@ -164,7 +184,7 @@ class Pooled:
             before["module"].momentum = before["momentum"]
         self._before = []
 
-    def _observe(self, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _observe(self, module: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if not self.watching:
             return
         call = self._call.get(module, 0)
@@ -172,16 +192,19 @@ class Pooled:
         pools = self._pools[module]
         if call == len(pools):
             pools.append([])
-        count = inputs[0].numel() // module.num_features
+        count = (inputs[0] if inputs else named["input"]).numel() // module.num_features
         pools[call].append((count, module.running_mean.clone(), module.running_var.clone()))
 
 
-def _pooled(pool: list[tuple[int, Tensor, Tensor]], ranks: Ranks) -> tuple[Tensor, Tensor]:
+def _pooled(module: _BatchNorm, pool: list[Seen], ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance over all micro-batches and ranks."""
-    counts = [count for count, *_ in pool]
-    means = torch.stack([mean for _, mean, _ in pool]).double()
-    variances = torch.stack([variance for *_, variance in pool]).double()
-    n_i = torch.tensor(counts, dtype=torch.float64, device=means.device).unsqueeze(1)
+    assert module.running_mean is not None
+    nothing = torch.zeros((0, module.num_features), dtype=torch.float64, device=module.running_mean.device)
+    means = torch.cat([nothing, *(mean.double().unsqueeze(0) for _, mean, _ in pool)])
+    variances = torch.cat([nothing, *(variance.double().unsqueeze(0) for *_, variance in pool)])
+    n_i = torch.tensor([[count] for count, *_ in pool], dtype=torch.float64, device=means.device).reshape(
+        -1, 1
+    )
     n = ranks.sum_tensor(n_i.sum())
     mean = ranks.sum_tensor((n_i * means).sum(0)) / n
     m2 = ranks.sum_tensor(((n_i - 1) * variances + n_i * (means - mean).square()).sum(0))

@@ -3,8 +3,7 @@
 reduce -> normalise -> unscale -> finite check -> clip -> optimizer -> scaler -> scheduler -> zero_grad
 
 Once per window: a norm of a gradient that is not normalised, not unscaled or not reduced is the norm of
-something
-else, and a scheduler counts updates.
+something else, and a scheduler counts updates.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .gradients import LOW_PRECISION, Gradients, InMomentum, Owned, all_finite, clear, values
+from ..errors import OptimizerError, explain
+from .gradients import LOW_PRECISION, Gradients, Owned, all_finite, clear, values
+from .in_momentum import InMomentum
 from .sync import Ranks
 
 
@@ -56,11 +57,12 @@ def ready(
         present = [gradient for gradient in gradients if gradient is not None]
         if present:
             torch._foreach_div_(present, divisor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    _require_any(place, gradients)
     if step.scaling:
         # unscale_ works on `.grad` and remembers an overflow for the scaler's own step().
         assert step.scaler is not None
         place.attach(gradients)
-        for optimizer in step.optimizers:
+        for optimizer in _with_gradient(step.optimizers):
             step.scaler.unscale_(optimizer)
         gradients = [entry.target.grad for entry in owned]
     # A sparse gradient's norm is that of its summed values, and only those can be clipped in place.
@@ -117,44 +119,72 @@ def clip(step: Step, gradients: list[Tensor | None], norm: float) -> None:
             gradient.clamp_(-step.max_grad_value, step.max_grad_value)
 
 
-def update(
-    step: Step, place: Gradients, owned: list[Owned], gradients: list[Tensor | None], loss: float
-) -> None:
-    """Make the update: optimizer, scaler, scheduler, zero_grad."""
+def update(step: Step, place: Gradients, owned: list[Owned], gradients: list[Tensor | None]) -> None:
+    """Make the update: optimizer, scaler, master copies."""
     if isinstance(place, InMomentum):
         place.apply()
     place.attach(gradients)
-    for optimizer in step.optimizers:
-        # With momentum accumulation no target has a gradient, so this only runs the optimizer's hooks and
-        # counters.
-        if step.scaling:
-            assert step.scaler is not None
-            step.scaler.step(optimizer)
-        else:
-            optimizer.step()
     if step.scaling:
-        assert step.scaler is not None
-        step.scaler.update()
+        _scaled_step(step)
+    else:
+        for optimizer in step.optimizers:
+            # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and
+            # counters.
+            optimizer.step()
     if step.masters_copied:
         with torch.no_grad():
             for entry in owned:
                 if entry.target is not entry.parameter:
                     entry.parameter.copy_(entry.target)
+
+
+def advance(step: Step, loss: float) -> None:
+    """Step the schedulers: they count updates that were made."""
     for scheduler in step.schedulers:
         if isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step(loss)
         else:
             scheduler.step()
-    clear(owned)
 
 
 def overflow(step: Step, owned: list[Owned]) -> None:
     """Let the scaler see an overflow: its step() leaves the optimizer alone, its scale goes down."""
+    _scaled_step(step)
+    clear(owned)
+
+
+def forget_scaling(step: Step) -> None:
+    """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
+    if step.scaling:
+        assert step.scaler is not None
+        step.scaler.update(step.scaler.get_scale())
+
+
+def _scaled_step(step: Step) -> None:
     assert step.scaler is not None
-    for optimizer in step.optimizers:
+    for optimizer in _with_gradient(step.optimizers):
         step.scaler.step(optimizer)
     step.scaler.update()
-    clear(owned)
+
+
+def _with_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """The optimizers that have a gradient: a scaler refuses one that has none."""
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    ]
+
+
+def _require_any(place: Gradients, gradients: Sequence[Tensor | None]) -> None:
+    if not isinstance(place, InMomentum) and all(gradient is None for gradient in gradients):
+        raise OptimizerError(
+            explain(
+                "a window whose losses gave no gradient to any parameter of the optimizer",
+                "an update would change nothing",
+                "check that the loss depends on the parameters that the optimizer was made with",
+            )
+        )
 
 
 def learning_rates(step: Step) -> tuple[float, ...]:

@@ -77,8 +77,7 @@ def own_parameters(
 
     Raises:
         OptimizerError: no optimizer parameter that needs a gradient belongs to the models, two optimizers
-        share
-            one, or a parameter is stepped inside the backward.
+            share one, or a parameter is stepped inside the backward.
         InputError: `masters` maps something else than parameters of the models.
     """
     names = _names(models)
@@ -102,7 +101,7 @@ def own_parameters(
                 if not parameter.requires_grad:
                     continue
                 name = names.get(parameter, f"optimizer[{index}].group[{number}].parameter[{place}]")
-                owned.append(Owned(name, parameter, target, group))
+                owned.append(Owned(name, parameter, target, optimizer, number))
     if not any(entry.parameter in names for entry in owned):
         raise OptimizerError(
             explain(
@@ -185,6 +184,14 @@ def check_loss(loss: object) -> None:
                 f"a loss of shape {tuple(loss.shape)}",
                 "a micro-batch has one loss",
                 'return its mean (reduction="mean") or its sum (reduction="sum")',
+            )
+        )
+    if not loss.is_floating_point():
+        raise InputError(
+            explain(
+                f"a loss of dtype {loss.dtype}",
+                "a loss is a real number, so that it can be made smaller",
+                "return its absolute value or real part",
             )
         )
     if not loss.requires_grad:

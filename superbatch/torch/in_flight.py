@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from .. import normalize
-from ..errors import NonFiniteError, OptimizerError, WindowError, explain
+from ..errors import NonFiniteError, WindowError, explain
 from ..report.update import Update
-from . import boundary
+from . import boundary, saving
 from .batchnorm import Pooled
 from .checks import BackwardWatch, check_loss
-from .gradients import Gradients, InBuffers, InMomentum
+from .gradients import Gradients, clear
+from .in_buffers import InBuffers
+from .in_momentum import InMomentum
 from .losses import Losses
 from .nonfinite import Culprit, first_bad_microbatch, first_bad_parameter
 from .plan import Plan, to_device
 from .sample_rng import sample_stream
-from .snapshot import BufferKeeper, restore_random_state
+from .snapshot import BufferKeeper
 from .weighing import Weights
 
 
@@ -31,8 +33,7 @@ class WindowInFlight:
     """The micro-batches of one update, to be iterated over inside a ``with`` block.
 
     It is made by :meth:`Accumulator.window`; see there for its use. Leaving the block after the last
-    micro-batch
-    makes the update; leaving it earlier, by an exception or by ``break``, puts everything back.
+    micro-batch makes the update; leaving it earlier, by an exception or by ``break``, puts everything back.
 
     Attributes:
         update: the record of the update, once the block is left.
@@ -47,7 +48,8 @@ class WindowInFlight:
         *,
         resume: dict[str, Any] | None,
         watch: BackwardWatch | None,
-        finished: Callable[[Update | None], None],
+        entered: Callable[[WindowInFlight], None],
+        left: Callable[[Update | None], None],
     ) -> None:
         self._started = time.perf_counter()
         self._plan = plan
@@ -56,35 +58,50 @@ class WindowInFlight:
         self._samples = samples
         self._resume = resume
         self._watch = watch
-        self._finished = finished
+        self._entered, self._left = entered, left
         self._weights = Weights(plan.weigh, plan.reduction, microbatches, samples, plan.ranks)
         self._losses = Losses()
         self._dropped: list[int] = []
         self._next = 0  # where the iteration starts: behind 0 after a restart
         self._current: int | None = None
         self._exhausted = False
+        self._broken: int | None = None  # the micro-batch whose backward raised
         self._iterator: Iterator[Any] | None = None
         self._calls: dict[int, Any] = {}  # what random draws of all micro-batches are checked against
         self._context = ExitStack()
         self.update: Update | None = None
+        if resume is not None:
+            saving.check_state(self, resume)
 
     # -- the block ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> WindowInFlight:
         plan = self._plan
+        self._entered(self)
         plan.random.take()
+        plan.buffers.take()
+        try:
+            self._open()
+        except BaseException:
+            self._discard()
+            self._left(None)
+            raise
+        return self
+
+    def _open(self) -> None:
+        plan = self._plan
         self._key = 0
         if plan.sample_rng:
-            self._key = int(torch.randint(1 << 62, ()))
+            # Shared by all ranks, so that a sample's stream depends on its place in the batch alone.
+            self._key = plan.ranks.first(int(torch.randint(1 << 52, ())))
+            self._first_sample = plan.ranks.before(sum(self._samples or ()))
             self._after_key = torch.get_rng_state()
-        plan.buffers.take()
         if plan.norms is not None:
             plan.norms.open()
         self._context = plan.ranks.hold_back()
         self._place.open()
         if self._resume is not None:
-            self._load_state(self._resume)
-        return self
+            saving.load_state(self, self._resume)
 
     def __iter__(self) -> Iterator[Any]:
         self._iterator = self._iterate()
@@ -95,12 +112,12 @@ class WindowInFlight:
 
         Args:
             loss: what the accumulator's `reduction` states: the mean or the sum over the micro-batch; one
-            element.
+                element.
             weight: the micro-batch's weight, for ``Accumulator(weight="returned")`` only.
 
         Raises:
             WindowError: there is no current micro-batch, or its backward was already called where it must not
-            be.
+                be.
             InputError: `loss` is no scalar tensor with a graph, or `weight` is missing or not expected.
         """
         index, plan, place = self._current, self._plan, self._place
@@ -115,34 +132,42 @@ class WindowInFlight:
         check_loss(loss)
         factor = self._weights.factor(index, weight)
         again = index in self._losses
-        self._losses.add(index, loss)
+        self._broken = index
         pooled = plan.norms if isinstance(plan.norms, Pooled) else None
         if pooled is not None:
             pooled.watching = False
         scaler = plan.step.scaler
-        place.backward(loss if scaler is None else scaler.scale(loss), factor)
+        if factor:  # a loss without weight may be NaN, and 0 x NaN is NaN
+            place.backward(loss if scaler is None else scaler.scale(loss), factor)
         if pooled is not None:
             pooled.watching = True
         if self._watch is not None:
             self._watch.check()
-        if plan.nonfinite == "skip_microbatch":
+        self._losses.add(index, loss)
+        if plan.nonfinite == "skip_microbatch" and factor:
             self._keep_or_drop(index, again=again)
+        self._broken = None
         self._next = index + 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        versions = [entry.target._version for entry in self._plan.owned]
         try:
             if kind is None and self._exhausted:
                 self._finish()
             else:
                 self._leave_early()
         except BaseException:
-            self._discard()
+            if versions == [entry.target._version for entry in self._plan.owned]:
+                self._discard()
+            else:  # parameters have moved: what raised came after the update, which stands
+                clear(self._plan.owned)
+                self._close()
             raise
         finally:
             self._microbatches = []
-            self._finished(self.update)
+            self._left(self.update)
 
     # -- micro-batches -------------------------------------------------------------------------------------
 
@@ -159,10 +184,10 @@ class WindowInFlight:
             self._current = index
             with self._stream(index):
                 yield to_device(self._microbatches[index], plan.device)
-            if index not in self._losses:
+            if index not in self._losses or self._broken is not None:
                 raise WindowError(
                     explain(
-                        f"micro-batch {index} without backward(loss)",
+                        f"micro-batch {index} without a backward(loss) that went through",
                         "its weight is in the divisor of the window, so its gradient must be in the sum",
                         "call backward for every micro-batch, or give those to leave out the weight 0",
                     )
@@ -175,7 +200,8 @@ class WindowInFlight:
         if not self._plan.sample_rng:
             return nullcontext()
         assert self._samples is not None
-        return sample_stream(self._key, sum(self._samples[:index]), self._samples[index], calls=self._calls)
+        first = self._first_sample + sum(self._samples[:index])
+        return sample_stream(self._key, first, self._samples[index], calls=self._calls)
 
     def _keep_or_drop(self, index: int, *, again: bool) -> None:
         place = self._place
@@ -217,9 +243,9 @@ class WindowInFlight:
             step, place, plan.ranks, plan.owned, normalize.divisor(self._weights.planned, weight)
         )
         if isinstance(place, InMomentum):
-            norm, finite = None, place.finite()
+            gradients, norm = place.sums(), None
+            finite = boundary.finite_norm(gradients)[1]
         else:
-            self._require_gradient(gradients)
             norm, finite = boundary.finite_norm(gradients)
         if not finite and not step.scaling:
             self._refuse(loss, weight, rates, self._culprit_by_gradient(losses, gradients))
@@ -227,12 +253,15 @@ class WindowInFlight:
         if finite:
             if norm is not None:
                 boundary.clip(step, gradients, norm)
-            boundary.update(step, place, plan.owned, gradients, loss)
+            boundary.update(step, place, plan.owned, gradients)
+            self._record(loss, weight, rates, norm=norm)
+            boundary.advance(step, loss)
+            clear(plan.owned)
         else:
             boundary.overflow(step, plan.owned)
+            reason = "overflow: the gradient of the scaled loss is not finite"
+            self._record(loss, weight, rates, norm=norm, skipped=reason)
         self._close()
-        overflow = None if finite else "overflow: the gradient of the scaled loss is not finite"
-        self._record(loss, weight, rates, norm=norm, skipped=overflow)
 
     def _over_ranks(
         self, losses: list[float], weights: list[normalize.Number], bad: list[int]
@@ -242,24 +271,18 @@ class WindowInFlight:
         weight = normalize.total_weight(weights)
         if not self._plan.ranks.shared:
             return normalize.per_weight(total, weight), weight, bool(bad)
-        total, summed, bad_ranks = self._plan.ranks.sum([total, weight, bool(bad)])
-        weight = int(summed) if isinstance(weight, int) else summed
+        total, weight, bad_ranks = self._plan.ranks.sum([total, weight, bool(bad)])
+        weight = int(weight) if weight.is_integer() else weight
         return normalize.per_weight(total, weight), weight, bool(bad_ranks)
-
-    def _require_gradient(self, gradients: list[Tensor | None]) -> None:
-        if all(gradient is None for gradient in gradients):
-            raise OptimizerError(
-                explain(
-                    "a window whose losses gave no gradient to any parameter of the optimizer",
-                    "an update would change nothing",
-                    "check that the loss depends on the parameters that the optimizer was made with",
-                )
-            )
 
     def _culprit_by_loss(self, losses: list[float], bad: list[int]) -> Culprit:
         if not bad:
             return Culprit()
-        return Culprit(bad[0], losses[bad[0]], first_bad_parameter(self._plan.owned, self._place.close()))
+        return Culprit(bad[0], losses[bad[0]], first_bad_parameter(self._plan.owned, self._sums()))
+
+    def _sums(self) -> list[Tensor | None]:
+        place = self._place
+        return place.sums() if isinstance(place, InMomentum) else place.close()
 
     def _culprit_by_gradient(self, losses: list[float], gradients: list[Tensor | None]) -> Culprit:
         plan = self._plan
@@ -268,7 +291,8 @@ class WindowInFlight:
             return Culprit(parameter=parameter)
         plan.random.restore()
         plan.buffers.restore()
-        index = first_bad_microbatch(len(self._microbatches), self._backward_again, plan.owned)
+        took_part = [index for index, weight in enumerate(self._weights.counted(self._dropped)) if weight]
+        index = first_bad_microbatch(took_part, self._backward_again, plan.owned)
         return Culprit(index, None if index is None else losses[index], parameter)
 
     def _backward_again(self, index: int) -> None:
@@ -321,7 +345,6 @@ class WindowInFlight:
         elif norms is not None:
             norms.put_back()
         self._plan.buffers.release()
-        self._plan.random.release()
 
     def _discard(self) -> None:
         """Put everything back as it was before the window."""
@@ -330,15 +353,14 @@ class WindowInFlight:
             self._iterator.close()  # pyright: ignore[reportAttributeAccessIssue]  (a generator)
         self._context.close()
         self._place.discard()
+        boundary.forget_scaling(self._plan.step)
         if self._plan.norms is not None:
             self._plan.norms.put_back()
         self._plan.buffers.restore()
         self._plan.random.restore()
 
-    # -- saving a window in flight --------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`Accumulator.state_dict` stores of a window: tensors, plain containers."""
+        """Return what :meth:`Accumulator.state_dict` stores of a window in flight (see `saving`)."""
         if self._current is not None and self._current not in self._losses:
             raise WindowError(
                 explain(
@@ -347,48 +369,4 @@ class WindowInFlight:
                     "call it after backward(loss)",
                 )
             )
-        plan = self._plan
-        return {
-            "microbatches": len(self._microbatches),
-            "next": self._next,
-            "weights": self._weights.ahead,
-            "returned": dict(self._weights.returned),
-            "losses": self._losses.state(),
-            "dropped": list(self._dropped),
-            "gradients": self._place.state(),
-            "key": self._key,
-            "random": self._random_outside_streams(),
-            "random_before": plan.random.taken,
-            "buffers_before": plan.buffers.state(),
-            "norms": plan.norms.state() if isinstance(plan.norms, Pooled) else None,
-        }
-
-    def _random_outside_streams(self) -> dict[str, Any]:
-        """The generators' state behind the last micro-batch, which sample streams hide during it."""
-        state = self._plan.random.now()
-        if self._plan.sample_rng:
-            state["torch"] = self._after_key
-        return state
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        if state["microbatches"] != len(self._microbatches) or state["weights"] != self._weights.ahead:
-            raise WindowError(
-                explain(
-                    f"a window of {len(self._microbatches)} micro-batches with the weights "
-                    f"{self._weights.ahead}",
-                    f"the saved window in flight has {state['microbatches']} with {state['weights']}",
-                    "go on with the same batch and micro-batches, or call discard() first",
-                )
-            )
-        self._next = state["next"]
-        self._weights.returned = dict(state["returned"])
-        self._losses.load_state(state["losses"])
-        self._dropped = list(state["dropped"])
-        self._place.load_state(state["gradients"])
-        self._key = state["key"]
-        self._plan.random.taken = state["random_before"]
-        self._plan.buffers.load_state(state["buffers_before"])
-        if isinstance(self._plan.norms, Pooled):
-            self._plan.norms.load_state(state["norms"])
-        restore_random_state(state["random"])
-        self._after_key = torch.get_rng_state()
+        return saving.state_of(self)

@@ -1,4 +1,4 @@
-"""The losses of a window's micro-batches: numbers that keep no graph alive, read from a device all at once."""
+"""The losses of a window: numbers that keep no graph alive, read from a device all at once."""
 
 from __future__ import annotations
 

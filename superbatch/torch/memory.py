@@ -1,7 +1,9 @@
 """Peak memory of a function call, counted the same way on every machine.
 
-* CPU: torch has no public counter (``torch.distributed._tools.MemTracker`` is private, needs the distributed package
-  and hooks modules), so a dispatch mode keeps a ledger: a storage enters when an operation returns it and leaves at
+* CPU: torch has no public counter (``torch.distributed._tools.MemTracker`` is private, needs the distributed
+package
+  and hooks modules), so a dispatch mode keeps a ledger: a storage enters when an operation returns it and
+  leaves at
   the moment it is freed. Views share a storage and add nothing; the backward pass is seen like the forward.
 * CUDA: torch's own allocator statistics.
 * Nothing is left behind: no mode, no hook, no reference that would keep a tensor alive.
@@ -25,7 +27,8 @@ def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") 
     """Run ``fn()`` and return the peak of the tensor bytes that were allocated during it and alive at once.
 
     Memory that was alive before the call counts zero, whatever ``fn`` does to it.
-    On CUDA the number is ``max_memory_allocated - memory_allocated before`` (which resets the peak statistics).
+    On CUDA the number is ``max_memory_allocated - memory_allocated before`` (which resets the peak
+    statistics).
 
     Args:
         fn: what to measure; its result is dropped.
@@ -50,7 +53,9 @@ def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") 
     if device.type == "cuda":
         return _cuda_peak(fn, device)
     raise InputError(
-        explain(f"device={str(device)!r}", "memory is counted on CPU and CUDA only", 'pass device="cpu" or "cuda"')
+        explain(
+            f"device={str(device)!r}", "memory is counted on CPU and CUDA only", 'pass device="cpu" or "cuda"'
+        )
     )
 
 
@@ -77,7 +82,8 @@ class _Ledger(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
-        # Address of a live storage -> its bytes, and the weak reference that reports its end. An address is used
+        # Address of a live storage -> its bytes, and the weak reference that reports its end. An address is
+        # used
         # again only after the storage is freed, and then its entry is gone already.
         self._bytes: dict[int, int] = {}
         self._outside: dict[int, int] = {}
@@ -85,7 +91,8 @@ class _Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # `torch.tensor(...)` allocates below the dispatcher and announces its result with `lift_fresh`: the argument
+        # `torch.tensor(...)` allocates below the dispatcher and announces its result with `lift_fresh`: the
+        # argument
         # of that operation is new. An unknown argument of any other operation was there before `fn`.
         if func is not torch.ops.aten.lift_fresh.default:
             for storage in _storages((args, kwargs)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,7 +55,8 @@ def first_bad_parameter(owned: list[Owned], gradients: Sequence[Tensor | None]) 
     Examples:
         >>> import torch
         >>> weight = torch.zeros(1)
-        >>> first_bad_parameter([Owned("w", weight, weight, {})], [torch.tensor([math.nan])])
+        >>> owned = [Owned("w", weight, weight, torch.optim.SGD([weight]), 0)]
+        >>> first_bad_parameter(owned, [torch.tensor([math.nan])])
         'w'
     """
     for entry, gradient in zip(owned, gradients, strict=True):
@@ -64,15 +65,17 @@ def first_bad_parameter(owned: list[Owned], gradients: Sequence[Tensor | None]) 
     return None
 
 
-def first_bad_microbatch(count: int, backward: Callable[[int], None], owned: list[Owned]) -> int | None:
+def first_bad_microbatch(
+    indices: Iterable[int], backward: Callable[[int], None], owned: list[Owned]
+) -> int | None:
     """Return the first micro-batch whose own gradient is not finite, by running each of them once more.
 
     Args:
-        count: number of micro-batches.
+        indices: the micro-batches that took part.
         backward: ``backward(i)`` computes the gradient of micro-batch ``i``; called in order.
         owned: the parameters to look at.
     """
-    for index in range(count):
+    for index in indices:
         clear(owned)
         backward(index)
         if not all_finite([entry.parameter.grad for entry in owned if entry.parameter.grad is not None]):

@@ -5,24 +5,18 @@ Two keepers with the same methods: ``take()`` before a window, then ``release()`
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-OTHERS = ("python", "numpy")
-
 
 class RandomKeeper:
-    """Copies the state of the generators that user code in a window may draw from.
-
-    torch's, on the CPU and on the models' devices, always. Python's and NumPy's (if loaded) as long as
-    windows
-    draw from them: copying these takes longer than everything else at the start of a window, so one that the
-    first window leaves alone is not copied again.
+    """Copies the state of the generators that user code may draw from: torch's, Python's, NumPy's.
 
     Examples:
         >>> keeper = RandomKeeper()
@@ -35,45 +29,64 @@ class RandomKeeper:
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._devices = list(devices)
-        self._others = set(OTHERS)
+        self._numpy: tuple[bytes, Any] = (b"", None)
         self.taken: dict[str, Any] = {}
-
-    def now(self) -> dict[str, Any]:
-        """Return the state of the generators at this moment."""
-        return random_state(self._devices, others=self._others)
 
     def take(self) -> None:
         """Copy the states; forgets those taken before."""
-        self.taken = self.now()
+        self.taken = random_state(self._devices, numpy=False)
+        if "numpy" in sys.modules:
+            self.taken["numpy"] = self._numpy_state()
 
-    def release(self) -> None:
-        """Note which generators the window left alone."""
-        if not self._others:
-            return
-        now = self.now()
-        self._others = {
-            name for name in self._others if name in now and not _same(now[name], self.taken.get(name))
-        }
+    def now(self) -> dict[str, Any]:
+        """Return the states at this moment."""
+        return random_state(self._devices)
 
     def restore(self) -> None:
         """Put the states back as they were at :meth:`take`."""
         restore_random_state(self.taken)
 
+    def _numpy_state(self) -> Any:
+        """NumPy's state, copied only if it has moved.
 
-def random_state(devices: Iterable[torch.device] = (), *, others: Collection[str] = OTHERS) -> dict[str, Any]:
+        To copy it takes longer than all else at the start of a window; to see that it has not moved, 1 us.
+        A second normal number that the generator still holds back does not show: then copy it always.
+        """
+        numpy_random = sys.modules["numpy"].random
+        memory = _mt19937_memory(numpy_random)
+        if memory is None:
+            return numpy_random.get_state()
+        seen, state = self._numpy
+        if memory != seen or state is None or state[3]:
+            self._numpy = (memory, numpy_random.get_state())
+        return self._numpy[1]
+
+
+# Of NumPy's documented struct mt19937_state: uint32_t key[624]; int pos;
+_MT19937_BYTES = 624 * 4 + 4
+
+
+def _mt19937_memory(numpy_random: Any) -> bytes | None:
+    """The bytes of NumPy's global generator, None if it is of another kind."""
+    get_bit_generator = getattr(numpy_random, "get_bit_generator", None)  # from NumPy 1.24 on
+    bits = None if get_bit_generator is None else get_bit_generator()
+    if bits is None or type(bits).__name__ != "MT19937":
+        return None
+    return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
+
+
+def random_state(devices: Iterable[torch.device] = (), *, numpy: bool = True) -> dict[str, Any]:
     """Return the state of torch's generators (CPU and devices), Python's and NumPy's (if loaded).
 
     Examples:
-        >>> sorted(random_state(others=["python"]))
+        >>> sorted(random_state(numpy=False))
         ['python', 'torch']
     """
-    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     for device in devices:
         if device.type != "cpu":
             state[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    if "python" in others:
-        state["python"] = random.getstate()
-    if "numpy" in others and "numpy" in sys.modules:
+    if numpy and "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
     return state
 
@@ -92,24 +105,34 @@ def restore_random_state(state: dict[str, Any]) -> None:
             random.setstate((version, tuple(internal), gauss))
         elif name == "numpy":
             if "numpy" in sys.modules:
-                sys.modules["numpy"].random.set_state(value)
+                kind, key, *rest = value
+                sys.modules["numpy"].random.set_state(
+                    (kind, sys.modules["numpy"].array(key, dtype="uint32"), *rest)
+                )
         else:
             device = torch.device(name)
             torch.get_device_module(device).set_rng_state(value, device)
 
 
-def _same(one: tuple[Any, ...], other: tuple[Any, ...] | None) -> bool:
-    """Whether two states of Python's or NumPy's generator are equal (NumPy's holds an array)."""
-    return other is not None and repr(one[2:]) == repr(other[2:]) and list(one[1]) == list(other[1])
+def as_plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a random state without arrays, so that ``torch.load(weights_only=True)`` reads it.
+
+    Examples:
+        >>> as_plain({"numpy": ("MT19937", memoryview(b"ab"), 624, 0, 0.0)})["numpy"][1]
+        [97, 98]
+    """
+    if "numpy" not in state:
+        return dict(state)
+    kind, key, *rest = state["numpy"]
+    return {**state, "numpy": [str(kind), list(map(int, key)), *rest]}
 
 
 class BufferKeeper:
     """Copies the buffers of models at the start of a window, so that a failed window can put them back.
 
     A large buffer that a whole window left alone (a causal mask, a rotary table) is not copied again until
-    its
-    version counter moves: copying it for every window would cost memory that the hand-written loop does not
-    need.
+    its version counter moves: copying it for every window would cost memory that the hand-written loop does
+    not need.
 
     Examples:
         >>> norm = nn.BatchNorm1d(2)
@@ -133,16 +156,15 @@ class BufferKeeper:
     def take(self) -> None:
         """Copy every buffer that may change; forgets the copies taken before."""
         self._taken = [
-            _Taken(module, name, buffer, None if self._is_constant(buffer) else buffer.clone())
+            _Taken(module, name, buffer, None if self._is_constant(buffer) else _clone(buffer))
             for module in self._owners
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
 
     def release(self) -> None:
         """Drop the copies at the end of a window and note which large buffers it left alone."""
         for module, name, buffer, copy in self._taken:
-            if copy is None or buffer.nbytes <= self.ALWAYS_COPIED_BYTES:
+            if copy is None or buffer is None or buffer.nbytes <= self.ALWAYS_COPIED_BYTES:
                 continue
             if module._buffers.get(name) is buffer and torch.equal(buffer, copy):
                 self._constant[id(buffer)] = buffer._version
@@ -153,7 +175,7 @@ class BufferKeeper:
         with torch.no_grad():
             for module, name, buffer, copy in self._taken:
                 module._buffers[name] = buffer
-                if copy is not None:
+                if buffer is not None and copy is not None:
                     buffer.copy_(copy)
 
     def state(self) -> list[Tensor | None]:
@@ -164,12 +186,16 @@ class BufferKeeper:
         """Use copies from :meth:`state` in place of those taken."""
         self._taken = [taken._replace(copy=copy) for taken, copy in zip(self._taken, copies, strict=True)]
 
-    def _is_constant(self, buffer: Tensor) -> bool:
-        return self._constant.get(id(buffer)) == buffer._version
+    def _is_constant(self, buffer: Tensor | None) -> bool:
+        return buffer is not None and self._constant.get(id(buffer)) == buffer._version
+
+
+def _clone(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.clone()
 
 
 class _Taken(NamedTuple):
     module: nn.Module
     name: str
-    buffer: Tensor
+    buffer: Tensor | None
     copy: Tensor | None

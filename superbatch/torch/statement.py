@@ -5,8 +5,7 @@ A statement (`reduction`, `weight`) fixes how the losses of two parts make the l
     mean:  l(u) = (w(a) l(a) + w(b) l(b)) / (w(a) + w(b))          sum:  l(u) = l(a) + l(b)
 
 Both sides are computed for some micro-batches, each cut at a third, with the random stream of each sample the
-same
-on both sides. Where they differ, so would the gradients: the error names the statement that does hold.
+same on both sides. Where they differ, so would the gradients: the error names the statement that does hold.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from .gradients import LOW_PRECISION
 from .problem import Problem, evaluate
 from .sample_rng import sample_stream
 from .snapshot import BufferKeeper, RandomKeeper
+from .sync import Ranks
 
 MOST_PIECES = 4  # enough to meet unequal token counts, cheap beside one window
 
@@ -86,7 +86,32 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
             "of it can be cut in two. superbatch.torch.verify checks it on a batch of your choice; "
             "check=False silences this.",
             UserWarning,
-            stacklevel=5,
+            stacklevel=6,
+        )
+
+
+def check_on_all_ranks(
+    problem: Problem, pieces: Sequence[Any], ranks: Ranks, *, frozen: Sequence[nn.Module] = ()
+) -> None:
+    """Run :func:`check_statement` on every rank; one that fails stops all.
+
+    Raises:
+        StatementError, CoupledSamplesError: as there, or because another rank's check failed.
+    """
+    wrong = True
+    try:
+        with ranks.hold_back():
+            check_statement(problem, pieces, frozen=frozen)
+        wrong = False
+    finally:  # on the way out with an error too: the other ranks wait to hear whether to go on
+        wrong_ranks = ranks.sum([wrong])[0]
+    if wrong_ranks:
+        raise StatementError(
+            explain(
+                "a loss that contradicts its statement on another rank",
+                "no rank can go on without it",
+                "look at that rank's error",
+            )
         )
 
 

@@ -1,10 +1,8 @@
 """Ranks: models wrapped in DistributedDataParallel, summed over once per window.
 
 Every micro-batch runs under ``no_sync``, which must enclose the forward too; at the boundary the summed
-gradients
-of the window are reduced by one pass of bucketed all-reduces. DDP's own reduction is not used: it happens
-inside
-the backward of a last micro-batch, which a rank without any weight does not have.
+gradients of the window are reduced by one pass of bucketed all-reduces. DDP's own reduction is not used: it
+happens inside the backward of a last micro-batch, which a rank without any weight does not have.
 """
 
 from __future__ import annotations
@@ -35,15 +33,25 @@ class Ranks:
         return dist.get_world_size(self.wrappers[0].process_group) if self.wrappers else 1
 
     @property
+    def index(self) -> int:
+        """Number of this rank."""
+        return dist.get_rank(self.wrappers[0].process_group) if self.wrappers else 0
+
+    @property
     def shared(self) -> bool:
         """Whether there are several."""
         return self.count > 1
 
     def hold_back(self) -> ExitStack:
-        """Return a context in which no backward communicates."""
+        """Return a context in which no forward and no backward communicates."""
         stack = ExitStack()
         for wrapper in self.wrappers:
             stack.enter_context(wrapper.no_sync())
+            # Under no_sync a first forward would still broadcast buffers: with a rank that has no weight, and
+            # so no
+            # forward, the others would wait for ever.
+            stack.callback(setattr, wrapper, "require_forward_param_sync", wrapper.require_forward_param_sync)
+            wrapper.require_forward_param_sync = False
         return stack
 
     def sum(self, numbers: Iterable[float]) -> list[float]:
@@ -55,6 +63,26 @@ class Ranks:
         total = torch.tensor(list(numbers), dtype=dtype, device=device)
         dist.all_reduce(total, group=self.wrappers[0].process_group)
         return total.tolist()
+
+    def first(self, number: int) -> int:
+        """Return rank 0's number (below 2**53) on every rank."""
+        if not self.shared:
+            return number
+        return int(self.sum([number if self.index == 0 else 0])[0])
+
+    def before(self, number: int) -> int:
+        """Return the sum of the numbers on the ranks before this one."""
+        if not self.shared:
+            return 0
+        mine = [number if rank == self.index else 0 for rank in range(self.count)]
+        return int(sum(self.sum(mine)[: self.index]))
+
+    def max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        if not self.shared:
+            return number
+        mine = [number if rank == self.index else 0 for rank in range(self.count)]
+        return int(max(self.sum(mine)))
 
     def sum_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor's sum over the ranks (in place)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -33,13 +34,12 @@ class Weights:
     ) -> None:
         self._reduction: normalize.Reduction = reduction
         self._count = len(microbatches)
-        self.ahead = _weigh_ahead(weigh, microbatches, samples)
         self.returned: dict[int, normalize.Number] = {}
         # Where the total is known only afterwards, losses are summed first and divided by it at the boundary.
         self.planned: normalize.Number = 1
-        if self.ahead is not None:
-            total = normalize.total_weight(self.ahead)
-            self.planned = ranks.sum([total])[0] if ranks.shared else total
+        self.ahead: list[normalize.Number] | None = None
+        if weigh != "returned":
+            self.ahead, self.planned = _weigh_ahead(weigh, microbatches, samples, ranks)
 
     def has_none(self, index: int) -> bool:
         """Whether a micro-batch is known to have no weight, so that its forward can be left out."""
@@ -85,15 +85,31 @@ class Weights:
 
 
 def _weigh_ahead(
-    weigh: Weigh, microbatches: list[Any], samples: list[int] | None
-) -> list[normalize.Number] | None:
-    if weigh == "returned":
-        return None
-    if weigh == "samples":
-        assert samples is not None
-        return list(samples)
-    assert callable(weigh)
-    return [
-        normalize.check_weight(weigh(microbatch), f"micro-batch {index}")
-        for index, microbatch in enumerate(microbatches)
-    ]
+    weigh: Weigh, microbatches: list[Any], samples: list[int] | None, ranks: Ranks
+) -> tuple[list[normalize.Number], normalize.Number]:
+    """The weights, and their total over all ranks."""
+    weights: list[normalize.Number] = []
+    total: normalize.Number = math.nan
+    try:
+        if weigh == "samples":
+            assert samples is not None
+            weights.extend(samples)
+        else:
+            assert callable(weigh)
+            for index, microbatch in enumerate(microbatches):
+                weights.append(normalize.check_weight(weigh(microbatch), f"micro-batch {index}"))
+        total = normalize.total_weight(weights)
+    finally:
+        # Also on the way out with an error: the other ranks wait for this rank's part of the sum, and learn
+        # from it.
+        if ranks.shared:
+            total = ranks.sum([total])[0]
+    if math.isnan(total):
+        raise InputError(
+            explain(
+                "a window without a total weight",
+                "the weight of a micro-batch on another rank is wrong",
+                "look at that rank's error",
+            )
+        )
+    return weights, total

@@ -22,8 +22,7 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
 
     Args:
         where: path of the labels in a micro-batch (``"labels"``, ``"1"``), or a function micro-batch ->
-        labels;
-            integer labels of shape (samples, ...) with the sequence last.
+            labels; integer labels of shape (samples, ...) with the sequence last.
         ignore_index: the label that `torch.nn.functional.cross_entropy` leaves out.
         shift: the model itself drops the first label of each sequence (next-token heads of Hugging Face do).
 

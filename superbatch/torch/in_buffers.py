@@ -1,0 +1,109 @@
+"""Sum a window's gradient in buffers: of a wider dtype, or to look at each micro-batch first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .gradients import LOW_PRECISION, Owned, add_after_gradient, all_finite, attach, clear, remove
+
+
+class InBuffers:
+    """Sum in buffers of a wide dtype; the gradient of each micro-batch is freed as soon as it is added.
+
+    With `isolated=True` a micro-batch's gradient waits after its backward until it is kept or dropped.
+
+    Args:
+        owned: the parameters.
+        dtype: of the buffers of parameters of lower precision; wider parameters keep their own dtype.
+        isolated: look at each micro-batch's gradient as a whole before adding it.
+        only_owned: restrict the backward to these parameters.
+    """
+
+    def __init__(
+        self,
+        owned: list[Owned],
+        dtype: torch.dtype | None,
+        *,
+        isolated: bool = False,
+        only_owned: bool = False,
+    ) -> None:
+        self._owned = owned
+        self._dtype = dtype
+        self._isolated = isolated
+        self._inputs = [entry.parameter for entry in owned] if only_owned else None
+        self._buffers: dict[str, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._factor = 1.0
+
+    def open(self) -> None:
+        """Start a window: no gradient of it exists yet."""
+        clear(self._owned)
+        self._buffers.clear()
+        if not self._isolated:
+            self._hooks = add_after_gradient(self._owned, self._add)
+
+    def backward(self, loss: Tensor, factor: float) -> None:
+        """Add ``factor * d loss / d parameters``."""
+        self._factor = factor
+        torch.autograd.backward(loss, inputs=self._inputs)
+
+    def isolated_is_finite(self) -> bool:
+        """Whether the isolated gradient of the last micro-batch is finite."""
+        return all_finite([e.parameter.grad for e in self._owned if e.parameter.grad is not None])
+
+    def keep(self) -> None:
+        """Add the isolated gradient of the last micro-batch to the sum."""
+        for entry in self._owned:
+            if entry.parameter.grad is not None:
+                self._add(entry)
+
+    def drop(self) -> None:
+        """Forget the isolated gradient of the last micro-batch."""
+        for entry in self._owned:
+            entry.parameter.grad = None
+
+    def close(self) -> list[Tensor | None]:
+        """End the sums and return them, one per owned parameter."""
+        remove(self._hooks)
+        return [self._buffers.pop(entry.name, None) for entry in self._owned]
+
+    def zeros(self, index: int) -> Tensor:
+        """Return a gradient of zeros."""
+        parameter = self._owned[index].parameter
+        return torch.zeros_like(parameter, dtype=self._sum_dtype(parameter), requires_grad=False)
+
+    def attach(self, gradients: list[Tensor | None]) -> None:
+        """Hand the normalised gradients to the optimizer."""
+        attach(self._owned, gradients)
+
+    def discard(self) -> None:
+        """Forget the window: everything is as before it."""
+        remove(self._hooks)
+        self._buffers.clear()
+        clear(self._owned)
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums so far."""
+        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums."""
+        devices = {entry.name: entry.parameter.device for entry in self._owned}
+        self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in state.items()}
+
+    def _add(self, entry: Owned) -> None:
+        gradient = entry.parameter.grad
+        assert gradient is not None
+        entry.parameter.grad = None
+        buffer = self._buffers.get(entry.name)
+        if buffer is None:
+            self._buffers[entry.name] = gradient.to(self._sum_dtype(gradient)).mul_(self._factor)
+        else:
+            buffer.add_(gradient, alpha=self._factor)
+
+    def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.dtype in LOW_PRECISION else tensor.dtype

@@ -1,0 +1,68 @@
+"""The ordinary place to sum a window's gradient: ``.grad``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gradients import Owned, attach, clear
+
+
+class InGrad:
+    """Sum in ``.grad`` by autograd itself: no memory and no pass beyond plain PyTorch's."""
+
+    def __init__(self, owned: list[Owned], *, only_owned: bool) -> None:
+        self._owned = owned
+        # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
+        # are,
+        # but reentrant checkpoints refuse it: so only where there are other parameters.
+        self._inputs = [entry.parameter for entry in owned] if only_owned else None
+        self._factors: dict[tuple[Any, ...], Tensor] = {}
+
+    def open(self) -> None:
+        """Start a window: no gradient of it exists yet."""
+        clear(self._owned)
+        self._factors.clear()
+
+    def backward(self, loss: Tensor, factor: float) -> None:
+        """Add ``factor * d loss / d parameters``."""
+        # Passed as the gradient of the loss, the factor costs no multiplication in the graph.
+        key = (factor, loss.dtype, loss.device, loss.shape)
+        gradient = self._factors.get(key)
+        if gradient is None:
+            gradient = self._factors[key] = torch.full_like(loss, factor, requires_grad=False)
+        torch.autograd.backward(loss, gradient, inputs=self._inputs)
+
+    def close(self) -> list[Tensor | None]:
+        """End the sums and return them, one per owned parameter."""
+        return [entry.parameter.grad for entry in self._owned]
+
+    def zeros(self, index: int) -> Tensor:
+        """Return a gradient of zeros."""
+        return torch.zeros_like(self._owned[index].parameter, requires_grad=False)
+
+    def attach(self, gradients: list[Tensor | None]) -> None:
+        """Hand the normalised gradients to the optimizer."""
+        attach(self._owned, gradients)
+
+    def discard(self) -> None:
+        """Forget the window: everything is as before it."""
+        clear(self._owned)
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums so far."""
+        return {
+            entry.name: entry.parameter.grad.clone()
+            for entry in self._owned
+            if entry.parameter.grad is not None
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums."""
+        for entry in self._owned:
+            gradient = state.get(entry.name)
+            entry.parameter.grad = (
+                None if gradient is None else gradient.to(entry.parameter.device, copy=True)
+            )

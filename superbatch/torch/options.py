@@ -1,0 +1,185 @@
+"""The options of an accumulator: each checked by itself, in the words of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InputError, explain
+from ..split import TokenBudget
+from .gradients import Owned
+
+
+def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype: object) -> None:
+    """Check the options that are more than a number or a choice.
+
+    Raises:
+        InputError: it names the option.
+
+    Examples:
+        >>> check_types(None, 8, None, "auto")
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(
+            explain(
+                f"loss_fn of type {type(loss_fn).__name__}",
+                "it is called with each micro-batch",
+                "pass a function microbatch -> loss",
+            )
+        )
+    valid = isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool) and microbatch_size > 0
+    if microbatch_size is not None and not valid and not isinstance(microbatch_size, TokenBudget):
+        raise InputError(
+            explain(
+                f"microbatch_size={microbatch_size!r}",
+                "a micro-batch has a whole number of samples, at least one",
+                "pass a positive int, a TokenBudget, or None for one piece",
+            )
+        )
+    known = isinstance(weight, str) and weight == "returned"
+    if weight is not None and not known and not callable(weight):
+        raise InputError(
+            explain(
+                f"weight={weight!r}",
+                "it is no way to weigh a micro-batch",
+                'pass None (samples), a function such as count_tokens("labels"), or "returned"',
+            )
+        )
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if not (dtype is None or floating or (isinstance(dtype, str) and dtype == "auto")):
+        raise InputError(
+            explain(
+                f"accumulator_dtype={dtype!r}",
+                "gradients are summed in a floating-point dtype",
+                'pass torch.float32, "auto" or None',
+            )
+        )
+
+
+def as_device(device: object, owned: list[Owned]) -> torch.device | None:
+    """Return where micro-batches are moved; None if nowhere.
+
+    Raises:
+        InputError: it is no device.
+
+    Examples:
+        >>> as_device("cuda:1", [])
+        device(type='cuda', index=1)
+    """
+    if device is None:
+        return None
+    if isinstance(device, str) and device == "auto":
+        found = owned[0].parameter.device
+        return None if found.type == "cpu" else found
+    try:
+        return torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]  (its own check follows)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            explain(f"device={device!r}", "it is no device", 'pass "auto", a torch.device, its name, or None')
+        ) from error
+
+
+def as_schedulers(scheduler: Any) -> tuple[Any, ...]:
+    """Return one or several schedulers as a tuple.
+
+    Raises:
+        InputError: one of them cannot be stepped.
+
+    Examples:
+        >>> as_schedulers(None)
+        ()
+    """
+    if scheduler is None:
+        return ()
+    schedulers = tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    for one in schedulers:
+        if not callable(getattr(one, "step", None)):
+            raise InputError(
+                explain(
+                    f"scheduler of type {type(one).__name__}",
+                    "a scheduler is stepped once per update",
+                    "pass a torch.optim.lr_scheduler, a list of them, or None",
+                )
+            )
+    return schedulers
+
+
+def check_scaler(scaler: Any) -> Any:
+    """Return a gradient scaler if it is one.
+
+    Raises:
+        InputError: it cannot scale, unscale, step and update.
+
+    Examples:
+        >>> check_scaler(None)
+    """
+    needed = ("scale", "unscale_", "step", "update", "is_enabled")
+    if scaler is None or all(callable(getattr(scaler, name, None)) for name in needed):
+        return scaler
+    raise InputError(
+        explain(
+            f"scaler of type {type(scaler).__name__}",
+            "losses are scaled and gradients unscaled by it",
+            "pass a torch.amp.GradScaler or None",
+        )
+    )
+
+
+def check_bool(value: object, name: str) -> bool:
+    """Return a bool if it is one.
+
+    Raises:
+        InputError: it is not.
+
+    Examples:
+        >>> check_bool(value=True, name="check")
+        True
+    """
+    if isinstance(value, bool):
+        return value
+    raise InputError(explain(f"{name}={value!r}", "it is switched on or off", "pass True or False"))
+
+
+def as_paths(paths: object, name: str) -> tuple[str, ...]:
+    """Return declared paths as a tuple.
+
+    Raises:
+        InputError: they are no sequence of strings.
+
+    Examples:
+        >>> as_paths(["edge_index"], "whole")
+        ('edge_index',)
+    """
+    if isinstance(paths, Sequence) and not isinstance(paths, str) and all(isinstance(p, str) for p in paths):
+        return tuple(paths)
+    raise InputError(
+        explain(f"{name}={paths!r}", "paths are declared as a sequence of strings", f'pass {name}=("path",)')
+    )
+
+
+def check_state(state: object) -> Mapping[str, Any]:
+    """Return a saved state if :meth:`Accumulator.state_dict` made it.
+
+    Raises:
+        InputError: it did not.
+
+    Examples:
+        >>> check_state({"version": 1, "updates": 3, "window": None})["updates"]
+        3
+    """
+    if (
+        isinstance(state, Mapping)
+        and state.get("version") == 1
+        and isinstance(state.get("updates"), int)
+        and isinstance(state.get("window", 0), dict | None)
+    ):
+        return state
+    raise InputError(
+        explain(
+            f"a state of type {type(state).__name__}",
+            "it was not made by Accumulator.state_dict() of this version",
+            "pass what state_dict() returned",
+        )
+    )

@@ -1,0 +1,83 @@
+"""Saving a window in flight, so that it goes on bit for bit: tensors and plain containers only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import WindowError, explain
+from .batchnorm import Pooled
+from .snapshot import as_plain, restore_random_state
+
+if TYPE_CHECKING:
+    from .in_flight import WindowInFlight
+
+
+def state_of(window: WindowInFlight) -> dict[str, Any]:
+    """Return the sums so far, weights, position, random state, and what a failure restores."""
+    plan = window._plan
+    random = plan.random.now()
+    if plan.sample_rng:  # sample streams hide the generator's own state while a micro-batch is worked on
+        random["torch"] = window._after_key
+    return {
+        "place": _place(window),
+        "microbatches": len(window._microbatches),
+        "next": window._next,
+        "weights": window._weights.ahead,
+        "returned": dict(window._weights.returned),
+        "losses": window._losses.state(),
+        "dropped": list(window._dropped),
+        "gradients": window._place.state(),
+        "key": window._key,
+        "random": as_plain(random),
+        "random_before": as_plain(plan.random.taken),
+        "buffers_before": plan.buffers.state(),
+        "norms": plan.norms.state() if isinstance(plan.norms, Pooled) else None,
+    }
+
+
+def check_state(window: WindowInFlight, state: dict[str, Any]) -> None:
+    """Check that a saved window can go on in this one.
+
+    Raises:
+        WindowError: it was another batch, other parameters, or summed in another place.
+    """
+    if state["place"] != _place(window):
+        raise WindowError(
+            explain(
+                f"a window that sums the gradients of {len(window._plan.owned)} parameters in this way",
+                "the saved window in flight has other parameters or summed them elsewhere",
+                "go on with the same model and options, or call discard() first",
+            )
+        )
+    if state["microbatches"] != len(window._microbatches) or state["weights"] != window._weights.ahead:
+        raise WindowError(
+            explain(
+                f"a window of {len(window._microbatches)} micro-batches that weigh {window._weights.ahead}",
+                f"the saved window in flight has {state['microbatches']} that weigh {state['weights']}",
+                "go on with the same batch and micro-batches, or call discard() first",
+            )
+        )
+
+
+def load_state(window: WindowInFlight, state: dict[str, Any]) -> None:
+    """Put an opened window where the saved one was."""
+    plan = window._plan
+    window._next = state["next"]
+    window._weights.returned = dict(state["returned"])
+    window._losses.load_state(state["losses"])
+    window._dropped = list(state["dropped"])
+    window._place.load_state(state["gradients"])
+    window._key = state["key"]
+    plan.random.taken = state["random_before"]
+    plan.buffers.load_state(state["buffers_before"])
+    if isinstance(plan.norms, Pooled):
+        plan.norms.load_state(state["norms"])
+    restore_random_state(state["random"])
+    window._after_key = torch.get_rng_state()
+
+
+def _place(window: WindowInFlight) -> list[str]:
+    """What must be the same for sums to be gone on with: where they are, and of which parameters."""
+    return [type(window._place).__name__, *(entry.name for entry in window._plan.owned)]
