@@ -161,13 +161,25 @@ class Verification:
         cells = [[f"{column[name]:.1e}" if name in column else "" for column in by_dtype] for name in names]
         return header, [(name, *row) for name, row in zip(names, cells, strict=True)]
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
+        """The verdict, each cause with its remedy, and each note: one line each.
+
+        Returns:
+            At least the verdict.
+
+        Examples:
+            >>> Verification(True, 4, (), (), (), ("a note",)).lines()
+            ["exact: accumulated gradients equal the batch's (4 samples)", '  note: a note']
+        """
         verdict = "exact: accumulated gradients equal"
         if not self.exact:
             verdict = "NOT exact: accumulated gradients differ from"
         lines = [f"{verdict} the batch's ({self.samples} samples)"]
         lines += [f"  cause: {cause}" for cause in self.causes]
-        lines += [f"  note: {note}" for note in self.notes]
+        return lines + [f"  note: {note}" for note in self.notes]
+
+    def __str__(self) -> str:
+        lines = self.lines()
         header, rows = self.rows()
         if not rows:
             return "\n".join(lines)

@@ -23,7 +23,7 @@ from ..report.verification import Finding
 from ..tree import count_samples
 from .problem import LossFn, Problem, WeightOption
 from .resample import select
-from .separability import Mixed, Probe, failure_of, find_mixing, loss_coupling
+from .separability import Mixed, Probe, failure_of, find_mixing, innermost, loss_coupling
 from .untouched import changed_state, held_parameter, module_state, untouched
 
 _PRIMES = (7, 5, 3, 2)
@@ -177,14 +177,20 @@ def probe_coupling(
 
 def _probed(probe: Probe) -> Iterator[Finding]:
     model = probe.problem.model
+    probe.begin()
     before = module_state(model)
     base = probe.watch(probe.base())
-    after = module_state(model)
+    stateful = {finding.module: finding for finding in _stateful(model, before, module_state(model))}
+    mixing = innermost(find_mixing(probe, base), coupled_modules(model))
+    # Of findings about one module the last counts: what was measured over what the type tells of state, and
+    # the type over what was measured of mixing, as it names the remedy.
+    by_type = {finding.module: finding for finding in _by_type(model, mixing)}
+    state = {
+        path: stateful.get(path, finding) for path, finding in by_type.items() if finding.kind == "state"
+    }
+    named = {**stateful, **{finding.module: finding for finding in _measured(mixing)}, **by_type, **state}
     order = {event.call.module: position for position, event in enumerate(base) if not event.entry}
-    mixing = find_mixing(probe, base)
-    named = {finding.module: finding for finding in (*_measured(mixing), *_by_type(model, mixing))}
     yield from sorted(named.values(), key=lambda finding: order.get(finding.module, len(base)))
-    yield from (finding for finding in _stateful(model, before, after) if finding.module not in named)
     if mixing.keys() <= set(coupled_modules(model)):
         yield from loss_coupling(probe)
 

@@ -14,7 +14,7 @@ NaN on; a coupling may rest at the values it is tried at. Together they found ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
         base: what the modules got and gave for the base samples.
 
     Returns:
-        The innermost modules that mix samples, by path; `"loss_fn"` for code outside every module.
+        The modules that mix samples, by path; `"loss_fn"` for code outside every module.
     """
     found: dict[str, Mixed] = {}
 
@@ -106,7 +106,25 @@ def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
     else:
         probe.notes.append("the same pass twice differs: values were not compared between modules")
     _probe_gradients(probe, note)
-    return {path: mixed for path, mixed in found.items() if not any(_within(path, other) for other in found)}
+    return found
+
+
+def innermost(found: dict[str, Mixed], known: Collection[str]) -> dict[str, Mixed]:
+    """Leave out modules that contain another that mixes: they differ because of it.
+
+    Args:
+        found: modules that mix, by path.
+        known: paths of other modules that mix.
+
+    Returns:
+        The rest.
+
+    Examples:
+        >>> list(innermost({"": Mixed(1.0, ()), "a": Mixed(1.0, ()), "ab": Mixed(1.0, ())}, ["a.b"]))
+        ['ab']
+    """
+    places = [*found, *known]
+    return {path: mixed for path, mixed in found.items() if not any(_within(path, other) for other in places)}
 
 
 def loss_coupling(probe: Probe) -> Iterator[Finding]:
@@ -119,22 +137,20 @@ def loss_coupling(probe: Probe) -> Iterator[Finding]:
         One finding where the weighted loss is no sum over samples: of kind `"weight"` where it is one with
         another weight, else `"coupled_loss"`.
     """
-    others = list(range(2, probe.samples)) or [1]
-    # Other samples than the first others: the same ones in another order would have the same statistics.
-    rotated = [(index + 1) % probe.samples for index in others]
-    four = [probe.take([one, *rest]) for rest in (others, rotated) for one in (0, 1)]
-    if same_values(four[0], four[1]) or same_values(four[0], four[2]):
+    quadruples = [_quadruple(probe, shift) for shift in range(0, probe.samples, 2)]
+    if all(same_values(q[0], q[1]) or same_values(q[0], q[2]) for q in quadruples):
         probe.notes.append("samples are equal: the mixed difference shows nothing")
         return
-    results: list[tuple[float, Number]] = []
-    failure = failure_of(lambda: results.extend(_frozen_losses(probe, four)))
+    results: list[list[_Sum]] = []
+    failure = failure_of(lambda: results.extend(_frozen_losses(probe, four) for four in quadruples))
     if failure is not None:
         probe.notes.append(f"mixed difference: {failure}")
         return
     reduction = probe.problem.reduction
-    evidence = _mixed([loss * after_forward_scale(weight, reduction=reduction) for loss, weight in results])
+    stated = [[after_forward_scale(weight, reduction=reduction) for _, weight, _ in four] for four in results]
+    evidence = _mixed(results, stated)
     if evidence > probe.tolerance:
-        yield _explained(probe, four, [loss for loss, _ in results], evidence)
+        yield _explained(probe, results, evidence)
 
 
 def failure_of(run: Callable[[], Any]) -> str | None:
@@ -220,30 +236,53 @@ def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
     yield from different
 
 
-def _frozen_losses(probe: Probe, batches: list[Any]) -> Iterator[tuple[float, Number]]:
+class _Sum(NamedTuple):
+    loss: float
+    weight: Number
+    batch: Any
+
+
+def _quadruple(probe: Probe, shift: int) -> list[Any]:
+    """The batches (a, R), (a', R), (a, R'), (a', R')."""
+
+    def take(one: int, others: list[int]) -> Any:
+        return probe.take([(shift + index) % probe.samples for index in (one, *others)])
+
+    others = list(range(2, probe.samples)) or [1]
+    # Other samples than the first others: the same ones in another order would have the same statistics.
+    replaced = [index + 1 for index in others]
+    return [take(one, rest) for rest in (others, replaced) for one in (0, 1)]
+
+
+def _frozen_losses(probe: Probe, batches: list[Any]) -> list[_Sum]:
+    sums: list[_Sum] = []
     for batch in batches:
         probe.begin()
         for module in probe.problem.model.modules():
             if isinstance(module, _BatchNorm):
                 module.training = False
         loss, weight = probe.forward(batch)
-        yield float(loss.detach()), weight
+        sums.append(_Sum(float(loss.detach()), weight, batch))
+    return sums
 
 
-def _explained(probe: Probe, batches: list[Any], losses: list[float], evidence: float) -> Finding:
+def _explained(probe: Probe, results: list[list[_Sum]], evidence: float) -> Finding:
     for text, weigh in weight_candidates(probe.problem, probe.batch):
-        sums = [loss * weigh(batch) for loss, batch in zip(losses, batches, strict=True)]
-        if _mixed(sums) <= probe.tolerance:
+        if _mixed(results, [[weigh(batch) for _, _, batch in four] for four in results]) <= probe.tolerance:
             detail = f"the loss is a mean over something else than what it is weighted by; it fits {text}"
             return Finding("weight", "loss_fn", evidence, "mixed difference", detail, f"pass weight={text}")
     detail = "the loss is no weighted mean over samples"
     return Finding("coupled_loss", "loss_fn", evidence, "mixed difference", detail, _COUPLED_LOSS)
 
 
-def _mixed(sums: list[float]) -> float:
-    """The mixed difference of four sums, relative to the largest of them; NaN where one is not finite."""
-    size = max(map(abs, sums))
-    return abs((sums[1] - sums[0]) - (sums[3] - sums[2])) / size if size else 0.0
+def _mixed(results: list[list[_Sum]], weights: list[list[Number]]) -> float:
+    """The largest mixed difference of four weighted losses, relative to the largest of them."""
+    found: list[float] = []
+    for four, scales in zip(results, weights, strict=True):
+        sums = [result.loss * scale for result, scale in zip(four, scales, strict=True)]
+        size = max(map(abs, sums))
+        found.append(abs((sums[1] - sums[0]) - (sums[3] - sums[2])) / size if size else 0.0)
+    return max(found)
 
 
 def _within(path: str, other: str) -> bool:

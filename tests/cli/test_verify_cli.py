@@ -1,0 +1,140 @@
+"""`superbatch verify`: what it prints, and the exit code that a CI job reads."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from superbatch.cli.verify import show, verify, verify_recipe
+from superbatch.report.verification import Finding, GradientComparison, ParameterDifference, Verification
+
+OWN = """
+import torch
+from superbatch.recipes import Recipe
+
+x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+
+def model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(3, 1)
+
+def recipe():
+    return Recipe(
+        name="own", description="a sum that is taken for a mean", model=model, samples=40,
+        batch=lambda indices: x[indices], loss_fn=lambda model: lambda batch: model(batch).square().sum(),
+        evaluate=lambda model: 0.0, metric="loss", unit="", margin=0.1, learning_rates={"sgd": 0.1},
+        batch_size=12, updates=20,
+    )
+"""
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(verify)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "own_recipe.py"
+    path.write_text(OWN)
+    return f"{path}:recipe"
+
+
+@pytest.mark.parametrize("recipe", ["digits", "text"])
+def test_exact_recipes(recipe: str) -> None:
+    result = run(recipe, "--batch-size", "12", "--microbatch-size", "5")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("exact: accumulated gradients equal the batch's (12 samples)\n")
+    assert "float32 vs batch" in result.output
+    assert "float64 vs batch" in result.output
+
+
+def test_a_coupled_recipe_names_the_module() -> None:
+    result = run("digits-bn", "--batch-size", "24")
+    assert result.exit_code == 1
+    assert result.output.startswith("NOT exact")
+    assert "cause: batchnorm in " in result.output
+    assert "BatchNorm1d in training mode" in result.output
+
+
+def test_an_own_recipe_with_a_wrong_statement(own: str) -> None:
+    result = run(own)
+    assert result.exit_code == 1
+    assert "cause: sum in loss_fn" in result.output
+    assert 'pass reduction="sum"' in result.output
+
+
+def test_json(own: str) -> None:
+    result = run(own, "--json", "--microbatch-size", "5")
+    assert result.exit_code == 1
+    report = json.loads(result.output)
+    assert report["exact"] is False
+    assert report["samples"] == 12
+    assert report["causes"][0]["kind"] == "sum"
+    float64 = report["comparisons"][1]
+    assert float64["dtype"] == "float64"
+    assert float64["split"] == [4, 4, 4]
+    assert float64["largest"] == pytest.approx(2 / 3)
+    assert [parameter["name"] for parameter in float64["parameters"]] == ["weight", "bias"]
+
+
+def test_options_reach_the_verification() -> None:
+    result = run("digits", "--batch-size", "12", "--dtype", "own", "--against", "splits", "--json")
+    (comparison,) = json.loads(result.output)["comparisons"]
+    assert (comparison["dtype"], comparison["against"]) == ("float32", "splits")
+    assert comparison["split"] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nothing"], "the recipe 'nothing'"),
+        (["digits", "--batch-size", "1"], "--batch-size 1"),
+        (["digits", "--batch-size", "1000000"], "that can be split has 2 to"),
+        (["digits", "--batch-size", "12", "--microbatch-size", "12"], "there is nothing to compare"),
+        (["digits", "--batch-size", "12", "--microbatch-size", "0"], "microbatch_size"),
+        (["digits", "--dtype", "half"], "dtype='half'"),
+        (["digits", "--against", "nothing"], "against='nothing'"),
+        (["digits", "--data", "."], "this recipe reads no folder"),
+    ],
+)
+def test_wrong_input(arguments: list[str], text: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert text in result.stderr
+    assert "Given: " in result.stderr
+    assert "Do: " in result.stderr
+
+
+def test_unknown_options_are_wrong_input_too() -> None:
+    assert run("digits", "--microbatches", "3").exit_code == 2
+
+
+def test_on_a_terminal_it_is_a_table() -> None:
+    parameter = ParameterDifference("head[0].weight", 1.0, 0.5, 0.5)
+    comparison = GradientComparison("float64", "batch", (2, 2), (4,), 1.0, 1.0, (parameter,), 1e-12)
+    finding = Finding("coupled", "body", math.nan, "type", "a [red]detail[/red]", "mend it")
+    report = Verification(
+        exact=False, samples=4, comparisons=(comparison,), causes=(finding,), findings=(), notes=("a note",)
+    )
+    out = io.StringIO()
+    show(report, Console(file=out, force_terminal=True, width=100, color_system=None))
+    text = out.getvalue()
+    assert "NOT exact" in text
+    assert "a [red]detail[/red]" in text  # taken as text, not as markup
+    assert "head[0].weight" in text
+    assert "5.0e-01" in text
+    assert "─" in text
+
+
+def test_a_recipe_verified_from_python() -> None:
+    assert verify_recipe("digits", batch_size=9).comparisons[0].split == (3, 3, 3)
