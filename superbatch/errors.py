@@ -47,7 +47,7 @@ def explain(given: str, wrong: str, do: str) -> str:
         One text of three sentences.
 
     Examples:
-        >>> explain("microbatch_size=0", "a micro-batch needs at least one sample", "pass a positive integer")
-        'Given: microbatch_size=0. Wrong: a micro-batch needs at least one sample. Do: pass a positive integer.'
+        >>> explain("microbatch_size=0", "a micro-batch needs a sample", "pass a positive int")
+        'Given: microbatch_size=0. Wrong: a micro-batch needs a sample. Do: pass a positive int.'
     """
     return f"Given: {given}. Wrong: {wrong}. Do: {do}."

@@ -124,7 +124,7 @@ def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1
 
 
 def after_forward_scale(weight: Number, *, reduction: Reduction) -> Number:
-    """Return the factor of a loss where ``W`` is not known yet: sums first, :func:`divisor` later.
+    """Return the factor of a loss where ``W`` is not known yet: sums first, `divisor` later.
 
     Examples:
         >>> after_forward_scale(4, reduction="mean"), after_forward_scale(4, reduction="sum")

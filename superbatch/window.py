@@ -72,7 +72,7 @@ def windows(
         first_update: index of the first window's update, for a schedule after a restart or in a later epoch.
 
     Yields:
-        One :class:`Window` per update.
+        One `Window` per update.
 
     Raises:
         InputError: an argument has the wrong type or value.

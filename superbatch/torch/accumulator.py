@@ -36,7 +36,7 @@ class Accumulator:
     """Updates a model by the gradient of a whole batch, worked through in micro-batches that fit in memory.
 
     The update is that of the real large batch: gradients are summed with the weight ``w_i / W`` of each
-    micro-batch (``1 / W`` for a sum; see :mod:`superbatch.normalize`), then clipped and applied once.
+    micro-batch (``1 / W`` for a sum; see `superbatch.normalize`), then clipped and applied once.
 
     Args:
         model: the model, or a list of models, that `loss_fn` uses and the optimizer updates.
@@ -44,10 +44,10 @@ class Accumulator:
             once.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model. Not needed for the owned loop.
         microbatch_size: samples per micro-batch at most (the split is near-equal, so at most two sizes
-            occur), or a :class:`TokenBudget`. None works through a batch in one piece.
+            occur), or a `TokenBudget`. None works through a batch in one piece.
         reduction: what `loss_fn` returns: ``"mean"`` (PyTorch's default) or ``"sum"`` over the micro-batch.
         weight: how much a micro-batch counts: None for its samples; a function micro-batch -> number
-            (:func:`count_tokens`, :func:`sample_weights`, :func:`class_weights`); or ``"returned"`` where
+            (`count_tokens`, `sample_weights`, `class_weights`); or ``"returned"`` where
             `loss_fn` returns ``(loss, weight)``.
         max_grad_norm: clip the normalised gradient to this 2-norm, once per window.
         max_grad_value: clip its elements to this magnitude.
@@ -65,7 +65,7 @@ class Accumulator:
             when a window has more than 16 micro-batches. None: in the parameters' dtype.
         accumulate_into: ``"grad"``, or ``"momentum"`` to sum straight into SGD's momentum buffer (exact).
         masters: float32 copies that the optimizer updates in place of low-precision parameters
-            (:func:`fp32_masters`); parameters are set to them after each update.
+            (`fp32_masters`); parameters are set to them after each update.
         device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None (left as
             they are).
         whole: paths of leaves that every micro-batch gets whole.
@@ -164,7 +164,7 @@ class Accumulator:
         return self._updates
 
     def __call__(self, batch: Any) -> Update:
-        """Make one update from a batch, or from a :class:`Window` of micro-batches.
+        """Make one update from a batch, or from a `Window` of micro-batches.
 
         Args:
             batch: any nesting of tensors, arrays, mappings, sequences and dataclasses with the samples first,
@@ -242,7 +242,7 @@ class Accumulator:
         )
 
     def discard(self) -> None:
-        """Forget a window in flight that was loaded by :meth:`load_state_dict`.
+        """Forget a window in flight that was loaded by `load_state_dict`.
 
         Examples:
             >>> model = nn.Linear(2, 1)
@@ -261,10 +261,10 @@ class Accumulator:
         return {"version": 1, "updates": self._updates, "window": in_flight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; a window that was in flight goes on with the next call or :meth:`window`.
+        """Go on from a saved state; a window that was in flight goes on with the next call or `window`.
 
         Args:
-            state: from :meth:`state_dict`. The model and the optimizer must be loaded from the same moment,
+            state: from `state_dict`. The model and the optimizer must be loaded from the same moment,
                 and the next batch must be the one that was being worked through.
 
         Raises:

@@ -156,7 +156,7 @@ class Pooled:
         ]
 
     def load_state(self, state: list[dict[str, Any]]) -> None:
-        """Go on from what :meth:`state` returned."""
+        """Go on from what `state` returned."""
         for before, saved in zip(self._before, state, strict=True):
             before.update({key: saved[key] for key in ("mean", "var", "batches")})
             self._pools[before["module"]] = [list(pool) for pool in saved["pools"]]

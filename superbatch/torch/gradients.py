@@ -12,7 +12,7 @@ There are three places - `in_grad`, `in_buffers`, `in_momentum` - with the same 
     discard()                     as before the window
     state(), load_state(state)    the sum so far, to save a window in flight
 
-`factor` comes from :mod:`superbatch.normalize`. A *target* is what the optimizer updates: the parameter
+`factor` comes from `superbatch.normalize`. A *target* is what the optimizer updates: the parameter
 itself, or its float32 master copy.
 """
 

@@ -32,7 +32,7 @@ from .weighing import Weights
 class WindowInFlight:
     """The micro-batches of one update, to be iterated over inside a ``with`` block.
 
-    It is made by :meth:`Accumulator.window`; see there for its use. Leaving the block after the last
+    It is made by `Accumulator.window`; see there for its use. Leaving the block after the last
     micro-batch makes the update; leaving it earlier, by an exception or by ``break``, puts everything back.
 
     Attributes:
@@ -360,7 +360,7 @@ class WindowInFlight:
         self._plan.random.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`Accumulator.state_dict` stores of a window in flight (see `saving`)."""
+        """Return what `Accumulator.state_dict` stores of a window in flight (see `saving`)."""
         if self._current is not None and self._current not in self._losses:
             raise WindowError(
                 explain(

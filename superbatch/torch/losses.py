@@ -51,5 +51,5 @@ class Losses:
         return {index: float(loss) for index, loss in self._values.items()}
 
     def load_state(self, state: dict[int, float]) -> None:
-        """Go on from what :meth:`state` returned."""
+        """Go on from what `state` returned."""
         self._values = dict(state)

@@ -76,7 +76,7 @@ def _cuda_peak(fn: Callable[[], object], device: torch.device) -> int:
 
 
 class _Ledger(TorchDispatchMode):
-    """Bytes of the CPU storages that came into being while the mode was active: ``live`` now, ``peak`` so far."""
+    """Bytes of the CPU storages made while the mode was active: ``live`` now, ``peak`` so far."""
 
     def __init__(self) -> None:
         super().__init__()

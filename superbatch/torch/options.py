@@ -160,7 +160,7 @@ def as_paths(paths: object, name: str) -> tuple[str, ...]:
 
 
 def check_state(state: object) -> Mapping[str, Any]:
-    """Return a saved state if :meth:`Accumulator.state_dict` made it.
+    """Return a saved state if `Accumulator.state_dict` made it.
 
     Raises:
         InputError: it did not.

@@ -43,7 +43,7 @@ class RandomKeeper:
         return random_state(self._devices)
 
     def restore(self) -> None:
-        """Put the states back as they were at :meth:`take`."""
+        """Put the states back as they were at `take`."""
         restore_random_state(self.taken)
 
     def _numpy_state(self) -> Any:
@@ -92,7 +92,7 @@ def random_state(devices: Iterable[torch.device] = (), *, numpy: bool = True) ->
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set generators to a state from :func:`random_state` (lists for tuples, as after a file, are fine).
+    """Set generators to a state from `random_state` (lists for tuples, as after a file, are fine).
 
     Examples:
         >>> restore_random_state(random_state())
@@ -171,7 +171,7 @@ class BufferKeeper:
         self._taken = []
 
     def restore(self) -> None:
-        """Put back every buffer, its identity included, as it was at :meth:`take`."""
+        """Put back every buffer, its identity included, as it was at `take`."""
         with torch.no_grad():
             for module, name, buffer, copy in self._taken:
                 module._buffers[name] = buffer
@@ -183,7 +183,7 @@ class BufferKeeper:
         return [taken.copy for taken in self._taken]
 
     def load_state(self, copies: list[Tensor | None]) -> None:
-        """Use copies from :meth:`state` in place of those taken."""
+        """Use copies from `state` in place of those taken."""
         self._taken = [taken._replace(copy=copy) for taken, copy in zip(self._taken, copies, strict=True)]
 
     def _is_constant(self, buffer: Tensor | None) -> bool:

@@ -93,7 +93,7 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
 def check_on_all_ranks(
     problem: Problem, pieces: Sequence[Any], ranks: Ranks, *, frozen: Sequence[nn.Module] = ()
 ) -> None:
-    """Run :func:`check_statement` on every rank; one that fails stops all.
+    """Run `check_statement` on every rank; one that fails stops all.
 
     Raises:
         StatementError, CoupledSamplesError: as there, or because another rank's check failed.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch import normalize
-from superbatch.torch import Accumulator, boundary, count_tokens, gradients, windows
+from superbatch.torch import Accumulator, boundary, count_tokens, gradients, in_flight, in_grad, windows
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,
@@ -192,8 +192,8 @@ def clip_by_value_scaled(patch: Patch) -> None:
 
 
 def zero_grad_forgotten(patch: Patch) -> None:
-    patch.setattr(boundary, "clear", lambda owned: None)
-    patch.setattr(gradients, "clear", lambda owned: None)
+    for module in (boundary, in_flight, in_grad):
+        patch.setattr(module, "clear", lambda owned: None)
 
 
 def scheduler_per_microbatch(patch: Patch) -> None:
@@ -220,13 +220,13 @@ def optimizer_twice(patch: Patch) -> None:
 
 
 def last_microbatch_only(patch: Patch) -> None:
-    backward = gradients.InGrad.backward
+    backward = in_grad.InGrad.backward
 
-    def only(self: gradients.InGrad, loss: Tensor, factor: float) -> None:
+    def only(self: in_grad.InGrad, loss: Tensor, factor: float) -> None:
         gradients.clear(self._owned)
         backward(self, loss, factor)
 
-    patch.setattr(gradients.InGrad, "backward", only)
+    patch.setattr(in_grad.InGrad, "backward", only)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], Any]]] = [
@@ -257,7 +257,7 @@ def test_the_comparison_rejects(
     mutate: Callable[[Patch], None], train: Callable[[], Any], monkeypatch: Patch
 ) -> None:
     # The check of the statement calls the same functions, and would stop some mutants before they do harm.
-    monkeypatch.setattr("superbatch.torch.accumulator.check_statement", lambda *args, **kwargs: None)
+    monkeypatch.setattr("superbatch.torch.accumulator.check_on_all_ranks", lambda *args, **kwargs: None)
     mutate(monkeypatch)
     both = train()
     with pytest.raises(AssertionError, match="not the update of the large batch"):
