@@ -93,6 +93,7 @@ class Arm:
         seconds: mean time of a run's updates.
         peak_bytes: peak of the memory that one update allocates; None if it was not measured.
         weight_difference: the largest of its runs'.
+        median_difference: the median of its runs' `Run.weight_difference`.
         worst_difference: the largest of its runs'.
         paired: equivalence with the real batch, test of paired runs; None with fewer than 2 pairs.
         welch: the same as if the arms had had independent seeds, as published tables compare them.
@@ -109,6 +110,7 @@ class Arm:
     seconds: float | None
     peak_bytes: int | None
     weight_difference: float | None
+    median_difference: float | None
     worst_difference: float | None
     paired: Equivalence | None
     welch: Equivalence | None
@@ -166,36 +168,3 @@ class Comparison:
     def tolerance(self) -> float:
         """The largest relative difference of the weights that rounding can explain in this dtype."""
         return TOLERANCES[self.dtype]
-
-
-def failures(report: Comparison) -> list[str]:
-    """Say where an arm that claims to be exact is not: what ``superbatch compare --check`` looks at.
-
-    Args:
-        report: of a comparison.
-
-    Returns:
-        One sentence per failure; none if every exact arm agrees with the real batch within rounding and is
-        equivalent to it. A report without finished runs of an exact arm fails: it has shown nothing.
-    """
-    exact = [arm for arm in report.arms if arm.claim == "exact"]
-    found = [sentence for arm in exact for sentence in _failures_of(arm, report)]
-    if not exact:
-        found.append(f"no arm of {report.recipe} claims to be exact: there is nothing to check")
-    if report.partial:
-        found.append("the comparison was interrupted")
-    return found
-
-
-def _failures_of(arm: Arm, report: Comparison) -> list[str]:
-    found: list[str] = []
-    worst = arm.worst_difference
-    # `not <=` instead of `>`: a NaN must fail.
-    if worst is None or not worst <= report.tolerance:
-        found.append(f"{arm.name}: weights differ by {worst}, rounding explains {report.tolerance:g}")
-    if arm.paired is not None and not arm.paired.equivalent:
-        found.append(
-            f"{arm.name}: {report.metric} is not equivalent within {report.margin:g} {report.unit} "
-            f"(p = {arm.paired.p_value:.3g})"
-        )
-    return found
