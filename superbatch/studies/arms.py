@@ -1,0 +1,178 @@
+"""The arms of a comparison: each a way to make one update of one batch.
+
+* ``real``: the batch in one piece, by a loop written out in plain PyTorch. It is the reference, so it shares
+  no code with the accumulator.
+* ``exact`` (or ``inexact``, where the recipe's model is coupled): `superbatch.torch.Accumulator`.
+* ``wrong``: two loops that are often written, kept to show what they cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.recipes import Recipe
+from superbatch.report.comparison import Claim
+from superbatch.studies.splits import Split
+from superbatch.torch import Accumulator
+from superbatch.tree import count_samples, plan
+from superbatch.window import Window
+
+Way = Literal["real batch", "accumulator", "mean of means", "fixed tail divisor"]
+UpdateFunction = Callable[[Any], float]
+"""Makes one update with a batch and returns the batch's mean loss before it."""
+
+HOW = {
+    "real batch": "the whole batch at once, plain PyTorch",
+    "accumulator": "superbatch.torch.Accumulator",
+    "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
+    "fixed tail divisor": "wrong: divides by the K of a full window where a window is shorter",
+}
+
+
+@dataclass(frozen=True)
+class ArmPlan:
+    """A split and the way its updates are made.
+
+    Examples:
+        >>> from superbatch.studies.splits import parse_split
+        >>> ArmPlan(parse_split("80/15/5"), "mean of means", "wrong").name
+        '80/15/5 mean of means'
+    """
+
+    split: Split
+    way: Way
+    claim: Claim
+
+    @property
+    def name(self) -> str:
+        """The split, and the way where it is not the right one."""
+        return f"{self.split.name} {self.way}" if self.claim == "wrong" else self.split.name
+
+
+def update_function(
+    arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> UpdateFunction:
+    """Make the function that makes an arm's updates.
+
+    Args:
+        arm: which.
+        recipe: its loss, reduction and weight.
+        model: to be trained.
+        optimizer: of the model's parameters.
+
+    Returns:
+        A function: batch -> mean loss of the batch before the update.
+    """
+    if arm.way == "real batch":
+        return _real(recipe, model, optimizer)
+    if arm.way == "accumulator":
+        return _accumulator(arm.split, recipe, model, optimizer)
+    return _wrong(arm, recipe, model, optimizer)
+
+
+def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """Cut a batch into consecutive micro-batches.
+
+    Args:
+        batch: any structure that the accumulator splits.
+        sizes: samples of each micro-batch; they sum to the batch's.
+
+    Returns:
+        The micro-batches, views where the framework slices to views.
+
+    Examples:
+        >>> [part.tolist() for part in cut(torch.arange(4), (3, 1))]
+        [[0, 1, 2], [3]]
+    """
+    take = plan(batch).take
+    return [take(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def _real(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> UpdateFunction:
+    loss_fn = recipe.loss_fn(model)
+
+    def update(batch: Any) -> float:
+        loss, _ = mean_and_weight(recipe, loss_fn, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return update
+
+
+def _accumulator(
+    split: Split, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> UpdateFunction:
+    make_update = Accumulator(
+        model,
+        optimizer,
+        recipe.loss_fn(model),
+        microbatch_size=split.sizes[0] if split.equal else None,
+        reduction=recipe.reduction,
+        weight=recipe.weight,
+        batchnorm=recipe.batchnorm,
+    )
+    if split.equal:
+        return lambda batch: make_update(batch).loss
+    return lambda batch: make_update(Window(cut(batch, split.sizes_of(count_samples(batch))))).loss
+
+
+def _wrong(
+    arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> UpdateFunction:
+    loss_fn = recipe.loss_fn(model)
+    full_window = len(arm.split.sizes)
+
+    def update(batch: Any) -> float:
+        microbatches = cut(batch, arm.split.sizes_of(count_samples(batch)))
+        # A weight that only the loss function knows is asked for with a forward pass of its own: this loop
+        # shows a wrong divisor, not a fast one.
+        weights = [_weight(recipe, loss_fn, microbatch) for microbatch in microbatches]
+        total, reported = sum(weights), 0.0
+        for microbatch, weight in zip(microbatches, weights, strict=True):
+            if arm.way == "mean of means":
+                scale = 1 / len(microbatches)
+            else:  # right in a full window; in a shorter one too small by the missing micro-batches' share
+                scale = weight / total * len(microbatches) / full_window
+            loss, _ = mean_and_weight(recipe, loss_fn, microbatch)
+            (loss * scale).backward()
+            reported += loss.item() * weight / total
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return reported
+
+    return update
+
+
+def mean_and_weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> tuple[Tensor, float]:
+    """The mean loss of a batch or micro-batch, and its weight, by the recipe's own statement.
+
+    Args:
+        recipe: says what `loss_fn` returns and what a micro-batch counts.
+        loss_fn: of a model.
+        batch: what the loss is of.
+
+    Returns:
+        The mean loss, a scalar with its graph, and the weight.
+    """
+    result = loss_fn(batch)
+    if recipe.weight == "returned":
+        loss, weight = result
+        weight = float(weight)
+    else:
+        loss, weight = result, count_samples(batch) if recipe.weight is None else recipe.weight(batch)
+    return (loss / weight if recipe.reduction == "sum" else loss), weight
+
+
+@torch.no_grad()
+def _weight(recipe: Recipe, loss_fn: Callable[[Any], Any], microbatch: Any) -> float:
+    if recipe.weight == "returned":
+        return mean_and_weight(recipe, loss_fn, microbatch)[1]
+    return count_samples(microbatch) if recipe.weight is None else recipe.weight(microbatch)

@@ -1,0 +1,215 @@
+"""Train the seeds of a comparison, in this process or spread over several.
+
+Worker processes are *spawned* (a forked torch can hang), find the recipe by its name, and keep torch's
+threads to what was asked. They ignore Ctrl-C, which reaches the whole process group: the parent stops them,
+so that runs that are already finished can be kept. A worker whose parent is gone ends by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superbatch.errors import SuperbatchError, explain
+from superbatch.recipes import Recipe, load_recipe
+from superbatch.report.comparison import Run
+from superbatch.studies.training import Setting, train_seed
+
+REPORT_EVERY = 0.2
+"""Seconds between two messages about progress."""
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """Some micro-batches were worked through."""
+
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run is complete."""
+
+    seed: int
+    arm: int
+    run: Run
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker met an error."""
+
+    error: BaseException
+
+
+Event = Advanced | Finished
+Receive = Callable[[Event], None]
+
+
+def train_here(recipe: Recipe, setting: Setting, seeds: Sequence[int], receive: Receive) -> None:
+    """Train the seeds one after the other in this process.
+
+    Args:
+        recipe: what is trained.
+        setting: how.
+        seeds: one set of runs each.
+        receive: told what happens.
+    """
+    for seed in seeds:
+        with _gathered(receive) as tick:
+            for arm, run in train_seed(recipe, setting, seed, tick=tick):
+                receive(Finished(seed, arm, run))
+
+
+def train_spread(
+    recipe: str,
+    setting: Setting,
+    seeds: Sequence[int],
+    receive: Receive,
+    *,
+    workers: int,
+    threads: int,
+    data: str | Path | None = None,
+) -> None:
+    """Train the seeds in processes of their own; each takes the next seed when it has finished one.
+
+    Args:
+        recipe: its name, which each process loads.
+        setting: how.
+        seeds: one set of runs each.
+        receive: told what happens, in this process.
+        workers: how many processes.
+        threads: of torch in each.
+        data: folder, for a recipe that reads one.
+
+    Raises:
+        SuperbatchError: what a worker met, or that one died.
+    """
+    context = multiprocessing.get_context("spawn")
+    todo, events = context.Queue(), context.Queue()
+    for seed in (*seeds, *[None] * workers):
+        todo.put(seed)
+    processes = [
+        context.Process(target=_work, args=(recipe, data, setting, threads, todo, events), daemon=True)
+        for _ in range(workers)
+    ]
+    try:
+        with _interrupts_ignored_by_children():
+            for process in processes:
+                process.start()
+        _listen(processes, events, receive, runs=len(seeds) * len(setting.arms))
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
+        for each in (todo, events):
+            each.cancel_join_thread()
+            each.close()
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of threads that torch uses, and set it back.
+
+    Args:
+        count: at least 1.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: int) -> None:
+    while runs:
+        try:
+            event = events.get(timeout=1.0)
+        except queue.Empty:
+            if any(process.exitcode not in (None, 0) for process in processes):
+                codes = [process.exitcode for process in processes]
+                raise SuperbatchError(
+                    explain(
+                        f"{len(processes)} worker processes",
+                        f"one ended before it could say why (exit codes {codes}); memory may have run out",
+                        "use fewer workers, or 1 to train in this process",
+                    )
+                ) from None
+            continue
+        if isinstance(event, Failed):
+            raise event.error
+        runs -= isinstance(event, Finished)
+        receive(event)
+
+
+def _work(name: str, data: str | Path | None, setting: Setting, threads: int, todo: Any, events: Any) -> None:
+    """What a worker process runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+    try:
+        recipe = load_recipe(name, data=data)
+        while (seed := todo.get()) is not None:
+            train_here(recipe, setting, [seed], _put_while_parent_lives(events))
+    except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
+        events.put(Failed(error if isinstance(error, SuperbatchError) else _described(error)))
+
+
+def _put_while_parent_lives(events: Any) -> Receive:
+    parent = multiprocessing.parent_process()
+
+    def put(event: Event) -> None:
+        if parent is not None and not parent.is_alive():
+            sys.exit(1)
+        events.put(event)
+
+    return put
+
+
+def _described(error: Exception) -> SuperbatchError:
+    # An exception of a user's own class may not survive the way to the parent; its text does.
+    return SuperbatchError(" ".join(f"a worker process met {type(error).__name__}: {error}".split()))
+
+
+@contextmanager
+def _gathered(receive: Receive) -> Iterator[Callable[[int], None]]:
+    """A tick for `train_seed` that passes on sums, a few times a second."""
+    pending, last = 0, time.monotonic()
+
+    def tick(microbatches: int) -> None:
+        nonlocal pending, last
+        pending += microbatches
+        if time.monotonic() - last > REPORT_EVERY:
+            receive(Advanced(pending))
+            pending, last = 0, time.monotonic()
+
+    yield tick
+    receive(Advanced(pending))
+
+
+@contextmanager
+def _interrupts_ignored_by_children() -> Iterator[None]:
+    """Block SIGINT: children inherit the mask, so Ctrl-C never makes one print a traceback.
+
+    An interrupt in the meantime is delivered here afterwards, not lost.
+    """
+    if os.name != "posix":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
