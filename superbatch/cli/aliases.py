@@ -1,0 +1,94 @@
+"""The flags of the sources, in our words: ``--average-gradients 20 --batch-size 5 --iterations 20000``.
+
+There, an iteration is a micro-batch, and the batch size is the micro-batch's: 20 x 5 samples make one update,
+and 20000 iterations make 1000 of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superbatch.errors import InputError, explain
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Splits, updates and batch size in our words; None where nothing was said."""
+
+    splits: str | None
+    updates: int | None
+    batch_size: int | None
+
+
+def in_our_words(
+    *,
+    splits: str | None,
+    updates: int | None,
+    batch_size: int | None,
+    average_gradients: int | None,
+    iterations: int | None,
+) -> Asked:
+    """Translate the sources' flags; ours pass through.
+
+    Args:
+        splits: ours.
+        updates: ours.
+        batch_size: ours; with `average_gradients` the sources': samples of a micro-batch.
+        average_gradients: the sources': micro-batches per update.
+        iterations: the sources': micro-batches of the whole run.
+
+    Returns:
+        What was asked for.
+
+    Raises:
+        InputError: flags contradict each other, or the iterations make no whole number of updates.
+
+    Examples:
+        >>> in_our_words(splits=None, updates=None, batch_size=5, average_gradients=20, iterations=20000)
+        Asked(splits='20x5', updates=1000, batch_size=None)
+    """
+    for name, value in (("average-gradients", average_gradients), ("iterations", iterations)):
+        if value is not None and value < 1:
+            raise InputError(
+                explain(f"--{name} {value}", "it counts micro-batches", "give a number of at least 1")
+            )
+    if iterations is not None and updates is not None:
+        raise InputError(
+            explain(
+                f"--iterations {iterations} and --updates {updates}",
+                "both say how long a run is: iterations count micro-batches, updates count updates",
+                "leave one of the two out",
+            )
+        )
+    if average_gradients is None:
+        # Without accumulation an iteration is an update.
+        return Asked(splits, iterations if updates is None else updates, batch_size)
+    if splits is not None:
+        raise InputError(
+            explain(
+                f"--average-gradients {average_gradients} and --splits {splits}",
+                "both say how a batch is split",
+                "leave one of the two out",
+            )
+        )
+    if batch_size is None:
+        raise InputError(
+            explain(
+                f"--average-gradients {average_gradients}",
+                "the size of its micro-batches is missing",
+                "add --batch-size M, or use --splits KxM",
+            )
+        )
+    if iterations is not None and iterations % average_gradients:
+        raise InputError(
+            explain(
+                f"--iterations {iterations} with --average-gradients {average_gradients}",
+                f"{iterations % average_gradients} micro-batches are left over, which make no whole update",
+                f"give a multiple of {average_gradients}",
+            )
+        )
+    return Asked(
+        f"{average_gradients}x{batch_size}",
+        updates if iterations is None else iterations // average_gradients,
+        None,
+    )

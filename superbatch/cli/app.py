@@ -1,0 +1,88 @@
+"""The application: which commands there are, and what becomes of errors.
+
+Exit codes: 0 done; 1 a check failed; 2 wrong input, told in one line; 130 interrupted by Ctrl-C.
+Commands import torch and matplotlib when they run, so that ``superbatch --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from superbatch._version import __version__
+from superbatch.cli.compare import compare
+from superbatch.cli.verify import verify
+from superbatch.errors import SuperbatchError, explain
+
+WRONG_INPUT, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="superbatch",
+    help="Exact gradient accumulation: the update of the real large batch, on the memory you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# One line per command; each lies in a file of its own.
+app.command("compare")(compare)
+app.command("verify")(verify)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"superbatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+# What typer raises for an unknown option or a value of the wrong type; it has no public name in all releases.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; by default the process's.
+
+    Returns:
+        The exit code.
+
+    Examples:
+        >>> main(["--version"])
+        superbatch ...
+        0
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return app(args=arguments, prog_name="superbatch", standalone_mode=False) or 0
+    except SuperbatchError as error:
+        return _fail(str(error))
+    except _UsageError as error:
+        return _fail(_usage(arguments, error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("superbatch: interrupted before anything was measured", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _usage(arguments: Sequence[str], error: Any) -> str:
+    wrong = " ".join(error.format_message().split()).rstrip(".")
+    command = getattr(getattr(error, "ctx", None), "command_path", "superbatch")
+    return explain(f"superbatch {' '.join(arguments)}".strip(), wrong, f"see {command} --help")
+
+
+def _fail(text: str) -> int:
+    print(f"superbatch: {text}", file=sys.stderr)
+    return WRONG_INPUT

@@ -1,0 +1,84 @@
+"""Progress on the standard error stream: a bar with the time left on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINE_EVERY = 5.0
+"""Seconds between two plain lines, at least."""
+
+Show = Callable[[int, int, str | None], None]
+"""(done, total, what has just been finished or None)."""
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Show]:
+    """Show how far a command is until the block is left.
+
+    Args:
+        title: what is being done.
+
+    Yields:
+        A function to be told (done, total, what has just been finished).
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(title)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[finished]}", style="dim"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None, finished="")
+
+        def show(done: int, total: int, finished: str | None) -> None:
+            bar.update(task, completed=done, total=total)
+            if finished is not None:
+                bar.update(task, finished=finished)
+
+        yield show
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them.
+
+    Args:
+        seconds: at least 0.
+
+    Returns:
+        Text.
+
+    Examples:
+        >>> duration(42.3), duration(150)
+        ('42 s', '2 min 30 s')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _lines(title: str) -> Show:
+    start = last = time.monotonic()
+
+    def show(done: int, total: int, finished: str | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if finished is None or now - last < LINE_EVERY or not done:
+            return
+        last = now
+        left = (now - start) / done * (total - done)
+        share = f"{100 * done / total:.0f} %, about {duration(left)} left"
+        print(f"{title}: {finished}; {share}", file=sys.stderr, flush=True)
+
+    return show
