@@ -16,7 +16,7 @@ from superbatch.torch import Accumulator, Update, Window
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+TOLERANCE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-6}
 
 
 def start_of(*models: nn.Module) -> dict[str, Tensor]:

@@ -235,8 +235,8 @@ def test_float32_buffers_round_once_for_bfloat16_parameters() -> None:
     batch = rows(64, 1, BF16)[0]
     exact = copy.deepcopy(model).double()
     per_sample = [
-        torch.autograd.grad(mse(model, (batch[0][i : i + 1], batch[1][i : i + 1])), list(model.parameters()))
-        for i in range(64)
+        torch.autograd.grad(mse(model, pair), list(model.parameters()))
+        for pair in zip(*(part.split(1) for part in batch), strict=True)
     ]
     expected = [
         torch.stack(gradients).float().sum(0).div(64).to(BF16) for gradients in zip(*per_sample, strict=True)
@@ -255,13 +255,13 @@ def test_float32_buffers_round_once_for_bfloat16_parameters() -> None:
         assert float((ours.double() - exactly).norm() / exactly.norm()) < 2e-2
 
 
-# -- float32 masters ------------------------------------------------------------------------------------------
+# -- float32 masters ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 4])
 def test_masters_are_those_kept_by_hand(microbatch_size: int) -> None:
     model: Any = mlp(BF16)
-    model[2].bias.requires_grad_(False)
+    model[2].bias.requires_grad = False
     hand = copy.deepcopy(model)
     start = start_of(hand)
     copies = [p.detach().float().requires_grad_() for p in hand.parameters() if p.requires_grad]
