@@ -150,7 +150,7 @@ def _check(problem: Problem, piece: Any) -> bool:
         return True
     if not _repeats(problem, microbatches[0], spans[0], observed.union[0]):
         return False
-    raise _mismatch(problem, observed, microbatches[1:], tolerance)
+    raise _mismatch(problem, observed, microbatches, tolerance)
 
 
 def _loss(
@@ -188,7 +188,7 @@ def _repeats(problem: Problem, microbatch: Any, span: tuple[int, int], first: fl
 
 
 def _mismatch(
-    problem: Problem, observed: Observed, parts: Sequence[Any], tolerance: float
+    problem: Problem, observed: Observed, microbatches: Sequence[Any], tolerance: float
 ) -> StatementError | CoupledSamplesError:
     union, (first, second) = observed.union, observed.parts
     given = (
@@ -216,7 +216,7 @@ def _mismatch(
                 'state reduction="mean"',
             )
         )
-    found = _explaining_weight(problem, observed, parts, tolerance)
+    found = _explaining_weight(problem, observed, microbatches, tolerance)
     if found:
         return StatementError(
             explain(
@@ -239,10 +239,11 @@ def _mismatch(
 
 
 def _explaining_weight(
-    problem: Problem, observed: Observed, parts: Sequence[Any], tolerance: float
+    problem: Problem, observed: Observed, microbatches: Sequence[Any], tolerance: float
 ) -> str | None:
     """The weight, counted from a leaf of the batch, under which the parts do give the loss of the whole."""
-    for text, weigh in weight_candidates(problem, parts[0]):
+    union, *parts = microbatches
+    for text, weigh in weight_candidates(problem, union):
         weights = [weigh(part) for part in parts]
         if sum(weights) and observed.agrees(observed.predicted("mean", weights), tolerance):
             return f"weight={text}"
