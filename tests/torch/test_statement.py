@@ -1,0 +1,318 @@
+"""The check of the statement on the first window: wrong ones are refused by name, right ones never."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights
+from tests.torch.helpers import Loss, mlp, mse, rows, sgd, squared_sum, tiny_lm, token_mean, tokens
+
+LENGTHS = [5, 1, 2, 7, 3, 6]  # tokens: no two parts of the batch have the same mean number
+
+
+def first_window(
+    model: nn.Module, loss: Loss, batch: Any, *, microbatch_size: int | None = 3, **options: Any
+) -> Accumulator:
+    """Make one update, the one that the statement is checked before."""
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        lambda mb: loss(model, mb),
+        microbatch_size=microbatch_size,
+        **options,
+    )
+    assert accumulate(batch).made
+    return accumulate
+
+
+# -- wrong statements ---------------------------------------------------------------------------------------
+
+
+def hugging_face(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A head that was given the constant num_items_in_batch: its losses add up."""
+    logits = model(batch["ids"]).flatten(0, 1)
+    return nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / 24
+
+
+def info_nce(model: nn.Module, batch: Any) -> Tensor:
+    one, two = (nn.functional.normalize(part, dim=1) for part in (model(batch[0]), batch[1]))
+    return nn.functional.cross_entropy(one @ two.T / 0.1, torch.arange(len(one)))
+
+
+def depends_on_batch_size(model: nn.Module, batch: Any) -> Tensor:
+    return mse(model, batch) * len(batch[0]) ** 0.5
+
+
+def centred(model: nn.Module, batch: Any) -> Tensor:
+    """A normalisation over the batch that no type of layer gives away."""
+    out = model(batch[0])
+    return nn.functional.mse_loss(out - out.mean(0), batch[1])
+
+
+def weighted_by_hand(model: nn.Module, batch: Any) -> Tensor:
+    x, y, weight = batch
+    return (weight * (model(x) - y).square().mean(1)).sum() / weight.sum()
+
+
+def classes(model: nn.Module, batch: Any) -> Tensor:
+    weight = torch.tensor([0.2, 3.0, 1.0], dtype=torch.float64)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], weight=weight)
+
+
+def masked(model: nn.Module, batch: Any) -> Tensor:
+    """A token mean over a mask that the batch calls `keep`."""
+    keep = batch["keep"].double()
+    each = nn.functional.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["ids"], reduction="none")
+    return (each * keep).sum() / keep.sum()
+
+
+def with_weights(batch: Any) -> Any:
+    return (*batch, torch.linspace(0.1, 3.0, len(batch[0]), dtype=torch.float64))
+
+
+X = rows(9, 1)[0]
+TOKENS = tokens(LENGTHS)
+KEEP = {"ids": TOKENS["ids"], "keep": TOKENS["labels"] != -100}
+LABELLED = (X[0], torch.tensor([0, 1, 1, 2, 0, 2, 1, 1, 0]))
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any], type[Exception], str]] = {
+    "a mean declared a sum": (mlp, mse, X, {"reduction": "sum"}, StatementError, 'state reduction="mean"'),
+    "a sum declared a mean": (mlp, squared_sum, X, {}, StatementError, 'state reduction="sum"'),
+    "a token mean weighted by samples": (
+        tiny_lm, token_mean, TOKENS, {}, StatementError, r'state weight=count_tokens\("labels"\)',
+    ),
+    "a constant num_items_in_batch": (
+        tiny_lm, hugging_face, TOKENS, {"weight": count_tokens("labels")}, StatementError,
+        "num_items_in_batch",
+    ),
+    "sample weights forgotten": (
+        mlp, weighted_by_hand, with_weights(X), {}, StatementError, r'state weight=sample_weights\("2"\)',
+    ),
+    "class weights forgotten": (mlp, classes, LABELLED, {}, (StatementError, CoupledSamplesError), "weight"),
+    "a mask that is not counted": (
+        tiny_lm, masked, KEEP, {}, (StatementError, CoupledSamplesError), "weight",
+    ),
+    "tokens counted for a mean over samples": (
+        tiny_lm,
+        lambda m, b: m(b["ids"]).square().mean(),
+        TOKENS,
+        {"weight": count_tokens("labels")},
+        (StatementError, CoupledSamplesError),
+        "weight",
+    ),
+    "InfoNCE": (mlp, info_nce, X, {}, CoupledSamplesError, "contrastive"),
+    "normalised over the batch": (mlp, centred, X, {}, CoupledSamplesError, "influence each other"),
+    "depends on the batch size": (mlp, depends_on_batch_size, X, {}, CoupledSamplesError, "batch size"),
+    "a weight that is a mean": (
+        mlp, mse, X, {"weight": lambda mb: float(mb[0].abs().mean())}, StatementError, "weights must add up",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["split", "one piece", "window", "single samples"])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_statement_is_refused_before_anything_changes(case: str, form: str) -> None:
+    make, loss, batch, options, error, text = WRONG[case]
+    model = make()
+    optimizer = sgd(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    generators = (torch.get_rng_state(), random.getstate())
+    size = {"split": 3, "one piece": None, "window": None, "single samples": 1}[form]
+    accumulate = Accumulator(model, optimizer, lambda mb: loss(model, mb), microbatch_size=size, **options)
+    with pytest.raises(error, match=text):
+        accumulate(Window([batch, batch]) if form == "window" else batch)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not optimizer.state and accumulate.updates == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(generators[0], torch.get_rng_state()) and generators[1] == random.getstate()
+
+
+def test_a_refused_accumulator_can_be_called_again_and_is_checked_again() -> None:
+    model = tiny_lm()
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), lambda mb: token_mean(model, mb), microbatch_size=2
+    )
+    for _ in range(2):
+        with pytest.raises(StatementError, match="count_tokens"):
+            accumulate(TOKENS)
+    full = tokens([7, 7, 7, 7])
+    assert accumulate(full).made, "with equal token counts the statement holds"
+
+
+def test_check_false_lets_a_wrong_statement_through() -> None:
+    """The promise is then the caller's; it shows that the check is what refuses."""
+    for case, (make, loss, batch, options, _, _) in WRONG.items():
+        if case != "a weight that is a mean":
+            first_window(make(), loss, batch, check=False, **options)
+
+
+# -- right statements ----------------------------------------------------------------------------------------
+
+
+def relu_net(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)).to(
+        dtype
+    )
+
+
+def noisy(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return mse(model, (x + 0.5 * torch.randn_like(x), y))
+
+
+def flipped(model: nn.Module, batch: Any) -> Tensor:
+    """Each sample is turned round or not."""
+    x, y = batch
+    turn = torch.rand(len(x), 1, dtype=x.dtype) < 0.5
+    return mse(model, (torch.where(turn, x.flip(1), x), y))
+
+
+def in_bfloat16(model: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return nn.functional.mse_loss(model(batch[0]).float(), batch[1])
+
+
+def penalised(model: nn.Module, batch: Any) -> Tensor:
+    """Weight decay in the loss: it does not depend on the samples, so a mean of it is itself."""
+    return mse(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], Any], dict[str, Any]]] = {
+    "mean": (mlp, mse, lambda: X, {}),
+    "sum": (mlp, squared_sum, lambda: X, {"reduction": "sum"}),
+    "dropout": (lambda: mlp(dropout=0.5), mse, lambda: X, {}),
+    "noise in the loss": (mlp, noisy, lambda: X, {}),
+    "random flips": (mlp, flipped, lambda: X, {}),
+    "dropout and noise in float32": (
+        lambda: mlp(torch.float32, dropout=0.5), noisy, lambda: rows(9, 1, torch.float32)[0], {},
+    ),
+    "tokens": (tiny_lm, token_mean, lambda: TOKENS, {"weight": count_tokens("labels")}),
+    "tokens, some without any": (
+        tiny_lm, token_mean, lambda: tokens([0, 0, 0, 4, 1, 7, 0, 2]), {"weight": count_tokens("labels")},
+    ),
+    "sample weights": (mlp, weighted_by_hand, lambda: with_weights(X), {"weight": sample_weights("2")}),
+    "class weights": (
+        mlp, classes, lambda: LABELLED,
+        {"weight": class_weights(torch.tensor([0.2, 3.0, 1.0], dtype=torch.float64), "1")},
+    ),
+    "ReLU in float32": (relu_net, mse, lambda: rows(33, 1, torch.float32)[0], {}),
+    "bfloat16 autocast": (relu_net, in_bfloat16, lambda: rows(33, 1, torch.float32)[0], {}),
+    "bfloat16 parameters": (
+        lambda: relu_net(torch.bfloat16), mse, lambda: rows(33, 1, torch.bfloat16)[0],
+        {"accumulator_dtype": torch.float32},
+    ),
+    "weight decay in the loss": (mlp, penalised, lambda: X, {}),
+    "a sum of huge losses": (mlp, lambda m, b: squared_sum(m, b) * 1e12, lambda: X, {"reduction": "sum"}),
+    "tiny losses": (mlp, lambda m, b: mse(m, b) * 1e-12, lambda: X, {}),
+    "negative losses": (mlp, lambda m, b: -mse(m, b), lambda: X, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 3, None])
+@pytest.mark.parametrize("case", RIGHT)
+def test_a_right_statement_is_never_refused(case: str, microbatch_size: int | None) -> None:
+    make, loss, batch, options = RIGHT[case]
+    for seed in range(3):
+        torch.manual_seed(seed)
+        first_window(make(), loss, batch(), microbatch_size=microbatch_size, **options)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_relu_nets_in_float32_are_never_refused(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = relu_net()
+    batch = (torch.randn(40, 4) * 30, torch.randint(0, 3, (40,)))
+    first_window(model, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batch, microbatch_size=16)
+
+
+def test_a_weight_returned_with_the_loss_is_checked() -> None:
+    model = tiny_lm()
+
+    def loss_fn(microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return token_mean(model, microbatch), int((microbatch["labels"] != -100).sum())
+
+    def by_samples(microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        return token_mean(model, microbatch), len(microbatch["ids"])
+
+    optimizer = sgd(model.parameters())
+    assert Accumulator(model, optimizer, loss_fn, microbatch_size=3, weight="returned")(TOKENS).made
+    with pytest.raises(StatementError, match="count_tokens"):
+        Accumulator(model, optimizer, by_samples, microbatch_size=3, weight="returned")(TOKENS)
+
+
+# -- the check leaves no trace -------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Dropout, a counter and a running mean: all that a forward can change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(dropout=0.3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("running", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.running = 0.9 * self.running + 0.1 * x.detach().mean(0)
+        return self.net(x)
+
+
+def test_a_run_with_the_check_is_bit_for_bit_the_run_without() -> None:
+    def train(check: bool) -> tuple[dict[str, Tensor], Tensor, Any, int]:
+        torch.manual_seed(0)
+        random.seed(0)
+        model = Stateful()
+        accumulate = first_window(model, mse, X, check=check, microbatch_size=2)
+        accumulate(X)
+        return model.state_dict(), torch.get_rng_state(), random.getstate(), int(model.calls)
+
+    checked, unchecked = train(check=True), train(check=False)
+    assert checked[0].keys() == unchecked[0].keys()
+    assert all(torch.equal(value, unchecked[0][name]) for name, value in checked[0].items())
+    assert torch.equal(checked[1], unchecked[1]) and checked[2:] == unchecked[2:]
+    assert checked[3] == 10, (
+        "five forwards for each of two windows: none of the check's is left in the buffer"
+    )
+
+
+def test_only_the_first_window_is_checked() -> None:
+    model = mlp()
+    forwards = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    accumulate = first_window(model, mse, X)
+    first = len(forwards)
+    accumulate(X)
+    assert len(forwards) - first == 3 < first
+
+
+def test_training_and_evaluation_modes_are_as_before() -> None:
+    model = mlp(dropout=0.5)
+    model[2].eval()
+    first_window(model, mse, X)
+    assert [module.training for module in model.modules()] == [True, True, True, False, True]
+
+
+def test_the_owned_loop_is_not_checked_without_a_loss_function() -> None:
+    model = tiny_lm()
+    accumulator = Accumulator(model, sgd(model.parameters()), microbatch_size=2)
+    with accumulator.window(TOKENS) as window:
+        for microbatch in window:
+            window.backward(token_mean(model, microbatch))
+    assert window.update is not None and window.update.made
+
+
+def test_a_batch_of_one_sample_cannot_be_checked_and_says_so() -> None:
+    model = mlp()
+    accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb))
+    with pytest.warns(UserWarning, match=r"could not check the statement.*check=False"):
+        assert accumulate(rows(1, 1)[0]).made
+    accumulate(rows(1, 1)[0])  # once is enough: warnings are errors here
