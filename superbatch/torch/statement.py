@@ -243,10 +243,10 @@ def _explaining_weight(
 ) -> str | None:
     """The weight, counted from a leaf of the batch, under which the parts do give the loss of the whole."""
     union, *parts = microbatches
-    for text, weigh in weight_candidates(problem, union):
-        weights = [weigh(part) for part in parts]
+    for candidate in weight_candidates(problem, union):
+        weights = [candidate.weigh(part) for part in parts]
         if sum(weights) and observed.agrees(observed.predicted("mean", weights), tolerance):
-            return f"weight={text}"
+            return f"weight={candidate.text}"
     return None
 
 
