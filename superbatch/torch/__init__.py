@@ -8,6 +8,7 @@ from .accumulator import Accumulator as Accumulator
 from .in_flight import WindowInFlight as WindowInFlight
 from .masters import fp32_masters as fp32_masters
 from .sample_layout import samples_along as samples_along
+from .verify import verify as verify
 from .weights import class_weights as class_weights
 from .weights import count_tokens as count_tokens
 from .weights import sample_weights as sample_weights
