@@ -34,7 +34,8 @@ def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
             samples.
 
     Returns:
-        Candidates, those for labels first; the same counts may come under several texts.
+        Candidates; several may give the same counts, the likeliest first: labels with PyTorch's own
+        `ignore_index` and weights, then masks, then integers of which some value may be padding.
 
     Examples:
         >>> problem = Problem(nn.Linear(1, 1), lambda batch: batch["x"].sum())
@@ -42,42 +43,46 @@ def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
         >>> [candidate.text for candidate in weight_candidates(problem, batch)]
         ['count_tokens("labels")', 'count_tokens("labels", shift=True)']
     """
-    found: list[Candidate] = []
-    class_tensors = list(_class_weight_tensors(problem))
-    for leaf in leaves(batch, whole=problem.whole, per_sample=problem.per_sample):
+    found: list[tuple[int, Candidate]] = []
+    parts = leaves(batch, whole=problem.whole, per_sample=problem.per_sample)
+    held = [get(batch, leaf.path) for leaf in parts if leaf.length is None]
+    class_tensors = list(_class_weight_tensors(problem, held))
+    for leaf in parts:
         value = get(batch, leaf.path) if leaf.length is not None else None
         if isinstance(value, Tensor) and value.numel():
             found += _from_tensor(leaf.path, value, class_tensors)
-    return found
+    return [candidate for _, candidate in sorted(found, key=lambda ranked: ranked[0])]
 
 
-def _from_tensor(path: str, value: Tensor, class_tensors: list[Tensor]) -> Iterator[Candidate]:
+def _from_tensor(path: str, value: Tensor, class_tensors: list[Tensor]) -> Iterator[tuple[int, Candidate]]:
+    """Candidates from one part of the batch, each with its rank: the lower, the likelier."""
     where = f'"{path}"'
+    if value.is_complex():
+        return
     if value.is_floating_point():
         if bool((value >= 0).all()):
-            yield Candidate(f"sample_weights({where})", sample_weights(path))
-        return
-    if value.is_complex():
+            yield 0, Candidate(f"sample_weights({where})", sample_weights(path))
         return
     for weight in class_tensors:
         kept = value[value != -100]
         if kept.numel() and int(kept.min()) >= 0 and int(kept.max()) < weight.numel():
-            yield Candidate(f"class_weights(weight, {where})", class_weights(weight, path))
+            yield 0, Candidate(f"class_weights(weight, {where})", class_weights(weight, path))
+    mask = value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all())
     for ignored in _IGNORED:
-        if not bool((value == ignored).any()):
-            continue
-        suffix = "" if ignored == -100 else f", ignore_index={ignored}"
-        yield Candidate(f"count_tokens({where}{suffix})", count_tokens(path, ignore_index=ignored))
-        if value.ndim > 1:
-            shifted = count_tokens(path, ignore_index=ignored, shift=True)
-            yield Candidate(f"count_tokens({where}{suffix}, shift=True)", shifted)
+        if bool((value == ignored).any()):
+            rank = 0 if ignored == -100 else 1 if mask else 2
+            given = where if ignored == -100 else f"{where}, ignore_index={ignored}"
+            yield rank, Candidate(f"count_tokens({given})", count_tokens(path, ignore_index=ignored))
+            if value.ndim > 1:
+                shifted = count_tokens(path, ignore_index=ignored, shift=True)
+                yield rank, Candidate(f"count_tokens({given}, shift=True)", shifted)
 
 
-def _class_weight_tensors(problem: Problem) -> Iterator[Tensor]:
-    """One-dimensional floating tensors that the loss function or a loss module holds, each once."""
+def _class_weight_tensors(problem: Problem, held: list[Any]) -> Iterator[Tensor]:
+    """One-dimensional floating tensors that the loss function, a loss module or the batch holds."""
     seen: set[int] = set()
-    for held in (*problem.model.modules(), *_held_by(problem.loss_fn)):
-        weight = getattr(held, "weight", None) if isinstance(held, nn.modules.loss._Loss) else held
+    for holder in (*problem.model.modules(), *_held_by(problem.loss_fn), *held):
+        weight = getattr(holder, "weight", None) if isinstance(holder, nn.modules.loss._Loss) else holder
         if not isinstance(weight, Tensor) or weight.ndim != 1 or not weight.is_floating_point():
             continue
         if id(weight) not in seen and not weight.requires_grad:

@@ -8,7 +8,6 @@ them).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -85,20 +84,20 @@ def _nondeterminism(evidence: float) -> Finding:
 
 
 def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[Setting, list[Finding]]:
-    if setting.streams:
-        return setting, []
-    evidence = largest(accumulated(setting.but(seed=1), size), accumulated(setting, size))
+    streams = setting.but(streams=True)
+    remedy = "pass sample_rng=True, which gives every sample its own random numbers under every split"
+    outside = "draw them with torch's own functions, one draw for each sample, then pass sample_rng=True"
+    detail = "random numbers are drawn, and other ones in micro-batches than in the batch"
+    seed = {"host_seed": 1} if setting.streams else {"seed": 1, "host_seed": 1}
+    evidence = largest(accumulated(setting.but(**seed), size), accumulated(setting, size))
     if evidence <= tolerance:
         return setting, []
-    detail = "random numbers are drawn, and other ones in micro-batches than in the batch"
-    streams = setting.but(streams=True)
     try:
-        whole(streams)
+        if largest(accumulated(streams.but(host_seed=1), size), accumulated(streams, size)) > tolerance:
+            detail, remedy = f"{detail}, from Python's or NumPy's generator", outside
     except InputError as error:
-        streams, detail = setting, f"{detail}; they cannot be drawn for each sample ({error})"
-        remedy = "draw them with torch's own functions, one draw for each sample, then pass sample_rng=True"
-    else:
-        remedy = "pass sample_rng=True, which gives every sample its own random numbers under every split"
+        streams, remedy = setting, outside
+        detail = f"{detail}; they cannot be drawn for each sample ({error})"
     return streams, [Finding("random", _first_random(setting), evidence, "another seed", detail, remedy)]
 
 
@@ -108,7 +107,7 @@ def _first_random(setting: Setting) -> str:
     few = take(setting.batch, 0, 2, whole=problem.whole, per_sample=problem.per_sample)
 
     def watched(seed: int) -> list[Watched]:
-        setting.but(seed=seed).begin()
+        setting.but(seed=seed, host_seed=0).begin()
         return watch(problem.model, lambda: forward(problem, few), 1)
 
     first = watched(0)
@@ -129,10 +128,11 @@ def _remove_state(setting: Setting, size: Size, tolerance: float) -> tuple[Setti
     if evidence <= tolerance:
         return setting, []
     detail = f"every forward changes {', '.join(changed)}, on which the gradient depends"
-    remedy = (
-        "change this state once for each update and outside the forward: for spectral norm, keep its "
-        "parametrization in evaluation mode and call it once in training mode before each update"
-    )
+    remedy = "change this state once for each update, outside the forward"
+    if any(name.endswith(("_u", "_v")) for name in changed):
+        remedy += (
+            ": keep spectral norm in evaluation mode, and advance it once in training mode before each update"
+        )
     where = changed[0].rpartition(".")[0]
     return restored, [Finding("state", where, evidence, "state put back", detail, remedy)]
 
@@ -169,6 +169,25 @@ class _Part(NamedTuple):
     gradient: Tensor
 
 
+class _Combination(NamedTuple):
+    """The batch's gradient, and those of its parts to be combined to it."""
+
+    batch: _Part
+    parts: list[_Part]
+    threshold: float
+
+    def gradients(self) -> Tensor:
+        return torch.stack([part.gradient for part in self.parts], 1)
+
+    def misses(self, weights: list[float]) -> float:
+        """How far the combination with these weights is off, relatively."""
+        combined = self.gradients() @ torch.tensor(weights, dtype=torch.float64)
+        return float((combined - self.batch.gradient).norm() / self.batch.gradient.norm())
+
+    def holds(self, weights: list[float]) -> bool:
+        return any(weights) and self.misses(weights) <= self.threshold
+
+
 def _explain_by_weights(setting: Setting, tolerance: float, *, fit: bool) -> Finding | None:
     """Find weights with which the gradients of three parts of the batch combine to that of the whole.
 
@@ -180,29 +199,20 @@ def _explain_by_weights(setting: Setting, tolerance: float, *, fit: bool) -> Fin
     batch, *parts = pieces
     if len(parts) < 2 or not bool(batch.gradient.norm() > 0):
         return None
-    gradients = torch.stack([part.gradient for part in parts], 1)
-
-    def misses(weights: list[float]) -> float:
-        combined = gradients @ torch.tensor(weights, dtype=torch.float64)
-        return float((combined - batch.gradient).norm() / batch.gradient.norm())
-
-    threshold = max(1e-9, 100 * tolerance)
-    stated = [weigh(setting.problem, part.microbatch) for part in parts]
+    combination = _Combination(batch, parts, max(1e-9, 100 * tolerance))
+    stated = _shares([weigh(setting.problem, part.microbatch) for part in parts])
     mean = setting.problem.reduction == "mean"
-    wrong = misses(_shares(stated) if mean else [1.0] * len(parts))
-    if wrong <= threshold:
+    wrong = combination.misses(stated if mean else [1.0] * len(parts))
+    if wrong <= combination.threshold:
         return None  # the statement holds for these parts
-    if mean and misses([1.0] * len(parts)) <= threshold:
-        return _sum(wrong)
-    if not mean and misses(_shares(stated)) <= threshold:
-        return _mean(wrong)
+    if combination.holds([1.0] * len(parts) if mean else stated):
+        return _sum(wrong) if mean else _mean(wrong)
+    if not mean and _adds_a_constant(setting, combination):
+        return _constant(wrong)
     for text, candidate in weight_candidates(setting.problem, batch.microbatch):
-        weights = [candidate(part.microbatch) for part in parts]
-        if sum(weights) and misses(_shares(weights)) <= threshold:
+        if combination.holds(_shares([candidate(part.microbatch) for part in parts])):
             return _weight(wrong, text, mean)
-    if not fit:
-        return None
-    return _by_fit(gradients, batch.gradient, [part.samples for part in parts], misses, wrong, threshold)
+    return _by_fit(combination, wrong) if fit else None
 
 
 def _parts(setting: Setting, proportions: list[int]) -> list[_Part]:
@@ -267,6 +277,31 @@ def _mean(evidence: float) -> Finding:
     )
 
 
+def _adds_a_constant(setting: Setting, combination: _Combination) -> bool:
+    """Whether K parts are too much by K - 1 times the same: a term that every part adds again."""
+    batch, parts, threshold = combination
+    fewer = _parts(setting, [1, 2])
+    if not 2 <= len(fewer) < len(parts):
+        return False
+    surplus = torch.stack([part.gradient for part in parts]).sum(0) - batch.gradient
+    less = torch.stack([part.gradient for part in fewer]).sum(0) - batch.gradient
+    expected = less * (len(parts) - 1) / (len(fewer) - 1)
+    return bool((surplus - expected).norm() <= threshold * batch.gradient.norm())
+
+
+def _constant(evidence: float) -> Finding:
+    return Finding(
+        "batch_size",
+        "loss_fn",
+        evidence,
+        "surplus of the parts",
+        "a term of the loss does not depend on the samples, such as a penalty on weights: in a sum, every "
+        "micro-batch adds it again",
+        "leave the penalty to the optimizer (weight_decay), multiply it by the micro-batch's samples, or "
+        'return a mean with reduction="mean"',
+    )
+
+
 def _weight(evidence: float, text: str, mean: bool) -> Finding:
     return Finding(
         "weight",
@@ -278,20 +313,14 @@ def _weight(evidence: float, text: str, mean: bool) -> Finding:
     )
 
 
-def _by_fit(
-    gradients: Tensor,
-    whole_gradient: Tensor,
-    samples: list[int],
-    misses: Callable[[list[float]], float],
-    evidence: float,
-    threshold: float,
-) -> Finding | None:
+def _by_fit(combination: _Combination, evidence: float) -> Finding | None:
     """Any weights at all: found by least squares, and judged only where they are overdetermined."""
+    gradients, samples = combination.gradients(), [part.samples for part in combination.parts]
     if gradients.shape[0] < 2 * gradients.shape[1]:
         return None
-    solved = torch.linalg.lstsq(gradients, whole_gradient.unsqueeze(1), driver="gelsd")
+    solved = torch.linalg.lstsq(gradients, combination.batch.gradient.unsqueeze(1), driver="gelsd")
     fitted = solved.solution[:, 0].tolist()
-    if misses(fitted) > threshold or min(fitted) <= 0:
+    if not combination.holds(fitted) or min(fitted) <= 0:
         return None
     shares = zip(fitted, samples, strict=True)
     named = ", ".join(f"{weight:.4g} for {count} samples" for weight, count in shares)

@@ -41,6 +41,7 @@ class Setting:
         streams: whether every sample draws from its own random stream.
         restore_state: whether buffers are put back before every micro-batch.
         seed: of the random numbers of a pass.
+        host_seed: added to it for Python and NumPy.
     """
 
     problem: Problem
@@ -50,6 +51,7 @@ class Setting:
     streams: bool = False
     restore_state: bool = False
     seed: int = 0
+    host_seed: int = 0
 
     def but(self, **changes: Any) -> Setting:
         """The same setting with changes."""
@@ -62,7 +64,7 @@ class Setting:
             for module in self.problem.model.modules():
                 if isinstance(module, _BatchNorm):
                     module.training = False
-        seed_all(self.seed, self.problem.model)
+        seed_all(self.seed, self.problem.model, host=self.host_seed)
 
 
 class Measured(NamedTuple):
@@ -105,8 +107,11 @@ def accumulated(setting: Setting, size: Size) -> Measured:
         The loss and the gradients that an optimizer would get.
     """
     # Other random numbers than the whole batch draws, which a single dropout on the CPU would meet by chance.
-    # With streams it is the same seed: then they must be equal by construction.
-    setting = setting if setting.streams else setting.but(seed=setting.seed + _OTHER)
+    # With streams it is torch's same seed: then they must be equal by construction.
+    if not setting.streams:
+        setting = setting.but(seed=setting.seed + _OTHER)
+    elif size is not None:
+        setting = setting.but(host_seed=setting.host_seed + _OTHER)
     setting.begin()
     problem = setting.problem
     reader = _Reader(problem)

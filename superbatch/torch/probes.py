@@ -152,7 +152,7 @@ def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) ->
     Examples:
         >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(7, 2)
         >>> one = watch(model, lambda: model(x), 7)
-        >>> other = watch(model, lambda: model(torch.cat([x[:1], 9 * x[1:6], x[6:]])), 7)
+        >>> other = watch(model, lambda: model(torch.cat([x[:1], 9 * x[1:5], x[5:]])), 7)
         >>> first_difference(one, other, tolerance=1e-4).module, first_difference(one, one, tolerance=0.0)
         ('1', None)
     """

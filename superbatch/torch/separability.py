@@ -151,6 +151,11 @@ def loss_coupling(probe: Probe) -> Iterator[Finding]:
     evidence = _mixed(results, stated)
     if evidence > probe.tolerance:
         yield _explained(probe, results, evidence)
+        return
+    evidence = _order_dependence(probe)
+    if evidence > probe.tolerance:
+        detail = "the loss depends on the order of the samples in the batch"
+        yield Finding("coupled_loss", "loss_fn", evidence, "reversed batch", detail, _COUPLED_LOSS)
 
 
 def failure_of(run: Callable[[], Any]) -> str | None:
@@ -234,6 +239,22 @@ def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
     if not different:
         probe.notes.append("samples are equal and nothing floats: replacing samples shows nothing")
     yield from different
+
+
+def _order_dependence(probe: Probe) -> float:
+    """The relative change of the loss when the batch is reversed; 0 where it draws random numbers."""
+
+    def loss_of(indices: list[int], seed: int) -> float:
+        probe.begin()
+        seed_all(seed, probe.problem.model)
+        return float(probe.forward(probe.take(indices))[0].detach())
+
+    order = list(range(probe.samples))
+    first = loss_of(order, 0)
+    if any(loss_of(order, seed) != first for seed in (1, 2, 3)):
+        return 0.0
+    change = abs(loss_of(order[::-1], 0) - first)
+    return change / abs(first) if first else change
 
 
 class _Sum(NamedTuple):

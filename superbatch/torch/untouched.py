@@ -12,7 +12,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -73,12 +73,19 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
         _copy(tensors, dtype)
 
     try:
-        reset()
-        yield reset
+        with _eager():
+            reset()
+            yield reset
     finally:
         _restore_python(slots, modes)
         _restore_tensors(tensors)
         restore_random_state(randomness)
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Compiled models run eagerly: hooks and sizes of a look are not to be compiled."""
+    # Importing dynamo takes seconds; while nobody has, nothing is compiled.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def state_restorer(model: nn.Module) -> Callable[[], None]:
@@ -141,12 +148,13 @@ def held_parameter(model: nn.Module) -> str | None:
     return None
 
 
-def seed_all(seed: int, model: nn.Module) -> None:
+def seed_all(seed: int, model: nn.Module, *, host: int = 0) -> None:
     """Seed every generator that user code may draw from: torch on CPU and the model's devices, Python, NumPy.
 
     Args:
         seed: a non-negative integer.
         model: names the devices; others are left alone, so that CUDA is not initialised for nothing.
+        host: added to the seed for Python and NumPy.
 
     Examples:
         >>> layer = nn.Linear(1, 1)
@@ -157,9 +165,9 @@ def seed_all(seed: int, model: nn.Module) -> None:
         True
     """
     torch.default_generator.manual_seed(seed)
-    random.seed(seed)
+    random.seed(seed + host)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        sys.modules["numpy"].random.seed(seed + host)
     for device in {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}:
         torch.get_device_module(device).manual_seed_all(seed)
 

@@ -192,7 +192,7 @@ def _pair(request: _Request, dtype: torch.dtype | None, name: torch.dtype, notes
         if request.against != "splits":
             try:
                 reference = whole(setting)
-                return _Outcome(name, "batch", accumulated(setting, request.microbatch_size), reference)
+                return _Outcome(name, "batch", _accumulated(setting, request.microbatch_size), reference)
             except (RuntimeError, MemoryError) as error:
                 if request.against == "batch" or not out_of_memory(error):
                     raise
@@ -201,6 +201,24 @@ def _pair(request: _Request, dtype: torch.dtype | None, name: torch.dtype, notes
             notes.append(f"in {_text(name)} the whole batch does not fit in memory: two splits were compared")
         measured = accumulated(setting, request.microbatch_size)
         return _Outcome(name, "splits", measured, accumulated(setting, _other_size(request.microbatch_size)))
+
+
+def _accumulated(setting: Setting, size: int | TokenBudget) -> Measured:
+    try:
+        return accumulated(setting, size)
+    except SuperbatchError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise InputError(
+            explain(
+                f"microbatch_size={size!r}",
+                "the model runs on the whole batch but not on its micro-batches "
+                f"({type(error).__name__}: {error})",
+                "pass a larger microbatch_size, or change what refuses small batches, as BatchNorm does",
+            )
+        ) from error
 
 
 def _compare(

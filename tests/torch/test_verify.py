@@ -130,6 +130,59 @@ def test_state_that_does_not_matter_is_a_finding_not_a_cause() -> None:
     assert [(finding.kind, finding.module) for finding in report.findings] == [("state", "1")]
 
 
+def test_a_penalty_in_a_sum_is_added_by_every_microbatch() -> None:
+    model = mlp()
+
+    def loss_fn(b: Any) -> Tensor:
+        penalty = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+        return F.cross_entropy(model(b[0]), b[1], reduction="sum") + penalty
+
+    report = check(Problem(model, loss_fn, flat_batch()), reduction="sum")
+    assert [cause.kind for cause in report.causes] == ["batch_size"]
+    assert "weight_decay" in report.causes[0].remedy
+
+
+@pytest.mark.parametrize("sample_rng", [False, True])
+def test_random_numbers_from_elsewhere_than_torch(sample_rng: bool) -> None:
+    model = mlp()
+    loss_fn = lambda b: F.cross_entropy(model(b[0] * random.random()), b[1])  # noqa: E731
+    report = check(Problem(model, loss_fn, flat_batch()), sample_rng=sample_rng)
+    assert [(cause.kind, cause.found_by) for cause in report.causes] == [("random", "another seed")]
+    assert report.causes[0].remedy.startswith("draw them with torch's own functions")
+
+
+def test_a_loss_that_depends_on_the_order_of_the_batch() -> None:
+    model = mlp()
+
+    def loss_fn(b: Any) -> Tensor:
+        losses = F.cross_entropy(model(b[0]), b[1], reduction="none")
+        return (losses * torch.arange(len(losses))).mean()
+
+    report = check(Problem(model, loss_fn, flat_batch()))
+    assert [(cause.kind, cause.found_by) for cause in report.causes] == [("coupled_loss", "reversed batch")]
+
+
+def test_microbatches_that_the_model_refuses() -> None:
+    with pytest.raises(InputError, match=r"not on its micro-batches .ValueError: Expected more than 1 value"):
+        check(supervised(mlp(nn.BatchNorm1d(8))), microbatch_size=1)
+
+
+def test_the_likeliest_of_equal_counts_is_named() -> None:
+    problem = language()
+    batch = problem.batch
+    batch["ids"] = batch["ids"] * (batch["labels"] != -100)
+    report = check(Problem(problem.model, problem.loss_fn, batch))
+    assert report.causes[0].remedy == 'pass weight=count_tokens("labels")'
+
+
+def test_compiled_models_are_not_recompiled() -> None:
+    model = torch.compile(mlp(nn.LayerNorm(8)), backend="eager", fullgraph=True)
+    assert isinstance(model, nn.Module)
+    frames: dict[str, int] = dict(torch._dynamo.utils.counters["frames"])
+    assert check(supervised(model)).exact
+    assert dict(torch._dynamo.utils.counters["frames"]) == frames
+
+
 # -- splits --------------------------------------------------------------------------------------------------
 
 
