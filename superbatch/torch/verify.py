@@ -18,6 +18,7 @@ from .checks import as_models, check_choice, check_positive
 from .coupling import probe_coupling
 from .diagnose import Diagnosis, diagnose
 from .measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
+from .out_of_memory import out_of_memory
 from .problem import LossFn, Problem, WeightOption, evaluate
 from .untouched import held_parameter, untouched
 
@@ -276,27 +277,6 @@ def _precision(comparison: GradientComparison) -> Finding:
         f"exact in float64, but {comparison.dtype} loses more by adding up micro-batches than in one pass",
         "pass accumulator_dtype=torch.float32, or keep the parameters in float32 and compute under autocast",
     )
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, and nothing else.
-
-    Args:
-        error: what a pass raised.
-
-    Returns:
-        True for torch's accelerator error and Python's MemoryError, and for the RuntimeError of torch's
-        allocator on the CPU.
-
-    Examples:
-        >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-        True
-        >>> out_of_memory(RuntimeError("shapes do not match"))
-        False
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
 
 
 class _FloatingDtypes(TorchDispatchMode):

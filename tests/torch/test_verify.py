@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.errors import InputError, NonFiniteError, SplitError
-from superbatch.report.verification import Verification
+from superbatch.report.verification import GradientComparison, ParameterDifference, Verification
 from superbatch.split import TokenBudget
-from superbatch.torch.verify import out_of_memory, verify
+from superbatch.torch.out_of_memory import out_of_memory
+from superbatch.torch.verify import verify
 from tests.torch.verify_cases import (
     EXACT,
     NOT_EXACT,
@@ -584,6 +585,14 @@ def test_two_samples() -> None:
     report = check(supervised(mlp(), (x[:2], y[:2])), microbatch_size=1)
     assert report.exact
     assert report.notes == ("only 2 samples: values were not compared between modules",)
+
+
+def test_a_gradient_that_is_nan_is_never_exact() -> None:
+    parameters = (ParameterDifference("a", 1.0, 0.0, 0.0), ParameterDifference("b", 1.0, math.nan, math.nan))
+    for order in (parameters, parameters[::-1]):
+        comparison = GradientComparison("float64", "batch", (1, 1), (2,), 0.0, 0.0, order, 1e-12)
+        assert math.isnan(comparison.largest)
+        assert not comparison.exact
 
 
 # -- wrong input ---------------------------------------------------------------------------------------------
