@@ -1,0 +1,368 @@
+"""A window in flight, saved after each of its micro-batches, goes on in fresh objects bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import InputError, SuperbatchError, WindowError
+from superbatch.torch import Accumulator, Update
+from tests.torch.helpers import rows
+from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
+
+BATCHES = rows(10, updates=3)
+MICROBATCHES = 4  # of each batch: 3, 3, 2, 2
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002  (the global generator is what is saved)
+
+
+class Task:
+    """Model, optimizer, scheduler, scaler and accumulator as a training script makes them, from one name.
+
+    The forward draws from torch's generator; with "generators" from Python's and NumPy's too.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        seed(11)
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float64
+        norm = nn.BatchNorm1d(6) if name == "batchnorm" else nn.Identity()
+        layers = [nn.Linear(4, 6), norm, nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)]
+        self.model = nn.Sequential(*layers).to(dtype)
+        self.dtype = dtype
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        if name == "momentum":
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.7)
+        options: dict[str, Any] = {"microbatch_size": 3, "scheduler": self.scheduler, "check": False}
+        self.scaler = None
+        if name == "scaler":
+            self.scaler = options["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=2)
+        options |= {
+            "sample_rng": {"sample_rng": True},
+            "bfloat16": {"accumulator_dtype": torch.float32},
+            "momentum": {"accumulate_into": "momentum"},
+            "returned": {"weight": "returned"},
+            "skip_microbatch": {"nonfinite": "skip_microbatch"},
+            "batchnorm": {"batchnorm": "per_microbatch"},
+            "clip": {"max_grad_norm": 0.01},
+        }.get(name, {})
+        self.accumulate = Accumulator(self.model, self.optimizer, **options)
+        self.keep = [self.model, self.optimizer, self.scheduler, self.accumulate]
+        if self.scaler is not None:
+            self.keep.append(self.scaler)
+
+    def loss(self, microbatch: Any) -> Tensor:
+        x, y = (t.to(self.dtype) for t in microbatch)
+        if self.name == "generators":
+            draw_everywhere()
+        return nn.functional.mse_loss(self.model(x), y)
+
+    def batches(self) -> list[Any]:
+        if self.name != "skip_microbatch":
+            return BATCHES
+        x = BATCHES[1][0].clone()
+        x[4] = float("nan")  # micro-batch 1 of the window that is saved
+        return [BATCHES[0], (x, BATCHES[1][1]), BATCHES[2]]
+
+    def run(self, batch: Any, *, save_at: int | None = None, file: Path | None = None) -> Update:
+        with self.accumulate.window(batch) as window:
+            if save_at == 0:
+                self.save(file)
+            for done, microbatch in enumerate(window, start=1):
+                loss = self.loss(microbatch)
+                if self.name == "returned":
+                    window.backward(loss, len(microbatch[0]) * 0.7)
+                else:
+                    window.backward(loss)
+                if done == save_at:
+                    self.save(file)
+        assert window.update is not None
+        return window.update
+
+    def save(self, file: Path | None) -> None:
+        assert file is not None
+        torch.save([thing.state_dict() for thing in self.keep], file)
+
+    def load(self, file: Path) -> None:
+        # torch.load's default: nothing but tensors and plain containers is read
+        for thing, state in zip(self.keep, torch.load(file, weights_only=True), strict=True):
+            thing.load_state_dict(state)
+
+    def fingerprint(self) -> dict[str, Any]:
+        found = fingerprint(*self.keep)
+        return {key: value for key, value in found.items() if not key.endswith("identity")}
+
+
+def another_random_state(name: str) -> None:
+    """A new process starts from another random state; generators that the window leaves alone are not its own."""
+    if name == "generators":
+        seed(99)
+    else:
+        torch.manual_seed(99)
+
+
+def same_update(one: Update, other: Update) -> bool:
+    return dataclasses.replace(one, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
+
+
+NAMES = [
+    "dropout",
+    "generators",
+    "sample_rng",
+    "bfloat16",
+    "momentum",
+    "returned",
+    "skip_microbatch",
+    "batchnorm",
+    "scaler",
+    "clip",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_goes_on_bit_for_bit_from_every_position(name: str, tmp_path: Path):
+    straight = Task(name)
+    batches = straight.batches()
+    expected = [straight.run(batch) for batch in batches]
+    assert all(update.made for update in expected)
+    if name == "skip_microbatch":
+        assert expected[1].dropped == (1,), "premise"
+    final = straight.fingerprint()
+    for position in range(MICROBATCHES + 1):
+        file = tmp_path / f"{position}.pt"
+        first = Task(name)
+        first.run(batches[0])
+        first.run(batches[1], save_at=position, file=file)
+        second = Task(name)
+        another_random_state(name)
+        second.load(file)
+        assert second.accumulate.updates == 1
+        updates = [second.run(batch) for batch in batches[1:]]
+        for update, straight_update in zip(updates, expected[1:], strict=True):
+            assert same_update(update, straight_update), position
+        assert_unchanged(final, second.fingerprint())
+
+
+def test_saving_changes_nothing(tmp_path: Path):
+    one, other = Task("dropout"), Task("dropout")
+    for batch in BATCHES:
+        torch.manual_seed(3)
+        expected = one.run(batch)
+        torch.manual_seed(3)
+        assert same_update(other.run(batch, save_at=2, file=tmp_path / "state.pt"), expected)
+    ours, theirs = one.fingerprint(), other.fingerprint()
+    assert_unchanged(ours, theirs)
+
+
+def test_in_a_new_process(tmp_path: Path):
+    straight = Task("dropout")
+    for batch in BATCHES:
+        straight.run(batch)
+    first = Task("dropout")
+    first.run(BATCHES[0])
+    first.run(BATCHES[1], save_at=2, file=tmp_path / "state.pt")
+    program = """
+import sys, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from tests.torch.test_resume import BATCHES, Task
+task = Task("dropout")
+task.load(Path(sys.argv[1]))
+for batch in BATCHES[1:]:
+    task.run(batch)
+torch.save(task.model.state_dict(), sys.argv[2])
+"""
+    result = tmp_path / "result.pt"
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "state.pt"), str(result)], check=True, cwd=ROOT, timeout=60
+    )
+    for name, value in torch.load(result, weights_only=True).items():
+        assert torch.equal(value, straight.model.state_dict()[name]), name
+
+
+def test_the_state_does_not_share_memory_with_the_window():
+    """A state that is kept in memory must not move on with the window it was taken from."""
+    task = Task("dropout")
+    states = []
+    with task.accumulate.window(BATCHES[0]) as window:
+        for microbatch in window:
+            window.backward(task.loss(microbatch))
+            state = task.accumulate.state_dict()
+            states.append((state, torch.cat([g.flatten() for g in tensors(state["window"]["gradients"])])))
+    for state, gradients in states:
+        assert torch.equal(torch.cat([g.flatten() for g in tensors(state["window"]["gradients"])]), gradients)
+    assert not torch.equal(states[0][1], states[1][1]), "premise: the sums grow"
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for part in inner for tensor in tensors(part)]
+
+
+def saved(name: str, tmp_path: Path, position: int = 2) -> Path:
+    task = Task(name)
+    task.run(BATCHES[0])
+    task.run(BATCHES[1], save_at=position, file=tmp_path / "state.pt")
+    return tmp_path / "state.pt"
+
+
+@pytest.mark.parametrize("name", ["dropout", "batchnorm", "momentum", "bfloat16", "sample_rng"])
+def test_another_batch_is_refused_and_the_right_one_still_taken(name: str, tmp_path: Path):
+    straight = Task(name)
+    for batch in BATCHES:
+        straight.run(batch)
+    file = saved(name, tmp_path)
+    task = Task(name)
+    task.load(file)
+    before = task.fingerprint()
+    short = tuple(t[:7] for t in BATCHES[1])
+    with pytest.raises(WindowError, match="saved window in flight") as caught:
+        task.run(short)
+    assert "discard()" in str(caught.value)
+    assert_unchanged(before, task.fingerprint())
+    for batch in BATCHES[1:]:
+        task.run(batch)
+    final, expected = task.fingerprint(), straight.fingerprint()
+    assert_unchanged(expected, final)
+
+
+@pytest.mark.parametrize("name", ["dropout", "batchnorm", "momentum", "bfloat16", "sample_rng", "generators"])
+def test_a_break_after_the_restart_is_as_before_the_original_window(name: str, tmp_path: Path):
+    original = Task(name)
+    original.run(BATCHES[0])
+    before = original.fingerprint()
+    original.run(BATCHES[1], save_at=2, file=tmp_path / "state.pt")
+    task = Task(name)
+    another_random_state(name)
+    task.load(tmp_path / "state.pt")
+    with task.accumulate.window(BATCHES[1]) as window:
+        for microbatch in window:
+            window.backward(task.loss(microbatch))
+            break
+    assert window.update is not None and not window.update.made
+    assert_unchanged(before, task.fingerprint())
+
+
+def test_discard_forgets_the_window(tmp_path: Path):
+    task = Task("dropout")
+    task.load(saved("dropout", tmp_path))
+    task.accumulate.discard()
+    assert task.accumulate.state_dict()["window"] is None
+    update = task.run(tuple(t[:7] for t in BATCHES[1]))
+    assert update.made and update.microbatches == 3
+    assert task.accumulate.updates == 2
+
+
+def test_a_loaded_state_can_be_saved_again(tmp_path: Path):
+    straight = Task("dropout")
+    for batch in BATCHES:
+        straight.run(batch)
+    task = Task("dropout")
+    task.load(saved("dropout", tmp_path))
+    task.save(tmp_path / "again.pt")
+    again = Task("dropout")
+    again.load(tmp_path / "again.pt")
+    for batch in BATCHES[1:]:
+        again.run(batch)
+    assert_unchanged(straight.fingerprint(), again.fingerprint())
+
+
+def test_not_between_forward_and_backward():
+    task = Task("dropout")
+    with task.accumulate.window(BATCHES[0]) as window:
+        for number, microbatch in enumerate(window):
+            with pytest.raises(WindowError, match=f"between the forward and the backward of micro-batch {number}"):
+                task.accumulate.state_dict()
+            window.backward(task.loss(microbatch))
+            task.accumulate.state_dict()
+    assert window.update is not None and window.update.made
+
+
+def test_not_inside_a_window():
+    task = Task("dropout")
+    state = task.accumulate.state_dict()
+    with task.accumulate.window(BATCHES[0]) as window:
+        for microbatch in window:
+            with pytest.raises(WindowError, match=r"load_state_dict\(\) inside a window"):
+                task.accumulate.load_state_dict(state)
+            window.backward(task.loss(microbatch))
+    assert window.update is not None and window.update.made
+
+
+def test_between_windows_it_is_the_number_of_updates():
+    task = Task("dropout")
+    task.run(BATCHES[0])
+    state = task.accumulate.state_dict()
+    assert state["updates"] == 1 and state["window"] is None
+    fresh = Task("dropout")
+    fresh.accumulate.load_state_dict(state)
+    assert fresh.accumulate.updates == 1
+    fresh.run(BATCHES[0])
+    assert fresh.accumulate.updates == 2
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "resumed_as"),
+    [("momentum", "dropout"), ("dropout", "momentum"), ("dropout", "batchnorm"), ("batchnorm", "dropout")],
+)
+def test_another_place_for_the_sums_or_another_model_is_refused(saved_as: str, resumed_as: str, tmp_path: Path):
+    """Sums that the new accumulator cannot go on with must not be forgotten silently."""
+    state = torch.load(saved(saved_as, tmp_path), weights_only=False)[3]
+    task = Task(resumed_as)
+    task.run(BATCHES[0])
+    before = task.fingerprint()
+    with pytest.raises(SuperbatchError, match="Do:"):
+        task.accumulate.load_state_dict(state)
+        task.run(BATCHES[1])
+    task.accumulate.load_state_dict({**state, "window": None})
+    assert_unchanged(before, task.fingerprint())
+    assert task.run(BATCHES[1]).made
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        5,
+        {},
+        {"version": 2, "updates": 1, "window": None},
+        {"version": 1},
+        {"version": 1, "updates": "x", "window": None},
+        {"version": 1, "updates": -1, "window": None},
+        {"version": 1, "updates": 1, "window": {}},
+        {"version": 1, "updates": 1, "window": 5},
+    ],
+)
+def test_something_else_than_a_state_is_refused(state: Any):
+    task = Task("dropout")
+    task.run(BATCHES[0])
+    before = task.fingerprint()
+    with pytest.raises(InputError, match="Given:.*Wrong:.*Do:"):
+        task.accumulate.load_state_dict(state)
+    assert_unchanged(before, task.fingerprint())
+    assert task.run(BATCHES[1]).made
