@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from superbatch.errors import InputError, SuperbatchError, explain
+from superbatch.cli.printing import print_table
+from superbatch.errors import InputError, explain
+from superbatch.report.table import Column, Table
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from superbatch.report.verification import Verification
 
-EXACT, NOT_EXACT, WRONG_INPUT = 0, 1, 2
+EXACT, NOT_EXACT = 0, 1  # 2, wrong input, is told by the application
 
 
 def verify(
@@ -46,20 +46,16 @@ def verify(
 
     Exit code: 0 exact, 1 not exact, 2 wrong input.
     """
-    try:
-        report = verify_recipe(
-            recipe,
-            microbatch_size=microbatch_size,
-            batch_size=batch_size,
-            seed=seed,
-            dtype=dtype,
-            against=against,
-            sample_rng=sample_rng,
-            data=data,
-        )
-    except SuperbatchError as error:
-        print(f"superbatch verify: {error}", file=sys.stderr)
-        raise typer.Exit(WRONG_INPUT) from None
+    report = verify_recipe(
+        recipe,
+        microbatch_size=microbatch_size,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
+        against=against,
+        sample_rng=sample_rng,
+        data=data,
+    )
     if as_json:
         print(json.dumps(_finite(report.to_dict()), indent=2, allow_nan=False))
     else:
@@ -152,12 +148,8 @@ def show(report: Verification, console: Console) -> None:
     for line in explanations:
         console.print(Text(line))
     header, rows = report.rows()
-    table = Table(title="relative difference of each gradient")
-    for index, heading in enumerate(header):
-        table.add_column(Text(heading), justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    columns = tuple(Column(heading, "relative difference of the gradient") for heading in header)
+    print_table(Table("relative difference of each gradient", columns, tuple(rows)), console)
 
 
 def _finite(value: object) -> object:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-import typer
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
-from superbatch.cli.verify import show, verify, verify_recipe
+from superbatch.cli.app import main
+from superbatch.cli.verify import show, verify_recipe
 from superbatch.report.verification import Finding, GradientComparison, ParameterDifference, Verification
 
 OWN = """
@@ -35,10 +36,17 @@ def recipe():
 """
 
 
+class Result(NamedTuple):
+    exit_code: int
+    output: str
+    errors: str
+
+
 def run(*arguments: str) -> Result:
-    app = typer.Typer()
-    app.command()(verify)
-    return CliRunner().invoke(app, list(arguments))
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = main(["verify", *arguments])
+    return Result(code, out.getvalue(), errors.getvalue())
 
 
 @pytest.fixture
@@ -109,10 +117,10 @@ def test_options_reach_the_verification() -> None:
 def test_wrong_input(arguments: list[str], text: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
-    assert result.stdout == ""
-    assert text in result.stderr
-    assert "Given: " in result.stderr
-    assert "Do: " in result.stderr
+    assert result.output == ""
+    assert text in result.errors
+    assert "Given: " in result.errors
+    assert "Do: " in result.errors
 
 
 def test_unknown_options_are_wrong_input_too() -> None:
