@@ -74,6 +74,14 @@ def piecewise(steps_from: Mapping[int, int]) -> Schedule:
         >>> [schedule(update) for update in (0, 99, 100, 250)]
         [1, 1, 4, 16]
     """
+    if not isinstance(steps_from, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  (untyped callers)
+        raise InputError(
+            explain(
+                f"piecewise({steps_from!r})",
+                "each number of micro-batches goes with the update it starts from",
+                "pass a dict such as {0: 1, 100: 4}",
+            )
+        )
     starts = sorted(check_update(update, "update") for update in steps_from)
     if not starts or starts[0] != 0:
         raise InputError(

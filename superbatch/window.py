@@ -9,7 +9,7 @@ from __future__ import annotations
 # pyright: strict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, cast, get_args, overload
 
 from .errors import InputError, explain
 from .schedule import Schedule, as_schedule, check_update
@@ -35,7 +35,7 @@ class Window(Sequence[Any]):
     __slots__ = ("_microbatches",)
 
     def __init__(self, microbatches: Iterable[Any]) -> None:
-        self._microbatches = tuple(microbatches)
+        self._microbatches = tuple(_iterable(microbatches, "micro-batches"))
         if not self._microbatches:
             raise InputError(
                 explain("an empty window", "an update needs at least one micro-batch", "pass some")
@@ -94,15 +94,7 @@ def windows(
                 'pass tail="update" or tail="drop"',
             )
         )
-    if not isinstance(loader, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  (callers need not be typed)
-        raise InputError(
-            explain(
-                f"a loader of type {type(loader).__name__}",
-                "micro-batches are read by iterating over it",
-                "pass a DataLoader, a list or a generator of micro-batches",
-            )
-        )
-    return _windows(loader, schedule, tail, check_update(first_update, "first_update"))
+    return _windows(_iterable(loader, "a loader"), schedule, tail, check_update(first_update, "first_update"))
 
 
 def _windows(loader: Iterable[Any], schedule: Schedule, tail: Tail, update: int) -> Iterator[Window]:
@@ -116,3 +108,15 @@ def _windows(loader: Iterable[Any], schedule: Schedule, tail: Tail, update: int)
         # Nothing of a window may stay alive while the next one is loaded: on the host it can be large.
         del taken
         update += 1
+
+
+def _iterable(given: Any, what: str) -> Iterable[Any]:
+    if isinstance(given, Iterable):
+        return cast("Iterable[Any]", given)
+    raise InputError(
+        explain(
+            f"{what} of type {type(given).__name__}",
+            "micro-batches are read by iterating over it",
+            "pass a DataLoader, a list or a generator of micro-batches",
+        )
+    )

@@ -115,7 +115,7 @@ class Accumulator:
     ) -> None:
         models, optimizers = checks.as_models(model), checks.as_optimizers(optimizer)
         options.check_types(loss_fn, microbatch_size, weight, accumulator_dtype)
-        self._masters = dict(masters or {})
+        self._masters = options.check_masters(masters)
         self._owned = checks.own_parameters(models, optimizers, self._masters)
         self._trainable = _trainable(optimizers)
         self._microbatch_size = microbatch_size
@@ -228,7 +228,7 @@ class Accumulator:
         microbatches, samples = microbatches_of(batch, self._microbatch_size, self._paths, need_samples=need)
         if self._batchnorm == "error":
             norms.refuse(self._batchnorms)
-        if self._first and self._check and self._plan.loss_fn is not None:
+        if self._first and self._can_check():
             self._check_statement(batch, microbatches, samples)
         return WindowInFlight(
             self._plan,
@@ -306,6 +306,12 @@ class Accumulator:
         if samples is not None and max(samples) == 1 and not isinstance(batch, Window):
             pieces = [take(batch, start, start + 2, **self._paths) for start in range(0, len(samples) - 1, 2)]
         check_on_all_ranks(problem, pieces, plan_.ranks, frozen=list(self._batchnorms.values()))
+
+    def _can_check(self) -> bool:
+        """Whether the loss of a micro-batch can be compared with those of its parts."""
+        # A BatchNorm without running statistics couples samples in every mode, which the user has accepted.
+        bare = any(module.running_mean is None for module in self._batchnorms.values())
+        return self._check and self._plan.loss_fn is not None and not bare
 
     def _refresh_owned(self) -> None:
         """Look again at what the optimizers own if a parameter was frozen, unfrozen or added."""

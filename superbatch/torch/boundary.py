@@ -153,6 +153,13 @@ def overflow(step: Step, owned: list[Owned]) -> None:
     clear(owned)
 
 
+def start_scaling(step: Step, device: torch.device) -> None:
+    """Make the scaler's scale, as its first loss does: a window may go on after a restart, or have no loss."""
+    if step.scaling:
+        assert step.scaler is not None
+        step.scaler.scale(torch.zeros((), device=device))
+
+
 def forget_scaling(step: Step) -> None:
     """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
     if step.scaling:

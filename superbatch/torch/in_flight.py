@@ -77,6 +77,14 @@ class WindowInFlight:
 
     def __enter__(self) -> WindowInFlight:
         plan = self._plan
+        if self.update is not None:
+            raise WindowError(
+                explain(
+                    "a window that is over",
+                    "its micro-batches were let go",
+                    "make a new one with window(batch)",
+                )
+            )
         self._entered(self)
         plan.random.take()
         plan.buffers.take()
@@ -98,6 +106,7 @@ class WindowInFlight:
             self._after_key = torch.get_rng_state()
         if plan.norms is not None:
             plan.norms.open()
+        boundary.start_scaling(plan.step, plan.owned[0].parameter.device)
         self._context = plan.ranks.hold_back()
         self._place.open()
         if self._resume is not None:

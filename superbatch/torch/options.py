@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import InputError, explain
 from ..split import TokenBudget
 from .gradients import Owned
+from .saving import WINDOW_KEYS
 
 
 def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype: object) -> None:
@@ -159,6 +161,33 @@ def as_paths(paths: object, name: str) -> tuple[str, ...]:
     )
 
 
+def check_masters(masters: object) -> dict[Tensor, Tensor]:
+    """Return master copies as a dictionary.
+
+    Raises:
+        InputError: they are no mapping.
+
+    Examples:
+        >>> check_masters(None)
+        {}
+    """
+    if masters is None:
+        return {}
+    if isinstance(masters, Mapping):
+        return dict(masters)
+    raise InputError(
+        explain(
+            f"masters of type {type(masters).__name__}",
+            "each parameter must be known for its copy",
+            "pass what fp32_masters(model) returns",
+        )
+    )
+
+
+def _is_window(state: object) -> bool:
+    return state is None or (isinstance(state, dict) and state.keys() >= WINDOW_KEYS)
+
+
 def check_state(state: object) -> Mapping[str, Any]:
     """Return a saved state if `Accumulator.state_dict` made it.
 
@@ -173,7 +202,8 @@ def check_state(state: object) -> Mapping[str, Any]:
         isinstance(state, Mapping)
         and state.get("version") == 1
         and isinstance(state.get("updates"), int)
-        and isinstance(state.get("window", 0), dict | None)
+        and state["updates"] >= 0
+        and _is_window(state.get("window"))
     ):
         return state
     raise InputError(

@@ -13,6 +13,22 @@ from .snapshot import as_plain, restore_random_state
 if TYPE_CHECKING:
     from .in_flight import WindowInFlight
 
+WINDOW_KEYS = frozenset(
+    [
+        "place",
+        "microbatches",
+        "next",
+        "weights",
+        "returned",
+        "losses",
+        "dropped",
+        "gradients",
+        "key",
+        "random",
+        "random_before",
+    ]
+)
+
 
 def state_of(window: WindowInFlight) -> dict[str, Any]:
     """Return the sums so far, weights, position, random state, and what a failure restores."""

@@ -25,6 +25,7 @@ from .. import normalize
 from ..errors import CoupledSamplesError, InputError, SplitError, StatementError, explain
 from ..tree import count_samples, plan
 from .candidates import weight_candidates
+from .checks import check_loss
 from .gradients import LOW_PRECISION
 from .problem import Problem, evaluate
 from .sample_rng import sample_stream
@@ -75,12 +76,13 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
     random.take()
     try:
         with _evaluating(frozen), run_eagerly():
-            # Every piece is looked at: one without weight shows nothing.
-            checked = [_check(problem, piece) for piece in _choose(pieces, problem)]
+            chosen = _choose(pieces, problem)
+            for piece in chosen:
+                _check(problem, piece)
     finally:
         keeper.restore()
         random.restore()
-    if not any(checked):
+    if not chosen:
         warnings.warn(
             "superbatch could not check the statement about the loss on the first window: no micro-batch "
             "of it can be cut in two. superbatch.torch.verify checks it on a batch of your choice; "
@@ -128,8 +130,8 @@ def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:
     return able[::stride][:MOST_PIECES]
 
 
-def _check(problem: Problem, piece: Any) -> bool:
-    """Compare one piece with its parts; False if that shows nothing."""
+def _check(problem: Problem, piece: Any) -> None:
+    """Compare one piece with its parts, unless that shows nothing: without weight, or not repeatable."""
     planned = plan(piece, whole=problem.whole, per_sample=problem.per_sample)
     cut = -(-planned.samples // 3)
     spans = [(0, planned.samples), (0, cut), (cut, planned.samples)]
@@ -143,14 +145,13 @@ def _check(problem: Problem, piece: Any) -> bool:
             losses = [_loss(problem, mb, None, calls) for mb in microbatches]
     observed = Observed(losses[0], (losses[1], losses[2]))
     if not observed.union[1]:
-        return False
+        return
     _check_weights(observed)
     tolerance = precision.tolerance()
     if observed.agrees(observed.predicted(problem.reduction), tolerance):
-        return True
-    if not _repeats(problem, microbatches[0], spans[0], observed.union[0]):
-        return False
-    raise _mismatch(problem, observed, microbatches, tolerance)
+        return
+    if _repeats(problem, microbatches[0], spans[0], observed.union[0]):
+        raise _mismatch(problem, observed, microbatches, tolerance)
 
 
 def _loss(
@@ -161,6 +162,7 @@ def _loss(
             stack.enter_context(sample_stream(0, span[0], span[1] - span[0], calls=calls))
         # With a graph, since a loss may itself need gradients (a gradient penalty).
         loss, weight = evaluate(problem, microbatch)
+    check_loss(loss)
     return float(loss.detach()), weight
 
 

@@ -37,10 +37,20 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
         1
     """
     read = _reader(where)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int) or not isinstance(shift, bool):
+        raise InputError(
+            explain(
+                f"ignore_index={ignore_index!r}, shift={shift!r}",
+                "a label is an integer, and labels are shifted or not",
+                "pass an int and a bool",
+            )
+        )
 
     def weight(microbatch: Any) -> int:
         labels = read(microbatch)
         if shift:
+            if not labels.ndim:
+                raise _no_labels(labels, "shift=True drops the first label of each sequence")
             labels = labels[..., 1:]
         return int((labels != ignore_index).sum())
 
@@ -84,11 +94,12 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
         >>> class_weights(torch.tensor([1.0, 3.0]), "1")((None, torch.tensor([0, 1, 1])))
         7.0
     """
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or not weight.is_floating_point():
+    right = isinstance(weight, Tensor) and weight.ndim == 1 and weight.is_floating_point()
+    if not right or not bool(((weight >= 0) & weight.isfinite()).all()):
         raise InputError(
             explain(
                 f"class weights {weight!r}",
-                "there must be one floating-point weight per class",
+                "there must be one finite floating-point weight per class, none of them negative",
                 "pass the 1-d tensor that CrossEntropyLoss(weight=...) gets",
             )
         )
@@ -96,7 +107,12 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
 
     def weigh(microbatch: Any) -> float:
         labels = read(microbatch).cpu()
-        return float(per_class[labels[labels != ignore_index]].sum())
+        if labels.is_floating_point():
+            raise _no_labels(labels, "a class is an integer")
+        counted = labels[labels != ignore_index]
+        if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(per_class):
+            raise _no_labels(counted, f"there are weights for the classes 0..{len(per_class) - 1}")
+        return float(per_class[counted].sum())
 
     return weigh
 
@@ -112,6 +128,27 @@ def _reader(where: Where) -> Callable[[Any], Tensor]:
         )
 
     def read(microbatch: Any) -> Tensor:
-        return torch.as_tensor(where(microbatch) if callable(where) else get(microbatch, where))
+        found = where(microbatch) if callable(where) else get(microbatch, where)
+        try:
+            return torch.as_tensor(found)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                explain(
+                    f"{where!r}, at which there is a {type(found).__name__}",
+                    "labels and weights are numbers",
+                    "name a tensor, an array or a list of numbers",
+                )
+            ) from error
 
     return read
+
+
+def _no_labels(labels: Tensor, wrong: str) -> InputError:
+    spread = f"from {labels.min().item()} to {labels.max().item()}" if labels.numel() else "none"
+    return InputError(
+        explain(
+            f"labels of dtype {labels.dtype} and shape {tuple(labels.shape)}, {spread}",
+            wrong,
+            "name the labels that the loss is given, and its ignore_index",
+        )
+    )
