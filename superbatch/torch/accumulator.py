@@ -19,7 +19,6 @@ from . import batchnorm as norms
 from . import checks, options
 from .batches import microbatches_of
 from .boundary import Step
-from .gradients import Owned
 from .in_flight import WindowInFlight
 from .places import Places
 from .plan import NonFinite, Plan
@@ -47,8 +46,8 @@ class Accumulator:
             occur), or a `TokenBudget`. None works through a batch in one piece.
         reduction: what `loss_fn` returns: ``"mean"`` (PyTorch's default) or ``"sum"`` over the micro-batch.
         weight: how much a micro-batch counts: None for its samples; a function micro-batch -> number
-            (`count_tokens`, `sample_weights`, `class_weights`); or ``"returned"`` where
-            `loss_fn` returns ``(loss, weight)``.
+            (`count_tokens`, `sample_weights`, `class_weights`); or ``"returned"`` where `loss_fn` returns
+            ``(loss, weight)``.
         max_grad_norm: clip the normalised gradient to this 2-norm, once per window.
         max_grad_value: clip its elements to this magnitude.
         scheduler: a learning-rate scheduler, or a list of them, stepped once per update that was made.
@@ -117,7 +116,7 @@ class Accumulator:
         options.check_types(loss_fn, microbatch_size, weight, accumulator_dtype)
         self._masters = options.check_masters(masters)
         self._owned = checks.own_parameters(models, optimizers, self._masters)
-        self._trainable = _trainable(optimizers)
+        self._trainable = checks.trainable(optimizers)
         self._microbatch_size = microbatch_size
         self._paths = {
             "whole": options.as_paths(whole, "whole"),
@@ -126,7 +125,7 @@ class Accumulator:
         self._into: Into = checks.check_choice(accumulate_into, "accumulate_into", Into)
         self._batchnorm: BatchNorm = checks.check_choice(batchnorm, "batchnorm", BatchNorm)
         self._batchnorms = norms.find_batchnorms(models)
-        self._only_owned = _has_others(models, self._owned)
+        self._only_owned = checks.has_others(models, self._owned)
         self._check = options.check_bool(check, "check")
         self._updates = 0
         self._window: WindowInFlight | None = None
@@ -253,7 +252,7 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
 
-        Between windows that is the number of updates. Inside one (in the loop, after ``backward``) it holds
+        Inside a window (in the loop, after ``backward``) it holds
         the gradients so far, the weights, the position and the random state, so that the window goes on bit
         for bit.
         """
@@ -316,10 +315,10 @@ class Accumulator:
     def _refresh_owned(self) -> None:
         """Look again at what the optimizers own if a parameter was frozen, unfrozen or added."""
         optimizers = self._plan.step.optimizers
-        trainable = _trainable(optimizers)
+        trainable = checks.trainable(optimizers)
         if trainable != self._trainable:
             self._owned[:] = checks.own_parameters(self._plan.models, optimizers, self._masters)
-            self._only_owned = _has_others(self._plan.models, self._owned)
+            self._only_owned = checks.has_others(self._plan.models, self._owned)
             self._trainable = trainable
 
     def _require_closed(self) -> None:
@@ -389,14 +388,3 @@ def _alone(returned: Any) -> Any:
             'return the loss alone, or state weight="returned" and return (loss, weight)',
         )
     )
-
-
-def _trainable(optimizers: Sequence[Optimizer]) -> list[bool]:
-    """Which parameters need a gradient, in order: it changes when one is frozen or added."""
-    return [p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
-
-
-def _has_others(models: Sequence[nn.Module], owned: list[Owned]) -> bool:
-    """Whether the models have trainable parameters that belong to other optimizers."""
-    mine = {entry.parameter for entry in owned}
-    return any(p.requires_grad and p not in mine for model in models for p in model.parameters())

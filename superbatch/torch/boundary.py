@@ -154,7 +154,7 @@ def overflow(step: Step, owned: list[Owned]) -> None:
 
 
 def start_scaling(step: Step, device: torch.device) -> None:
-    """Make the scaler's scale, as its first loss does: a window may go on after a restart, or have no loss."""
+    """Make the scaler's scale, as its first loss does: a window may have none, or go on after a restart."""
     if step.scaling:
         assert step.scaler is not None
         step.scaler.scale(torch.zeros((), device=device))

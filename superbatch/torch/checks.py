@@ -118,6 +118,17 @@ def own_parameters(
     return owned
 
 
+def trainable(optimizers: Sequence[Optimizer]) -> list[bool]:
+    """Which parameters need a gradient, in order: it changes when one is frozen or added."""
+    return [p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
+
+
+def has_others(models: Sequence[nn.Module], owned: list[Owned]) -> bool:
+    """Whether the models have trainable parameters that belong to other optimizers."""
+    mine = {entry.parameter for entry in owned}
+    return any(p.requires_grad and p not in mine for model in models for p in model.parameters())
+
+
 def steps_in_backward(name: str) -> OptimizerError:
     """Return the error for an optimizer that changes a parameter inside the backward of a micro-batch."""
     return OptimizerError(

@@ -14,19 +14,8 @@ if TYPE_CHECKING:
     from .in_flight import WindowInFlight
 
 WINDOW_KEYS = frozenset(
-    [
-        "place",
-        "microbatches",
-        "next",
-        "weights",
-        "returned",
-        "losses",
-        "dropped",
-        "gradients",
-        "key",
-        "random",
-        "random_before",
-    ]
+    {"place", "microbatches", "next", "weights", "returned", "losses", "dropped", "gradients", "key"}
+    | {"random", "random_before", "buffers_before", "norms"}
 )
 
 

@@ -52,6 +52,10 @@ class Ranks:
             # forward, the others would wait for ever.
             stack.callback(setattr, wrapper, "require_forward_param_sync", wrapper.require_forward_param_sync)
             wrapper.require_forward_param_sync = False
+            # A forward with a graph outside of a window leaves the reducer waiting for a backward: it would
+            # reduce in
+            # the first backward of this window, which a rank without weight does not have.
+            wrapper.reducer._reset_state()
         return stack
 
     def sum(self, numbers: Iterable[float]) -> list[float]:
