@@ -69,16 +69,21 @@ def duration(seconds: float) -> str:
 
 
 def _lines(title: str) -> Show:
-    start = last = time.monotonic()
+    start: float | None = None
+    last = -LINE_EVERY
 
     def show(done: int, total: int, finished: str | None) -> None:
-        nonlocal last
+        nonlocal start, last
         now = time.monotonic()
-        if finished is None or now - last < LINE_EVERY or not done:
+        # The clock starts with the first message: what came before (imports, processes) says nothing about
+        # speed.
+        start = now if start is None else start
+        if finished is None or now - last < LINE_EVERY:
             return
         last = now
-        left = (now - start) / done * (total - done)
-        share = f"{100 * done / total:.0f} %, about {duration(left)} left"
+        share = f"{100 * done / total:.0f} %"
+        if 50 * done > total:  # with less than 2 % done, time left would be a guess
+            share += f", about {duration((now - start) / done * (total - done))} left"
         print(f"{title}: {finished}; {share}", file=sys.stderr, flush=True)
 
     return show

@@ -130,6 +130,7 @@ def classification(
         metric="test accuracy",
         unit="%",
         margin=0.5,
+        batch_size=min(100, len(data.labels)),
         learning_rates={"sgd": learning_rate, "momentum": learning_rate / 10, "adam": 2e-3, "adamw": 2e-3},
         batchnorm="per_microbatch" if batchnorm else "error",
     )

@@ -65,7 +65,7 @@ def summarise(values: Sequence[float]) -> Summary:
         )
     if not all(math.isfinite(value) for value in values):
         return Summary(math.nan, math.nan, len(values))
-    return Summary(statistics.fmean(values), statistics.stdev(values), len(values))
+    return Summary(statistics.mean(values), statistics.stdev(values), len(values))
 
 
 def tost_paired(differences: Sequence[float], *, margin: float, alpha: float = ALPHA) -> Equivalence:

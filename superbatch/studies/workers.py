@@ -66,10 +66,11 @@ def train_here(recipe: Recipe, setting: Setting, seeds: Sequence[int], receive: 
         seeds: one set of runs each.
         receive: told what happens.
     """
+    tick, flush = _gathered(receive)
     for seed in seeds:
-        with _gathered(receive) as tick:
-            for arm, run in train_seed(recipe, setting, seed, tick=tick):
-                receive(Finished(seed, arm, run))
+        for arm, run in train_seed(recipe, setting, seed, tick=tick):
+            flush()
+            receive(Finished(seed, arm, run))
 
 
 def train_spread(
@@ -183,20 +184,22 @@ def _described(error: Exception) -> SuperbatchError:
     return SuperbatchError(" ".join(f"a worker process met {type(error).__name__}: {error}".split()))
 
 
-@contextmanager
-def _gathered(receive: Receive) -> Iterator[Callable[[int], None]]:
-    """A tick for `train_seed` that passes on sums, a few times a second."""
+def _gathered(receive: Receive) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """A tick for `train_seed` that passes on sums now and then, and a function that passes on the rest."""
     pending, last = 0, time.monotonic()
 
     def tick(microbatches: int) -> None:
-        nonlocal pending, last
+        nonlocal pending
         pending += microbatches
         if time.monotonic() - last > REPORT_EVERY:
-            receive(Advanced(pending))
-            pending, last = 0, time.monotonic()
+            flush()
 
-    yield tick
-    receive(Advanced(pending))
+    def flush() -> None:
+        nonlocal pending, last
+        receive(Advanced(pending))
+        pending, last = 0, time.monotonic()
+
+    return tick, flush
 
 
 @contextmanager
