@@ -280,8 +280,9 @@ def test_leaving_a_window_discards_it_and_the_next_is_exact(leave_at: int, by: s
     accumulator = Accumulator(model, ours, lambda mb: mse(model, mb), microbatch_size=4, accumulate_into=into)
     accumulator(batches[0])
     before = copy.deepcopy((model.state_dict(), ours.state_dict(), torch.get_rng_state()))
+    window = accumulator.window(batches[0])
     try:
-        with accumulator.window(batches[0]) as window:
+        with window:
             for index, microbatch in enumerate(window):
                 torch.rand(3)
                 if by == "exception" and index == leave_at:
@@ -559,3 +560,41 @@ def test_packed_sequences() -> None:
     )
     both.check()
     assert both.updates[0].samples == 7 and both.updates[0].weight == 22 and both.updates[0].microbatches >= 3
+
+
+def masked_mean(model: nn.Module, batch: Any) -> Tensor:
+    """As many write it: 0/0 where no sample counts, in the loss and in its gradient."""
+    x, y, keep = batch
+    return ((model(x) - y).square().mean(1) * keep).sum() / keep.sum()
+
+
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_nan_of_weight_zero_adds_nothing(returned: bool) -> None:
+    keep = torch.tensor([1.0, 1, 0, 1, 0, 0, 0, 1, 1, 0], dtype=torch.float64)
+    assert not keep.split([4, 3, 3])[1].any(), "premise: the second micro-batch has no weight"
+    batches = [(x, y, keep) for x, y in rows(10, 3)]
+    reference, model = mlp(), mlp()
+    start = start_of(reference)
+    seen = large_batch(sgd(reference.parameters()), lambda b: masked_mean(reference, b), batches)
+
+    def loss_fn(microbatch: Any) -> Any:
+        loss = masked_mean(model, microbatch)
+        return (loss, microbatch[2].sum()) if returned else loss
+
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        loss_fn,
+        microbatch_size=4,
+        weight="returned" if returned else sample_weights("2"),
+    )
+    updates = [accumulate(batch) for batch in batches]
+    assert [update.loss for update in updates] == pytest.approx(seen.losses, rel=1e-12)
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_window_that_was_never_entered_blocks_nothing() -> None:
+    model = mlp()
+    accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb), microbatch_size=4)
+    accumulate.window(rows(10, 1)[0])
+    assert accumulate(rows(10, 1)[0]).made and accumulate.updates == 1

@@ -34,7 +34,7 @@ DTYPES = [torch.float64, torch.float32]
 
 def test_frozen_parameters_stay_and_get_no_gradient() -> None:
     def make() -> nn.Module:
-        model = mlp()
+        model: Any = mlp()
         model[0].weight.requires_grad = False
         return model
 
@@ -45,7 +45,7 @@ def test_frozen_parameters_stay_and_get_no_gradient() -> None:
 @pytest.mark.parametrize("into", ["grad", "momentum"])
 def test_frozen_parameters_in_the_optimizer_are_left_alone(into: Any) -> None:
     """Weight decay moves a parameter that has a gradient; one without stays as it is."""
-    model = mlp()
+    model: Any = mlp()
     model[2].bias.requires_grad = False
     start = start_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
@@ -173,7 +173,8 @@ def test_a_parameter_outside_of_the_model() -> None:
 
 def test_other_trainable_parameters_get_no_gradient() -> None:
     """An optimizer over the head alone: the body keeps the gradient that somebody else gave it."""
-    reference, model = mlp(), mlp()
+    reference: Any = mlp()
+    model: Any = mlp()
     start = start_of(reference)
     large_batch(sgd(reference[2].parameters()), lambda b: mse(reference, b), rows(10))
     mine = torch.full_like(model[0].weight, 3.0)
@@ -415,3 +416,79 @@ def test_a_model_without_use_for_the_optimizer_is_refused_and_nothing_changes() 
     with pytest.raises(OptimizerError, match="gave no gradient"):
         accumulate(rows(10, 1)[0])
     assert all(torch.equal(start[name], value) for name, value in model.named_parameters())
+
+
+# -- optimizers and parameters that change during a run -------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_a_parameter_unfrozen_during_a_run(clip: float | None) -> None:
+    """Gradual unfreezing: from then on its gradient counts, is clipped with the others, and is dropped
+    again.
+    """
+    reference: Any = mlp()
+    model: Any = mlp()
+    start, batches = start_of(reference), rows(10, 4)
+    theirs, ours = sgd(reference.parameters()), sgd(model.parameters())
+    for network in (reference, model):
+        network[0].requires_grad_(requires_grad=False)
+    accumulate = Accumulator(model, ours, lambda mb: mse(model, mb), microbatch_size=4, max_grad_norm=clip)
+    for number, batch in enumerate(batches):
+        if number == 1:
+            for network in (reference, model):
+                network[0].requires_grad_(requires_grad=True)
+        large_batch(theirs, lambda b: mse(reference, b), [batch], max_grad_norm=clip)
+        accumulate(batch)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_parameter_frozen_during_a_run() -> None:
+    reference: Any = mlp()
+    model: Any = mlp()
+    start, batches = start_of(reference), rows(10, 4)
+    theirs, ours = sgd(reference.parameters()), sgd(model.parameters())
+    accumulate = Accumulator(model, ours, lambda mb: mse(model, mb), microbatch_size=4)
+    for number, batch in enumerate(batches):
+        if number == 2:
+            for network in (reference, model):
+                network[0].requires_grad_(requires_grad=False)
+        large_batch(theirs, lambda b: mse(reference, b), [batch])
+        accumulate(batch)
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_parameter_group_added_during_a_run() -> None:
+    reference: Any = mlp()
+    model: Any = mlp()
+    start, batches = start_of(reference), rows(10, 4)
+    theirs, ours = sgd(reference[2].parameters()), sgd(model[2].parameters())
+    accumulate = Accumulator(model, ours, lambda mb: mse(model, mb), microbatch_size=4)
+    large_batch(theirs, lambda b: mse(reference, b), batches[:1])
+    accumulate(batches[0])
+    theirs.add_param_group({"params": list(reference[0].parameters()), "lr": 0.03})
+    ours.add_param_group({"params": list(model[0].parameters()), "lr": 0.03})
+    large_batch(theirs, lambda b: mse(reference, b), batches[1:])
+    assert accumulate(batches[1]).learning_rates == (0.1, 0.03)
+    for batch in batches[2:]:
+        accumulate(batch)
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+@pytest.mark.parametrize("into", ["grad", "momentum"])
+def test_an_optimizer_that_is_loaded_after_the_accumulator_was_made(into: Any) -> None:
+    """Loading replaces its groups: learning rate, momentum and decay are those of the loaded ones."""
+    reference, model = mlp(), mlp()
+    start, batches = start_of(reference), rows(10, 4)
+    theirs, ours = sgd(reference.parameters()), sgd(model.parameters())
+    accumulate = Accumulator(model, ours, lambda mb: mse(model, mb), microbatch_size=4, accumulate_into=into)
+    large_batch(theirs, lambda b: mse(reference, b), batches[:2])
+    for batch in batches[:2]:
+        accumulate(batch)
+    for optimizer in (theirs, ours):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.param_groups[0].update(lr=0.01, momentum=0.5, weight_decay=0.2)
+    large_batch(theirs, lambda b: mse(reference, b), batches[2:])
+    for batch in batches[2:]:
+        accumulate(batch)
+    assert_same_parameters(reference, model, 1e-12, start=start)

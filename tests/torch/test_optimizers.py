@@ -318,3 +318,24 @@ def test_the_gradient_that_the_optimizer_sees() -> None:
     for ours, theirs in zip(seen, expected, strict=True):
         assert theirs.norm() > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-15)
+
+
+def test_a_scheduler_at_its_end_leaves_all_or_nothing() -> None:
+    """OneCycleLR refuses to go on after `total_steps`; the update itself has been made, and counts."""
+    model = nn.Sequential(mlp(), nn.Dropout(0.1))
+    optimizer = sgd(model.parameters())
+    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2)
+    accumulate = Accumulator(
+        model, optimizer, lambda mb: mse(model, mb), microbatch_size=4, scheduler=scheduler
+    )
+    batch = rows(10, 1)[0]
+    accumulate(batch)
+    accumulate(batch)
+    before = copy.deepcopy(model.state_dict()), torch.get_rng_state(), accumulate.updates
+    with pytest.raises(ValueError, match="Tried to step 3 times"):
+        accumulate(batch)
+    moved = not all(torch.equal(before[0][name], value) for name, value in model.state_dict().items())
+    drawn = not torch.equal(before[1], torch.get_rng_state())
+    counted = accumulate.updates != before[2]
+    assert moved == drawn == counted
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -435,7 +435,7 @@ def test_an_exception_in_a_window_loses_that_window_only(fail_at: int) -> None:
 )
 @pytest.mark.parametrize("size", [1, 3, 5, 12, 40])
 def test_kinds_of_batches_are_split(batch: Any, size: int) -> None:
-    """Row 10, Composer, `test_split_without_error`, `test_split_tuple`, `..._size_greater_than_batch_size`."""
+    """Row 10, Composer, `test_split_without_error`, `..._size_greater_than_batch_size` and others."""
     parts = split(batch, size)
     assert len(parts) == math.ceil(12 / min(size, 12))
     assert sum(count_samples(part) for part in parts) == 12
@@ -576,7 +576,7 @@ def test_weights_shared_between_layers() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 64])
 def test_physical_batches_never_exceed_their_limit(size: int) -> None:
-    """Row 12, Opacus, `test_basic` and `test_equivalent_to_one_batch`: logical 10, physical at most `size`."""
+    """Row 12, Opacus, `test_basic` and `test_equivalent_to_one_batch`: 10 samples, `size` at a time."""
     model, seen = mlp(), []
     model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     accumulate = Accumulator(
@@ -640,7 +640,7 @@ def test_microbatches_of_8_4_and_2_tokens(form: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
 def test_the_sum_of_scaled_gradients_is_that_of_the_global_count(count: int) -> None:
-    """Row 13, torchtitan, `TestGradAccumulator`: the loss reported is that of all tokens, for every number."""
+    """Row 13, torchtitan, `TestGradAccumulator`: the loss reported is that of all tokens."""
     batch = tokens([7, 2, 5, 1, 4, 6, 3, 7])
     model = tiny_lm()
     with torch.no_grad():

@@ -539,3 +539,21 @@ def test_nothing_of_an_update_keeps_a_graph_alive() -> None:
     gc.collect()
     assert graphs() <= before
     assert not [value for value in vars(update).values() if isinstance(value, Tensor)]
+
+
+def test_a_scaler_with_an_optimizer_that_got_no_gradient() -> None:
+    """GradScaler refuses such an optimizer; the other one must not have been stepped before it does."""
+    one, two = mlp(F32), mlp(F32)
+    batch = rows(10, 1, F32)[0]
+    reference, start = mlp(F32), start_of(one)
+    large_batch(sgd(reference.parameters()), lambda b: mse(reference, b), [batch])
+    accumulate = Accumulator(
+        [one, two],
+        [sgd(one.parameters()), sgd(two.parameters())],
+        lambda mb: mse(one, mb),
+        microbatch_size=4,
+        scaler=torch.amp.GradScaler("cpu", init_scale=8.0),
+    )
+    assert accumulate(batch).made
+    assert_same_parameters(reference, one, 1e-6, start=start)
+    assert all(torch.equal(start[name], value) for name, value in two.named_parameters())

@@ -141,7 +141,7 @@ def test_an_update_leaves_the_generator_where_every_other_split_does() -> None:
 
 def test_every_window_and_every_sample_draws_anew() -> None:
     model = mlp(dropout=0.5)
-    masks: list[Tensor] = []
+    masks: list[Any] = []
     model[2].register_forward_hook(lambda module, inputs, output: masks.append(output == 0))
     batch = (torch.ones(8, 4).double(), torch.zeros(8, 3).double())
     accumulate = Accumulator(

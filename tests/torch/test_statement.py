@@ -83,7 +83,7 @@ TOKENS = tokens(LENGTHS)
 KEEP = {"ids": TOKENS["ids"], "keep": TOKENS["labels"] != -100}
 LABELLED = (X[0], torch.tensor([0, 1, 1, 2, 0, 2, 1, 1, 0]))
 
-WRONG: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any], type[Exception], str]] = {
+WRONG: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any], Any, str]] = {
     "a mean declared a sum": (mlp, mse, X, {"reduction": "sum"}, StatementError, 'state reduction="mean"'),
     "a sum declared a mean": (mlp, squared_sum, X, {}, StatementError, 'state reduction="sum"'),
     "a token mean weighted by samples": (
@@ -316,3 +316,13 @@ def test_a_batch_of_one_sample_cannot_be_checked_and_says_so() -> None:
     with pytest.warns(UserWarning, match=r"could not check the statement.*check=False"):
         assert accumulate(rows(1, 1)[0]).made
     accumulate(rows(1, 1)[0])  # once is enough: warnings are errors here
+
+
+def test_the_weight_is_named_where_a_part_has_no_padding() -> None:
+    """The first sample has no ignored label, so what counts shows in the others only."""
+    model = tiny_lm()
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), lambda mb: token_mean(model, mb), microbatch_size=3
+    )
+    with pytest.raises(StatementError, match=r'state weight=count_tokens\("labels"\)'):
+        accumulate(tokens([7, 1, 2, 6, 3, 4]))
