@@ -10,16 +10,14 @@ same on both sides. Where they differ, so would the gradients: the error names t
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from .. import normalize
 from ..errors import CoupledSamplesError, InputError, SplitError, StatementError, explain
@@ -27,6 +25,7 @@ from ..tree import count_samples, plan
 from .candidates import weight_candidates
 from .checks import check_loss
 from .gradients import LOW_PRECISION
+from .looking import FloatingDtypes, run_eagerly
 from .problem import Problem, evaluate
 from .sample_rng import sample_stream
 from .snapshot import BufferKeeper, RandomKeeper
@@ -136,18 +135,18 @@ def _check(problem: Problem, piece: Any) -> None:
     cut = -(-planned.samples // 3)
     spans = [(0, planned.samples), (0, cut), (cut, planned.samples)]
     microbatches = [planned.take(*span) for span in spans]
-    precision, calls = _Precision(), {}
+    dtypes, calls = FloatingDtypes(), {}
     try:
-        with precision:
+        with dtypes:
             losses = [_loss(problem, mb, span, calls) for mb, span in zip(microbatches, spans, strict=True)]
     except InputError:  # a random operation that has no stream per sample: compare without randomness
-        with precision, _evaluating(list(problem.model.modules())):
+        with dtypes, _evaluating(list(problem.model.modules())):
             losses = [_loss(problem, mb, None, calls) for mb in microbatches]
     observed = Observed(losses[0], (losses[1], losses[2]))
     if not observed.union[1]:
         return
     _check_weights(observed)
-    tolerance = precision.tolerance()
+    tolerance = _tolerance(dtypes.seen)
     if observed.agrees(observed.predicted(problem.reduction), tolerance):
         return
     if _repeats(problem, microbatches[0], spans[0], observed.union[0]):
@@ -252,24 +251,11 @@ def _explaining_weight(
     return None
 
 
-class _Precision(TorchDispatchMode):
-    """Notes the lowest precision that a loss is computed in, inside autocast too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point():
-            self._dtypes.add(result.dtype)
-        return result
-
-    def tolerance(self) -> float:
-        """Rounding to be expected between a loss and its parts, with room for kernels that differ by size."""
-        if any(dtype in LOW_PRECISION for dtype in self._dtypes):
-            return 2e-2
-        return 1e-3 if torch.float32 in self._dtypes else 1e-7
+def _tolerance(dtypes: Collection[torch.dtype]) -> float:
+    """Rounding to be expected between a loss and its parts, with room for kernels that differ by size."""
+    if any(dtype in LOW_PRECISION for dtype in dtypes):
+        return 2e-2
+    return 1e-3 if torch.float32 in dtypes else 1e-7
 
 
 @contextmanager
@@ -283,9 +269,3 @@ def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def run_eagerly() -> AbstractContextManager[Any]:
-    """Run compiled models eagerly, so that odd sizes are not compiled for one use."""
-    # Importing dynamo takes seconds; while nobody has, nothing is compiled.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -12,12 +12,13 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .looking import run_eagerly
 from .snapshot import random_state, restore_random_state
 
 # What torch itself keeps in a module; everything else in its `__dict__` is the user's.
@@ -73,19 +74,13 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
         _copy(tensors, dtype)
 
     try:
-        with _eager():
+        with run_eagerly():
             reset()
             yield reset
     finally:
         _restore_python(slots, modes)
         _restore_tensors(tensors)
         restore_random_state(randomness)
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Compiled models run eagerly: hooks and sizes of a look are not to be compiled."""
-    # Importing dynamo takes seconds; while nobody has, nothing is compiled.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def state_restorer(model: nn.Module) -> Callable[[], None]:

@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 from ..errors import InputError, SuperbatchError, explain
 from ..normalize import Reduction, check_reduction
@@ -17,6 +16,7 @@ from ..tree import count_samples, take
 from .checks import as_models, check_choice, check_positive
 from .coupling import probe_coupling
 from .diagnose import Diagnosis, diagnose
+from .looking import FloatingDtypes
 from .measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
 from .out_of_memory import out_of_memory
 from .problem import LossFn, Problem, WeightOption, evaluate
@@ -279,20 +279,6 @@ def _precision(comparison: GradientComparison) -> Finding:
     )
 
 
-class _FloatingDtypes(TorchDispatchMode):
-    """Collects the floating-point dtypes that operations give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point():
-            self.seen.add(result.dtype)
-        return result
-
-
 def _inner_rounding(request: _Request, notes: list[str]) -> float:
     """The rounding of operations that the model does in a lower precision than it was given."""
     problem = request.problem
@@ -300,7 +286,7 @@ def _inner_rounding(request: _Request, notes: list[str]) -> float:
     with untouched(problem.model, dtype=torch.float64) as reset:
         setting = request.setting(torch.float64, reset)
         setting.begin()
-        with _FloatingDtypes() as dtypes:
+        with FloatingDtypes() as dtypes:
             evaluate(setting.problem, pair)
     lower = {dtype: _ROUNDING[dtype][0] for dtype in dtypes.seen if dtype in _ROUNDING}
     if not lower:
