@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def fingerprint(*things: Any, generators: bool = True) -> dict[str, Any]:
-    """Describe modules, optimizers, schedulers, scalers (each by its state) and the random generators, by name.
+    """Describe modules, other things with a state, and the random generators, by name.
 
     Args:
         things: modules, and objects with `state_dict()`.
@@ -28,7 +28,7 @@ def fingerprint(*things: Any, generators: bool = True) -> dict[str, Any]:
     if generators:
         found["torch generator"] = torch.get_rng_state()
         found["python generator"] = random.getstate()
-        kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  (the global one is what is tested)
+        kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
         found["numpy generator"] = (kind, keys.tolist(), *rest)
     found["modes"] = [type(mode).__name__ for mode in _modes()]
     return found
@@ -54,7 +54,9 @@ def _of_module(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules():
         hooks = {key: len(value) for key, value in vars(module).items() if key.endswith("_hooks")}
         plain = {
-            key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str | None)
         }
         found[f"module {name}"] = {
             "attributes": sorted(vars(module)),
@@ -101,4 +103,4 @@ def draw_everywhere() -> None:
     """Advance every global generator, as data augmentation in a forward does."""
     torch.rand(3)
     random.random()
-    np.random.rand(2)  # noqa: NPY002
+    np.random.rand(2)

@@ -1,4 +1,4 @@
-"""BatchNorm under accumulation: refused, frozen, or per micro-batch with the large batch's running statistics."""
+"""BatchNorm: refused, frozen, or per micro-batch with the running statistics of the large batch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ def one_thread():
 
 def net(norm: nn.Module | None = None) -> nn.Sequential:
     torch.manual_seed(12)
-    return nn.Sequential(nn.BatchNorm1d(4) if norm is None else norm, nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return nn.Sequential(
+        nn.BatchNorm1d(4) if norm is None else norm, nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
 
 
 def accumulator(model: nn.Module, **options: Any) -> Accumulator:
-    return Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb), **{"microbatch_size": 3, **options})
+    return Accumulator(
+        model, sgd(model.parameters()), lambda mb: mse(model, mb), **{"microbatch_size": 3, **options}
+    )
 
 
 # -- refused by default ------------------------------------------------------------------------------------
@@ -56,7 +60,9 @@ def test_the_error_names_the_modules_and_the_choices_before_any_update():
 def test_in_a_second_model_too():
     model, norm = nn.Linear(4, 4).double(), nn.BatchNorm1d(4).double()
     optimizers = [sgd(model.parameters()), sgd(norm.parameters())]
-    accumulate = Accumulator([model, norm], optimizers, lambda mb: norm(model(mb[0])).mean(), microbatch_size=3)
+    accumulate = Accumulator(
+        [model, norm], optimizers, lambda mb: norm(model(mb[0])).mean(), microbatch_size=3
+    )
     with pytest.raises(CoupledSamplesError, match="BatchNorm in training mode"):
         accumulate(BATCHES[0])
 
@@ -91,7 +97,7 @@ def test_evaluation_mode_is_exact():
     model(BATCHES[1][0])  # statistics that are not the initial ones
     model[0].eval()
     reference, start = copy.deepcopy(model), start_of(model)
-    updates = [accumulate_once for accumulate_once in map(accumulator(model), BATCHES)]
+    updates = list(map(accumulator(model), BATCHES))
     seen = large_batch(sgd(reference.parameters()), lambda b: mse(reference, b), BATCHES)
     assert_same_parameters(reference, model, 1e-12, start=start)
     assert [update.loss for update in updates] == pytest.approx(seen.losses, rel=1e-12)
@@ -172,7 +178,9 @@ def test_running_statistics_are_the_large_batchs(kind: str, microbatch_size: int
     after = {key: value for key, value in fingerprint(model, generators=False).items() if "module" in key}
     assert_unchanged(before, after)  # momentum, hooks, modes, attributes
     if kind not in ("momentum=0", "no running statistics"):
-        assert not torch.equal(reference[0].running_mean, torch.zeros(4, dtype=torch.float64)), "premise"
+        assert not torch.equal(reference.get_buffer("0.running_mean"), torch.zeros(4, dtype=torch.float64)), (
+            "premise"
+        )
 
 
 def test_the_gradient_is_that_of_micro_batches_normalised_on_their_own():
@@ -194,16 +202,12 @@ def test_deeper_layers_pool_what_they_saw():
     torch.manual_seed(13)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     twin = copy.deepcopy(model)
-    seen: list[Tensor] = []
-    x = BATCHES[0][0]
-    for part in x.split([4, 3, 3]):
-        seen.append(twin[1](twin[0](part)).detach())
-    everything = torch.cat(seen)
+    everything = torch.cat([twin[1](twin[0](part)).detach() for part in BATCHES[0][0].split([4, 3, 3])])
     accumulate = accumulator(model, batchnorm="per_microbatch", microbatch_size=4)
     assert accumulate(BATCHES[0]).microbatches == 3
     torch.testing.assert_close(model[2].running_mean, 0.1 * everything.mean(0), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(model[2].running_var, 0.9 + 0.1 * everything.var(0), rtol=1e-12, atol=1e-14)
-    assert int(model[2].num_batches_tracked) == 1
+    assert int(model.get_buffer("2.num_batches_tracked")) == 1
 
 
 class Twice(nn.Module):
@@ -227,7 +231,7 @@ def test_called_twice_per_forward():
     for batch in BATCHES:
         accumulate(batch)
         reference(batch[0])
-    assert int(model.norm.num_batches_tracked) == 2 * len(BATCHES)
+    assert int(model.get_buffer("norm.num_batches_tracked")) == 2 * len(BATCHES)
     assert_statistics(model.norm, reference.norm)
 
 
@@ -264,7 +268,7 @@ def test_only_layers_in_training_mode_move():
     reference(BATCHES[0][0])
     assert_statistics(model[0], reference[0])
     assert_statistics(model[1], reference[1], 0.0)
-    assert int(model[1].num_batches_tracked) == 0
+    assert int(model.get_buffer("1.num_batches_tracked")) == 0
 
 
 def test_float32_statistics_are_within_rounding():
@@ -283,7 +287,7 @@ def test_float32_statistics_are_within_rounding():
 @pytest.mark.parametrize("how", ["forward", "nan", "break", "never iterated", "interrupt"])
 def test_everything_is_put_back_after_a_failure(batchnorm: Any, how: str):
     model = net()
-    model[0].momentum = None
+    model[0].momentum = None  # type: ignore[assignment]
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(model, optimizer, microbatch_size=3, batchnorm=batchnorm)
     batch = BATCHES[0]
@@ -319,7 +323,11 @@ def test_the_check_of_the_statement_leaves_statistics_alone():
     model = net()
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(
-        model, optimizer, lambda mb: mse(model, mb).sum() * len(mb[0]), microbatch_size=3, batchnorm="per_microbatch"
+        model,
+        optimizer,
+        lambda mb: mse(model, mb).sum() * len(mb[0]),
+        microbatch_size=3,
+        batchnorm="per_microbatch",
     )
     before = fingerprint(model, optimizer)
     with pytest.raises(SuperbatchError, match="reduction"):

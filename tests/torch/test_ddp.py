@@ -1,0 +1,414 @@
+"""Two real gloo ranks against the single-process large batch over the data of both.
+
+One pair of processes runs all cases of `ddp_worker`; the tests here build the large batch and compare.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.torch import Accumulator, Window, fp32_masters
+from tests.torch import ddp_worker as ranks
+from tests.torch.helpers import large_batch, mlp, sgd, tiny_lm
+
+PATIENCE = 55.0  # seconds without any case done by which a pair of ranks is given up
+ROOT = Path(__file__).parents[2]
+
+
+def start_ranks(folder: Path, names: list[str]) -> bool:
+    """Run cases on two ranks; whether both came to their end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    (folder / "store").unlink(missing_ok=True)
+    outputs = [(folder / f"output{rank}").open("w") for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "tests.torch.ddp_worker", str(rank), str(folder), *names],
+            cwd=ROOT,
+            env=environment,
+            stdout=outputs[rank],
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(2)
+    ]
+    done, last = 0, time.monotonic()
+    try:
+        while any(process.poll() is None for process in processes):
+            time.sleep(0.05)
+            now_done = len(list(folder.glob("*.pt")))
+            if now_done > done:
+                done, last = now_done, time.monotonic()
+            codes = [process.poll() for process in processes]
+            if time.monotonic() - last > PATIENCE or any(code for code in codes):
+                break
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for output in outputs:
+            output.close()
+    return all(process.returncode == 0 for process in processes)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank found, per case; where a case broke the processes, the others are run in new ones."""
+    folder = tmp_path_factory.mktemp("ranks")
+    left = [*ranks.EXACT, *ranks.OTHER, *ranks.SPECIAL]
+    found: dict[str, list[dict[str, Any]]] = {}
+    while left:
+        ended = start_ranks(folder, left)
+        for name in list(left):
+            files = [folder / f"{name}.{rank}.pt" for rank in range(2)]
+            if not all(file.exists() for file in files):
+                if not ended:
+                    outputs = [(folder / f"output{rank}").read_text()[-2000:] for rank in range(2)]
+                    found[name] = [
+                        {"traceback": f"the ranks broke in this case:\n{text}"} for text in outputs
+                    ]
+                    left.remove(name)
+                break
+            found[name] = [torch.load(file, weights_only=False) for file in files]
+            left.remove(name)
+    return found
+
+
+def both(results: dict[str, list[dict[str, Any]]], name: str) -> list[dict[str, Any]]:
+    for rank, result in enumerate(results[name]):
+        assert "traceback" not in result, f"rank {rank}: {result['traceback']}"
+    return results[name]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """One batch of many micro-batches."""
+    if isinstance(parts[0], dict):
+        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+
+def large(case: ranks.Case) -> list[Any]:
+    return [joined([*one, *other]) for one, other in zip(*case.data, strict=True)]
+
+
+def differences(
+    ours: dict[str, Tensor], reference: nn.Module, start: dict[str, Tensor], tolerance: float = 1e-12
+) -> list[str]:
+    """What differs from the reference, relative to how far the reference has moved."""
+    failures = []
+    for name, expected in reference.state_dict().items():
+        change = float((expected - start[name]).double().norm())
+        if not change:
+            if not torch.equal(ours[name], start[name]):
+                failures.append(f"{name} moved")
+            continue
+        error = float((ours[name] - expected).double().norm()) / change
+        if not error <= tolerance:
+            failures.append(f"{name}: {error:.1e}")
+    return failures
+
+
+@pytest.mark.parametrize("name", list(ranks.EXACT))
+def test_equal_to_the_large_batch_over_both_ranks(name: str, results: dict[str, Any]):
+    case = ranks.EXACT[name]
+    one, other = both(results, name)
+    reference = case.make()
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
+    objective = case.objective or case.loss
+    seen = large_batch(
+        case.optimizer(reference.parameters()),
+        lambda batch: objective(reference, batch),
+        large(case),
+        max_grad_norm=case.options.get("max_grad_norm"),
+    )
+    moved = [key for key, value in reference.state_dict().items() if not torch.equal(value, start[key])]
+    assert len(moved) >= 4, "premise: training moves the parameters"
+    found = differences(one["parameters"], reference, start)
+    if case.mutant:
+        assert len(found) >= 4, "the checker must tell unweighted ranks from the large batch"
+        return
+    assert not found
+    assert all(torch.equal(one["parameters"][key], other["parameters"][key]) for key in start)
+    assert not one["left"] and not other["left"]
+    assert one["syncs"] and other["syncs"], "DDP must reduce again outside windows"
+    for update, twin, loss, norm in zip(
+        one["updates"], other["updates"], seen.losses, seen.norms, strict=True
+    ):
+        assert update.made and twin.made
+        assert (update.loss, update.weight, update.grad_norm) == (twin.loss, twin.weight, twin.grad_norm)
+        assert abs(update.loss - loss) <= 1e-12 * max(1.0, abs(loss))
+        assert update.grad_norm == pytest.approx(norm, rel=1e-11)
+    if case.options.get("max_grad_norm"):
+        assert all(norm > 2 * case.options["max_grad_norm"] for norm in seen.norms), "premise: clipping bites"
+
+
+def test_weight_of_an_update_is_that_of_both_ranks(results: dict[str, Any]):
+    case = ranks.EXACT["tokens"]
+    for result in both(results, "tokens"):
+        weights = [int((batch["labels"] != -100).sum()) for batch in large(case)]
+        assert [update.weight for update in result["updates"]] == weights
+        assert all(isinstance(update.weight, int) for update in result["updates"])
+
+
+def test_premises_of_the_data():
+    """Ranks differ in tokens and in micro-batches, one has none, and one micro-batch is empty."""
+
+    def counts(data: Any) -> list[list[int]]:
+        return [[int((mb["labels"] != -100).sum()) for mb in window] for window in data]
+
+    one, other = (counts(data) for data in ranks.UNEQUAL)
+    assert all(sum(a) != sum(b) and len(a) != len(b) for a, b in zip(one, other, strict=True))
+    assert all(0 in a for a in one)
+    assert [sum(window) for window in counts(ranks.LOPSIDED[1])] == [0, 8, 0]
+
+
+def single_process(case: ranks.Case) -> tuple[nn.Module, dict[Tensor, Tensor] | None]:
+    """All micro-batches of both ranks in windows of one process: the same roundings if the dtype is low."""
+    model = case.make()
+    masters = fp32_masters(model) if case.masters else None
+    optimizer = case.optimizer([*(masters.values() if masters else model.parameters())])
+    accumulate = Accumulator(
+        model,
+        optimizer,
+        lambda mb: case.loss(model, mb),
+        masters=masters,
+        **{"accumulator_dtype": torch.float32, **case.options},
+    )
+    for one, other in zip(*case.data, strict=True):
+        accumulate(Window([*one, *other]))
+    return model, masters
+
+
+def test_bfloat16_parameters_with_float32_buffers_and_masters(results: dict[str, Any]):
+    one, other = both(results, "fp32_buffers")
+    model, masters = single_process(ranks.OTHER["fp32_buffers"])
+    assert masters
+    for ours, twin, expected in zip(one["masters"], other["masters"], masters.values(), strict=True):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, twin)
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    start = ranks.OTHER["fp32_buffers"].make().state_dict()
+    assert all(not torch.equal(value, start[key]) for key, value in model.state_dict().items())
+
+
+def test_the_dtype_of_the_sums_does_not_depend_on_a_ranks_own_number_of_microbatches(results: dict[str, Any]):
+    """20 micro-batches on one rank ask for float32 buffers, 4 on the other do not: they must agree."""
+    one, other = both(results, "auto_buffers")
+    model, _ = single_process(ranks.OTHER["auto_buffers"])
+    for key, expected in model.state_dict().items():
+        assert torch.equal(one["parameters"][key], other["parameters"][key])
+        torch.testing.assert_close(one["parameters"][key], expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["batchnorm", "batchnorm_rank_without_weight"])
+def test_running_statistics_are_those_of_the_large_batch(name: str, results: dict[str, Any]):
+    """The first layer sees the data itself, so its statistics can be compared with the large batch's."""
+    case = ranks.OTHER[name]
+    one, other = both(results, name)
+    reference = case.make()
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
+    data = case.data if name == "batchnorm" else (case.data[0], [[] for _ in case.data[0]])
+    for mine, others in zip(*data, strict=True):
+        reference(joined([*mine, *others])[0])
+    for key in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
+        expected = reference.state_dict()[key]
+        assert not torch.equal(expected, start[key])
+        for rank in (one, other):
+            torch.testing.assert_close(rank["parameters"][key], expected, rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(one["parameters"][key], other["parameters"][key]) for key in start)
+    model, _ = single_process(
+        case
+    )  # normalised per micro-batch: another function, the same on any number of ranks
+    assert not differences(one["parameters"], model, start, 1e-11)
+
+
+def test_frozen_batchnorm(results: dict[str, Any]):
+    case = ranks.OTHER["batchnorm_frozen"]
+    one, other = both(results, "batchnorm_frozen")
+    reference = case.make()
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
+    reference.eval()
+    large_batch(sgd(reference.parameters()), lambda batch: ranks.mse(reference, batch), large(case))
+    assert not differences(one["parameters"], reference, start)
+    assert all(torch.equal(one["parameters"][key], other["parameters"][key]) for key in start)
+
+
+# -- NaN on one rank ---------------------------------------------------------------------------------------
+
+
+def trained(batches: list[Any]) -> tuple[nn.Module, dict[str, Tensor]]:
+    reference = mlp()
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
+    large_batch(sgd(reference.parameters()), lambda batch: ranks.mse(reference, batch), batches)
+    return reference, start
+
+
+def rows_of(update: int, *, leave_out: bool = False) -> Any:
+    one, other = (data[update] for data in ranks.ROWS_CUT)
+    return joined([*one, *(other[:1] if leave_out else other)])
+
+
+def test_nan_on_one_rank_raises_on_both(results: dict[str, Any]):
+    one, other = both(results, "nan_raise")
+    for rank in (one, other):
+        assert [name for name, _ in rank["errors"]] == ["NonFiniteError"]
+        assert rank["as_before"]
+        assert len(rank["updates"]) == 2
+    assert "on another rank" in one["errors"][0][1]
+    assert "micro-batch 1 of 0..1 with loss nan" in other["errors"][0][1]
+    assert "0.weight'" in other["errors"][0][1]
+    reference, start = trained([rows_of(0), rows_of(2)])
+    for rank in (one, other):
+        assert not differences(rank["parameters"], reference, start)
+
+
+def test_nan_on_one_rank_leaves_out_its_microbatch(results: dict[str, Any]):
+    one, other = both(results, "nan_skip_microbatch")
+    reference, start = trained([rows_of(0), rows_of(1, leave_out=True), rows_of(2)])
+    for rank, dropped in ((one, ()), (other, (1,))):
+        assert [update.dropped for update in rank["updates"]] == [(), dropped, ()]
+        assert [update.weight for update in rank["updates"]] == [11, 10, 11]
+        assert not differences(rank["parameters"], reference, start)
+
+
+def test_nan_on_one_rank_gives_up_the_update_on_both(results: dict[str, Any]):
+    reference, start = trained([rows_of(0), rows_of(2)])
+    for rank in both(results, "nan_skip_update"):
+        assert [update.made for update in rank["updates"]] == [True, False, True]
+        assert "not finite" in rank["updates"][1].skipped
+        assert not differences(rank["parameters"], reference, start)
+
+
+def test_all_microbatches_of_one_rank_are_left_out(results: dict[str, Any]):
+    """The weight that remains is no whole number: each rank must divide by the same."""
+    one, other = both(results, "whole_rank_dropped")
+    reference = mlp()
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
+    batch = joined(ranks.WEIGHTED[0][0])
+    large_batch(sgd(reference.parameters()), lambda b: ranks.weighted(reference, b), [batch])
+    weight = float(batch[2].sum())
+    assert weight != int(weight), "premise"
+    for rank in (one, other):
+        assert [update.weight for update in rank["updates"]] == [pytest.approx(weight, rel=1e-14)]
+        assert not differences(rank["parameters"], reference, start)
+    assert other["updates"][0].dropped == (0, 1)
+
+
+def test_all_statistics_of_one_rank_are_left_out(results: dict[str, Any]):
+    one, other = both(results, "batchnorm_dropped")
+    reference = ranks.normalised()
+    reference(joined(ranks.BATCHNORM[0][0])[0])
+    for key in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
+        for rank in (one, other):
+            torch.testing.assert_close(
+                rank["parameters"][key], reference.state_dict()[key], rtol=1e-12, atol=1e-12
+            )
+
+
+def test_no_rank_has_weight(results: dict[str, Any]):
+    case = ranks.EXACT["tokens"]
+    reference = tiny_lm()
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
+    large_batch(sgd(reference.parameters()), lambda b: ranks.token_mean(reference, b), large(case))
+    for rank in both(results, "nobody_has_weight"):
+        nothing = rank["nothing"]
+        assert not nothing.made and "no weight" in nothing.skipped
+        assert nothing.weight == 0 and math.isnan(nothing.loss)
+        assert rank["as_before"]
+        assert not differences(rank["parameters"], reference, start)
+
+
+# -- what is sent, and when --------------------------------------------------------------------------------
+
+
+def test_one_reduction_of_weights_before_and_one_of_gradients_after(results: dict[str, Any]):
+    for rank, result in enumerate(both(results, "collectives")):
+        events = result["events"]
+        assert "DDP reduction" not in events
+        first, second = events[: events.index("end")], events[events.index("end") + 1 : -1]
+        assert first == second
+        turns = first.index("forward"), len(first) - first[::-1].index("backward")
+        assert first[: turns[0]] == ["all_reduce 1"], (
+            "one collective, of one number, before the first forward"
+        )
+        assert first[turns[0] : turns[1]] == ["forward", "backward"] * len(ranks.ROWS_CUT[rank][0])
+        after = first[turns[1] :]
+        assert all(event.startswith("all_reduce ") for event in after)
+        assert after.count(f"all_reduce {result['parameters']}") == 1, "the gradients, once, in one bucket"
+        assert len(after) <= 3
+
+
+def test_overflow_on_one_rank(results: dict[str, Any]):
+    """Both ranks skip the update, the schedule with it, and halve the scale once."""
+    reference = mlp()
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
+    optimizer = sgd(reference.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    large_batch(optimizer, lambda b: ranks.mse(reference, b), [rows_of(0), rows_of(2)], scheduler=scheduler)
+    for rank in both(results, "overflow"):
+        assert [update.made for update in rank["updates"]] == [True, False, True]
+        assert "overflow" in rank["updates"][1].skipped
+        assert rank["scale"] == 4.0 and rank["lr"] == 0.1 * 0.25
+        assert not differences(rank["parameters"], reference, start)
+
+
+def test_scaler_on_a_rank_without_weight(results: dict[str, Any]):
+    reference = tiny_lm()
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
+    large_batch(
+        sgd(reference.parameters()),
+        lambda b: ranks.token_mean(reference, b),
+        large(ranks.EXACT["rank_without_weight"]),
+    )
+    for rank in both(results, "scaler_without_weight"):
+        assert all(update.made for update in rank["updates"])
+        assert not differences(rank["parameters"], reference, start)
+
+
+def test_a_rank_without_weight_need_not_take_part_in_buffer_broadcasts(results: dict[str, Any]):
+    reference = ranks.normalised().eval()
+    start = {key: value.clone() for key, value in reference.state_dict().items()}
+    batches = [joined(window) for window in ranks.WEIGHTED[0]]
+    large_batch(sgd(reference.parameters()), lambda b: ranks.weighted(reference, b), batches)
+    for rank in both(results, "forward_between"):
+        assert not differences(rank["parameters"], reference, start)
+
+
+def test_a_wrong_statement_on_one_rank_stops_both(results: dict[str, Any]):
+    one, other = both(results, "wrong_statement")
+    assert one["as_before"] and other["as_before"]
+    assert len(one["errors"]) == len(other["errors"]) == 2
+    assert all("on another rank" in error for error in one["errors"])
+    assert all("the losses add up" in error for error in other["errors"])
+
+
+def test_streams_per_sample_do_not_depend_on_the_ranks(results: dict[str, Any]):
+    """The same run in one process, over the samples of rank 0 and then rank 1."""
+    model = mlp(dropout=0.4)
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), lambda mb: ranks.mse(model, mb), sample_rng=True, microbatch_size=5
+    )
+    torch.manual_seed(5)
+    updates = [accumulate(joined([a[0], b[0]])) for a, b in zip(*ranks.ROWS, strict=True)]
+    without = trained([joined([a[0], b[0]]) for a, b in zip(*ranks.ROWS, strict=True)])[0]
+    for rank in both(results, "dropout"):
+        assert not differences(rank["parameters"], model, start, 1e-11)
+        assert [update.loss for update in rank["updates"]] == pytest.approx(
+            [u.loss for u in updates], rel=1e-12
+        )
+    assert not torch.allclose(without[0].weight, model[0].weight), "premise: there is dropout"  # type: ignore[index]
+
+
+def test_momentum_accumulation_over_ranks_is_refused(results: dict[str, Any]):
+    for rank in both(results, "momentum_refused"):
+        assert "Given:" in rank["error"] and "ranks" in rank["error"]
