@@ -176,8 +176,14 @@ def sample_weight_task(dtype: torch.dtype) -> Task:
     samples = labelled(16, dtype)
     for index, sample in enumerate(samples):
         sample["weights"] = torch.tensor(0.25 + index % 5 + index // 8, dtype=dtype)
-    losses = {"loss": weighted_mean, "loss_sum": weighted_sum}
-    return classify(dtype, samples=samples, weigh=sum_of_weights, weight="sample_weights", **losses)
+    return classify(
+        dtype,
+        samples=samples,
+        weigh=sum_of_weights,
+        weight="sample_weights",
+        loss=weighted_mean,
+        loss_sum=weighted_sum,
+    )
 
 
 def class_weight_task(dtype: torch.dtype) -> Task:

@@ -10,14 +10,14 @@ The row "by hand, again" is the noise. A Trainer owns its loop, so it runs in a 
 window (peers/work.py): set-up, validation, logging and checkpoints are not in its time.
 
 Memory: the peak of the live tensor bytes of a window beyond parameters, optimizer state and data; with --rss
-also the growth of the resident set of a process that does nothing else (median of three; not for peers).
+also the highest resident set of a process that does nothing else, beyond the hand loop's (median of three).
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -78,7 +78,7 @@ class Memory:
     name: str
     bytes: int
     ratio: float
-    resident: int | None = None
+    resident: int | None = None  # beyond that of the loop by hand
 
 
 def entries(peers: list[Peer]) -> list[Entry]:
@@ -87,6 +87,7 @@ def entries(peers: list[Peer]) -> list[Entry]:
         Entry("by hand", by_hand.best),
         Entry("by hand, again", by_hand.best),
         Entry("by hand, reads the loss", by_hand.best, "reads"),
+        Entry("by hand, zeroes last", by_hand.best, "zeroes last"),
         Entry("by hand, usual", by_hand.usual),
         Entry("by hand, cuts the batch", by_hand.best, "slices"),
     ]
@@ -154,24 +155,27 @@ def measure_memory(work: Work, rows: list[Entry], *, rss: bool) -> list[Memory]:
     base = peaks["by hand"]
     alone = [entry.name for entry in entries(choose("none"))] if rss else []
     residents = {name: _resident(work, name) for name in alone}
+    residents = {name: resident - residents["by hand"] for name, resident in residents.items()}
     return [Memory(work.name, name, peak, peak / base, residents.get(name)) for name, peak in peaks.items()]
 
 
 def _resident(work: Work, name: str) -> int:
-    """Bytes that a window adds to the resident set of a new process."""
+    """The highest resident set of a new process during a window, in bytes."""
     command = [sys.executable, __file__, "--peers", "none", "--work", work.name, "--resident-of", name]
     runs = [subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     return int(statistics.median(int(run.stdout.split()[-1]) for run in runs))
 
 
-def print_resident_growth(work: Work, row: Entry) -> None:
-    """In the new process: how far three windows raise the highest resident set above the one before them."""
+def print_resident(work: Work, row: Entry) -> None:
+    """In the new process: the highest resident set of a window, after one that loads all kernels."""
     contestant = row.make(work, row.variant)
     assert isinstance(contestant, Window)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    for _ in range(3):
-        contestant.run()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+    contestant.run()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # give back what the first window left in the heap
+    Path("/proc/self/clear_refs").write_text("5")  # the highest resident set counts from here
+    contestant.run()
+    status = Path("/proc/self/status").read_text()
+    print(int(status.partition("VmHWM:")[2].split()[0]) * 1024)
 
 
 def main() -> int:
@@ -182,7 +186,7 @@ def main() -> int:
     parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--rounds", type=int, help="instead of each work's own number")
-    parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux)")
+    parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux with glibc)")
     parser.add_argument("--resident-of", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
@@ -194,7 +198,7 @@ def main() -> int:
     except (ValueError, KeyError) as error:
         parser.error(str(error))
     if options.resident_of:
-        print_resident_growth(works[0], next(row for row in rows if row.name == options.resident_of))
+        print_resident(works[0], next(row for row in rows if row.name == options.resident_of))
         return 0
     times = [result for work in works for result in measure(work, rows, options.rounds or work.rounds)]
     peaks = [memory for work in works for memory in measure_memory(work, rows, rss=options.rss)]
@@ -224,7 +228,7 @@ def _print(work: Work, times: list[Result], peaks: list[Memory]) -> None:
         "wall time",
         "peak MiB",
         "peak ratio",
-        "RSS MiB",
+        "RSS +MiB",
     ]
     windows = f"{work.name}: {len(work.microbatches())} micro-batches of {work.microbatch_size}"
     print_table(f"\n{windows}; ratios to the best loop by hand [quartiles]", header, lines)

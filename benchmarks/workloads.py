@@ -73,7 +73,7 @@ def workloads() -> dict[str, Work]:
             batch=_images(128, 3, 32, 32),
             microbatch_size=16,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-            rounds=60,
+            rounds=100,
         ),
         Work(
             name="transformer",
@@ -81,7 +81,7 @@ def workloads() -> dict[str, Work]:
             batch=_text(16),
             microbatch_size=4,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
-            rounds=24,
+            rounds=30,
         ),
     )
     return {work.name: work for work in works}

@@ -7,7 +7,8 @@ def best(work: Work, variant: str | None = None) -> Window:
     """Weighted by samples, one expression for each micro-batch: no output and no loss outlives its turn.
 
     Variants: None is given its micro-batches; "slices" cuts the batch itself; "reads" also reads the loss
-    once for each window.
+    once for each window; "zeroes last" frees the gradients after the update, not before the next window:
+    glibc may then give their pages back, and the next window pays for each page again.
     """
     model, optimizer = work.build()
     model.train()
@@ -19,6 +20,12 @@ def best(work: Work, variant: str | None = None) -> Window:
         for part in given:
             (loss_of(model(part["inputs"]), part) * (len(part["labels"]) / samples)).backward()
         optimizer.step()
+
+    def zeroes_last() -> None:
+        for part in given:
+            (loss_of(model(part["inputs"]), part) * (len(part["labels"]) / samples)).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     def slices() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -38,7 +45,7 @@ def best(work: Work, variant: str | None = None) -> Window:
         optimizer.step()
         float(total)
 
-    return Window({"slices": slices, "reads": reads}.get(variant or "", run))
+    return Window({"slices": slices, "reads": reads, "zeroes last": zeroes_last}.get(variant or "", run))
 
 
 def usual(work: Work, variant: str | None = None) -> Window:

@@ -1,0 +1,135 @@
+"""The benchmarks run as users run them, without other libraries: a program, its output, its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / program), *arguments]
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def scorecard(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scorecard") / "scores.json"
+    result = run("exactness.py", "--peers", "none", "--json", str(path))
+    assert path.exists(), result.stderr
+    return result, json.loads(path.read_text())
+
+
+def test_ours_is_within_its_bound_in_every_case(scorecard):
+    result, rows = scorecard
+    assert len(rows) >= 17 + 16, "both precisions, the bfloat16 case once"
+    wrong = {(row["case"], row["table"]): row["cells"]["ours"] for row in rows if not is_within(row)}
+    assert not wrong
+    assert result.returncode == 0, result.stderr
+
+
+def is_within(row):
+    error = row["cells"]["ours"]["error"]
+    return error is not None and error <= row["bound"]
+
+
+def test_bounds_are_those_that_are_promised(scorecard):
+    _, rows = scorecard
+    for row in rows:
+        if row["case"].startswith("bf16"):
+            assert row["bound"] <= 2**-8
+        elif row["table"] == "float64":
+            assert row["bound"] == 1e-12
+        else:
+            assert row["bound"] <= max(1e-6, 2 * (row["large_batch"] or 0)) < 1e-5
+
+
+def test_the_tutorial_loop_is_told_apart(scorecard):
+    # Were the scorecard blind, both columns would be right everywhere.
+    _, rows = scorecard
+    wrong = {row["case"] for row in rows if not (row["cells"]["tutorial"]["error"] or 0) <= 1e-2}
+    assert {"unequal micro-batches 4+4+2", "tail window", "token mask", "break in a window"} <= wrong
+    assert "equal micro-batches" not in wrong
+
+
+def test_output_names_cases_versions_and_reasons(scorecard):
+    result, rows = scorecard
+    for row in rows:
+        assert row["case"] in result.stdout
+    assert "Versions: torch" in result.stdout
+    assert "FAILS" not in result.stdout
+
+
+def test_a_wrong_accumulation_fails_the_scorecard(tmp_path):
+    # The same program with our column replaced by the tutorial loop: it must not pass.
+    program = tmp_path / "wrong.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "import peers.ours, peers.tutorial, exactness\n"
+        "for name in ('train', 'resume', 'leave'):\n"
+        "    setattr(peers.ours, name, getattr(peers.tutorial, name))\n"
+        "sys.argv[1:] = ['--peers', 'none', '--dtypes', 'float64']\n"
+        "sys.exit(exactness.main())\n"
+    )
+    result = run(str(program))
+    assert result.returncode == 1, result.stderr
+    assert "FAILS" in result.stdout
+
+
+@pytest.mark.parametrize("program", ["exactness.py", "overhead.py"])
+def test_an_unknown_peer_is_refused_with_the_known_names(program):
+    result = run(program, "--peers", "accelerato")
+    assert result.returncode == 2
+    assert "unknown peers accelerato; known: all, none, tutorial, accelerate" in result.stderr
+
+
+def test_a_missing_library_costs_its_column_and_says_how_to_get_it(tmp_path):
+    # A library that cannot be found, even where the extra is installed.
+    program = tmp_path / "bare.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "import peers\n"
+        "from dataclasses import replace\n"
+        "peers.PEERS = tuple(replace(p, package=p.package and 'no-such-' + p.package) for p in peers.PEERS)\n"
+        "import exactness\n"
+        "sys.argv[1:] = ['--peers', 'lightning', '--dtypes', 'float64']\n"
+        "sys.exit(exactness.main())\n"
+    )
+    result = run(str(program))
+    assert result.returncode == 0, result.stderr
+    assert "not installed" in result.stdout
+    assert "pip install 'superbatch[peers]'" in result.stdout
+
+
+def test_overhead_measures_every_contestant(tmp_path):
+    path = tmp_path / "overhead.json"
+    result = run("overhead.py", "--peers", "none", "--work", "mlp", "--rounds", "5", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    numbers = json.loads(path.read_text())
+    names = {row["name"] for row in numbers["times"]}
+    assert {"by hand", "by hand, again", "superbatch", "superbatch, whole batch"} <= names
+    assert all(row["milliseconds"] > 0 for row in numbers["times"])
+
+
+def test_a_window_of_ours_holds_no_more_memory_than_the_best_loop_by_hand(tmp_path):
+    program = tmp_path / "memory.py"  # the memory of the transformer alone: its times take longer
+    program.write_text(
+        f"import json, sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "from overhead import choose, entries, measure_memory, workloads\n"
+        "rows = measure_memory(workloads()['transformer'], entries(choose('none')), rss=False)\n"
+        "print(json.dumps({row.name: row.bytes for row in rows}))\n"
+    )
+    result = run(str(program))
+    assert result.returncode == 0, result.stderr
+    peaks = json.loads(result.stdout.splitlines()[-1])
+    assert peaks["by hand"] < peaks["by hand, usual"], "the premise: something can outlive its turn"
+    # A few bytes for each micro-batch: its detached loss and the gradient that scales it.
+    assert peaks["superbatch"] <= peaks["by hand"] + 1024
+    assert peaks["superbatch, whole batch"] <= peaks["by hand, cuts the batch"] + 1024
