@@ -135,7 +135,7 @@ def measure(recipe: str, options: Options) -> Comparison:
     from superbatch.studies.compare import ComparisonInterrupted, Progress
     from superbatch.studies.compare import compare as study
 
-    with progress(f"compare {recipe}") as show:
+    with progress(f"compare {Path(recipe).name}") as show:
 
         def receive(event: Progress) -> None:
             text = None

@@ -24,9 +24,17 @@ def print_table(table: Table, console: Console) -> None:
     if not console.is_terminal:
         print(plain(table), file=console.file)
         return
-    rich = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    # On a narrow terminal cells are folded, never cut: half a number would be a wrong one.
+    rich = RichTable(
+        title=table.title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for number, column in enumerate(table.columns):
-        rich.add_column(Text(column.heading), style="bold" if number == 0 else "")
+        rich.add_column(Text(column.heading), style="bold" if number == 0 else "", overflow="fold")
     for row in table.rows:
         rich.add_row(*map(Text, row))
     console.print(rich)

@@ -203,8 +203,8 @@ def _row(arm: Arm, report: Comparison) -> tuple[str, ...]:
         str(arm.updates),
         "–" if arm.seconds is None else f"{arm.seconds:.2f}",
         bytes_text(arm.peak_bytes),
-        "reference" if arm.claim == "real" else _apart(arm),
-        "reference" if arm.claim == "real" else equivalence_text(arm.paired),
+        "–" if arm.claim == "real" else _apart(arm),
+        "–" if arm.claim == "real" else equivalence_text(arm.paired),
     )
 
 

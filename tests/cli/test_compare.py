@@ -1,0 +1,405 @@
+"""`superbatch compare` as a user meets it: flags, files, messages, exit codes, and Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from superbatch.cli import main
+from superbatch.cli.aliases import in_our_words
+from superbatch.cli.printing import print_table
+from superbatch.errors import InputError
+from superbatch.report.comparison import Comparison
+from superbatch.report.json import from_json
+from superbatch.report.table import Column, Table
+from superbatch.studies import arms as arms_module
+from superbatch.studies.arms import ArmPlan
+from tests.studies import own_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANE = f"{own_recipe.__file__}:plane"
+QUICK = ("--runs", "2", "--updates", "4", "--workers", "1")
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*arguments: str) -> int:
+    """The exit code of the command line, run in this process."""
+    return main(["compare", *arguments])
+
+
+def process(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    """The command line as a process of its own, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "superbatch", "compare", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        text=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},  # pyright: ignore[reportArgumentType, reportCallIssue]  (keyword arguments by name)
+    )
+
+
+def read(folder: Path) -> Comparison:
+    return from_json(Comparison, (folder / "report.json").read_text(encoding="utf-8"))
+
+
+# ------------------------------------------------------------------------------------------------- what it
+# shows
+
+
+def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "made" / "here"
+    assert run(PLANE, *QUICK, "--splits", "4x5,13/5/2", "--dtype", "float64", "--out", str(out)) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == "plane: 2 runs of 4 updates with 20 samples, sgd lr 0.05, float64"
+    assert re.match(
+        r"split +squared error +updates +time, s +peak memory +weights differ by +equivalent within ±0.2$",
+        lines[1],
+    )
+    assert [line.split("  ")[0] for line in lines[3:6]] == ["1x20 (real batch)", "4x5", "13/5/2"]
+    assert lines[6].startswith("Every split trains like the real batch: weights within")
+    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
+    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
+    assert (out / "plot.png").read_bytes().startswith(PNG)
+    report = read(out)
+    assert not report.partial
+    assert report.command["splits"] == "4x5,13/5/2"
+    assert report.versions.keys() >= {"superbatch", "torch", "python"}
+
+
+class Page(HTMLParser):
+    """What a page asks for from outside itself, its tags and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "srcset", "data", "action") and not (value or "").startswith("data:"):
+                self.asked.append(f"{tag} {name}={value}")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_stands_alone(tmp_path: Path) -> None:
+    assert run(PLANE, *QUICK, "--include-wrong", "--out", str(tmp_path)) == 0
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    assert page.asked == []
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert page.tags.count("img") == 1
+    assert page.tags.count("source") == 1, "a picture for a dark screen"
+    assert "prefers-color-scheme: dark" in text
+    words = " ".join(page.words)
+    report = read(tmp_path)
+    for expected in (
+        *(arm.name for arm in report.arms),
+        *(arm.how for arm in report.arms),
+        *report.notes,
+        report.statement,
+        report.versions["torch"],
+        "seeds",
+        "0, 1",
+        "|w - w_real| / |w_real|",
+    ):
+        assert expected in words
+
+
+def test_names_of_a_recipe_cannot_break_the_page(tmp_path: Path) -> None:
+    from superbatch.report.html import comparison_page
+
+    assert run(PLANE, *QUICK, "--out", str(tmp_path)) == 0
+    text = (tmp_path / "report.json").read_text(encoding="utf-8")
+    report = from_json(
+        Comparison, text.replace("a plane through noisy points", "<script>alert(1)</script> & co")
+    )
+    page = comparison_page(report, light=PNG, dark=PNG)
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; co" in page
+
+
+def test_json_is_all_that_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(PLANE, *QUICK, "--json") == 0
+    report = from_json(Comparison, capsys.readouterr().out)
+    assert report.recipe == "plane"
+    assert list(tmp_path.iterdir()) == [], "no files unless they are asked for"
+
+
+def test_files_lie_in_a_folder_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(PLANE, *QUICK) == 0
+    assert sorted(os.listdir(tmp_path / "superbatch-compare")) == ["plot.png", "report.html", "report.json"]
+    assert "superbatch-compare" in capsys.readouterr().err
+
+
+def test_wrong_ways_are_shown_beside_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PLANE, *QUICK, "--include-wrong", "--json") == 0
+    report = from_json(Comparison, capsys.readouterr().out)
+    assert [(arm.name, arm.claim) for arm in report.arms] == [
+        ("1x20", "real"),
+        ("5x4", "exact"),
+        ("10x2", "exact"),
+        ("20x1", "exact"),
+        ("16/3/1", "exact"),
+        ("16/3/1 mean of means", "wrong"),
+        ("5x4 fixed tail divisor", "wrong"),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- flags
+
+
+def test_flags_of_the_sources_are_one_arm(capsys: pytest.CaptureFixture[str]) -> None:
+    sources = ("--average-gradients", "4", "--batch-size", "5", "--iterations", "16", "--runs", "1")
+    assert run(PLANE, *sources, "--json") == 0
+    report = from_json(Comparison, capsys.readouterr().out)
+    assert [arm.name for arm in report.arms] == ["1x20", "4x5"]
+    assert report.updates == 4
+    assert report.batch_size == 20
+
+
+def test_iterations_without_averaging_are_updates() -> None:
+    asked = in_our_words(splits=None, updates=None, batch_size=50, average_gradients=None, iterations=7)
+    assert (asked.updates, asked.batch_size, asked.splits) == (7, 50, None)
+
+
+def test_batch_size_and_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PLANE, *QUICK, "--batch-size", "12", "--optimizer", "adam", "--lr", "0.5", "--json") == 0
+    report = from_json(Comparison, capsys.readouterr().out)
+    assert [arm.name for arm in report.arms] == ["1x12", "4x3", "12x1"]
+    assert (report.optimizer, report.learning_rate) == ("adam", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"average_gradients": 20, "iterations": 20001, "batch_size": 5}, "1 micro-batches are left over"),
+        ({"average_gradients": 20}, "the size of its micro-batches is missing. Do: add --batch-size M"),
+        ({"average_gradients": 20, "splits": "5x20", "batch_size": 5}, "both say how a batch is split"),
+        ({"iterations": 10, "updates": 10}, "both say how long a run is"),
+        ({"average_gradients": 0, "batch_size": 5}, "--average-gradients 0. Wrong: it counts micro-batches"),
+        ({"iterations": -5}, "--iterations -5"),
+    ],
+)
+def test_contradictions_of_flags(flags: dict[str, int | str], message: str) -> None:
+    nothing = dict.fromkeys(("splits", "updates", "batch_size", "average_gradients", "iterations"))
+    with pytest.raises(InputError, match=message):
+        in_our_words(**(nothing | flags))  # pyright: ignore[reportArgumentType]  (keyword arguments by name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("digit",), "Given: the recipe 'digit'. Wrong: there is none of that name. Do: use one of digits"),
+        (("--splits", "5*20"), r"Given: the split '5\*20'. Wrong: it cannot be read. Do: write KxM"),
+        (
+            ("--updates", "many"),
+            r"Given: superbatch compare --updates many. Wrong: .*integer.* Do: see",
+        ),
+        (("--colour", "red"), "Wrong: No such option: --colour.* Do: see superbatch compare --help"),
+        (("--runs", "0"), "Given: runs=0. Wrong: it counts something"),
+        (("--dtype", "float16"), "Given: dtype='float16'"),
+        (("--data", "nowhere"), "Wrong: this recipe reads no folder"),
+        (("mnist",), "Given: the recipe mnist. Wrong: it needs a folder of data and downloads none"),
+        (("--out", f"{__file__}/report"), r"test_compare.py' is a file. Do: give a folder"),
+        (("nowhere.py:make",), "Given: the recipe file 'nowhere.py'"),
+        (("pairs", "--runs", "1"), "Wrong: .*samples influence each other"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert re.search(message, line), line
+    assert re.fullmatch(r"superbatch: Given: .+\. Wrong: .+\. Do: .+\.", line), line
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_no_traceback_from_a_process_of_its_own(tmp_path: Path) -> None:
+    done = process("--splits", "3x30,5x20", "--out", str(tmp_path / "out"))
+    out, err = done.communicate(timeout=60)
+    assert (done.returncode, out) == (2, "")
+    assert err == (
+        "superbatch: Given: the splits 3x30 and 5x20. Wrong: they make batches of 90 and 100 samples. "
+        "Do: give splits of one batch: all arms must make the same update.\n"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- check
+
+
+def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (PLANE, *QUICK, "--splits", "13/5/2", "--dtype", "float64", "--json", "--check")
+    assert run(*arguments) == 0
+    capsys.readouterr()
+
+    def accumulator(split, *args):
+        return arms_module._wrong(ArmPlan(split, "mean of means", "wrong"), *args)
+
+    monkeypatch.setattr(arms_module, "_accumulator", accumulator)
+    assert run(*arguments) == 1
+    assert "check failed: 13/5/2: weights differ by" in capsys.readouterr().err
+    assert run(*arguments[:-1]) == 0, "only on request"
+
+
+# ------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def first_line(stream, *, seconds: float) -> str:
+    """The next line of a pipe, or a failure if none comes in time."""
+    ready, _, _ = select.select([stream], [], [], seconds)
+    assert ready, "nothing was said in time"
+    return stream.readline()
+
+
+def ended(group: int, *, seconds: float) -> bool:
+    """Whether every process of a session is gone in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
+@pytest.mark.parametrize(("workers", "whole_group"), [("2", True), ("1", False)], ids=["terminal", "kill"])
+def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_group: bool) -> None:
+    long = ("--updates", "400", "--runs", "500", "--splits", "4x5", "--workers", workers)
+    started = process(PLANE, *long, "--out", str(tmp_path))
+    try:
+        assert first_line(started.stderr, seconds=60).startswith("compare own_recipe.py:plane: seed ")
+        if whole_group:  # as a terminal does
+            os.killpg(started.pid, signal.SIGINT)
+        else:
+            started.send_signal(signal.SIGINT)
+        out, err = started.communicate(timeout=60)
+        assert started.returncode == 130, err
+        assert "Traceback" not in err
+        assert "superbatch: interrupted, the report is partial" in err
+        report = read(tmp_path)
+        assert report.partial
+        assert 1 <= len(report.arms[0].runs) < 500
+        assert re.match(r"plane: \d+ of 500 runs", out)
+        assert "Partial:" in (tmp_path / "report.html").read_text(encoding="utf-8")
+        assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+        assert ended(started.pid, seconds=10), "a worker process is left"
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------------------------------------- terminal
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")
+def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path) -> None:
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    long = ("--updates", "300", "--runs", "3", "--splits", "4x5", "--workers", "1", "--out", str(tmp_path))
+    started = process(PLANE, *long, stdout=theirs, stderr=theirs, stdin=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(ours)
+    assert started.wait(timeout=60) == 0
+    bar, table = COLOURS.sub("", shown.decode()).split("plane: 3 runs")
+    assert re.search(r"compare own_recipe.py:plane .+ \d+ %.+left:", bar)
+    assert "━" in bar
+    assert "1x20 (real batch)" in table
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_table_is_folded_and_not_cut_on_a_narrow_terminal(columns: int) -> None:
+    heads = ("split", "test accuracy, %", "updates", "weights differ by", "equivalent within ±0.5")
+    row = ("80/15/5 mean of means", "95.22 ± 0.38", "1000", "2.0e-07 (max 9.5e-05)", "not shown, p = 0.808")
+    table = Table("digits", tuple(Column(head, "") for head in heads), (row,))
+    shown = io.StringIO()
+    print_table(table, Console(file=shown, force_terminal=True, width=columns))
+    text = COLOURS.sub("", shown.getvalue())
+    assert max(map(len, text.splitlines())) <= columns
+    assert "…" not in text
+    assert {word for cell in (*heads, *row) for word in cell.split()} <= set(text.split())
+
+
+# ------------------------------------------------------------------------------------------------- start-up
+
+
+def test_help_and_import_load_nothing_heavy() -> None:
+    code = """
+import sys
+from superbatch.cli import main
+assert main(["--help"]) == 0 and main(["compare", "--help"]) == 0
+heavy = {"torch", "matplotlib", "numpy", "scipy", "sklearn"} & set(sys.modules)
+print("heavy:", *heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].strip() == "heavy:"
+    assert "--include-wrong" in done.stdout
+
+
+def test_version_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.match(r"superbatch \d", capsys.readouterr().out)
+    assert main(["compere"]) == 2
+    assert "No such command 'compere'" in capsys.readouterr().err
+
+
+def test_json_of_a_report_is_strict(tmp_path: Path) -> None:
+    assert run(PLANE, *QUICK, "--out", str(tmp_path)) == 0
+    text = (tmp_path / "report.json").read_text(encoding="utf-8")
+
+    def refuse(word: str) -> object:
+        raise AssertionError(word)
+
+    assert json.loads(text, parse_constant=refuse)["report"] == "Comparison"

@@ -1,0 +1,171 @@
+"""Reports: JSON and back, tables, sentences, and the plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from superbatch import plot
+from superbatch.errors import InputError
+from superbatch.report.comparison import Comparison
+from superbatch.report.json import from_json, to_json
+from superbatch.report.table import bytes_text, comparison_table, difference_text, plain, rows_with_details
+from superbatch.report.update import Update
+from superbatch.report.verdict import verdict
+from superbatch.studies.compare import Options, compare
+from tests.studies import own_recipe
+
+
+@pytest.fixture(scope="module")
+def report() -> Comparison:
+    return compare(own_recipe.plane(), Options(updates=6, runs=3, include_wrong=True))
+
+
+@pytest.fixture(scope="module")
+def partial(report: Comparison) -> Comparison:
+    """Interrupted while the second arm had one run and the others none."""
+    arms = [replace(arm, runs=(), mean=None, sd=None, paired=None, welch=None) for arm in report.arms]
+    arms = [replace(arm, weight_difference=None, median_difference=None, seconds=None) for arm in arms]
+    arms[0] = replace(report.arms[0], runs=report.arms[0].runs[:1], sd=None)
+    arms[1] = replace(report.arms[1], runs=report.arms[1].runs[:1], sd=None, paired=None, welch=None)
+    return replace(report, arms=tuple(arms), partial=True)
+
+
+def test_json_and_back(report: Comparison, partial: Comparison) -> None:
+    for each in (report, partial):
+        again = from_json(Comparison, to_json(each))
+        assert again == each
+        assert type(again.arms) is tuple
+        assert type(again.arms[1].runs[0].losses) is tuple
+        assert dataclasses.is_dataclass(again.arms[1].runs[0])
+
+
+def test_json_keeps_numbers_that_are_not_finite() -> None:
+    update = Update(
+        loss=math.inf,
+        grad_norm=-math.inf,
+        weight=2.5,
+        samples=None,
+        microbatches=1,
+        learning_rates=(math.nan, 1),
+    )
+    text = to_json(update)
+    again = from_json(Update, text)
+    assert (again.loss, again.grad_norm, again.weight) == (math.inf, -math.inf, 2.5)
+    assert math.isnan(again.learning_rates[0])
+    assert '"loss": "Infinity"' in text
+
+
+def test_json_keeps_an_int_an_int() -> None:
+    update = Update(loss=1.0, grad_norm=None, weight=3, samples=3, microbatches=1, learning_rates=())
+    assert type(from_json(Update, to_json(update)).weight) is int
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.pop("dtype"), "Comparison has no field dtype"),
+        (lambda content: content.update(colour="red"), "Comparison has the unknown field colour"),
+        (lambda content: content.update(updates="six"), "Comparison.updates is 'six'"),
+        (lambda content: content.update(updates=True), "Comparison.updates is True"),
+        (lambda content: content.update(report="Verification"), 'it does not say "report": "Comparison"'),
+        (lambda content: content["arms"][0].update(claim="best"), "Arm.claim is 'best'"),
+        (lambda content: content["arms"][1]["runs"][0].update(losses=[None]), "Run.losses is None"),
+        (lambda content: content.update(seeds=3), "Comparison.seeds is 3"),
+    ],
+)
+def test_json_that_is_no_such_report(report: Comparison, change, message: str) -> None:
+    content = json.loads(to_json(report))
+    change(content)
+    with pytest.raises(InputError, match=message):
+        from_json(Comparison, json.dumps(content))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_text_that_is_no_report(text: str) -> None:
+    with pytest.raises(InputError, match=r"Given: a report in JSON\. Wrong: it "):
+        from_json(Comparison, text)
+
+
+@pytest.mark.parametrize("thing", [3, {"a": 1}, Update])
+def test_only_reports_are_written(thing: object) -> None:
+    with pytest.raises(InputError, match="only reports are written"):
+        to_json(thing)
+
+
+def test_the_table_has_a_row_per_arm_and_says_what_its_columns_mean(report: Comparison) -> None:
+    table = comparison_table(report)
+    assert len(table.rows) == len(report.arms)
+    assert all(len(row) == len(table.columns) == 7 for row in table.rows)
+    assert all(column.meaning for column in table.columns)
+    lines = plain(table).splitlines()
+    assert len(lines) == 3 + len(report.arms)
+    assert lines[1].index("updates") == lines[3].index("6", lines[1].index("updates") - 1)
+    assert len(rows_with_details(report).rows) == 2 * (len(report.arms) - 1)
+
+
+def test_a_partial_report_says_so(partial: Comparison) -> None:
+    table = comparison_table(partial)
+    assert "1 of 3 runs" in table.title
+    assert table.rows[2][1:] == ("–", "6", "–", table.rows[2][4], "–", "–")
+    assert "needs at least 2 runs" in verdict(partial)[0]
+
+
+def test_sentences(report: Comparison) -> None:
+    right, mean_of_means, tail = verdict(report)
+    assert right.startswith("Every split trains like the real batch: weights within")
+    assert "TOST on pairs: p" in right
+    assert mean_of_means.startswith("16/3/1 mean of means: the weights are")
+    assert "the exact update of 16/3/1 is" in mean_of_means
+    assert tail.startswith("5x4 fixed tail divisor: the weights are")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1000, "1 kB"), (8110472, "8.11 MB"), (3 * 10**15, "3e+03 TB")]
+)
+def test_bytes(count: int, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(math.inf, "inf"), (2.0, "2e+02 %"), (9e-5, "9.0e-05")])
+def test_differences(value: float, text: str) -> None:
+    assert difference_text(value) == text
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_plot_shows_every_arm(report: Comparison, partial: Comparison, dark: bool) -> None:
+    figure = plot.comparison(report, dark=dark)
+    curves, metric, weights = figure.axes
+    assert [line.get_label() for line in curves.get_lines()] == [
+        "1x20 (real batch)",
+        *(arm.name for arm in report.arms[1:]),
+    ]
+    assert len(metric.get_yticks()) == len(weights.get_yticks()) == len(report.arms)
+    for axes in (curves, metric, weights):
+        assert axes.get_xlabel()
+        assert axes.get_title()
+    assert plot.png(figure, dots_per_inch=40).startswith(b"\x89PNG")
+    assert plot.png(plot.comparison(partial, dark=dark), dots_per_inch=40).startswith(b"\x89PNG")
+
+
+def test_the_plot_of_nothing_and_of_what_is_not_finite(report: Comparison, partial: Comparison) -> None:
+    nothing = replace(partial, arms=tuple(replace(arm, runs=(), mean=None) for arm in partial.arms))
+    assert plot.png(plot.comparison(nothing), dots_per_inch=40).startswith(b"\x89PNG")
+    lost = replace(
+        report.arms[1].runs[0], losses=(math.nan,) * 6, metric=math.nan, weight_difference=math.inf
+    )
+    arm = replace(report.arms[1], runs=(lost,), mean=math.nan, sd=math.nan, weight_difference=math.inf)
+    figure = plot.comparison(replace(report, arms=(report.arms[0], arm)))
+    assert plot.png(figure, dots_per_inch=40).startswith(b"\x89PNG")
+
+
+def test_the_plot_leaves_matplotlib_as_it_was(report: Comparison) -> None:
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    plot.png(plot.comparison(report), dots_per_inch=40)
+    assert dict(mpl.rcParams) == before
