@@ -407,6 +407,23 @@ def test_a_compiled_loss_function(compiler: Any) -> None:
     assert 1 <= len(graphs) <= 2
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate_into": "momentum"}, {"nonfinite": "skip_microbatch"}])
+def test_a_compiled_backward(options: dict[str, Any]) -> None:
+    """AOTAutograd computes the backward as a graph of its own, as `torch.compile` does by default."""
+    torch._dynamo.reset()
+    reference, model = mlp(), mlp()
+    start, batches = start_of(reference), rows(11, 3)
+    large_batch(sgd(reference.parameters()), lambda b: mse(reference, b), batches)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), lambda mb: mse(compiled, mb), microbatch_size=4, **options
+    )
+    for batch in batches:
+        accumulate(batch)
+    torch._dynamo.reset()
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
 def test_a_model_without_use_for_the_optimizer_is_refused_and_nothing_changes() -> None:
     model, other = mlp(), mlp()
     start = start_of(model)
