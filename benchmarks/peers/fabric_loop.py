@@ -13,7 +13,7 @@ from .task import Batch, Parameters, Task, parameters_of
 from .work import Window, Work, loss_of
 
 REMARKS = {
-    "equal micro-batches": "the docstring's loop updates after micro-batch 1, 1 + K, ... and never divides"
+    "equal micro-batches": "docstring: an update after micro-batch 1, 1 + K, ...; repaired: as it should be"
 }
 
 
