@@ -1,0 +1,614 @@
+"""Every public entry, given something wrong: a typed error with given, wrong, do; nothing has changed."""
+
+# ruff: noqa: PT012  (what raises is the block of a window: the loop in it is the subject)
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import (
+    InputError,
+    OptimizerError,
+    SplitError,
+    StatementError,
+    SuperbatchError,
+    WindowError,
+)
+from superbatch.schedule import as_schedule, constant, piecewise, ramp
+from superbatch.split import near_equal, near_equal_cost, split
+from superbatch.torch import (
+    Accumulator,
+    TokenBudget,
+    Window,
+    class_weights,
+    count_tokens,
+    fp32_masters,
+    sample_weights,
+    windows,
+)
+from tests.torch.helpers import mlp, mse, rows, sgd
+from tests.torch.states import assert_unchanged, fingerprint
+
+BATCH = rows(9, updates=1)[0]
+TEXT = r"(?s)Given: .+\. Wrong: .+\. Do: .+\."
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- arguments of the Accumulator --------------------------------------------------------------------------
+
+ARGUMENTS: list[tuple[str, Any]] = [
+    ("loss_fn", 5),
+    ("loss_fn", "mse"),
+    *(
+        ("microbatch_size", value)
+        for value in (0, -1, 2.0, True, "4", "auto", [2], math.nan, torch.tensor(2))
+    ),
+    *(("reduction", value) for value in ("none", "MEAN", None, 0, True, ["mean"])),
+    *(
+        ("weight", value)
+        for value in ("samples", "Returned", 1, 0.5, True, torch.ones(3), np.ones(3), ["returned"])
+    ),
+    *(("max_grad_norm", value) for value in (0, -1.0, math.nan, True, "1", torch.tensor(1.0), [1.0])),
+    *(("max_grad_value", value) for value in (0, -1.0, math.nan, True, "1", torch.tensor(1.0), [1.0])),
+    *(("scheduler", value) for value in (5, "cosine", [5], lambda update: 1.0)),
+    *(("scaler", value) for value in (5, 2.0, "auto", True, object())),
+    *(("nonfinite", value) for value in ("ignore", None, True, 0)),
+    *(("batchnorm", value) for value in ("eval", None, True, 0)),
+    *(("sample_rng", value) for value in ("yes", 1, None, 0)),
+    *(("accumulator_dtype", value) for value in ("float32", torch.int32, torch.bool, 32, True)),
+    *(("accumulate_into", value) for value in ("buffer", None, True)),
+    *(
+        ("masters", value)
+        for value in (5, [torch.zeros(1)], {1: 2}, {torch.zeros(1): torch.zeros(1)}, "auto")
+    ),
+    *(("device", value) for value in ("gpu please", 1.5, True, object(), [])),
+    *(("whole", value) for value in (5, "labels", [5], None, True)),
+    *(("per_sample", value) for value in (5, "labels", [5], None, True)),
+    *(("check", value) for value in ("no", 1, None, 0)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ARGUMENTS, ids=lambda value: str(value)[:20])
+def test_an_argument_of_the_accumulator(name: str, value: Any):
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    before = fingerprint(model, optimizer)
+    options = {"loss_fn": lambda mb: mse(model, mb), name: value}
+    with pytest.raises(SuperbatchError, match=TEXT) as caught:
+        Accumulator(model, optimizer, **options)
+    assert name in str(caught.value) or name == "masters"
+    assert isinstance(caught.value, (ValueError, TypeError))
+    assert_unchanged(before, fingerprint(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    "model", [None, 5, "model", [], (), [None], [mlp(), 5], lambda x: x, torch.zeros(1)], ids=repr
+)
+def test_no_model(model: Any):
+    optimizer = sgd(mlp().parameters())
+    with pytest.raises(InputError, match=TEXT):
+        Accumulator(model, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [None, 5, "sgd", [], (), [None], torch.optim.SGD, object()], ids=repr)
+def test_no_optimizer(optimizer: Any):
+    with pytest.raises(OptimizerError, match=TEXT):
+        Accumulator(mlp(), optimizer)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(requires_grad=False)
+
+
+def test_a_model_without_parameters():
+    with pytest.raises(OptimizerError, match="none of them is a parameter of the model"):
+        Accumulator(nn.ReLU(), sgd(mlp().parameters()))
+
+
+def test_a_model_without_gradients():
+    model = frozen(mlp())
+    with pytest.raises(OptimizerError, match="model with 0 trainable parameters"):
+        Accumulator(model, torch.optim.SGD(model.parameters()))
+
+
+def test_an_optimizer_of_another_model():
+    model, optimizer = mlp(), sgd(mlp().parameters())
+    before = fingerprint(model, optimizer)
+    with pytest.raises(OptimizerError, match="none of them is a parameter of the model"):
+        Accumulator(model, optimizer, lambda mb: mse(model, mb))
+    assert_unchanged(before, fingerprint(model, optimizer))
+
+
+def test_two_optimizers_of_one_parameter():
+    model = mlp()
+    with pytest.raises(OptimizerError, match=r"in two optimizers.*0\.weight"):
+        Accumulator(model, [sgd(model.parameters()), sgd(model.parameters())])
+
+
+def test_an_optimizer_that_needs_a_closure():
+    model = mlp()
+    with pytest.raises(OptimizerError, match=r"LBFGS.*closure"):
+        Accumulator(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_an_optimizer_that_steps_inside_the_backward():
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    inner = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def update(parameter: Any) -> None:
+        inner[parameter].step()
+        inner[parameter].zero_grad()
+
+    handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+    before = fingerprint(model, optimizer)
+    accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=3)
+    with pytest.raises(OptimizerError, match="steps inside the backward"):
+        accumulate(BATCH)
+    assert_unchanged(before, fingerprint(model, optimizer))
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_grad_norm": 1.0},
+        {"max_grad_value": 1.0},
+        {"scaler": torch.amp.GradScaler("cpu")},
+        {"weight": "returned"},
+        {"nonfinite": "skip_microbatch"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_momentum_accumulation_excludes(options: dict[str, Any]):
+    model = mlp()
+    with pytest.raises(InputError, match=TEXT):
+        Accumulator(model, sgd(model.parameters()), accumulate_into="momentum", **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+        lambda p: torch.optim.AdamW(p),
+    ],
+)
+def test_momentum_accumulation_needs_plain_momentum(make: Callable[[Any], torch.optim.Optimizer]):
+    model = mlp()
+    with pytest.raises(OptimizerError, match='accumulate_into="momentum"'):
+        Accumulator(model, make(model.parameters()), accumulate_into="momentum")
+
+
+def test_value_clipping_of_complex_parameters():
+    model = nn.Linear(2, 1, dtype=torch.complex128)
+    with pytest.raises(InputError, match="complex"):
+        Accumulator(model, torch.optim.SGD(model.parameters()), max_grad_value=1.0)
+
+
+# -- batches -----------------------------------------------------------------------------------------------
+
+X, Y = BATCH
+BATCHES: list[tuple[str, Any]] = [
+    ("None", None),
+    ("number", 5),
+    ("text", "text"),
+    ("empty tuple", ()),
+    ("empty list", []),
+    ("empty dict", {}),
+    ("no samples", (X[:0], Y[:0])),
+    ("lengths", (X, Y[:5])),
+    ("scalar tensor", torch.tensor(1.0)),
+    ("generator", (part for part in BATCH)),
+    ("set", {1, 2}),
+    ("object", object()),
+    ("empty window member", Window([(X[:0], Y[:0])])),
+    ("window of None", Window([None])),
+    ("window with lengths", Window([(X[:3], Y[:3]), (X[3:6], Y[3:5])])),
+]
+
+
+@pytest.mark.parametrize("microbatch_size", [None, 3])
+@pytest.mark.parametrize(("name", "batch"), BATCHES, ids=[name for name, _ in BATCHES])
+def test_a_batch(name: str, batch: Any, microbatch_size: int | None):
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=microbatch_size)
+    accumulate(BATCH)
+    before = fingerprint(model, optimizer, accumulate)
+    with pytest.raises((SplitError, InputError), match=TEXT):
+        accumulate(batch)
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+    assert accumulate(BATCH).made
+
+
+def test_mismatched_lengths_name_each_path_and_length():
+    model = mlp()
+    accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb), microbatch_size=3)
+    with pytest.raises(SplitError) as caught:
+        accumulate({"inputs": X, "meta": {"targets": Y[:5]}})
+    assert all(part in str(caught.value) for part in ("inputs", "meta.targets", "9", "5"))
+
+
+def test_declared_paths_that_are_not_there():
+    model = mlp()
+    for option in ("whole", "per_sample"):
+        paths: dict[str, Any] = {option: ["nowhere"]}
+        accumulate = Accumulator(
+            model, sgd(model.parameters()), lambda mb: mse(model, mb), microbatch_size=3, **paths
+        )
+        with pytest.raises(InputError, match="nowhere"):
+            accumulate(BATCH)
+
+
+# -- loss_fn and backward ----------------------------------------------------------------------------------
+
+
+def losses(model: nn.Module) -> dict[str, Callable[[Any], Any]]:
+    return {
+        "None": lambda mb: None,
+        "int": lambda mb: 1,
+        "float": lambda mb: 0.5,
+        "numpy": lambda mb: np.float64(0.5),
+        "list": lambda mb: [mse(model, mb)],
+        "dict": lambda mb: {"loss": mse(model, mb)},
+        "tuple": lambda mb: (mse(model, mb), 3),
+        "vector": lambda mb: (model(mb[0]) - mb[1]).square().mean(1),
+        "empty": lambda mb: model(mb[0])[:0].sum(1),
+        "no graph": lambda mb: mse(model, mb).detach(),
+        "no grad": lambda mb: torch.no_grad()(mse)(model, mb),
+        "integers": lambda mb: torch.tensor(3),
+        "complex": lambda mb: mse(model, mb) * (1 + 1j),
+    }
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("name", list(losses(mlp())))
+def test_what_loss_fn_returns(name: str, check: bool):
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    accumulate = Accumulator(model, optimizer, losses(model)[name], microbatch_size=3, check=check)
+    before = fingerprint(model, optimizer, accumulate)
+    with pytest.raises(InputError, match=TEXT):
+        accumulate(BATCH)
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+
+
+@pytest.mark.parametrize("name", list(losses(mlp())))
+def test_what_backward_is_given(name: str):
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    accumulate = Accumulator(model, optimizer, microbatch_size=3)
+    before = fingerprint(model, optimizer, accumulate)
+    loss = losses(model)[name]
+    with pytest.raises(InputError, match=TEXT), accumulate.window(BATCH) as window:
+        for microbatch in window:
+            window.backward(loss(microbatch))
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+
+
+RETURNED: dict[str, Any] = {
+    "alone": lambda loss: loss,
+    "three": lambda loss: (loss, 1, 2),
+    "list": lambda loss: [loss, 1],
+    "no weight": lambda loss: (loss, None),
+    "swapped": lambda loss: (1.0, loss),
+    "negative": lambda loss: (loss, -1),
+    "nan": lambda loss: (loss, math.nan),
+    "inf": lambda loss: (loss, torch.tensor(math.inf)),
+    "bool": lambda loss: (loss, True),
+    "text": lambda loss: (loss, "3"),
+    "vector": lambda loss: (loss, torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("name", list(RETURNED))
+def test_what_loss_fn_returns_with_its_weight(name: str, check: bool):
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    accumulate = Accumulator(
+        model,
+        optimizer,
+        lambda mb: RETURNED[name](mse(model, mb)),
+        microbatch_size=3,
+        weight="returned",
+        check=check,
+    )
+    before = fingerprint(model, optimizer, accumulate)
+    with pytest.raises(InputError, match=TEXT):
+        accumulate(BATCH)
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [None, -1, math.nan, math.inf, True, "3", torch.ones(2), np.ones(2), [1], 1j, torch.tensor(-1.0)],
+    ids=str,
+)
+def test_what_a_weight_function_returns(weight: Any):
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    accumulate = Accumulator(
+        model, optimizer, lambda mb: mse(model, mb), microbatch_size=3, weight=lambda mb: weight, check=False
+    )
+    before = fingerprint(model, optimizer, accumulate)
+    with pytest.raises(InputError, match=r"weight .* of micro-batch 0"):
+        accumulate(BATCH)
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+
+
+def test_a_weight_that_is_a_mean():
+    model = mlp()
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        lambda mb: mse(model, mb),
+        microbatch_size=3,
+        weight=lambda mb: float(mb[1].abs().mean()),
+    )
+    with pytest.raises(StatementError, match="weights must add up"):
+        accumulate(BATCH)
+
+
+def test_a_call_without_loss_fn():
+    model = mlp()
+    with pytest.raises(InputError, match="without loss_fn"):
+        Accumulator(model, sgd(model.parameters()))(BATCH)
+
+
+def test_a_weight_where_none_is_expected_and_none_where_one_is():
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    before = fingerprint(model, optimizer)
+    ahead = Accumulator(model, optimizer, microbatch_size=3)
+    with pytest.raises(InputError, match="a loss with a weight"), ahead.window(BATCH) as window:
+        for microbatch in window:
+            window.backward(mse(model, microbatch), 3)
+    returned = Accumulator(model, optimizer, microbatch_size=3, weight="returned")
+    with pytest.raises(InputError, match="a loss without a weight"), returned.window(BATCH) as window:
+        for microbatch in window:
+            window.backward(mse(model, microbatch))
+    with pytest.raises(InputError, match="a second weight"), returned.window(BATCH) as window:
+        for microbatch in window:
+            window.backward(mse(model, microbatch), 3)
+            window.backward(mse(model, microbatch), 3)
+    assert_unchanged(before, fingerprint(model, optimizer))
+
+
+# -- the order of things -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def owned() -> tuple[nn.Module, torch.optim.Optimizer, Accumulator]:
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    return model, optimizer, Accumulator(model, optimizer, microbatch_size=3)
+
+
+Own = tuple[nn.Module, torch.optim.Optimizer, Accumulator]
+
+
+def make_update(owned: Own) -> None:
+    model, _, accumulate = owned
+    with accumulate.window(BATCH) as window:
+        for microbatch in window:
+            window.backward(mse(model, microbatch))
+    assert window.update is not None and window.update.made
+
+
+def test_backward_before_the_loop(owned: Own):
+    model, optimizer, accumulate = owned
+    before = fingerprint(model, optimizer, accumulate)
+    with pytest.raises(WindowError, match="outside of the loop"), accumulate.window(BATCH) as window:
+        window.backward(mse(model, BATCH))
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+    make_update(owned)
+
+
+def test_backward_after_the_loop(owned: Own):
+    model, optimizer, accumulate = owned
+    before = fingerprint(model, optimizer, accumulate)
+    with pytest.raises(WindowError, match="outside of the loop"), accumulate.window(BATCH) as window:
+        for microbatch in window:
+            window.backward(mse(model, microbatch))
+        window.backward(mse(model, BATCH))
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+    make_update(owned)
+
+
+def test_backward_after_the_window(owned: Own):
+    model, optimizer, accumulate = owned
+    with accumulate.window(BATCH) as window:
+        for microbatch in window:
+            window.backward(mse(model, microbatch))
+    before = fingerprint(model, optimizer, accumulate)
+    with pytest.raises(WindowError, match="outside of the loop"):
+        window.backward(mse(model, BATCH))
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids=["first", "middle", "last"])
+def test_a_microbatch_without_backward(owned: Own, at: int):
+    model, optimizer, accumulate = owned
+    before = fingerprint(model, optimizer, accumulate)
+    with (
+        pytest.raises(WindowError, match=rf"micro-batch {at} without .*backward\(loss\)"),
+        accumulate.window(BATCH) as window,
+    ):
+        for number, microbatch in enumerate(window):
+            if number == at:
+                continue
+            window.backward(mse(model, microbatch))
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+    make_update(owned)
+
+
+def test_a_second_window_inside_the_first(owned: Own):
+    model, optimizer, accumulate = owned
+    before = fingerprint(model, optimizer, accumulate)
+    with pytest.raises(WindowError, match="a second window"), accumulate.window(BATCH) as window:
+        for microbatch in window:
+            window.backward(mse(model, microbatch))
+            with accumulate.window(BATCH):
+                pass
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+    make_update(owned)
+
+
+def test_a_window_that_is_never_entered_is_no_open_window(owned: Own):
+    accumulate = owned[2]
+    accumulate.window(BATCH)
+    make_update(owned)
+
+
+def test_a_finished_window_cannot_be_entered_again(owned: Own):
+    model, optimizer, accumulate = owned
+    with accumulate.window(BATCH) as window:
+        for microbatch in window:
+            window.backward(mse(model, microbatch))
+    before = fingerprint(model, optimizer, accumulate)
+    with pytest.raises(WindowError, match=TEXT), window:
+        pass
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+    make_update(owned)
+
+
+@pytest.mark.parametrize("again", [False], ids=["left out"])
+def test_a_backward_that_failed_and_was_caught_cannot_make_an_update(owned: Own, again: bool):
+    """Half of its gradient may be in the sum: there is no update to be made from that."""
+    model, optimizer, accumulate = owned
+    calls = []
+
+    def hook(gradient: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return gradient
+
+    before = fingerprint(model, optimizer, accumulate)
+    handle = model[0].weight.register_hook(hook)  # type: ignore[index]
+    with pytest.raises(WindowError, match=TEXT), accumulate.window(BATCH) as window:
+        for microbatch in window:
+            try:
+                window.backward(mse(model, microbatch))
+            except MemoryError:  # noqa: PERF203
+                if again:
+                    window.backward(mse(model, microbatch))
+    handle.remove()
+    model[0].weight._backward_hooks = None  # type: ignore[index]
+    assert len(calls) >= 2
+    assert_unchanged(before, fingerprint(model, optimizer, accumulate))
+    make_update(owned)
+
+
+# -- functions ---------------------------------------------------------------------------------------------
+
+NUMBERS = (0, -1, 1.5, True, "3", None, math.nan, [1])
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda value: next(windows([1, 2], value)),
+        lambda value: next(windows([1, 2], lambda update: value)),
+        lambda value: constant(value),
+        lambda value: as_schedule(value)(0),
+        lambda value: ramp(value, 3, 3),
+        lambda value: ramp(3, value, 3),
+        lambda value: ramp(3, 3, value),
+        lambda value: piecewise({0: value}),
+        lambda value: near_equal(5, value),
+        lambda value: near_equal(value, 5),
+        lambda value: near_equal_cost([1, 2], value),
+        lambda value: split(X, value),
+        lambda value: TokenBudget(value, "lengths"),
+    ],
+    ids=[
+        "windows",
+        "schedule",
+        "constant",
+        "as_schedule",
+        "ramp start",
+        "ramp stop",
+        "ramp updates",
+        "piecewise",
+        "near_equal",
+        "near_equal samples",
+        "near_equal_cost",
+        "split",
+        "TokenBudget",
+    ],
+)
+def test_a_number_that_is_no_positive_int(call: Callable[[Any], Any], value: Any):
+    with pytest.raises(InputError, match=TEXT):
+        call(value)
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "windows of no loader": lambda: windows(5, 2),  # type: ignore[arg-type]
+    "windows of None": lambda: windows(None, 2),  # type: ignore[arg-type]
+    "windows tail": lambda: windows([1], 2, tail="keep"),  # type: ignore[arg-type]
+    "windows first_update": lambda: windows([1], 2, first_update=-1),
+    "windows first_update bool": lambda: windows([1], 2, first_update=True),
+    "Window of nothing": lambda: Window([]),
+    "Window of None": lambda: Window(None),  # type: ignore[arg-type]
+    "Window of a number": lambda: Window(5),  # type: ignore[arg-type]
+    "piecewise of nothing": lambda: piecewise({}),
+    "piecewise without 0": lambda: piecewise({1: 2}),
+    "piecewise negative": lambda: piecewise({0: 1, -3: 2}),
+    "piecewise of a list": lambda: piecewise([1, 2]),  # type: ignore[arg-type]
+    "piecewise of None": lambda: piecewise(None),  # type: ignore[arg-type]
+    "near_equal_cost empty": lambda: near_equal_cost([], 0),
+    "near_equal_cost negative": lambda: near_equal_cost([1, -2], 4),
+    "near_equal_cost None": lambda: near_equal_cost(None, 4),  # type: ignore[arg-type]
+    "near_equal_cost too large": lambda: near_equal_cost([1, 9], 4),
+    "split of nothing": lambda: split([], 2),
+    "split of None": lambda: split(None, 2),
+    "split without samples": lambda: split(X[:0], 2),
+    "split of lengths": lambda: split((X, Y[:3]), 2),
+    "TokenBudget lengths": lambda: TokenBudget(4, 5),  # type: ignore[arg-type]
+    "count_tokens of a number": lambda: count_tokens(5),  # type: ignore[arg-type]
+    "count_tokens of None": lambda: count_tokens(None),  # type: ignore[arg-type]
+    "count_tokens ignore_index": lambda: count_tokens("labels", ignore_index="x"),  # type: ignore[arg-type]
+    "count_tokens shift": lambda: count_tokens("labels", shift="yes"),  # type: ignore[arg-type]
+    "count_tokens without labels": lambda: count_tokens("labels")({"x": X}),
+    "count_tokens of text": lambda: count_tokens("labels")({"labels": "text"}),
+    "count_tokens shift of a scalar": lambda: count_tokens("labels", shift=True)({"labels": torch.tensor(1)}),
+    "sample_weights of a number": lambda: sample_weights(5),  # type: ignore[arg-type]
+    "sample_weights without them": lambda: sample_weights("w")({"x": X}),
+    "sample_weights of text": lambda: sample_weights("w")({"w": ["a", "b"]}),
+    "class_weights of a list": lambda: class_weights([1.0, 2.0], "1"),  # type: ignore[arg-type]
+    "class_weights of ints": lambda: class_weights(torch.tensor([1, 2]), "1"),
+    "class_weights of a matrix": lambda: class_weights(torch.ones(2, 2), "1"),
+    "class_weights negative": lambda: class_weights(torch.tensor([1.0, -2.0]), "1"),
+    "class_weights nan": lambda: class_weights(torch.tensor([1.0, math.nan]), "1"),
+    "class_weights place": lambda: class_weights(torch.ones(2), 5),  # type: ignore[arg-type]
+    "class_weights label": lambda: class_weights(torch.ones(2), "1")((None, torch.tensor([0, 2]))),
+    "class_weights negative label": lambda: class_weights(torch.ones(2), "1")((None, torch.tensor([0, -1]))),
+    "class_weights of float labels": lambda: class_weights(torch.ones(2), "1")((None, torch.ones(2))),
+    "fp32_masters of None": lambda: fp32_masters(None),  # type: ignore[arg-type]
+    "fp32_masters of a list": lambda: fp32_masters([5]),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", list(OTHERS))
+def test_other_functions(name: str):
+    with pytest.raises(SuperbatchError, match=TEXT):
+        OTHERS[name]()
