@@ -1,6 +1,5 @@
 """The command line: ``superbatch compare``, ``superbatch verify``."""
 
-from superbatch.cli.app import app as app
-from superbatch.cli.app import main as main
+from superbatch.cli.entry import main as main
 
-__all__ = ["app", "main"]
+__all__ = ["main"]

@@ -51,11 +51,11 @@ def _options(
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
+def main(arguments: Sequence[str]) -> int:
+    """Run a command, and turn errors into one line and an exit code.
 
     Args:
-        arguments: without the program's name; by default the process's.
+        arguments: without the program's name.
 
     Returns:
         The exit code.
@@ -65,9 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         superbatch ...
         0
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return app(args=arguments, prog_name="superbatch", standalone_mode=False) or 0
+        return app(args=list(arguments), prog_name="superbatch", standalone_mode=False) or 0
     except SuperbatchError as error:
         return _fail(str(error))
     except _UsageError as error:

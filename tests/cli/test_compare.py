@@ -388,6 +388,22 @@ print("heavy:", *heavy)
     assert "--include-wrong" in done.stdout
 
 
+@pytest.mark.parametrize("package", ["typer", "torch", "matplotlib"])
+def test_a_missing_package_is_named(package: str, tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+from superbatch.cli import main
+sys.exit(main(["compare", {PLANE!r}, "--runs", "1", "--updates", "1", "--out", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(
+        f"Wrong: the package {package} is not installed. Do: install superbatch[torch,cli]."
+    )
+    assert "Traceback" not in done.stderr
+
+
 def test_version_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert re.match(r"superbatch \d", capsys.readouterr().out)
