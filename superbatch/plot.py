@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 
 from superbatch.report.comparison import Arm, Comparison
+from superbatch.report.table import margin_text
 
 # Okabe and Ito's colours, which people with any common colour blindness tell apart; line style and marker say
 # the same once more. https://jfly.uni-koeln.de/color/
@@ -180,7 +181,7 @@ def _draw_metric(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
             )
     unit = f", {report.unit}" if report.unit else ""
     axes.set_xlabel(f"{report.metric}{unit}")
-    axes.set_title(f"Mean ± sd, runs as dots; band: real batch ±{report.margin:g} {report.unit}", fontsize=10)
+    axes.set_title(f"Mean ± sd, runs as dots; band: real batch {margin_text(report)}", fontsize=10)
 
 
 def _draw_differences(axes: Axes, report: Comparison, styles: Sequence[Style], theme: Theme) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from superbatch.report.comparison import Comparison
-from superbatch.report.table import Table, comparison_table, rows_with_details, title_of
+from superbatch.report.table import Table, comparison_table, margin_text, rows_with_details, title_of
 from superbatch.report.verdict import verdict
 
 _STYLE = """
@@ -150,7 +150,7 @@ def _setting(report: Comparison) -> dict[str, str]:
         "batch": f"{report.batch_size} samples" + ("" if report.tail is None else f", tail {report.tail}"),
         "updates": str(report.updates),
         "seeds": ", ".join(map(str, report.seeds)),
-        "margin": f"{report.margin:g} {report.unit}".rstrip(),
+        "margin": margin_text(report),
         "wall time": f"{report.seconds:.1f} s",
     }
 

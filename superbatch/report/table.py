@@ -69,7 +69,7 @@ def comparison_table(report: Comparison) -> Table:
         Column(
             f"equivalent within ±{report.margin:g}",
             f"two one-sided tests (TOST) on pairs of runs: is the mean difference of the {report.metric} "
-            f"inside ±{report.margin:g} {report.unit}? p below 0.05 says yes".replace(" ?", "?"),
+            f"inside {margin_text(report)}? p below 0.05 says yes",
         ),
     )
     return Table(title_of(report), columns, tuple(_row(arm, report) for arm in report.arms))
@@ -114,6 +114,19 @@ def plain(table: Table) -> str:
     lines = [headings, tuple("-" * width for width in widths), *table.rows]
     texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
     return "\n".join([table.title, *(text.rstrip() for text in texts)])
+
+
+def margin_text(report: Comparison) -> str:
+    """The margin of the equivalence tests with its unit: differences of percentages are percentage points.
+
+    Args:
+        report: of a comparison.
+
+    Returns:
+        Text that begins with ±.
+    """
+    unit = "percentage points" if report.unit == "%" else report.unit
+    return f"±{report.margin:g} {unit}".rstrip()
 
 
 def bytes_text(count: int | None) -> str:
@@ -233,7 +246,7 @@ def rows_with_details(report: Comparison) -> Table:
             "test",
             "paired: differences between runs of the same seed; welch: as if the seeds were independent",
         ),
-        Column("difference", f"of the mean {report.metric}, {report.unit or 'its unit'}"),
+        Column("difference", f"of the mean {report.metric}, in the margin's unit"),
         Column("90 % interval", "equivalent means: the interval lies inside the margin"),
         Column("p", "the larger of the two one-sided p-values"),
         Column("runs needed", "per arm, for 80 % power if there is no difference"),
@@ -252,4 +265,4 @@ def rows_with_details(report: Comparison) -> Table:
         )
         for arm, test in tests
     )
-    return Table(f"Equivalence within ±{report.margin:g} {report.unit}".rstrip(), columns, rows)
+    return Table(f"Equivalence within {margin_text(report)}", columns, rows)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from superbatch.report.comparison import Arm, Comparison
-from superbatch.report.table import difference_text
+from superbatch.report.table import difference_text, margin_text
 
 
 def verdict(report: Comparison) -> list[str]:
@@ -64,7 +64,7 @@ def _failures_of(arm: Arm, report: Comparison) -> list[str]:
         found.append(f"{arm.name}: weights differ by {apart}, rounding explains {report.tolerance:g}")
     if arm.paired is not None and not arm.paired.equivalent:
         found.append(
-            f"{arm.name}: {report.metric} is not equivalent within {report.margin:g} {report.unit} "
+            f"{arm.name}: {report.metric} is not shown to be equivalent within {margin_text(report)} "
             f"(p = {arm.paired.p_value:.3g})"
         )
     return found
@@ -82,12 +82,11 @@ def _exact(report: Comparison, arms: Sequence[Arm]) -> str:
     groups = [arm.welch for arm in arms if arm.welch is not None]
     if not pairs or not groups:
         return f"{said}; {report.metric} needs at least 2 runs for a test of equivalence."
-    margin = f"within ±{report.margin:g} {report.unit}".rstrip()
     shown = "equivalent" if all(test.equivalent for test in pairs) else "NOT shown to be equivalent"
     paired, welch = (max(test.p_value for test in tests) for tests in (pairs, groups))
     return (
-        f"{said}, {report.metric} {shown} {margin} (TOST on pairs: p {_p(paired)}; as if the arms were "
-        f"independent: p {_p(welch)})."
+        f"{said}, {report.metric} {shown} within {margin_text(report)} (TOST on pairs: p {_p(paired)}; "
+        f"as if the arms were independent: p {_p(welch)})."
     )
 
 
