@@ -60,7 +60,13 @@ def comparison(report: Comparison, *, dark: bool = False) -> Figure:
         dark: light on dark instead of dark on light.
 
     Returns:
-        A figure of 10 x 8.5 inches; save it with `png` or ``figure.savefig``.
+        A figure, 10 inches wide; save it with `png` or ``figure.savefig``.
+
+    Examples:
+        >>> from superbatch.studies.compare import Options, compare
+        >>> figure = comparison(compare("digits", Options(splits="5x20", updates=3, runs=2)))
+        >>> [axes.get_xlabel() for axes in figure.axes][:2]
+        ['updates (each of 100 samples)', 'test accuracy, %']
     """
     theme = DARK if dark else LIGHT
     styles = _styles(report.arms, theme)
