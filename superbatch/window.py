@@ -99,14 +99,15 @@ def windows(
 
 def _windows(loader: Iterable[Any], schedule: Schedule, tail: Tail, update: int) -> Iterator[Window]:
     microbatches = iter(loader)
-    while True:
+    # The schedule is asked only for windows that there is something for: it may be a list just long enough.
+    for first in microbatches:
         wanted = schedule(update)
-        taken = list(islice(microbatches, wanted))
-        if not taken or (len(taken) < wanted and tail == "drop"):
+        taken = [first, *islice(microbatches, wanted - 1)]
+        if len(taken) < wanted and tail == "drop":
             return
         yield Window(taken)
         # Nothing of a window may stay alive while the next one is loaded: on the host it can be large.
-        del taken
+        del first, taken
         update += 1
 
 

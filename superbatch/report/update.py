@@ -11,7 +11,7 @@ class Update:
     """The record of one update: Python numbers only, so it keeps no graph and no activation alive.
 
     Attributes:
-        loss: weighted mean loss of the batch on this rank's window, before the update (NaN where the weight
+        loss: weighted mean loss of the batch, over all ranks, before the update (NaN where the weight
             is 0).
         grad_norm: 2-norm of the normalised gradient before clipping; None where no whole gradient exists
             (accumulation into the momentum buffer, or no update because nothing had weight).

@@ -153,6 +153,7 @@ class Accumulator:
             buffers=BufferKeeper(models),
             random=RandomKeeper([] if moved_to is None else [moved_to]),
             loss_fn=loss_fn,
+            until_next=[],
         )
         self._places = Places(self._plan, accumulator_dtype, momentum=self._into == "momentum")
         self._check_combinations()
@@ -204,7 +205,8 @@ class Accumulator:
 
         Returns:
             A context manager: iterate over it, call its ``backward(loss)`` for each micro-batch, read its
-            ``update`` afterwards. Leaving the block by an exception or ``break`` discards the window.
+            ``update`` afterwards. Leaving the block by an exception, or before the last
+            backward, discards the window.
 
         Raises:
             InputError, SplitError: the batch cannot be worked through.
@@ -333,6 +335,7 @@ class Accumulator:
 
     def _entered(self, window: WindowInFlight) -> None:
         self._require_closed()
+        window.require_resume(self._resume)
         self._window, self._resume = window, None
 
     def _left(self, update: Update | None) -> None:

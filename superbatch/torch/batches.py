@@ -43,6 +43,10 @@ def microbatches_of(
         counts = sizes(batch, planned.samples, microbatch_size)
         return cut(planned, counts), counts
     microbatches = list(batch) if isinstance(batch, Window) else [batch]
+    if not any(paths.values()):
+        lengths = [_length_of_tensors(microbatch) for microbatch in microbatches]
+        if all(lengths):
+            return microbatches, lengths
     try:
         return microbatches, [count_samples(microbatch, **paths) for microbatch in microbatches]
     except ValueError:
@@ -52,13 +56,13 @@ def microbatches_of(
 
 
 def _length_of_tensors(batch: Any) -> int:
-    """Samples of the commonest batch - a tuple of tensors of one length - and 0 for any other.
+    """Samples of the commonest batches - a tuple of tensors of one length - and 0 for any other.
 
     Walking a general batch takes a hundredth of a window of a tiny model; this takes a tenth of that.
     """
-    if type(batch) is not tuple or not batch:
+    if type(batch) is not tuple or not batch or type(batch[0]) is not Tensor or not batch[0].ndim:
         return 0
-    length = len(batch[0]) if type(batch[0]) is Tensor and batch[0].ndim else 0
+    length = len(batch[0])
     return length if all(type(t) is Tensor and t.ndim and len(t) == length for t in batch) else 0
 
 

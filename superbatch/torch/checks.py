@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import InputError, OptimizerError, explain
-from .gradients import Owned
+from .gradients import LOW_PRECISION, Owned, steps_in_backward
 
 
 def as_models(model: object) -> tuple[nn.Module, ...]:
@@ -129,30 +129,18 @@ def has_others(models: Sequence[nn.Module], owned: list[Owned]) -> bool:
     return any(p.requires_grad and p not in mine for model in models for p in model.parameters())
 
 
-def steps_in_backward(name: str) -> OptimizerError:
-    """Return the error for an optimizer that changes a parameter inside the backward of a micro-batch."""
-    return OptimizerError(
-        explain(
-            f"the parameter {name!r}, which an optimizer steps inside the backward",
-            "it would be updated once per micro-batch, by gradients that are only parts of the batch's",
-            "step the optimizer once per window: remove the hook (register_post_accumulate_grad_hook, "
-            "_apply_optimizer_in_backward)",
-        )
-    )
-
-
 class BackwardWatch:
     """Watches the first window for parameters that change inside a backward, and undoes it.
 
-    Only parameters with hooks of their own are copied, so that an ordinary model costs nothing.
+    Only where parameters have hooks of their own are they copied, so that an ordinary model costs nothing.
     """
 
     def __init__(self, owned: list[Owned]) -> None:
-        self._watched = [
-            (entry, entry.parameter.detach().clone(), entry.parameter._version)
+        hooked = any(
+            getattr(entry.parameter, "_post_accumulate_grad_hooks", None) or entry.parameter._backward_hooks
             for entry in owned
-            if getattr(entry.parameter, "_post_accumulate_grad_hooks", None)
-        ]
+        )
+        self._watched = [(entry, entry.parameter.detach().clone()) for entry in owned] if hooked else []
 
     def check(self) -> None:
         """Raise if a backward has changed a parameter, which then is as it was.
@@ -160,16 +148,17 @@ class BackwardWatch:
         Raises:
             OptimizerError: it names the parameter.
         """
-        changed = [entry.name for entry, _, version in self._watched if entry.parameter._version != version]
+        # By value: what is written through `.data` does not move the version counter.
+        changed = [entry.name for entry, before in self._watched if not torch.equal(entry.parameter, before)]
         if changed:
-            with torch.no_grad():
-                for entry, before, _ in self._watched:
-                    entry.parameter.copy_(before)
+            self.put_back()
             raise steps_in_backward(changed[0])
 
-    def release(self) -> None:
-        """Let the copies go."""
-        self._watched = []
+    def put_back(self) -> None:
+        """Undo what hooks have done to the parameters."""
+        with torch.no_grad():
+            for entry, before in self._watched:
+                entry.parameter.copy_(before)
 
 
 def check_loss(loss: object) -> None:
@@ -260,19 +249,10 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
         InputError: another option needs the whole gradient, which then exists nowhere.
     """
     optimizer = step_optimizers[0]
-    reason = None
     if len(step_optimizers) > 1 or type(optimizer) is not torch.optim.SGD:
         reason = "only one torch.optim.SGD has a state that is linear in the gradient"
     else:
-        for group in optimizer.param_groups:
-            if not group["momentum"]:
-                reason = "there is no momentum buffer without momentum"
-            elif group["nesterov"]:
-                reason = "Nesterov needs the gradient alone beside the buffer"
-            elif group["dampening"]:
-                reason = "dampening treats the first update differently from the others"
-            elif group["differentiable"]:
-                reason = "a differentiable update needs the gradient in the graph"
+        reason = next(filter(None, map(_not_linear, optimizer.param_groups)), None)
     if reason:
         raise OptimizerError(
             explain(
@@ -290,6 +270,20 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
                     f'use accumulate_into="grad", or leave out {name}',
                 )
             )
+
+
+def _not_linear(group: Mapping[str, Any]) -> str | None:
+    """Why a group's momentum buffer cannot take a gradient in parts."""
+    reasons = {
+        "there is no momentum buffer without momentum": not group["momentum"],
+        "Nesterov needs the gradient alone beside the buffer": group["nesterov"],
+        "dampening treats the first update differently from the others": group["dampening"],
+        "a differentiable update needs the gradient in the graph": group["differentiable"],
+        "the buffer has the parameters' dtype, in which a long sum stops growing": any(
+            parameter.dtype in LOW_PRECISION for parameter in group["params"]
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _names(models: Iterable[nn.Module]) -> dict[Tensor, str]:

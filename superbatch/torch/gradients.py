@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import OptimizerError, WindowError, explain
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -94,6 +96,103 @@ def clear(owned: list[Owned]) -> None:
     for entry in owned:
         entry.parameter.grad = None
         entry.target.grad = None
+
+
+Mark = tuple[Tensor | None, int]
+"""A gradient and the version it had."""
+
+
+def mark(owned: list[Owned]) -> list[Mark]:
+    """Note the gradients as they are now."""
+    gradients = [entry.parameter.grad for entry in owned]
+    return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
+
+
+def require_untouched(owned: list[Owned], marks: list[Mark]) -> None:
+    """Check that nobody else has changed the gradients since `mark`.
+
+    Raises:
+        WindowError: another backward went through the parameters, or something set their gradients to zero.
+    """
+    for entry, (gradient, version) in zip(owned, marks, strict=True):
+        now = entry.parameter.grad
+        if now is not gradient or (now is not None and now._version != version):
+            raise foreign_gradient(entry.name)
+
+
+def foreign_gradient(name: str) -> WindowError:
+    """Return the error for a gradient that is not the window's own."""
+    return WindowError(
+        explain(
+            f"the gradient of {name!r}, changed inside a window but not by its backward(loss)",
+            "the sum of the window is no longer that of its micro-batches",
+            "do not call zero_grad() or another backward inside a window; where two windows are open at "
+            "the same "
+            "time (a GAN), give both models to both accumulators, as [generator, critic], so that each "
+            "touches its "
+            "own gradients only",
+        )
+    )
+
+
+def require_none(owned: list[Owned]) -> None:
+    """Check that no parameter holds a gradient, where each is taken away as soon as it is there.
+
+    Raises:
+        WindowError: somebody else has computed one.
+    """
+    for entry in owned:
+        if entry.parameter.grad is not None:
+            raise foreign_gradient(entry.name)
+
+
+def take_gradient(entry: Owned, *, inside: bool) -> Tensor:
+    """Take a parameter's new gradient; `inside` says whether it comes from the window's backward.
+
+    Raises:
+        WindowError: it does not.
+        OptimizerError: another hook has taken it already.
+    """
+    gradient = entry.parameter.grad
+    if not inside:
+        raise foreign_gradient(entry.name)
+    if gradient is None:
+        raise steps_in_backward(entry.name)
+    entry.parameter.grad = None
+    return gradient
+
+
+def steps_in_backward(name: str) -> OptimizerError:
+    """Return the error for an optimizer that changes a parameter inside the backward of a micro-batch."""
+    return OptimizerError(
+        explain(
+            f"the parameter {name!r}, which an optimizer steps inside the backward",
+            "it would be updated once per micro-batch, by gradients that are only parts of the batch's",
+            "step the optimizer once per window: remove the hook (register_post_accumulate_grad_hook, "
+            "register_hook, _apply_optimizer_in_backward)",
+        )
+    )
+
+
+def run_backward(loss: Tensor, gradient: Tensor | None, inputs: list[Tensor] | None) -> None:
+    """Run autograd, restricted to some leaves if there are others.
+
+    Raises:
+        OptimizerError: a reentrant checkpoint lies on the way, which cannot be restricted.
+    """
+    try:
+        torch.autograd.backward(loss, gradient, inputs=inputs)
+    except RuntimeError as error:
+        if inputs is not None and "use_reentrant" in str(error):
+            raise OptimizerError(
+                explain(
+                    "a reentrant checkpoint in models that also have parameters of other optimizers",
+                    "the backward must leave those parameters alone, which reentrant checkpoints do not "
+                    "allow",
+                    "pass use_reentrant=False to torch.utils.checkpoint, or freeze the other parameters",
+                )
+            ) from error
+        raise
 
 
 def attach(owned: list[Owned], gradients: list[Tensor | None]) -> None:

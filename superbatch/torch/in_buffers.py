@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .gradients import LOW_PRECISION, Owned, add_after_gradient, all_finite, attach, clear, remove
+from .gradients import (
+    LOW_PRECISION,
+    Owned,
+    add_after_gradient,
+    all_finite,
+    attach,
+    clear,
+    remove,
+    require_none,
+    run_backward,
+    take_gradient,
+)
 
 
 class InBuffers:
@@ -38,6 +49,7 @@ class InBuffers:
         self._buffers: dict[str, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
+        self._inside = False
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
@@ -49,7 +61,12 @@ class InBuffers:
     def backward(self, loss: Tensor, factor: float) -> None:
         """Add ``factor * d loss / d parameters``."""
         self._factor = factor
-        torch.autograd.backward(loss, inputs=self._inputs)
+        require_none(self._owned)
+        self._inside = True
+        try:
+            run_backward(loss, None, self._inputs)
+        finally:
+            self._inside = False
 
     def isolated_is_finite(self) -> bool:
         """Whether the isolated gradient of the last micro-batch is finite."""
@@ -57,9 +74,11 @@ class InBuffers:
 
     def keep(self) -> None:
         """Add the isolated gradient of the last micro-batch to the sum."""
+        self._inside = True
         for entry in self._owned:
             if entry.parameter.grad is not None:
                 self._add(entry)
+        self._inside = False
 
     def drop(self) -> None:
         """Forget the isolated gradient of the last micro-batch."""
@@ -69,6 +88,7 @@ class InBuffers:
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
         remove(self._hooks)
+        require_none(self._owned)
         return [self._buffers.pop(entry.name, None) for entry in self._owned]
 
     def zeros(self, index: int) -> Tensor:
@@ -96,9 +116,7 @@ class InBuffers:
         self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in state.items()}
 
     def _add(self, entry: Owned) -> None:
-        gradient = entry.parameter.grad
-        assert gradient is not None
-        entry.parameter.grad = None
+        gradient = take_gradient(entry, inside=self._inside)
         buffer = self._buffers.get(entry.name)
         if buffer is None:
             self._buffers[entry.name] = gradient.to(self._sum_dtype(gradient)).mul_(self._factor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any
@@ -15,14 +15,14 @@ from torch import Tensor
 from .. import normalize
 from ..errors import NonFiniteError, WindowError, explain
 from ..report.update import Update
-from . import boundary, saving
+from . import boundary, culprit, saving
 from .batchnorm import Pooled
 from .checks import BackwardWatch, check_loss
 from .gradients import Gradients, clear
 from .in_buffers import InBuffers
 from .in_momentum import InMomentum
 from .losses import Losses
-from .nonfinite import Culprit, first_bad_microbatch, first_bad_parameter
+from .nonfinite import Culprit
 from .plan import Plan, to_device
 from .sample_rng import sample_stream
 from .snapshot import BufferKeeper
@@ -64,9 +64,9 @@ class WindowInFlight:
         self._dropped: list[int] = []
         self._next = 0  # where the iteration starts: behind 0 after a restart
         self._current: int | None = None
-        self._exhausted = False
+        self._stepped = False
         self._broken: int | None = None  # the micro-batch whose backward raised
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Generator[Any, None, None] | None = None
         self._calls: dict[int, Any] = {}  # what random draws of all micro-batches are checked against
         self._context = ExitStack()
         self.update: Update | None = None
@@ -96,6 +96,17 @@ class WindowInFlight:
             raise
         return self
 
+    def require_resume(self, state: dict[str, Any] | None) -> None:
+        """Check that the state this window was made to go on from is still waiting to be gone on from."""
+        if self._resume is not state:
+            raise WindowError(
+                explain(
+                    "a window made before or beside another one that went on from the saved state",
+                    "a window in flight goes on once",
+                    "make a new window",
+                )
+            )
+
     def _open(self) -> None:
         plan = self._plan
         self._key = 0
@@ -106,8 +117,9 @@ class WindowInFlight:
             self._after_key = torch.get_rng_state()
         if plan.norms is not None:
             plan.norms.open()
-        boundary.start_scaling(plan.step, plan.owned[0].parameter.device)
+        self._scale = boundary.start_scaling(plan.step, plan.owned[0].parameter.device)
         self._context = plan.ranks.hold_back()
+        plan.until_next.clear()
         self._place.open()
         if self._resume is not None:
             saving.load_state(self, self._resume)
@@ -138,6 +150,14 @@ class WindowInFlight:
                     "call it inside `for microbatch in window:`",
                 )
             )
+        if self._broken is not None:
+            raise WindowError(
+                explain(
+                    f"a backward after that of micro-batch {self._broken} had failed",
+                    "what the failed one had added is in the sum, and cannot be taken out again",
+                    "let the error leave the window, which puts everything back, and make a new window",
+                )
+            )
         check_loss(loss)
         factor = self._weights.factor(index, weight)
         again = index in self._losses
@@ -163,15 +183,17 @@ class WindowInFlight:
     ) -> None:
         versions = [entry.target._version for entry in self._plan.owned]
         try:
-            if kind is None and self._exhausted:
+            if kind is None and self._complete():
+                self._end_iteration()
                 self._finish()
             else:
                 self._leave_early()
         except BaseException:
-            if versions == [entry.target._version for entry in self._plan.owned]:
+            if not self._stepped and versions == [entry.target._version for entry in self._plan.owned]:
                 self._discard()
             else:  # parameters have moved: what raised came after the update, which stands
                 clear(self._plan.owned)
+                boundary.forget_scaling(self._plan.step)
                 self._close()
             raise
         finally:
@@ -180,7 +202,7 @@ class WindowInFlight:
 
     # -- micro-batches -------------------------------------------------------------------------------------
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> Generator[Any, None, None]:
         plan = self._plan
         for index in range(self._next, len(self._microbatches)):
             if self._weights.has_none(index):  # it adds nothing, a NaN least of all
@@ -202,7 +224,17 @@ class WindowInFlight:
                     )
                 )
             self._current = None
-        self._exhausted = True
+
+    def _complete(self) -> bool:
+        """Whether every micro-batch that counts has had its backward."""
+        indices = range(len(self._microbatches))
+        done = all(index in self._losses or self._weights.has_none(index) for index in indices)
+        return done and self._broken is None
+
+    def _end_iteration(self) -> None:
+        if self._iterator is not None and self._current is not None:
+            self._current = None
+            self._iterator.close()
 
     def _stream(self, index: int) -> AbstractContextManager[None]:
         """The random streams of a micro-batch's samples."""
@@ -246,8 +278,9 @@ class WindowInFlight:
             self._record(loss, 0, rates, skipped="no weight: every micro-batch was left out or has weight 0")
             return
         if bad_ranks:
-            self._refuse(loss, weight, rates, self._culprit_by_loss(losses, bad))
+            self._refuse(loss, weight, rates, culprit.by_loss(self, losses, bad))
             return
+        boundary.require_scale(step, self._scale)
         gradients = boundary.ready(
             step, place, plan.ranks, plan.owned, normalize.divisor(self._weights.planned, weight)
         )
@@ -257,15 +290,16 @@ class WindowInFlight:
         else:
             norm, finite = boundary.finite_norm(gradients)
         if not finite and not step.scaling:
-            self._refuse(loss, weight, rates, self._culprit_by_gradient(losses, gradients))
+            self._refuse(loss, weight, rates, culprit.by_gradient(self, losses, gradients))
             return
         if finite:
             if norm is not None:
                 boundary.clip(step, gradients, norm)
             boundary.update(step, place, plan.owned, gradients)
+            self._stepped = True
             self._record(loss, weight, rates, norm=norm)
             boundary.advance(step, loss)
-            clear(plan.owned)
+            boundary.zero_grad(plan.owned, plan.until_next)
         else:
             boundary.overflow(step, plan.owned)
             reason = "overflow: the gradient of the scaled loss is not finite"
@@ -284,36 +318,10 @@ class WindowInFlight:
         weight = int(weight) if weight.is_integer() else weight
         return normalize.per_weight(total, weight), weight, bool(bad_ranks)
 
-    def _culprit_by_loss(self, losses: list[float], bad: list[int]) -> Culprit:
-        if not bad:
-            return Culprit()
-        return Culprit(bad[0], losses[bad[0]], first_bad_parameter(self._plan.owned, self._sums()))
-
-    def _sums(self) -> list[Tensor | None]:
-        place = self._place
-        return place.sums() if isinstance(place, InMomentum) else place.close()
-
-    def _culprit_by_gradient(self, losses: list[float], gradients: list[Tensor | None]) -> Culprit:
-        plan = self._plan
-        parameter = first_bad_parameter(plan.owned, gradients)
-        if plan.loss_fn is None:  # an owned loop cannot be run again
-            return Culprit(parameter=parameter)
-        plan.random.restore()
-        plan.buffers.restore()
-        took_part = [index for index, weight in enumerate(self._weights.counted(self._dropped)) if weight]
-        index = first_bad_microbatch(took_part, self._backward_again, plan.owned)
-        return Culprit(index, None if index is None else losses[index], parameter)
-
-    def _backward_again(self, index: int) -> None:
-        assert self._plan.loss_fn is not None
-        with self._stream(index):
-            loss = self._plan.loss_fn(to_device(self._microbatches[index], self._plan.device))
-            (loss[0] if isinstance(loss, tuple) else loss).backward()
-
     def _refuse(
-        self, loss: float, weight: normalize.Number, rates: tuple[float, ...], culprit: Culprit
+        self, loss: float, weight: normalize.Number, rates: tuple[float, ...], found: Culprit
     ) -> None:
-        text = culprit.text(len(self._microbatches))
+        text = found.text(len(self._microbatches))
         self._discard()
         if self._plan.nonfinite != "skip_update":
             raise NonFiniteError(text)
@@ -357,10 +365,10 @@ class WindowInFlight:
 
     def _discard(self) -> None:
         """Put everything back as it was before the window."""
-        if self._iterator is not None and self._current is not None:
-            self._current = None
-            self._iterator.close()  # pyright: ignore[reportAttributeAccessIssue]  (a generator)
+        self._end_iteration()
         self._context.close()
+        if self._watch is not None:
+            self._watch.put_back()
         self._place.discard()
         boundary.forget_scaling(self._plan.step)
         if self._plan.norms is not None:

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .gradients import Owned, add_after_gradient, clear, remove
+from .gradients import (
+    Owned,
+    add_after_gradient,
+    clear,
+    remove,
+    require_none,
+    run_backward,
+    take_gradient,
+)
 
 
 class InMomentum:
@@ -28,6 +36,7 @@ class InMomentum:
         self._before: dict[str, Tensor | None] = {}
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
+        self._inside = False
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
@@ -38,7 +47,12 @@ class InMomentum:
     def backward(self, loss: Tensor, factor: float) -> None:
         """Add ``factor * d loss / d parameters``."""
         self._factor = factor
-        torch.autograd.backward(loss, inputs=self._inputs)
+        require_none(self._owned)
+        self._inside = True
+        try:
+            run_backward(loss, None, self._inputs)
+        finally:
+            self._inside = False
 
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
@@ -97,9 +111,7 @@ class InMomentum:
         return [entry for entry in self._owned if entry.name in self._before]
 
     def _add(self, entry: Owned) -> None:
-        gradient = entry.parameter.grad
-        assert gradient is not None
-        entry.parameter.grad = None
+        gradient = take_gradient(entry, inside=self._inside)
         if entry.name not in self._before:
             self._start(entry)
         sign = -1.0 if entry.group["maximize"] else 1.0

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from .checks import check_momentum
 from .gradients import LOW_PRECISION, Gradients
 from .in_buffers import InBuffers
 from .in_grad import InGrad
@@ -36,6 +37,7 @@ class Places:
         """Return the place for a window of so many micro-batches."""
         plan = self._plan
         if self._momentum:
+            check_momentum(plan.step.optimizers)  # groups may have changed since the last window
             return InMomentum(plan.owned, plan.step.optimizers[0], only_owned=only_owned)
         dtype = self._sum_dtype(microbatches)
         isolated = plan.nonfinite == "skip_microbatch"
@@ -50,8 +52,8 @@ class Places:
             return None
         if not isinstance(self._dtype, str):
             return self._dtype
-        if plan.step.masters_copied:
-            return torch.float32
+        if plan.step.masters_copied or plan.weigh == "returned":
+            return torch.float32  # sums that are divided only afterwards would overflow in float16
         # All ranks must choose alike: their sums are added up.
         longest = plan.ranks.max(microbatches)
         if longest <= MOST_LOW_PRECISION_MICROBATCHES:

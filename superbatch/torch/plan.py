@@ -23,7 +23,11 @@ NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of an accumulator, checked, and the keepers that its windows use one after the other."""
+    """The options of an accumulator, checked, and what its windows use one after the other.
+
+    Attributes:
+        until_next: gradients of the last window, whose memory the next one uses (see `boundary.zero_grad`).
+    """
 
     models: tuple[nn.Module, ...]
     owned: list[Owned]
@@ -38,6 +42,7 @@ class Plan:
     buffers: BufferKeeper
     random: RandomKeeper
     loss_fn: Callable[[Any], Any] | None
+    until_next: list[Tensor]
 
 
 def to_device(microbatch: Any, device: torch.device | None) -> Any:
@@ -48,6 +53,10 @@ def to_device(microbatch: Any, device: torch.device | None) -> Any:
         'cpu'
     """
     if device is None:
+        return microbatch
+    if type(microbatch) is tuple and all(
+        type(leaf) is Tensor and leaf.device == device for leaf in microbatch
+    ):
         return microbatch
     return map_arrays(
         lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, microbatch

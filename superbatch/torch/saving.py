@@ -84,5 +84,8 @@ def load_state(window: WindowInFlight, state: dict[str, Any]) -> None:
 
 
 def _place(window: WindowInFlight) -> list[str]:
-    """What must be the same for sums to be gone on with: where they are, and of which parameters."""
-    return [type(window._place).__name__, *(entry.name for entry in window._plan.owned)]
+    """What must be the same for sums to be gone on with: how and where they are made, and of what."""
+    plan = window._plan
+    weigh = plan.weigh if isinstance(plan.weigh, str) else "counted"
+    options = [plan.reduction, weigh, plan.nonfinite, type(plan.norms).__name__, str(plan.sample_rng)]
+    return [type(window._place).__name__, *options, *(entry.name for entry in plan.owned)]

@@ -176,6 +176,8 @@ class BufferKeeper:
             for module, name, buffer, copy in self._taken:
                 module._buffers[name] = buffer
                 if buffer is not None and copy is not None:
+                    if buffer.shape != copy.shape:
+                        buffer.resize_(copy.shape)
                     buffer.copy_(copy)
 
     def state(self) -> list[Tensor | None]:

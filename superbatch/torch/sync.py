@@ -7,6 +7,7 @@ happens inside the backward of a last micro-batch, which a rank without any weig
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -170,6 +171,16 @@ def find_ranks(models: Iterable[nn.Module]) -> Ranks:
                         "wrap the model in DistributedDataParallel",
                     )
                 )
+    if not wrappers and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"{dist.get_world_size()} ranks are initialised, but no model given to the Accumulator is "
+            f"wrapped in "
+            "DistributedDataParallel: each rank makes updates of its own. Pass the wrapped model (not "
+            "its .module) to "
+            "share a batch over the ranks.",
+            UserWarning,
+            stacklevel=3,
+        )
     return Ranks(wrappers)
 
 

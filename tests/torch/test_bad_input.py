@@ -489,7 +489,7 @@ def test_a_finished_window_cannot_be_entered_again(owned: Own):
     make_update(owned)
 
 
-@pytest.mark.parametrize("again", [False], ids=["left out"])
+@pytest.mark.parametrize("again", [False, True], ids=["left out", "tried again"])
 def test_a_backward_that_failed_and_was_caught_cannot_make_an_update(owned: Own, again: bool):
     """Half of its gradient may be in the sum: there is no update to be made from that."""
     model, optimizer, accumulate = owned

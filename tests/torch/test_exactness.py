@@ -266,6 +266,19 @@ def test_two_optimizers_in_one_accumulator() -> None:
     assert [update.learning_rates for update in updates] == seen.rates == [(0.1, 0.01)] * 4
 
 
+def test_leaving_after_the_last_backward_makes_the_update() -> None:
+    """A loop such as ``zip(window, range(3))`` never asks for more: everything is there, so nothing is lost."""
+    reference, model = mlp(), mlp()
+    start, batches = start_of(reference), rows(10, 1)
+    large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), batches)
+    accumulator = Accumulator(model, sgd(model.parameters()), microbatch_size=4)
+    with accumulator.window(batches[0]) as window:
+        for _, microbatch in zip(range(3), window, strict=False):
+            window.backward(mse(model, microbatch))
+    assert window.update is not None and window.update.made
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
 # -- leaving a window early -------------------------------------------------------------------------------
 
 
@@ -287,9 +300,9 @@ def test_leaving_a_window_discards_it_and_the_next_is_exact(leave_at: int, by: s
                 torch.rand(3)
                 if by == "exception" and index == leave_at:
                     raise KeyboardInterrupt
-                window.backward(mse(model, microbatch))
-                if index == leave_at:
+                if by == "break" and index == leave_at:
                     break
+                window.backward(mse(model, microbatch))
     except KeyboardInterrupt:
         assert by == "exception"
     assert window.update is not None and not window.update.made

@@ -190,5 +190,7 @@ def test_other_devices_are_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda():
     before = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
-    assert peak_bytes(lambda: torch.empty(1 << 22, dtype=torch.uint8, device="cuda"), device="cuda") == 1 << 22
+    assert (
+        peak_bytes(lambda: torch.empty(1 << 22, dtype=torch.uint8, device="cuda"), device="cuda") == 1 << 22
+    )
     del before

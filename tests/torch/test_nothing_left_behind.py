@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from superbatch.errors import OptimizerError
 from superbatch.torch import Accumulator, Window, WindowInFlight, windows
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
@@ -461,6 +462,22 @@ def test_an_iterator_beside_it():
     exact_after(run, BATCHES[:1])
 
 
+def test_two_windows_side_by_side():
+    """`zip` stops at the end of the first: the second has had every backward too, and must be updated."""
+    first, second = mlp(), nn.Sequential(nn.Linear(4, 3)).double()
+    references, starts = copy.deepcopy((first, second)), (start_of(first), start_of(second))
+    one = Accumulator(first, sgd(first.parameters()), microbatch_size=3)
+    other = Accumulator(second, sgd(second.parameters()), microbatch_size=3)
+    for batch in BATCHES:
+        with one.window(batch) as a, other.window(batch) as b:
+            for x, y in zip(a, b):  # noqa: B905  (as a user writes it)
+                a.backward(mse(first, x))
+                b.backward(mse(second, y))
+    for reference, model, start in zip(references, (first, second), starts, strict=True):
+        large_batch(sgd(reference.parameters()), lambda b, m=reference: mse(m, b), BATCHES)
+        assert_same_parameters(reference, model, 1e-12, start=start)
+
+
 def test_a_generator_as_loader():
     def loader() -> Iterator[Any]:
         for batch in BATCHES:
@@ -608,7 +625,21 @@ def test_gradients_from_before_a_window_do_not_enter_it():
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-@pytest.mark.parametrize("scaled", [False])
+def test_momentum_accumulation_refuses_a_group_that_it_cannot_be_exact_for():
+    model = mlp()
+    optimizer = sgd(model[2].parameters())  # type: ignore[index]
+    accumulate = Accumulator(
+        model, optimizer, lambda mb: mse(model, mb), microbatch_size=3, accumulate_into="momentum"
+    )
+    accumulate(BATCHES[0])
+    optimizer.add_param_group({"params": list(model[0].parameters()), "nesterov": True})  # type: ignore[index]
+    before = fingerprint(model, optimizer)
+    with pytest.raises(OptimizerError, match="Nesterov"):
+        accumulate(BATCHES[1])
+    assert_unchanged(before, fingerprint(model, optimizer))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
 def test_a_second_optimizer_that_raises_does_not_stop_later_windows(scaled: bool):
     """What the first has done stands; the scaler must be ready for the next window."""
     model = mlp()

@@ -196,9 +196,9 @@ def test_any_order_of_updates_breaks_and_exceptions(
         try:
             with accumulator.window(batch) as window:
                 for index, microbatch in enumerate(window):
-                    window.backward(mse(model, microbatch))
                     if index == leave and event == "break":
                         break
+                    window.backward(mse(model, microbatch))
                     if index == leave:
                         raise LookupError
         except LookupError:

@@ -359,6 +359,35 @@ def test_another_place_for_the_sums_or_another_model_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("saved_with", "resumed_with"),
+    [
+        ({"reduction": "mean"}, {"reduction": "sum"}),
+        ({"batchnorm": "frozen"}, {"batchnorm": "per_microbatch"}),
+        ({"batchnorm": "per_microbatch"}, {"batchnorm": "frozen"}),
+        ({}, {"nonfinite": "skip_microbatch"}),
+        ({}, {"sample_rng": True}),
+    ],
+    ids=str,
+)
+def test_other_options_are_refused(saved_with: dict[str, Any], resumed_with: dict[str, Any]):
+    task = Task("batchnorm")
+    batchnorm = {"batchnorm": "frozen", "microbatch_size": 3}
+    state: Any = None
+    saving = Accumulator(task.model, task.optimizer, **{**batchnorm, **saved_with})
+    with saving.window(BATCHES[0]) as window:
+        for microbatch in window:
+            window.backward(task.loss(microbatch))
+            state = saving.state_dict()
+            break
+    resuming = Accumulator(task.model, task.optimizer, **{**batchnorm, **resumed_with})
+    resuming.load_state_dict(state)
+    before = fingerprint(task.model, task.optimizer)
+    with pytest.raises(WindowError, match="saved window in flight"), resuming.window(BATCHES[0]):
+        pass
+    assert_unchanged(before, fingerprint(task.model, task.optimizer))
+
+
+@pytest.mark.parametrize(
     "state",
     [
         None,
