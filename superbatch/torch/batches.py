@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..packed import OFFSETS
 from ..split import TokenBudget, cut, near_equal, sizes
 from ..tree import count_samples, plan
 from ..window import Window
@@ -56,15 +57,26 @@ def microbatches_of(
 
 
 def _length_of_tensors(batch: Any) -> int:
-    """Samples of the commonest batches - a tuple of tensors of one length - and 0 for any other.
+    """Samples of the commonest batches - tuple, list or dict of tensors of one length - and 0 for any other.
 
     Walking a general batch takes a hundredth of a window of a tiny model; this takes a tenth of that.
     """
-    if type(batch) is not tuple or not batch or type(batch[0]) is not Tensor or not batch[0].ndim:
+    kind = type(batch)
+    if not (kind is tuple or kind is list or (kind is dict and not OFFSETS.intersection(batch))):
         return 0
-    length = len(batch[0])
-    return length if all(type(t) is Tensor and t.ndim and len(t) == length for t in batch) else 0
+    length = 0
+    for tensor in batch.values() if kind is dict else batch:
+        if type(tensor) is not Tensor or not tensor.ndim or tensor.is_sparse:
+            return 0
+        if length and len(tensor) != length:
+            return 0
+        length = len(tensor)
+    return length
 
 
-def _split_tensors(batch: tuple[Tensor, ...], counts: list[int]) -> list[Any]:
-    return list(zip(*(tensor.split(counts) for tensor in batch), strict=True))
+def _split_tensors(batch: Any, counts: list[int]) -> list[Any]:
+    leaves = batch.values() if type(batch) is dict else batch
+    pieces = zip(*(tensor.split(counts) for tensor in leaves), strict=True)
+    if type(batch) is tuple:
+        return list(pieces)
+    return [list(piece) if type(batch) is list else dict(zip(batch, piece, strict=True)) for piece in pieces]

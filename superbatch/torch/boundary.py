@@ -84,11 +84,14 @@ def norm_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
         return None
     if any(gradient.dtype in LOW_PRECISION for gradient in dense):
         # A norm in bfloat16 has two to three digits: not enough to clip by.
-        dense = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in dense]
-        return torch.linalg.vector_norm(torch.stack([norm.to(dense[0].device) for norm in dense]))
-    # As torch.nn.utils.get_total_norm does, in half its time for small models.
-    norms = torch._foreach_norm(dense)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
-    return torch.linalg.vector_norm(torch.stack([norm.to(dense[0].device) for norm in norms]))
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in dense]
+    else:
+        # As torch.nn.utils.get_total_norm does, in half its time for small models.
+        norms = list(torch._foreach_norm(dense))  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    first = norms[0].device
+    if any(norm.device != first for norm in norms):
+        norms = [norm.to(first) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def finite_norm(gradients: Sequence[Tensor | None]) -> tuple[float, bool]:

@@ -30,6 +30,8 @@ from ..errors import OptimizerError, WindowError, explain
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
+_engine_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
 
 @dataclass(frozen=True)
 class Owned:
@@ -98,26 +100,38 @@ def clear(owned: list[Owned]) -> None:
         entry.target.grad = None
 
 
-Mark = tuple[Tensor | None, int]
-"""A gradient and the version it had."""
+class Marks:
+    """The gradients of parameters as the window's own backward left them."""
 
+    def __init__(self, owned: list[Owned]) -> None:
+        self._parameters = [entry.parameter for entry in owned]
+        self._names = [entry.name for entry in owned]
+        self.set()
 
-def mark(owned: list[Owned]) -> list[Mark]:
-    """Note the gradients as they are now."""
-    gradients = [entry.parameter.grad for entry in owned]
-    return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
+    def set(self) -> None:
+        """Note the gradients as they are now."""
+        # Held here, a gradient's identity cannot be taken over by another tensor.
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        self._noted = self._note(self._gradients)
 
+    def require(self) -> None:
+        """Check that nobody else has changed a gradient since `set`.
 
-def require_untouched(owned: list[Owned], marks: list[Mark]) -> None:
-    """Check that nobody else has changed the gradients since `mark`.
+        Raises:
+            WindowError: another backward went through the parameters, or something set gradients to zero.
+        """
+        now = self._note([parameter.grad for parameter in self._parameters])
+        if now != self._noted:
+            different = (name for name, a, b in zip(self._names, now, self._noted, strict=True) if a != b)
+            raise foreign_gradient(next(different))
 
-    Raises:
-        WindowError: another backward went through the parameters, or something set their gradients to zero.
-    """
-    for entry, (gradient, version) in zip(owned, marks, strict=True):
-        now = entry.parameter.grad
-        if now is not gradient or (now is not None and now._version != version):
-            raise foreign_gradient(entry.name)
+    @staticmethod
+    def _note(gradients: list[Tensor | None]) -> list[tuple[int, int] | None]:
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+    def forget(self) -> None:
+        """Let the gradients go."""
+        self._gradients = []
 
 
 def foreign_gradient(name: str) -> WindowError:
@@ -181,7 +195,20 @@ def run_backward(loss: Tensor, gradient: Tensor | None, inputs: list[Tensor] | N
         OptimizerError: a reentrant checkpoint lies on the way, which cannot be restricted.
     """
     try:
-        torch.autograd.backward(loss, gradient, inputs=inputs)
+        if type(loss) is not Tensor or gradient is None or torch._C._are_functorch_transforms_active():
+            torch.autograd.backward(loss, gradient, inputs=inputs)
+        else:
+            # What torch.autograd.backward calls (and Megatron-LM too), without its checks of user input: they
+            # take 25 us, a tenth of a micro-batch of a tiny model. See docs/decisions/0007.
+            _engine_backward(
+                (loss,),
+                (gradient,),
+                keep_graph=False,
+                create_graph=False,
+                inputs=tuple(inputs or ()),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
     except RuntimeError as error:
         if inputs is not None and "use_reentrant" in str(error):
             raise OptimizerError(

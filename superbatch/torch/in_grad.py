@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import Mark, Owned, attach, clear, mark, require_untouched, run_backward
+from .gradients import Marks, Owned, attach, clear, run_backward
 
 
 class InGrad:
@@ -20,28 +20,29 @@ class InGrad:
         # but reentrant checkpoints refuse it: so only where there are other parameters.
         self._inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
-        self._marks: list[Mark] = []
+        self._marks = Marks(owned)
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._factors.clear()
-        self._marks = mark(self._owned)
+        self._marks.set()
 
     def backward(self, loss: Tensor, factor: float) -> None:
         """Add ``factor * d loss / d parameters``."""
-        require_untouched(self._owned, self._marks)
+        self._marks.require()
         # Passed as the gradient of the loss, the factor costs no multiplication in the graph.
         key = (factor, loss.dtype, loss.device, loss.shape)
         gradient = self._factors.get(key)
         if gradient is None:
             gradient = self._factors[key] = torch.full_like(loss, factor, requires_grad=False)
         run_backward(loss, gradient, self._inputs)
-        self._marks = mark(self._owned)
+        self._marks.set()
 
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
-        require_untouched(self._owned, self._marks)
+        self._marks.require()
+        self._marks.forget()
         return [entry.parameter.grad for entry in self._owned]
 
     def zeros(self, index: int) -> Tensor:
@@ -54,6 +55,7 @@ class InGrad:
 
     def discard(self) -> None:
         """Forget the window: everything is as before it."""
+        self._marks.forget()
         clear(self._owned)
 
     def state(self) -> dict[str, Any]:
@@ -71,4 +73,4 @@ class InGrad:
             entry.parameter.grad = (
                 None if gradient is None else gradient.to(entry.parameter.device, copy=True)
             )
-        self._marks = mark(self._owned)
+        self._marks.set()

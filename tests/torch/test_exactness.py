@@ -267,7 +267,7 @@ def test_two_optimizers_in_one_accumulator() -> None:
 
 
 def test_leaving_after_the_last_backward_makes_the_update() -> None:
-    """A loop such as ``zip(window, range(3))`` never asks for more: everything is there, so nothing is lost."""
+    """A loop such as ``zip(range(3), window)`` never asks for more: everything is there."""
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(10, 1)
     large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), batches)

@@ -111,8 +111,9 @@ def test_linear_relu_forward_backward_by_hand():
         torch.relu(layer(x)).sum().backward()
 
     # The linear's output is freed once relu has returned (relu saves its result); in the backward: relu's
-    # result, its gradient (after the expanded gradient of `sum`, a view of one number), then the weight's gradient
-    # beside relu's gradient. Forward: pre + post; backward: post + gradient of pre, + 2 numbers (L and its gradient).
+    # result, its gradient (after the expanded gradient of `sum`, a view of one number), then the weight's
+    # gradient beside relu's gradient. Forward: pre + post; backward: post + gradient of pre, + 2 numbers (L
+    # and its gradient).
     assert peak_bytes(fn) == max(pre + post, post + pre + 2 * f)
     assert layer.weight.grad is not None and layer.weight.grad.any()
     assert layer.weight.grad.nbytes == weight
@@ -128,7 +129,7 @@ def test_gradients_are_seen():
 
 
 def hand_ledger(microbatches: int, n: int, width: int, keep: bool) -> int:
-    """Forward of `exp` twice and `sum`: both results are saved; `keep` has the last graph alive during the next one."""
+    """Forward of `exp` twice and `sum`: both results are saved; `keep` lets the last graph live on."""
     one = 2 * n * width * 8
     return one * (2 if keep and microbatches > 1 else 1)
 

@@ -227,7 +227,7 @@ def last_microbatch_only(patch: Patch) -> None:
 
     def only(self: in_grad.InGrad, loss: Tensor, factor: float) -> None:
         gradients.clear(self._owned)
-        self._marks = gradients.mark(self._owned)
+        self._marks.set()
         backward(self, loss, factor)
 
     patch.setattr(in_grad.InGrad, "backward", only)
