@@ -78,7 +78,7 @@ def _weight(task: Task, model: nn.Module) -> Any:
     if task.weight == "sample_weights":
         return sample_weights("weights")
     if task.weight == "class_weights":
-        from cases import CLASS_WEIGHTS  # the case owns the numbers
+        from case_models import CLASS_WEIGHTS  # the case owns the numbers
 
         dtype = next(model.parameters()).dtype
         return class_weights(torch.tensor(CLASS_WEIGHTS, dtype=dtype), "labels")
