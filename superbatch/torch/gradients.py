@@ -64,7 +64,7 @@ class Gradients(Protocol):
         """Start a window: no gradient of it exists yet."""
         ...
 
-    def backward(self, loss: Tensor, factor: float) -> None:
+    def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
         ...
 
@@ -188,7 +188,9 @@ def steps_in_backward(name: str) -> OptimizerError:
     )
 
 
-def run_backward(loss: Tensor, gradient: Tensor | None, inputs: list[Tensor] | None) -> None:
+def run_backward(
+    loss: Tensor, gradient: Tensor | None, inputs: list[Tensor] | None, *, retain_graph: bool
+) -> None:
     """Run autograd, restricted to some leaves if there are others.
 
     Raises:
@@ -196,14 +198,14 @@ def run_backward(loss: Tensor, gradient: Tensor | None, inputs: list[Tensor] | N
     """
     try:
         if type(loss) is not Tensor or gradient is None or torch._C._are_functorch_transforms_active():
-            torch.autograd.backward(loss, gradient, inputs=inputs)
+            torch.autograd.backward(loss, gradient, retain_graph, inputs=inputs)
         else:
             # What torch.autograd.backward calls (and Megatron-LM too), without its checks of user input: they
             # take 25 us, a tenth of a micro-batch of a tiny model. See docs/decisions/0007.
             _engine_backward(
                 (loss,),
                 (gradient,),
-                keep_graph=False,
+                keep_graph=retain_graph,
                 create_graph=False,
                 inputs=tuple(inputs or ()),
                 allow_unreachable=True,

@@ -58,13 +58,13 @@ class InBuffers:
         if not self._isolated:
             self._hooks = add_after_gradient(self._owned, self._add)
 
-    def backward(self, loss: Tensor, factor: float) -> None:
+    def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
         self._factor = factor
         require_none(self._owned)
         self._inside = True
         try:
-            run_backward(loss, None, self._inputs)
+            run_backward(loss, None, self._inputs, retain_graph=retain_graph)
         finally:
             self._inside = False
 

@@ -128,13 +128,15 @@ class WindowInFlight:
         self._iterator = self._iterate()
         return self._iterator
 
-    def backward(self, loss: Tensor, weight: Any = None) -> None:
+    def backward(self, loss: Tensor, weight: Any = None, *, retain_graph: bool = False) -> None:
         """Add the gradient of the current micro-batch's loss; nothing is updated before the window ends.
 
         Args:
             loss: what the accumulator's `reduction` states: the mean or the sum over the micro-batch; one
                 element.
             weight: the micro-batch's weight, for ``Accumulator(weight="returned")`` only.
+            retain_graph: keep the graph for another backward of this micro-batch (several losses that share
+                it; they add up), as in PyTorch.
 
         Raises:
             WindowError: there is no current micro-batch, or its backward was already called where it must not
@@ -167,7 +169,8 @@ class WindowInFlight:
             pooled.watching = False
         scaler = plan.step.scaler
         if factor:  # a loss without weight may be NaN, and 0 x NaN is NaN
-            place.backward(loss if scaler is None else scaler.scale(loss), factor)
+            scaled = loss if scaler is None else scaler.scale(loss)
+            place.backward(scaled, factor, retain_graph=retain_graph)
         if pooled is not None:
             pooled.watching = True
         if self._watch is not None:

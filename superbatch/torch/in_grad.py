@@ -28,7 +28,7 @@ class InGrad:
         self._factors.clear()
         self._marks.set()
 
-    def backward(self, loss: Tensor, factor: float) -> None:
+    def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
         self._marks.require()
         # Passed as the gradient of the loss, the factor costs no multiplication in the graph.
@@ -36,7 +36,7 @@ class InGrad:
         gradient = self._factors.get(key)
         if gradient is None:
             gradient = self._factors[key] = torch.full_like(loss, factor, requires_grad=False)
-        run_backward(loss, gradient, self._inputs)
+        run_backward(loss, gradient, self._inputs, retain_graph=retain_graph)
         self._marks.set()
 
     def close(self) -> list[Tensor | None]:

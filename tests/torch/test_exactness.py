@@ -611,3 +611,24 @@ def test_a_window_that_was_never_entered_blocks_nothing() -> None:
     accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: mse(model, mb), microbatch_size=4)
     accumulate.window(rows(10, 1)[0])
     assert accumulate(rows(10, 1)[0]).made and accumulate.updates == 1
+
+
+def test_two_losses_of_one_micro_batch_that_share_a_graph_add_up() -> None:
+    reference, model = mlp(), mlp()
+    start, batches = start_of(reference), rows(10, 2)
+
+    def losses(net: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = net(batch[0])
+        return (outputs - batch[1]).square().mean(), outputs.abs().mean()
+
+    large_batch(
+        sgd(reference.parameters()), lambda batch: torch.stack(losses(reference, batch)).sum(), batches
+    )
+    accumulator = Accumulator(model, sgd(model.parameters()), microbatch_size=3)
+    for batch in batches:
+        with accumulator.window(batch) as window:
+            for microbatch in window:
+                first, second = losses(model, microbatch)
+                window.backward(first, retain_graph=True)
+                window.backward(second)
+    assert_same_parameters(reference, model, 1e-12, start=start)

@@ -225,10 +225,10 @@ def optimizer_twice(patch: Patch) -> None:
 def last_microbatch_only(patch: Patch) -> None:
     backward = in_grad.InGrad.backward
 
-    def only(self: in_grad.InGrad, loss: Tensor, factor: float) -> None:
+    def only(self: in_grad.InGrad, loss: Tensor, factor: float, **options: Any) -> None:
         gradients.clear(self._owned)
         self._marks.set()
-        backward(self, loss, factor)
+        backward(self, loss, factor, **options)
 
     patch.setattr(in_grad.InGrad, "backward", only)
 
