@@ -65,6 +65,7 @@ class WindowInFlight:
         self._next = 0  # where the iteration starts: behind 0 after a restart
         self._current: int | None = None
         self._stepped = False
+        self._is_open = False
         self._broken: int | None = None  # the micro-batch whose backward raised
         self._iterator: Generator[Any, None, None] | None = None
         self._calls: dict[int, Any] = {}  # what random draws of all micro-batches are checked against
@@ -79,13 +80,10 @@ class WindowInFlight:
         plan = self._plan
         if self.update is not None:
             raise WindowError(
-                explain(
-                    "a window that is over",
-                    "its micro-batches were let go",
-                    "make a new one with window(batch)",
-                )
+                explain("a window that is over", "its micro-batches were let go", "make a new window")
             )
         self._entered(self)
+        self._is_open = True
         plan.random.take()
         plan.buffers.take()
         try:
@@ -125,6 +123,12 @@ class WindowInFlight:
             saving.load_state(self, self._resume)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._is_open:
+            raise WindowError(
+                explain(
+                    "a loop outside of the `with` block", "the window is not open", "loop inside the block"
+                )
+            )
         self._iterator = self._iterate()
         return self._iterator
 
@@ -201,6 +205,7 @@ class WindowInFlight:
             raise
         finally:
             self._microbatches = []
+            self._is_open = False
             self._left(self.update)
 
     # -- micro-batches -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import OptimizerError
+from superbatch.errors import OptimizerError, WindowError
 from superbatch.torch import Accumulator, Window, WindowInFlight, windows
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
@@ -675,3 +675,17 @@ def test_momentum_accumulation_follows_the_learning_rate_after_a_restart():
         assert update.learning_rates == (0.1 / (number + 1),)
         large_batch(theirs, lambda b: mse(reference, b), [batch])
     assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_loop_outside_of_the_block_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatch_size=2)
+    window = accumulator.window(torch.randn(4, 2))
+    with pytest.raises(WindowError, match="Do: loop inside the block"):
+        next(iter(window))
+    with window:
+        for microbatch in window:
+            window.backward(model(microbatch).mean())
+    assert window.update is not None and window.update.made
+    with pytest.raises(WindowError, match="the window is not open"):
+        next(iter(window))
