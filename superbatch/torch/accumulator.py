@@ -20,6 +20,7 @@ from . import checks, options
 from .batches import microbatches_of
 from .boundary import Step
 from .in_flight import WindowInFlight
+from .masters import masters_written, take_over
 from .places import Places
 from .plan import NonFinite, Plan
 from .problem import Problem
@@ -67,10 +68,11 @@ class Accumulator:
             (`fp32_masters`); parameters are set to them after each update.
         device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None (left as
             they are).
-        whole: paths of leaves that every micro-batch gets whole.
+        whole: paths of leaves that every micro-batch gets whole (the same object: do not change it in place).
         per_sample: paths of lists that hold one object per sample.
         check: compare, on the first window, losses of micro-batches with losses of their parts, and refuse a
-            wrong statement of `reduction` or `weight` before anything is updated.
+            wrong statement of `reduction` or `weight` before anything is updated. `loss_fn` is called some
+            times more for it, so metrics that it counts are counted more often.
 
     Raises:
         InputError: an argument has the wrong type or value, or two of them exclude each other.
@@ -116,7 +118,7 @@ class Accumulator:
         options.check_types(loss_fn, microbatch_size, weight, accumulator_dtype)
         self._masters = options.check_masters(masters)
         self._owned = checks.own_parameters(models, optimizers, self._masters)
-        self._trainable = checks.trainable(optimizers)
+        self._trainable = checks.trainable(optimizers, self._masters)
         self._microbatch_size = microbatch_size
         self._paths = {
             "whole": options.as_paths(whole, "whole"),
@@ -157,6 +159,7 @@ class Accumulator:
         )
         self._places = Places(self._plan, accumulator_dtype, momentum=self._into == "momentum")
         self._check_combinations()
+        self._written = masters_written(self._owned)
 
     @property
     def updates(self) -> int:
@@ -225,6 +228,7 @@ class Accumulator:
         """
         self._require_closed()
         self._refresh_owned()
+        take_over(self._owned, self._written)
         need = self._plan.weigh == "samples" or self._plan.sample_rng
         microbatches, samples = microbatches_of(batch, self._microbatch_size, self._paths, need_samples=need)
         if self._batchnorm == "error":
@@ -317,7 +321,7 @@ class Accumulator:
     def _refresh_owned(self) -> None:
         """Look again at what the optimizers own if a parameter was frozen, unfrozen or added."""
         optimizers = self._plan.step.optimizers
-        trainable = checks.trainable(optimizers)
+        trainable = checks.trainable(optimizers, self._masters)
         if trainable != self._trainable:
             self._owned[:] = checks.own_parameters(self._plan.models, optimizers, self._masters)
             self._only_owned = checks.has_others(self._plan.models, self._owned)
@@ -340,6 +344,7 @@ class Accumulator:
 
     def _left(self, update: Update | None) -> None:
         self._window = None
+        self._written = masters_written(self._owned)
         if update is not None and update.made:
             self._first = False
             self._updates += 1

@@ -134,6 +134,9 @@ def update(step: Step, place: Gradients, owned: list[Owned], gradients: list[Ten
             # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and
             # counters.
             optimizer.step()
+    # Where autocast encloses the whole training loop, it would go on with copies of the parameters as they
+    # were.
+    torch.clear_autocast_cache()
     if step.masters_copied:
         with torch.no_grad():
             for entry in owned:
@@ -162,8 +165,9 @@ def zero_grad(owned: list[Owned], until_next: list[Tensor]) -> None:
 
 
 def overflow(step: Step, owned: list[Owned]) -> None:
-    """Let the scaler see an overflow: its step() leaves the optimizer alone, its scale goes down."""
-    _scaled_step(step)
+    """Lower the scaler's scale after an overflow; no optimizer steps, not even one without an infinity."""
+    assert step.scaler is not None
+    step.scaler.update()  # unscale_ has told it of each optimizer
     clear(owned)
 
 

@@ -102,6 +102,15 @@ def own_parameters(
                     continue
                 name = names.get(parameter, f"optimizer[{index}].group[{number}].parameter[{place}]")
                 owned.append(Owned(name, parameter, target, optimizer, number))
+    unused = [parameter for parameter, master in (masters or {}).items() if master not in seen]
+    if unused and masters:
+        raise OptimizerError(
+            explain(
+                f"a master of {names.get(unused[0], 'a frozen parameter')!r} that no optimizer updates",
+                "the parameter would not be updated through it",
+                "make the optimizer over masters.values(), not over model.parameters()",
+            )
+        )
     if not any(entry.parameter in names for entry in owned):
         raise OptimizerError(
             explain(
@@ -118,9 +127,10 @@ def own_parameters(
     return owned
 
 
-def trainable(optimizers: Sequence[Optimizer]) -> list[bool]:
+def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[bool]:
     """Which parameters need a gradient, in order: it changes when one is frozen or added."""
-    return [p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
+    targets = [p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
+    return targets + [parameter.requires_grad for parameter in masters]
 
 
 def has_others(models: Sequence[nn.Module], owned: list[Owned]) -> bool:
@@ -301,7 +311,8 @@ def _parameters_by_target(
     names: Mapping[Tensor, str], masters: Mapping[Tensor, Tensor]
 ) -> dict[Tensor, Tensor]:
     for parameter, master in masters.items():
-        if parameter not in names or not isinstance(master, Tensor) or master.shape != parameter.shape:
+        known = parameter in names or (isinstance(parameter, Tensor) and not parameter.requires_grad)
+        if not known or not isinstance(master, Tensor) or master.shape != parameter.shape:
             raise InputError(
                 explain(
                     "masters with an entry that is no trainable parameter of the model and a copy of its "

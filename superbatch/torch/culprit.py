@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .gradients import run_backward
 from .in_momentum import InMomentum
 from .nonfinite import Culprit, first_bad_microbatch, first_bad_parameter
 from .plan import to_device
@@ -41,4 +42,5 @@ def _backward_again(window: WindowInFlight, index: int) -> None:
     assert plan.loss_fn is not None
     with window._stream(index):
         loss = plan.loss_fn(to_device(window._microbatches[index], plan.device))
-        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        run_backward(loss, None, window._place.inputs, retain_graph=False)

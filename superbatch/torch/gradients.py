@@ -60,6 +60,9 @@ class Owned:
 class Gradients(Protocol):
     """What the three places have in common."""
 
+    inputs: list[Tensor] | None
+    """What a backward is restricted to; None: it is not."""
+
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
         ...
@@ -82,6 +85,10 @@ class Gradients(Protocol):
 
     def discard(self) -> None:
         """Forget the window: everything is as before it."""
+        ...
+
+    def describe(self) -> str:
+        """Say where and in what the sum is made, to go on with it only in the like."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -147,6 +154,23 @@ def foreign_gradient(name: str) -> WindowError:
             "own gradients only",
         )
     )
+
+
+def unshare(owned: list[Owned]) -> None:
+    """Give each parameter a gradient of its own.
+
+    Autograd hands one tensor to two parameters whose sum it went through; the next micro-batch would be added
+    to
+    it twice.
+    """
+    seen: set[int] = set()
+    for entry in owned:
+        gradient = entry.parameter.grad
+        if gradient is not None:
+            place = (gradient._values() if gradient.is_sparse else gradient).untyped_storage().data_ptr()
+            if place in seen and place:
+                entry.parameter.grad = gradient.clone()
+            seen.add(place)
 
 
 def require_none(owned: list[Owned]) -> None:

@@ -45,7 +45,7 @@ class InBuffers:
         self._owned = owned
         self._dtype = dtype
         self._isolated = isolated
-        self._inputs = [entry.parameter for entry in owned] if only_owned else None
+        self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._buffers: dict[str, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
@@ -64,7 +64,7 @@ class InBuffers:
         require_none(self._owned)
         self._inside = True
         try:
-            run_backward(loss, None, self._inputs, retain_graph=retain_graph)
+            run_backward(loss, None, self.inputs, retain_graph=retain_graph)
         finally:
             self._inside = False
 
@@ -106,6 +106,10 @@ class InBuffers:
         self._buffers.clear()
         clear(self._owned)
 
+    def describe(self) -> str:
+        """Say where and in what the sum is made, to go on with it only in the like."""
+        return f"buffers of {self._dtype}"
+
     def state(self) -> dict[str, Any]:
         """Return the sums so far."""
         return {name: buffer.clone() for name, buffer in self._buffers.items()}
@@ -119,7 +123,8 @@ class InBuffers:
         gradient = take_gradient(entry, inside=self._inside)
         buffer = self._buffers.get(entry.name)
         if buffer is None:
-            self._buffers[entry.name] = gradient.to(self._sum_dtype(gradient)).mul_(self._factor)
+            # A new tensor: autograd may have given two parameters one gradient.
+            self._buffers[entry.name] = gradient.to(self._sum_dtype(gradient)) * self._factor
         else:
             buffer.add_(gradient, alpha=self._factor)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import Marks, Owned, attach, clear, run_backward
+from .gradients import Marks, Owned, attach, clear, run_backward, unshare
 
 
 class InGrad:
@@ -18,14 +18,16 @@ class InGrad:
         # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
         # are,
         # but reentrant checkpoints refuse it: so only where there are other parameters.
-        self._inputs = [entry.parameter for entry in owned] if only_owned else None
+        self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
         self._marks = Marks(owned)
+        self._unshared = False
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._factors.clear()
+        self._unshared = False
         self._marks.set()
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
@@ -36,7 +38,10 @@ class InGrad:
         gradient = self._factors.get(key)
         if gradient is None:
             gradient = self._factors[key] = torch.full_like(loss, factor, requires_grad=False)
-        run_backward(loss, gradient, self._inputs, retain_graph=retain_graph)
+        run_backward(loss, gradient, self.inputs, retain_graph=retain_graph)
+        if not self._unshared:
+            unshare(self._owned)
+            self._unshared = True
         self._marks.set()
 
     def close(self) -> list[Tensor | None]:
@@ -57,6 +62,10 @@ class InGrad:
         """Forget the window: everything is as before it."""
         self._marks.forget()
         clear(self._owned)
+
+    def describe(self) -> str:
+        """Say where and in what the sum is made, to go on with it only in the like."""
+        return ".grad"
 
     def state(self) -> dict[str, Any]:
         """Return the sums so far."""

@@ -31,7 +31,7 @@ class InMomentum:
         self, owned: list[Owned], optimizer: torch.optim.Optimizer, *, only_owned: bool = False
     ) -> None:
         self._owned = owned
-        self._inputs = [entry.parameter for entry in owned] if only_owned else None
+        self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._state: dict[Any, dict[str, Any]] = optimizer.state
         self._before: dict[str, Tensor | None] = {}
         self._hooks: list[RemovableHandle] = []
@@ -50,7 +50,7 @@ class InMomentum:
         require_none(self._owned)
         self._inside = True
         try:
-            run_backward(loss, None, self._inputs, retain_graph=retain_graph)
+            run_backward(loss, None, self.inputs, retain_graph=retain_graph)
         finally:
             self._inside = False
 
@@ -94,6 +94,10 @@ class InMomentum:
                     self._state[entry.target]["momentum_buffer"].copy_(before)
         self._before.clear()
         clear(self._owned)
+
+    def describe(self) -> str:
+        """Say where and in what the sum is made, to go on with it only in the like."""
+        return "momentum"
 
     def state(self) -> dict[str, Any]:
         """Return the sums so far."""

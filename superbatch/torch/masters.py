@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from .checks import as_models
-from .gradients import LOW_PRECISION
+from .gradients import LOW_PRECISION, Owned
 
 
 def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
@@ -22,7 +23,6 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
         InputError: `model` is no module.
 
     Examples:
-        >>> import torch
         >>> from superbatch.torch import Accumulator
         >>> model = nn.Linear(2, 1).bfloat16()
         >>> masters = fp32_masters(model)
@@ -37,3 +37,19 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
         for parameter in checked.parameters()
         if parameter.requires_grad
     }
+
+
+def masters_written(owned: list[Owned]) -> dict[str, int]:
+    """Note the versions of the parameters that have a master, as the last copy from it left them."""
+    return {entry.name: entry.parameter._version for entry in owned if entry.target is not entry.parameter}
+
+
+def take_over(owned: list[Owned], written: dict[str, int]) -> None:
+    """Copy parameters that somebody else has written to (loaded, averaged) into their masters.
+
+    Without this the next update would set them back to what their masters still hold.
+    """
+    for entry in owned:
+        if entry.target is not entry.parameter and written.get(entry.name) != entry.parameter._version:
+            with torch.no_grad():
+                entry.target.copy_(entry.parameter)

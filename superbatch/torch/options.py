@@ -37,7 +37,7 @@ def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype:
             explain(
                 f"microbatch_size={microbatch_size!r}",
                 "a micro-batch has a whole number of samples, at least one",
-                "pass a positive int, a TokenBudget, or None for one piece",
+                'pass a positive int, a TokenBudget, or None for one piece ("auto" is not in this version)',
             )
         )
     known = isinstance(weight, str) and weight == "returned"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .in_flight import WindowInFlight
 
 WINDOW_KEYS = frozenset(
-    {"place", "microbatches", "next", "weights", "returned", "losses", "dropped", "gradients", "key"}
+    {"place", "microbatches", "next", "weights", "returned", "losses", "dropped", "gradients", "key", "scale"}
     | {"random", "random_before", "buffers_before", "norms"}
 )
 
@@ -35,6 +35,7 @@ def state_of(window: WindowInFlight) -> dict[str, Any]:
         "dropped": list(window._dropped),
         "gradients": window._place.state(),
         "key": window._key,
+        "scale": window._scale,
         "random": as_plain(random),
         "random_before": as_plain(plan.random.taken),
         "buffers_before": plan.buffers.state(),
@@ -67,7 +68,19 @@ def check_state(window: WindowInFlight, state: dict[str, Any]) -> None:
 
 
 def load_state(window: WindowInFlight, state: dict[str, Any]) -> None:
-    """Put an opened window where the saved one was."""
+    """Put an opened window where the saved one was.
+
+    Raises:
+        WindowError: losses are now scaled otherwise than those in the saved sums.
+    """
+    if state["scale"] != window._scale:
+        raise WindowError(
+            explain(
+                f"a GradScaler with scale {window._scale}",
+                f"the saved sums were scaled by {state['scale']}",
+                "load the scaler's state of the same moment before going on",
+            )
+        )
     plan = window._plan
     window._next = state["next"]
     window._weights.returned = dict(state["returned"])
@@ -88,4 +101,4 @@ def _place(window: WindowInFlight) -> list[str]:
     plan = window._plan
     weigh = plan.weigh if isinstance(plan.weigh, str) else "counted"
     options = [plan.reduction, weigh, plan.nonfinite, type(plan.norms).__name__, str(plan.sample_rng)]
-    return [type(window._place).__name__, *options, *(entry.name for entry in plan.owned)]
+    return [window._place.describe(), *options, *(entry.name for entry in plan.owned)]

@@ -170,6 +170,17 @@ class BufferKeeper:
                 self._constant[id(buffer)] = buffer._version
         self._taken = []
 
+    def moved(self) -> list[tuple[nn.Module, str]]:
+        """Return which floating-point buffers are no longer as at `take`."""
+        return [
+            (module, name)
+            for module, name, buffer, copy in self._taken
+            if buffer is not None
+            and copy is not None
+            and buffer.is_floating_point()
+            and not (module._buffers.get(name) is buffer and torch.equal(buffer, copy))
+        ]
+
     def restore(self) -> None:
         """Put back every buffer, its identity included, as it was at `take`."""
         with torch.no_grad():

@@ -10,6 +10,7 @@ same on both sides. Where they differ, so would the gradients: the error names t
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -93,7 +94,8 @@ class Observed:
             torch.zeros_like(union),
         )
         size = max(float(gradient.norm()) for gradient in (union, predicted))
-        return float((union - predicted).norm()) / size if size else None
+        # What is not finite says nothing here; the policy for it comes later.
+        return float((union - predicted).norm()) / size if size and math.isfinite(size) else None
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
         with _evaluating(frozen), run_eagerly():
             chosen = _choose(pieces, problem)
             for piece in chosen:
-                _check(problem, piece)
+                _check(problem, piece, keeper)
+            _say_what_moves(problem.model, keeper)
     finally:
         keeper.restore()
         random.restore()
@@ -135,6 +138,22 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
             "check=False silences this.",
             UserWarning,
             stacklevel=6,
+        )
+
+
+def _say_what_moves(model: nn.Module, keeper: BufferKeeper) -> None:
+    """Warn of a state that a forward changes: it would move once per micro-batch, not once per update."""
+    paths = {module: path for path, module in model.named_modules()}
+    moved = [f"{paths[module]}.{name}".lstrip(".") for module, name in keeper.moved() if module in paths]
+    if moved:
+        others = f" and {len(moved) - 1} more" if moved[1:] else ""
+        warnings.warn(
+            f"the forward changes the state {moved[0]!r}{others}: with micro-batches it moves once for "
+            f"each of "
+            "them, where the real batch moves it once, so the update is not exactly that of the real batch. "
+            "Freeze it (eval()), or accept it and pass check=False.",
+            UserWarning,
+            stacklevel=7,
         )
 
 
@@ -176,7 +195,7 @@ def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:
     return able[::stride][:MOST_PIECES]
 
 
-def _check(problem: Problem, piece: Any) -> None:
+def _check(problem: Problem, piece: Any, keeper: BufferKeeper) -> None:
     """Compare one piece with its parts, unless that shows nothing: without weight, or not repeatable."""
     planned = plan(piece, whole=problem.whole, per_sample=problem.per_sample)
     cut = -(-planned.samples // 3)
@@ -186,21 +205,30 @@ def _check(problem: Problem, piece: Any) -> None:
     dtypes, calls = FloatingDtypes(), {}
     try:
         with dtypes:
-            seen = [_look(problem, mb, span, calls) for mb, span in zip(microbatches, spans, strict=True)]
+            seen = [
+                _look(problem, mb, span, calls, keeper) for mb, span in zip(microbatches, spans, strict=True)
+            ]
     except InputError:  # a random operation that has no stream per sample: compare without randomness
         with dtypes, _evaluating(list(problem.model.modules())):
-            seen = [_look(problem, mb, None, calls) for mb in microbatches]
+            seen = [_look(problem, mb, None, calls, keeper) for mb in microbatches]
     observed = Observed(seen[0], (seen[1], seen[2]), _rounding(dtypes.seen))
     if not observed.union.weight:
         return
     _check_weights(observed)
     if observed.agrees(problem.reduction) or _drew(others):
         return
-    if _repeats(problem, microbatches[0], spans[0], observed.union.loss):
+    if _repeats(problem, microbatches[0], spans[0], observed.union.loss, keeper):
         raise _mismatch(problem, observed, microbatches)
 
 
-def _look(problem: Problem, microbatch: Any, span: tuple[int, int] | None, calls: dict[int, Any]) -> Seen:
+def _look(
+    problem: Problem,
+    microbatch: Any,
+    span: tuple[int, int] | None,
+    calls: dict[int, Any],
+    keeper: BufferKeeper,
+) -> Seen:
+    keeper.restore()  # a state that the last forward has moved is not what is compared here
     with ExitStack() as stack:
         if span is not None:
             stack.enter_context(sample_stream(0, span[0], span[1] - span[0], calls=calls))
@@ -266,13 +294,15 @@ def _drew(before: dict[str, Any]) -> bool:
     return any(now.get(name) != before.get(name) for name in ("python", "numpy"))
 
 
-def _repeats(problem: Problem, microbatch: Any, span: tuple[int, int], first: float) -> bool:
+def _repeats(
+    problem: Problem, microbatch: Any, span: tuple[int, int], first: float, keeper: BufferKeeper
+) -> bool:
     """Whether the same micro-batch gives the same loss again: a loss that does not cannot be judged."""
     try:
-        again = _look(problem, microbatch, span, {}).loss
+        again = _look(problem, microbatch, span, {}, keeper).loss
     except InputError:
         with _evaluating(list(problem.model.modules())):
-            again = _look(problem, microbatch, None, {}).loss
+            again = _look(problem, microbatch, None, {}, keeper).loss
     return abs(again - first) <= 1e-6 * max(abs(again), abs(first))
 
 

@@ -1,0 +1,171 @@
+"""Cases that were wrong once: each was found by trying to break the accumulator."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from superbatch import OptimizerError, StatementError, WindowError
+from superbatch.torch import Accumulator, fp32_masters
+from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_token_trap_shows_in_an_untrained_language_model(dtype: torch.dtype) -> None:
+    """With a head of zeros all tokens have the same loss: only gradients tell the weights apart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)).to(dtype)
+    head: Any = model[1]
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    labels = torch.randint(50, (8, 32))
+    for row, length in enumerate([32, 5, 5, 20, 32, 3, 15, 6]):
+        labels[row, length:] = -100
+    batch = {"tokens": torch.randint(50, (8, 32)), "labels": labels}
+
+    def loss_fn(microbatch: Any) -> Tensor:
+        logits = model(microbatch["tokens"]).flatten(0, 1)
+        return F.cross_entropy(logits.float(), microbatch["labels"].flatten())
+
+    whole, part = (float(loss_fn({k: v[:n] for k, v in batch.items()}).detach()) for n in (8, 1))
+    assert whole == pytest.approx(part, rel=1e-6)  # the losses say nothing
+    before = start_of(model)
+    accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=4)
+    with pytest.raises(StatementError, match=r'state weight=count_tokens\("labels"\)'):
+        accumulate(batch)
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+
+
+def test_one_gradient_for_two_parameters_is_not_summed_twice() -> None:
+    """Autograd hands the same tensor to both of `a.view(3, 4) + b.view(3, 4)`."""
+
+    def made() -> nn.ParameterList:
+        torch.manual_seed(0)
+        return nn.ParameterList([torch.randn(12, dtype=torch.float64) for _ in range(2)])
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        weight = model[0].view(3, 4) + model[1].view(3, 4)
+        return (batch[0] @ weight.T - batch[1]).square().mean()
+
+    reference, batches = made(), rows(10, 2)
+    start = start_of(reference)
+    large_batch(sgd(reference.parameters()), lambda batch: loss_of(reference, batch), batches)
+    ways: list[dict[str, Any]] = [{}, {"nonfinite": "skip_microbatch"}, {"weight": "returned"}]
+    for options in ways:
+        model = made()
+
+        def loss_fn(microbatch: Any, model: Any = model, options: Any = options) -> Any:
+            loss = loss_of(model, microbatch)
+            return (loss, len(microbatch[0])) if "weight" in options else loss
+
+        accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=3, **options)
+        for batch in batches:
+            accumulate(batch)
+        assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_an_overflow_in_one_of_two_optimizers_moves_neither() -> None:
+    models = [mlp().float(), mlp().float()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizers = [sgd(model.parameters()) for model in models]
+
+    def loss_fn(microbatch: Any) -> Tensor:
+        x, y = microbatch
+        return F.mse_loss(models[0](x), y) + models[1](x).square().mean()
+
+    x, y = (part.float() for part in rows(6, 1)[0])
+    accumulate = Accumulator(models, optimizers, loss_fn, microbatch_size=2, scaler=scaler)
+    assert accumulate((x, y)).made
+    before = [start_of(model) for model in models]
+    parameter = next(models[1].parameters())
+    handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
+    update = accumulate((x, y))
+    handle.remove()
+    assert update.skipped is not None and update.skipped.startswith("overflow")
+    assert scaler.get_scale() == 1.0
+    for model, old in zip(models, before, strict=True):
+        assert all(torch.equal(old[name], value) for name, value in model.named_parameters())
+
+
+def test_a_window_does_not_go_on_under_another_scale() -> None:
+    model = mlp().float()
+    x, y = (part.float() for part in rows(6, 1)[0])
+
+    def made(scale: float) -> Accumulator:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        return Accumulator(model, sgd(model.parameters()), microbatch_size=2, scaler=scaler)
+
+    first, state = made(8.0), {}
+    with pytest.raises(KeyboardInterrupt), first.window((x, y)) as window:  # noqa: PT012  (the loop is the subject)
+        for microbatch in window:
+            window.backward(mse(model, microbatch))
+            state = first.state_dict()
+            raise KeyboardInterrupt
+    other = made(64.0)
+    other.load_state_dict(state)
+    with pytest.raises(WindowError, match=r"the saved sums were scaled by 8\.0"), other.window((x, y)):
+        pass
+
+
+def test_masters_that_are_not_used_are_refused_and_written_parameters_taken_over() -> None:
+    model = mlp().bfloat16()
+    masters = fp32_masters(model)
+    with pytest.raises(OptimizerError, match=r"make the optimizer over masters\.values"):
+        Accumulator(model, sgd(model.parameters()), masters=masters)
+    accumulate = Accumulator(
+        model, torch.optim.SGD(masters.values(), lr=1e-4), lambda mb: mse(model, mb), masters=masters
+    )
+    batch = tuple(part.bfloat16() for part in rows(6, 1)[0])
+    accumulate(batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)  # a checkpoint is loaded, say
+    loaded = start_of(model)
+    accumulate(batch)
+    for name, parameter in model.named_parameters():
+        assert (parameter - loaded[name]).abs().max() < 0.1
+
+
+def test_autocast_around_the_training_loop_sees_every_update() -> None:
+    def train(outside: bool) -> dict[str, Tensor]:
+        model = mlp().float()
+        x, y = (part.float() for part in rows(12, 1)[0])
+        accumulate = Accumulator(
+            model, torch.optim.SGD(model.parameters(), lr=0.5), lambda mb: mse(model, mb), microbatch_size=4
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
+            for _ in range(5):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    accumulate((x, y))
+        return start_of(model)
+
+    for name, value in train(outside=True).items():
+        assert torch.allclose(value, train(outside=False)[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("layer", "state"),
+    [
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), "0.parametrizations.weight.0._u"),
+        (nn.InstanceNorm1d(4, track_running_stats=True), "0.running_mean"),
+    ],
+    ids=["spectral_norm", "InstanceNorm"],
+)
+def test_a_state_that_moves_in_the_forward_is_said(layer: nn.Module, state: str) -> None:
+    model = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(1)).double()
+    x = torch.randn(8, 4, 4, dtype=torch.float64)
+    model.eval()(x)
+    accumulate = Accumulator(
+        model.train(), sgd(model.parameters()), lambda mb: model(mb).square().mean(), microbatch_size=4
+    )
+    with pytest.warns(UserWarning, match="the forward changes the state") as said:
+        accumulate(x)
+    assert any(state in str(one.message) for one in said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate(x)
