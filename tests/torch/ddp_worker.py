@@ -51,7 +51,7 @@ class Case:
     wrap: dict[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     masters: bool = False
-    mutant: bool = False
+    mutant: str = ""
 
 
 def cut(batch: Any, *sizes: int) -> list[Any]:
@@ -225,7 +225,8 @@ EXACT: dict[str, Case] = {
         options={"weight": count_tokens(TOKENS), "check": False},
         optimizer=plain_sgd,
     ),
-    "mutant_unweighted_ranks": Case(tiny_lm, token_mean, UNEQUAL, mutant=True),
+    "mutant_unweighted_ranks": Case(tiny_lm, token_mean, UNEQUAL, mutant="own weights"),
+    "mutant_sync_on_the_wrong_microbatch": Case(tiny_lm, token_mean, UNEQUAL, mutant="first synced"),
 }
 OTHER: dict[str, Case] = {
     "fp32_buffers": Case(
@@ -276,21 +277,34 @@ def gather_case(case: Case, rank: int, group: Any) -> dict[str, Any]:
 
 
 def mutant(case: Case, wrapped: DistributedDataParallel, rank: int) -> dict[str, Tensor]:
-    """Each rank divides by its own weight, then DDP averages: a loop without the all-reduce of weights."""
+    """A wrong loop: each rank divides by its own weight, or only the first micro-batch is reduced."""
     optimizer = case.optimizer(wrapped.parameters())
     for window in case.data[rank]:
         optimizer.zero_grad()
         counts = [int((mb["labels"] != -100).sum()) for mb in window]
-        for mb, count in zip(window, counts, strict=True):
+        total = torch.tensor(float(sum(counts)))
+        if case.mutant == "first synced":
+            dist.all_reduce(total, group=wrapped.process_group)
+        for index, (mb, count) in enumerate(zip(window, counts, strict=True)):
             with wrapped.no_sync():
                 if count:
-                    (case.loss(wrapped, mb) * (count / sum(counts))).backward()
-        for parameter in wrapped.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad, group=wrapped.process_group)
-            parameter.grad /= 2
+                    (case.loss(wrapped, mb) * (count / total)).backward()
+            if index == 0 and case.mutant == "first synced":
+                _reduce(wrapped)
+        if case.mutant == "own weights":
+            _reduce(wrapped)
+            for parameter in wrapped.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= 2
         optimizer.step()
     return state_of(wrapped.module)
+
+
+def _reduce(wrapped: DistributedDataParallel) -> None:
+    for parameter in wrapped.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, group=wrapped.process_group)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

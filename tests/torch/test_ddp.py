@@ -134,7 +134,7 @@ def test_equal_to_the_large_batch_over_both_ranks(name: str, results: dict[str, 
     assert len(moved) >= 4, "premise: training moves the parameters"
     found = differences(one["parameters"], reference, start)
     if case.mutant:
-        assert len(found) >= 4, "the checker must tell unweighted ranks from the large batch"
+        assert len(found) >= 4, "the checker must tell a wrong loop from the large batch"
         return
     assert not found
     assert all(torch.equal(one["parameters"][key], other["parameters"][key]) for key in start)
