@@ -264,8 +264,8 @@ def test_a_real_limit_of_memory() -> None:
         def size():
             return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         verify(model, loss_fn, torch.randn(4, 64), microbatch_size=2)  # loads what is loaded once
-        resource.setrlimit(resource.RLIMIT_AS, (size() + 160_000_000,) * 2)
-        report = verify(model, loss_fn, torch.randn(96, 64), microbatch_size=8)
+        resource.setrlimit(resource.RLIMIT_AS, (size() + 400_000_000,) * 2)  # ten micro-batches
+        report = verify(model, loss_fn, torch.randn(400, 64), microbatch_size=4)
         print(report.exact, [c.against for c in report.comparisons])
         print(*report.notes, sep="; ")
         """
