@@ -1,4 +1,4 @@
-"""Draw reports: a frozen report in, a matplotlib `Figure` out; no pyplot, no window, no global style."""
+"""The picture of a comparison of splits."""
 
 # matplotlib leaves the types of its keyword arguments open:
 # pyright: standard
@@ -9,37 +9,33 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import blended_transform_factory
 
+from superbatch.plot.style import (
+    BLUE,
+    DARK,
+    GREEN,
+    LIGHT,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    Theme,
+    plain_axes,
+)
 from superbatch.report.comparison import Arm, Comparison
 from superbatch.report.table import margin_text
 
-# Okabe and Ito's colours, which people with any common colour blindness tell apart; line style and marker say
-# the same once more. https://jfly.uni-koeln.de/color/
-SPLIT_COLOURS = ("#0072B2", "#009E73", "#56B4E9", "#CC79A7", "#E69F00")
-WRONG_COLOURS = ("#D55E00", "#E69F00")
+SPLIT_COLOURS = (BLUE, GREEN, SKY, PURPLE, ORANGE)
+WRONG_COLOURS = (VERMILION, ORANGE)
 MARKERS = ("o", "s", "^", "D", "v")
 DASHES = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)))
 ZERO = 1e-19
 """Where a difference of exactly zero is drawn on a logarithmic axis."""
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours of everything that is not data."""
-
-    paper: str
-    ink: str
-    faint: str
-
-
-LIGHT = Theme(paper="#ffffff", ink="#1a1a1a", faint="#c9ccd1")
-DARK = Theme(paper="#16181d", ink="#e8e8e8", faint="#4a4f59")
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def comparison(report: Comparison, *, dark: bool = False) -> Figure:
     metric = figure.add_subplot(grid[1, 0])
     weights = figure.add_subplot(grid[1, 1])
     for axes in (curves, metric, weights):
-        _plain_axes(axes, theme)
+        plain_axes(axes, theme)
     _draw_curves(curves, report, styles, theme)
     _draw_metric(metric, report, styles, theme)
     _draw_differences(weights, report, styles, theme)
@@ -86,25 +82,6 @@ def comparison(report: Comparison, *, dark: bool = False) -> Figure:
         f"{report.recipe}: {report.description}{partial}", color=theme.ink, fontsize=12, wrap=True
     )
     return figure
-
-
-def png(figure: Figure, *, dots_per_inch: int = 150) -> bytes:
-    """Render a figure.
-
-    Args:
-        figure: any.
-        dots_per_inch: resolution.
-
-    Returns:
-        A PNG file's content.
-
-    Examples:
-        >>> png(Figure(figsize=(1, 1)))[1:4]
-        b'PNG'
-    """
-    content = BytesIO()
-    figure.savefig(content, format="png", dpi=dots_per_inch, facecolor=figure.get_facecolor())
-    return content.getvalue()
 
 
 def _styles(arms: Sequence[Arm], theme: Theme) -> list[Style]:
@@ -220,19 +197,6 @@ def _rows(axes: Axes, report: Comparison, *, labels: bool) -> list[float]:
     axes.set_ylim(rows[-1] - 0.6, 0.6)
     axes.grid(axis="y", visible=False)
     return rows
-
-
-def _plain_axes(axes: Axes, theme: Theme) -> None:
-    axes.set_facecolor(theme.paper)
-    axes.grid(color=theme.faint, linewidth=0.6, alpha=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=theme.ink, labelcolor=theme.ink, which="both")
-    for name, spine in axes.spines.items():
-        spine.set_visible(name in ("left", "bottom"))
-        spine.set_color(theme.faint)
-    axes.xaxis.label.set_color(theme.ink)
-    axes.yaxis.label.set_color(theme.ink)
-    axes.title.set_color(theme.ink)
 
 
 def _plain_numbers(axes: Axes) -> None:
