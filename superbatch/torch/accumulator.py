@@ -230,7 +230,9 @@ class Accumulator:
         self._refresh_owned()
         take_over(self._owned, self._written)
         need = self._plan.weigh == "samples" or self._plan.sample_rng
-        microbatches, samples = microbatches_of(batch, self._microbatch_size, self._paths, need_samples=need)
+        microbatches, samples, _ = microbatches_of(
+            batch, self._microbatch_size, self._paths, need_samples=need
+        )
         if self._batchnorm == "error":
             norms.refuse(self._batchnorms)
         if self._first and self._can_check():

@@ -16,8 +16,10 @@ Paths = dict[str, tuple[str, ...]]
 
 def microbatches_of(
     batch: Any, microbatch_size: int | TokenBudget | None, paths: Paths, *, need_samples: bool
-) -> tuple[list[Any], list[int] | None]:
-    """Return the micro-batches, and the number of samples of each.
+) -> tuple[list[Any], list[int] | None, list[int] | None]:
+    """Return the micro-batches, the number of samples of each, and the order in which samples come.
+
+    The order lists each sample's position in the batch, micro-batch after micro-batch; None: as in the batch.
 
     Args:
         batch: a batch to split, or a Window to take as it is.
@@ -30,30 +32,30 @@ def microbatches_of(
 
     Examples:
         >>> import torch
-        >>> pieces, counts = microbatches_of((torch.zeros(5, 2),), 2, {}, need_samples=True)
-        >>> counts, pieces[2][0].shape
-        ([2, 2, 1], torch.Size([1, 2]))
+        >>> pieces, counts, order = microbatches_of((torch.zeros(5, 2),), 2, {}, need_samples=True)
+        >>> counts, order, pieces[2][0].shape
+        ([2, 2, 1], None, torch.Size([1, 2]))
     """
     if not isinstance(batch, Window) and microbatch_size is not None:
         if isinstance(microbatch_size, int) and not any(paths.values()):
             length = _length_of_tensors(batch)
             if length:
                 counts = near_equal(length, microbatch_size)
-                return _split_tensors(batch, counts), counts
+                return _split_tensors(batch, counts), counts, None
         planned = plan(batch, **paths)
         counts = sizes(batch, planned.samples, microbatch_size)
-        return cut(planned, counts), counts
+        return cut(planned, counts), counts, None
     microbatches = list(batch) if isinstance(batch, Window) else [batch]
     if not any(paths.values()):
         lengths = [_length_of_tensors(microbatch) for microbatch in microbatches]
         if all(lengths):
-            return microbatches, lengths
+            return microbatches, lengths, None
     try:
-        return microbatches, [count_samples(microbatch, **paths) for microbatch in microbatches]
+        return microbatches, [count_samples(microbatch, **paths) for microbatch in microbatches], None
     except ValueError:
         if need_samples:
             raise
-        return microbatches, None
+        return microbatches, None, None
 
 
 def _length_of_tensors(batch: Any) -> int:

@@ -2,7 +2,7 @@
 
 * Every random operation of a micro-batch's forward and backward is computed by `superbatch.torch.counter`
   from (window key, call key, sample's index in the effective batch, index within the sample): no value
-  depends on which samples share its micro-batch, on their number, or on the device.
+  depends on which samples share its micro-batch, on their number or order, or on the device.
 * The call key is the next number of torch's global CPU generator, seeded alike at the start of every
   micro-batch of a window. Activation checkpointing restores that generator before it computes a forward
   again, and so the masks.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -33,7 +33,12 @@ from superbatch.torch.sample_rules import RULES, Arguments, refusal
 
 @contextmanager
 def sample_stream(
-    key: int, first_sample: int, samples: int, *, calls: dict[int, Call] | None = None
+    key: int,
+    first_sample: int | None = None,
+    samples: int | None = None,
+    *,
+    indices: Sequence[int] | None = None,
+    calls: dict[int, Call] | None = None,
 ) -> Iterator[None]:
     """Draw all random numbers inside from streams per sample: around one micro-batch's forward and backward.
 
@@ -54,12 +59,14 @@ def sample_stream(
         key: names the window; the same for all its micro-batches. Draw it once per window.
         first_sample: position of the micro-batch's first sample within the effective batch (of all ranks).
         samples: of the micro-batch, at least 1.
+        indices: instead of these two, for samples that do not follow one another (a window sorted by length):
+            the position of each within the effective batch (of all ranks), in the micro-batch's order.
         calls: a dict, empty at first, that all micro-batches of a window share: what they are checked
             against.
 
     Raises:
-        InputError: if an argument is out of range; inside, at a random operation that cannot be drawn per
-            sample, has its own generator, or whose shape has no clear reading.
+        InputError: if the places are not stated, stated twice, or out of range; inside, at a random operation
+            that cannot be drawn per sample, has its own generator, or whose shape has no clear reading.
 
     Examples:
         >>> import torch
@@ -71,23 +78,40 @@ def sample_stream(
         ...         parts.append(torch.nn.functional.dropout(x[first : first + size]))
         >>> torch.equal(torch.cat(parts), whole)
         True
+        >>> with sample_stream(7, indices=[5, 0]):
+        ...     some = torch.nn.functional.dropout(x[[5, 0]])
+        >>> torch.equal(some, whole[[5, 0]])
+        True
     """
-    if samples < 1 or first_sample < 0:
-        raise InputError(
-            explain(
-                f"first_sample={first_sample}, samples={samples}",
-                "a micro-batch has at least one sample, and samples are counted from 0",
-                "pass the micro-batch's place in the effective batch",
-            )
-        )
+    places = _places(first_sample, samples, indices)
     with ExitStack() as stack:
         stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
         torch.default_generator.manual_seed(signed(key))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_Kernels())
-        stack.enter_context(_Stream(key, first_sample, samples, {} if calls is None else calls))
+        stack.enter_context(_Stream(key, places, {} if calls is None else calls))
         yield
+
+
+def _places(first: int | None, samples: int | None, indices: Sequence[int] | None) -> Sequence[int]:
+    """The positions of a micro-batch's samples within the effective batch."""
+    places: Sequence[int] = ()
+    if indices is not None:
+        if first is None and samples is None and min(indices, default=0) >= 0:
+            places = indices
+    elif first is not None and samples is not None and first >= 0:
+        places = range(first, first + samples)
+    if not places:
+        given = "" if indices is None else f", indices={indices!r}"
+        raise InputError(
+            explain(
+                f"first_sample={first}, samples={samples}{given}",
+                "a micro-batch has at least one sample, and samples are counted from 0",
+                "pass the micro-batch's place in the effective batch: first_sample and samples, or indices",
+            )
+        )
+    return places
 
 
 class _Stream(TorchDispatchMode):
@@ -99,10 +123,10 @@ class _Stream(TorchDispatchMode):
         # (and imports the compiler); nothing is compiled in here. Older releases do not ask.
         return False
 
-    def __init__(self, key: int, first_sample: int, samples: int, calls: dict[int, Call]) -> None:
+    def __init__(self, key: int, places: Sequence[int], calls: dict[int, Call]) -> None:
         super().__init__()
         self.window = mix(key)
-        self.first_sample, self.samples = first_sample, samples
+        self.places, self.samples = places, len(places)
         self.calls = calls
         self._starts: dict[torch.device, Tensor] = {}
 
@@ -148,12 +172,18 @@ class _Stream(TorchDispatchMode):
     def _start(self, device: torch.device) -> Tensor:
         """Return the first position of each sample, shape (samples,)."""
         if device not in self._starts:
-            index = torch.arange(self.first_sample + 1, self.first_sample + 1 + self.samples, device=device)
+            index = self._index(device)
             # Hashed twice, so that neighbouring windows and samples are no neighbours in position.
             self._starts[device] = finalise(
                 finalise(index.mul_(signed(0x9E3779B97F4A7C15))).add_(self.window)
             )
         return self._starts[device]
+
+    def _index(self, device: torch.device) -> Tensor:
+        """Return the number of each sample, counted from 1, in memory of its own; shape (samples,)."""
+        if isinstance(self.places, range):
+            return torch.arange(self.places.start + 1, self.places.stop + 1, device=device)
+        return torch.tensor(self.places, dtype=torch.int64, device=device).add_(1)
 
 
 class _Kernels(TorchFunctionMode):

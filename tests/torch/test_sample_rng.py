@@ -559,6 +559,38 @@ def test_places_that_do_not_exist_are_refused(first: int, samples: int):
         pass
 
 
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ({}, r"first_sample=None, samples=None. Wrong"),
+        ({"first_sample": 0}, r"first_sample=0, samples=None. Wrong"),
+        ({"indices": []}, r"samples=None, indices=\[\]. Wrong"),
+        ({"indices": [0, -1]}, r"indices=\[0, -1\]. Wrong"),
+        ({"first_sample": 0, "samples": 2, "indices": [0, 1]}, r"samples=2, indices=\[0, 1\]. Wrong"),
+    ],
+)
+def test_places_that_are_not_stated_once_are_refused(places: Any, text: str):
+    with pytest.raises(InputError, match=text), sample_stream(1, **places):
+        pass
+
+
+@pytest.mark.parametrize("order", [[3, 0, 5, 1, 2, 4], [5, 4, 3, 2, 1, 0]])
+def test_streams_by_index_do_not_depend_on_the_order(order: list[int]):
+    def draw(n: int) -> Tensor:
+        return torch.cat([F.dropout(torch.ones(n, 7, dtype=torch.float64)), torch.randn(n, 3)], 1)
+
+    with sample_stream(11, 0, 6):
+        straight = draw(6)
+    assert straight.unique(dim=0).shape == straight.shape  # no two samples draw the same
+    for cut in (6, 4, 1):
+        parts: list[Tensor] = []
+        for start in range(0, 6, cut):
+            indices = order[start : start + cut]
+            with sample_stream(11, indices=indices):
+                parts.append(draw(len(indices)))
+        assert torch.equal(torch.cat(parts), straight[order])
+
+
 def test_another_thread_is_not_under_the_stream():
     """Modes belong to a thread: what a user's thread draws is its own affair (documented)."""
     import threading

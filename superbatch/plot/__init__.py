@@ -1,0 +1,4 @@
+"""Draw reports: a frozen report in, a matplotlib `Figure` out; no pyplot, no window, no global style."""
+
+from .comparing import comparison as comparison
+from .style import png as png
