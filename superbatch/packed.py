@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from superbatch.containers import array_shape, is_scalar, kind_of
@@ -24,7 +24,10 @@ OFFSETS = frozenset(
 )
 LONGEST = frozenset(f"{name}{suffix}" for name in ("max_seqlen", "max_length") for suffix in ("", "_q", "_k"))
 
-Take = Callable[[int, int], Any]
+# The samples of a micro-batch: some that follow one another, or a list of positions in the batch.
+Samples = range | list[int]
+# take(samples, longest): the part of a micro-batch. `longest` is how many positions `trim` leaves it.
+Take = Callable[[Samples, int | None], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +153,52 @@ def offsets_take(value: Any) -> Take:
         value: the offsets, as in the batch.
 
     Returns:
-        take(start, stop) over sequences.
+        take(samples, longest) over sequences.
 
     Examples:
-        >>> offsets_take([0, 2, 5, 9])(1, 3)
-        [0, 3, 7]
+        >>> take = offsets_take([0, 2, 5, 9])
+        >>> take(range(1, 3), None), take([2, 0], None)
+        ([0, 3, 7], [0, 4, 6])
     """
     if array_shape(value) is None:  # a plain list or tuple, see read_offsets
         kind = kind_of(value)
-        return lambda start, stop: kind(offset - value[start] for offset in value[start : stop + 1])
-    return lambda start, stop: value[start : stop + 1] - value[start]
+        return lambda samples, _: kind(accumulate((value[i + 1] - value[i] for i in samples), initial=0))
+
+    def take(samples: Samples, _: int | None) -> Any:
+        if isinstance(samples, range):
+            return value[samples.start : samples.stop + 1] - value[samples.start]
+        offsets = value[[0] * (len(samples) + 1)]  # zeros of its type and dtype, in memory of their own
+        offsets[1:] = (value[1:] - value[:-1])[samples].cumsum(0)
+        return offsets
+
+    return take
+
+
+def tokens_take(value: Any, dimension: int, offsets: Sequence[int]) -> Take:
+    """Pieces of an array in which sequences lie end to end.
+
+    Args:
+        value: the array.
+        dimension: the dimension of the tokens, 0 or 1.
+        offsets: where each sequence begins.
+
+    Returns:
+        take(samples, longest) over sequences.
+
+    Examples:
+        >>> bytes(tokens_take(memoryview(b"aabbbc"), 0, [0, 2, 5, 6])(range(1, 3), None))
+        b'bbbc'
+    """
+
+    def take(samples: Samples, _: int | None) -> Any:
+        tokens: slice | list[int]
+        if isinstance(samples, range):
+            tokens = slice(offsets[samples.start], offsets[samples.stop])
+        else:
+            tokens = [token for i in samples for token in range(offsets[i], offsets[i + 1])]
+        return value[tokens] if dimension == 0 else value[:, tokens]
+
+    return take
 
 
 def longest_take(value: Any, name: str, packed: Packed) -> Take:
@@ -171,23 +210,23 @@ def longest_take(value: Any, name: str, packed: Packed) -> Take:
         packed: the group's offsets.
 
     Returns:
-        take(start, stop) over sequences.
+        take(samples, longest) over sequences.
 
     Examples:
         >>> packed = read_packed("", {"cu_seqlens": [0, 2, 5, 6]})
-        >>> longest_take(3, "max_seqlen", packed)(0, 1)
+        >>> longest_take(3, "max_seqlen", packed)(range(1), None)
         2
     """
     suffix = name[-2:]
     chosen = [offsets for key, offsets in packed.offsets.items() if key.endswith(suffix)]
     chosen = chosen if suffix in ("_q", "_k") and chosen else list(packed.offsets.values())
 
-    def longest(start: int, stop: int) -> int:
-        return max(offsets[i + 1] - offsets[i] for offsets in chosen for i in range(start, stop))
+    def longest(samples: Samples) -> int:
+        return max(offsets[i + 1] - offsets[i] for offsets in chosen for i in samples)
 
     if type(value) is int:
-        return longest
-    return lambda start, stop: value * 0 + longest(start, stop)  # keeps an array's type, dtype and device
+        return lambda samples, _: longest(samples)
+    return lambda samples, _: value * 0 + longest(samples)  # keeps an array's type, dtype and device
 
 
 def is_longest(name: str, value: Any) -> bool:

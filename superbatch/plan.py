@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,12 +17,14 @@ from superbatch.containers import (
     is_record,
     is_scalar,
     is_torch_packed_sequence,
+    kind_of,
     rebuilder,
 )
 from superbatch.errors import InputError, explain
 from superbatch.packed import (
     OFFSETS,
     Packed,
+    Samples,
     Take,
     is_longest,
     longest_take,
@@ -30,6 +32,7 @@ from superbatch.packed import (
     offsets_take,
     read_packed,
     token_dimension,
+    tokens_take,
 )
 from superbatch.paths import Leaf, join
 from superbatch.refusals import (
@@ -50,8 +53,7 @@ class Plan:
     Args:
         leaves: all leaves, in order.
         samples: the number of samples, at least 1.
-        take: take(start, stop) gives samples start..stop as a micro-batch; 0 <= start < stop <= samples is
-            not checked.
+        pick: pick(samples, longest) gives these samples as a micro-batch (see `superbatch.packed.Take`).
 
     Examples:
         >>> planned = plan({"text": ["a", "b", "c"], "scale": 0.5})
@@ -61,7 +63,31 @@ class Plan:
 
     leaves: tuple[Leaf, ...]
     samples: int
-    take: Take
+    pick: Take
+
+    def take(
+        self, start: int, stop: int, *, order: Sequence[int] | None = None, longest: int | None = None
+    ) -> Any:
+        """Cut out a micro-batch; that the arguments are in range is not checked.
+
+        Args:
+            start: the first sample.
+            stop: one past the last sample.
+            order: positions of samples in the batch. Samples start..stop of this order are taken, as copies;
+                without it, of the batch, as views where the framework slices to views.
+            longest: how many positions are left of the leaves that the plan was told to trim.
+
+        Returns:
+            The micro-batch.
+
+        Raises:
+            SplitError: when an array cannot be cut like this.
+
+        Examples:
+            >>> plan(["a", "b", "c"]).take(0, 2, order=[2, 0, 1])
+            ['c', 'a']
+        """
+        return self.pick(range(start, stop) if order is None else list(order[start:stop]), longest)
 
 
 def plan(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str] = ()) -> Plan:
@@ -105,7 +131,7 @@ def walked(batch: Any, whole: Collection[str], per_sample: Collection[str]) -> t
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
-        What was found, and the batch's take(start, stop), None when nothing is cut.
+        What was found, and the batch's take(samples, longest), None when nothing is cut.
 
     Raises:
         InputError: when the declarations are no paths of the batch.
@@ -113,7 +139,7 @@ def walked(batch: Any, whole: Collection[str], per_sample: Collection[str]) -> t
 
     Examples:
         >>> walk, take = walked({"text": ["a", "b"]}, (), ())
-        >>> walk.leaves, take(0, 1)
+        >>> walk.leaves, take(range(1), None)
         ([Leaf(path='text', length=2)], {'text': ['a']})
     """
     walk = Walk(_declared("whole", whole), _declared("per_sample", per_sample))
@@ -155,7 +181,7 @@ class Walk:
     followed: set[str] = field(default_factory=set[str])
 
     def visit(self, node: Any, path: str, packed: Packed | None) -> Take | None:
-        """Note the leaves under a node; give its take(start, stop), None when it is kept whole."""
+        """Note the leaves under a node; give its take(samples, longest), None when it is kept whole."""
         if path in self.whole:
             self.met.add(path)
             return self._keep(path)
@@ -176,9 +202,8 @@ class Walk:
 
     def _cut(self, node: Any, path: str, length: int) -> Take:
         self.leaves.append(Leaf(path, length))
-        if is_list_subclass(node):
-            rebuild = rebuilder(node, path)  # a slice of a subclass is a plain list or tuple
-            return lambda start, stop: rebuild(list(node[start:stop]))
+        if array_shape(node) is None and isinstance(node, (list, tuple)):
+            return _list_take(node, path)
         return _slices(node, path)
 
     def _array(self, node: Any, shape: tuple[int, ...], path: str, packed: Packed | None) -> Take | None:
@@ -189,9 +214,7 @@ class Walk:
             return self._cut(node, path, shape[0])
         self.leaves.append(Leaf(path, packed.samples))
         self.followed.add(packed.path)
-        if dimension == 0:
-            return lambda start, stop: node[offsets[start] : offsets[stop]]
-        return lambda start, stop: node[:, offsets[start] : offsets[stop]]
+        return tokens_take(node, dimension, offsets)
 
     def _container(self, node: Any, path: str, packed: Packed | None) -> Take | None:
         entries = None if is_torch_packed_sequence(node) else children(node)
@@ -232,28 +255,41 @@ class Walk:
 
 
 def _slices(node: Any, path: str) -> Take:
-    def take(start: int, stop: int) -> Any:
+    def take(samples: Samples, longest: int | None) -> Any:
         try:
-            return node[start:stop]
+            return node[samples.start : samples.stop] if isinstance(samples, range) else node[samples]
         except NOT_SLICED as error:
             if type(error) not in NOT_SLICED:
                 raise  # out of memory is a RuntimeError of its own type, and not about the batch
-            raise unsliceable(node, path, error) from error
+            raise unsliceable(node, path, error, ordered=not isinstance(samples, range)) from error
+
+    return take
+
+
+def _list_take(node: Any, path: str) -> Take:
+    # A slice of a subclass is a plain list or tuple.
+    rebuild = rebuilder(node, path) if is_list_subclass(node) else kind_of(node)
+
+    def take(samples: Samples, longest: int | None) -> Any:
+        if not isinstance(samples, range):
+            return rebuild([node[i] for i in samples])
+        part = node[samples.start : samples.stop]
+        return rebuild(list(part)) if is_list_subclass(node) else part
 
     return take
 
 
 def _constant(value: Any) -> Take:
-    return lambda start, stop: value
+    return lambda samples, longest: value
 
 
 def _container_take(rebuild: Rebuild, pieces: list[Take], encodings: list[Any] | None) -> Take:
     if encodings is None:
-        return lambda start, stop: rebuild([piece(start, stop) for piece in pieces])
+        return lambda samples, longest: rebuild([piece(samples, longest) for piece in pieces])
 
-    def take(start: int, stop: int) -> Any:
-        new = rebuild([piece(start, stop) for piece in pieces])
-        new._encodings = encodings[start:stop]
+    def take(samples: Samples, longest: int | None) -> Any:
+        new = rebuild([piece(samples, longest) for piece in pieces])
+        new._encodings = [encodings[i] for i in samples]
         return new
 
     return take

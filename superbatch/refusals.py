@@ -179,13 +179,14 @@ def unknown(value: Any, path: str) -> SplitError:
     )
 
 
-def unsliceable(value: Any, path: str, error: Exception) -> SplitError:
-    """The error for an array whose framework cannot slice it.
+def unsliceable(value: Any, path: str, error: Exception, *, ordered: bool = False) -> SplitError:
+    """The error for an array whose framework cannot slice it, or cannot take a list of samples out of it.
 
     Args:
         value: the array.
         path: its path.
         error: what the framework said.
+        ordered: whether samples were to be taken in another order than the array has them.
 
     Returns:
         The error.
@@ -196,6 +197,14 @@ def unsliceable(value: Any, path: str, error: Exception) -> SplitError:
     """
     kind = kind_of(value)
     said = str(error).partition("\n")[0][:200]
+    if ordered:
+        return SplitError(
+            explain(
+                f"a {kind.__module__}.{kind.__qualname__} at path {path!r}, in a window that is sorted",
+                f"a list of its samples cannot be taken ({type(error).__name__}: {said})",
+                "pass a tensor, a NumPy array or a list, or leave out sort=True",
+            )
+        )
     return SplitError(
         explain(
             f"a {kind.__module__}.{kind.__qualname__} at path {path!r}",

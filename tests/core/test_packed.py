@@ -56,6 +56,27 @@ def test_packed_sequences_are_cut_between_sequences(flat: bool, microbatch_size:
     assert torch.equal(batch["cu_seqlens"], torch.tensor(OFFSETS, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("kind", [list, tuple, np.asarray, torch.tensor])
+def test_packed_sequences_are_taken_in_any_order(flat: bool, kind: Any) -> None:
+    batch = packed_batch(flat) | {"cu_seqlens": kind(OFFSETS)}
+    planned, order = plan(batch), [4, 0, 2, 1, 3]
+    for start, stop in [(0, 5), (0, 2), (1, 4), (4, 5)]:
+        piece, picked = planned.take(start, stop, order=order), order[start:stop]
+        tokens = torch.cat([torch.arange(OFFSETS[i], OFFSETS[i + 1]) for i in picked])
+        assert torch.equal(piece["input_ids"], tokens if flat else tokens[None])
+        assert torch.equal(
+            piece["embedded"], batch["embedded"][tokens] if flat else batch["embedded"][:, tokens]
+        )
+        assert piece["labels"].tolist() == picked
+        assert piece["names"] == [NAMES[i] for i in picked]
+        assert type(piece["cu_seqlens"]) is type(batch["cu_seqlens"])
+        assert list(piece["cu_seqlens"]) == np.cumsum([0, *(LENGTHS[i] for i in picked)]).tolist()
+        assert getattr(piece["cu_seqlens"], "dtype", None) == getattr(batch["cu_seqlens"], "dtype", None)
+        assert piece["max_seqlen"] == max(LENGTHS[i] for i in picked)
+    assert list(batch["cu_seqlens"]) == OFFSETS
+
+
 @pytest.mark.parametrize(
     "offsets",
     [

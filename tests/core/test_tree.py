@@ -51,6 +51,26 @@ def test_each_micro_batch_is_the_structure_of_its_samples(kind: str, microbatch_
     same(batch, whole_batch(kind))  # the batch itself is as it was
 
 
+@pytest.mark.parametrize("kind", [kind for kind in STRUCTURES if kind != "memoryview"])
+@pytest.mark.parametrize("order", [[3, 7, 0, 1, 6, 2, 5, 4], list(range(N))], ids=["shuffled", "as it is"])
+def test_samples_are_taken_in_any_order(kind: str, order: list[int]) -> None:
+    batch, planned = whole_batch(kind), plan(whole_batch(kind))
+
+    def chosen(leaf: Any) -> Any:
+        return type(leaf)(leaf[i] for i in picked) if isinstance(leaf, list | tuple) else leaf[picked]
+
+    for start, stop in [(0, N), (0, 3), (3, 7), (7, N)]:
+        picked = order[start:stop]
+        same(planned.take(start, stop, order=order), STRUCTURES[kind](chosen))
+    same(batch, whole_batch(kind))
+
+
+def test_an_array_that_cannot_be_indexed_by_a_list_is_named() -> None:
+    planned = plan({"raw": memoryview(b"abc")})
+    with pytest.raises(SplitError, match=r"memoryview at path 'raw', in a window that is sorted.*sort=True"):
+        planned.take(0, 2, order=[2, 1, 0])
+
+
 def test_the_comparison_can_fail() -> None:
     for a, b in [
         (x(), x().float()),
@@ -515,3 +535,7 @@ def test_any_nesting_is_cut(shape: Any, samples: int, microbatch_size: int) -> N
         same(piece["rest"], make(shape, slice(start, start + count)))
         start += count
     assert start == samples
+    planned = plan(batch)
+    backwards = [planned.take(at, at + 1, order=range(samples)[::-1]) for at in range(samples)]
+    for at, piece in enumerate(reversed(backwards)):
+        same(piece["rest"], make(shape, slice(at, at + 1)))
