@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from superbatch.errors import InputError
+from superbatch.torch.ledger import Ledger
 from superbatch.torch.memory import peak_bytes
 
 KIB = 1024
@@ -162,7 +163,7 @@ def test_nothing_is_left_behind():
     peak_bytes(lambda: held.append(block(1)))
     assert _get_current_dispatch_mode() is None
     gc.collect()
-    assert not [o for o in gc.get_objects() if type(o).__name__ == "_Ledger"]
+    assert not [o for o in gc.get_objects() if type(o) is Ledger]
     held.clear()  # must not call into a ledger that is gone
 
 

@@ -1,0 +1,107 @@
+"""A ledger of the tensor memory that operations allocate, on real and on fake tensors.
+
+A storage enters when an operation returns it and leaves at the moment it is freed. Views share a storage and
+add nothing; the backward pass is seen like the forward. Nothing is left behind: no hook, no reference that
+would keep a tensor alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes of the storages made on one device while the mode was active: `live` now, `peak` so far.
+
+    Args:
+        device: whose storages are counted; without an index, of all devices of that type.
+        rounded: storages count in multiples of so many bytes, as allocators hand them out.
+
+    Examples:
+        >>> with Ledger(torch.device("cpu"), rounded=64) as ledger:
+        ...     kept = torch.zeros(3).add(1)
+        >>> ledger.live, ledger.peak
+        (64, 128)
+    """
+
+    def __init__(self, device: torch.device, *, rounded: int = 1) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._device = device
+        self._rounded = rounded
+        # Address of a live storage -> its bytes, and the weak reference that reports its end. An address is
+        # used again only after the storage is freed, and then its entry is gone already.
+        self._bytes: dict[int, int] = {}
+        self._outside: dict[int, int] = {}
+        self._ends: dict[int, weakref.ref[Any]] = {}
+
+    def restart(self) -> int:
+        """Return the peak so far, and let another one begin from what is alive now."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Count nothing for the memory of a tensor: it was there before."""
+        for storage in self._storages(tensor):
+            self._enter(storage, outside=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # `torch.tensor(...)` allocates below the dispatcher and announces its result with `lift_fresh`: the
+        # argument of that operation is new. An unknown argument of any other operation was there before.
+        if func is not torch.ops.aten.lift_fresh.default:
+            for storage in self._storages((args, kwargs)):
+                self._enter(storage, outside=True)
+        out = func(*args, **kwargs)
+        for storage in self._storages(out):
+            self._enter(storage, outside=False)
+        if func._schema.is_mutable:  # `out=`, `resize_`, `set_`: a storage may have grown, or be a new one
+            for storage in self._storages((args, kwargs)):
+                self._enter(storage, outside=False)
+        return out
+
+    def _enter(self, storage: torch.UntypedStorage, *, outside: bool) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._ends:
+            self._ends[key] = weakref.ref(storage, partial(_leave, weakref.ref(self), key))
+            self._bytes[key] = 0
+            self._outside[key] = size if outside else 0
+        counted = -(-max(0, size - self._outside[key]) // self._rounded) * self._rounded
+        self.live += counted - self._bytes[key]
+        self._bytes[key] = counted
+        self.peak = max(self.peak, self.live)
+
+    def leave(self, key: int) -> None:
+        """Note that a storage is freed."""
+        self.live -= self._bytes.pop(key)
+        del self._outside[key], self._ends[key]
+
+    def _storages(self, tree: Any) -> Iterator[torch.UntypedStorage]:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                yield from self._storages_of_tensor(leaf)
+
+    def _storages_of_tensor(self, tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from self._storages([getattr(tensor, name) for name in names])
+        elif tensor.layout is torch.strided and self._is_here(tensor.device):
+            yield tensor.untyped_storage()
+
+    def _is_here(self, device: torch.device) -> bool:
+        wanted = self._device
+        return device.type == wanted.type and (wanted.index is None or device.index == wanted.index)
+
+
+def _leave(ledger: weakref.ref[Ledger], key: int, _: object) -> None:
+    there = ledger()
+    if there is not None:
+        there.leave(key)
