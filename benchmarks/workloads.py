@@ -45,12 +45,14 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.embedding(ids)))
 
 
-def _images(count: int, *shape: int) -> Batch:
+def images(count: int, *shape: int) -> Batch:
+    """Random samples of a shape, in random classes."""
     torch.manual_seed(0)
     return {"inputs": torch.randn(count, *shape), "labels": torch.randint(CLASSES, (count,))}
 
 
-def _text(count: int) -> Batch:
+def text(count: int) -> Batch:
+    """Random tokens; the labels are the next ones."""
     torch.manual_seed(0)
     ids = torch.randint(Transformer.VOCABULARY, (count, Transformer.LENGTH + 1))
     return {"inputs": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
@@ -62,7 +64,7 @@ def workloads() -> dict[str, Work]:
         Work(
             name="mlp",
             model=mlp,
-            batch=_images(256, 64),
+            batch=images(256, 64),
             microbatch_size=32,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
             rounds=600,
@@ -70,7 +72,7 @@ def workloads() -> dict[str, Work]:
         Work(
             name="convnet",
             model=convnet,
-            batch=_images(128, 3, 32, 32),
+            batch=images(128, 3, 32, 32),
             microbatch_size=16,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
             rounds=100,
@@ -78,7 +80,7 @@ def workloads() -> dict[str, Work]:
         Work(
             name="transformer",
             model=Transformer,
-            batch=_text(16),
+            batch=text(16),
             microbatch_size=4,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
             rounds=30,

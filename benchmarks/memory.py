@@ -1,0 +1,217 @@
+"""Micro-batch sizes that are found: how near to the true limit, at what cost, and what memory training takes.
+
+    python benchmarks/memory.py [--parts limits,peaks,failures] [--work mlp,convnet,transformer]
+                                [--finders all|none|NAMES] [--true NAME=SAMPLES,...] [--malloc mapped|default]
+                                [--quick] [--json FILE]
+
+limits    Each finder runs in a process of its own under a real limit (RLIMIT_AS), which is set when
+          libraries and data are loaded. The true limit is the largest micro-batch with which the best loop
+          by hand makes some updates, found with a fresh process for each size. It is searched twice: with
+          accumulation, and for the other finders, which find a batch and not a micro-batch, without: then no
+          gradient is there during the forward. Columns: the size chosen, against the true limit; the largest
+          size tried; trials that failed; samples that went forward and into no kept update, in batches of
+          the true limit's size and of the size that the user wants; CPU seconds that led to no kept update;
+          whether training then goes through.
+
+One case, with a true limit that is known from before:
+
+    python benchmarks/memory.py --parts limits --work convnet --finders ours-largest --true convnet=750
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from memory_work import LIMITED, Limited
+from peers.finders import FINDERS, Finder
+from tables import print_table
+from true_limit import ChildError, TrueLimit, child, fits_by_hand, search
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one finder did under one limit.
+
+    Attributes:
+        error: why there are no numbers, "" if there are.
+        wasted: samples that went forward and into no update that was kept.
+        largest: the largest micro-batch that was tried.
+        forwards: the samples of each forward, in order.
+    """
+
+    work: str
+    finder: str
+    version: str
+    true: int
+    batch: int
+    error: str = ""
+    chosen: int = 0
+    trains: bool = False
+    failed: int = 0
+    wasted: int = 0
+    seconds: float = 0.0
+    largest: int = 0
+    predicted: int = 0
+    note: str = ""
+    forwards: tuple[int, ...] = ()
+    windows: tuple[tuple[int, ...], ...] = ()
+
+
+def true_limits(
+    name: str, limited: Limited, loops: set[str], known: dict[str, int], *, mapped: bool
+) -> dict[str, TrueLimit]:
+    """Search with fresh processes, for each kind of loop that is asked for."""
+    found = {}
+    for loop in sorted(loops):
+        if name in known:
+            found[loop] = TrueLimit(known[name], known[name], [])
+            continue
+        about = next((limit.samples for limit in found.values()), limited.about)
+        fits = fits_by_hand(name, limited.limit, loop, mapped=mapped)
+        found[loop] = search(fits, about=about, most=limited.work.samples)
+    return found
+
+
+def run(finder: Finder, name: str, limited: Limited, true: int, *, mapped: bool) -> Row:
+    """One finder in a process of its own."""
+    version = finder.version()
+    assert version is not None
+    head = {"work": name, "finder": finder.name, "version": version, "true": true}
+    batch = limited.work.samples
+    try:
+        found: dict[str, Any] = child(name, limited.limit, "find", finder.name, mapped=mapped)
+    except ChildError as error:
+        return Row(**head, batch=batch, error=str(error))
+    forwards = tuple(found["forwards"])
+    return Row(
+        **head,
+        batch=batch,
+        chosen=found["chosen"],
+        trains=found["trains"],
+        failed=found["failed"],
+        wasted=sum(forwards) - found["kept"],
+        seconds=found["seconds"],
+        largest=max(forwards, default=0),
+        predicted=found["predicted"],
+        note=found["note"],
+        forwards=forwards,
+        windows=tuple(map(tuple, found["windows"])),
+    )
+
+
+def limits(names: list[str], finders: list[Finder], known: dict[str, int], *, mapped: bool) -> dict[str, Any]:
+    """The first part: true limits, and what each finder makes of them."""
+    true, rows = {}, []
+    for name in names:
+        limited = LIMITED[name]()
+        loops = {finder.loop for finder in finders}
+        true[name] = true_limits(name, limited, loops, known, mapped=mapped)
+        found = [
+            run(finder, name, limited, true[name][finder.loop].samples, mapped=mapped) for finder in finders
+        ]
+        print_limits(name, limited, true[name], found)
+        rows += [asdict(row) for row in found]
+    searched = {name: {loop: asdict(limit) for loop, limit in loops.items()} for name, loops in true.items()}
+    return {"true": searched, "rows": rows}
+
+
+def print_limits(name: str, limited: Limited, true: dict[str, TrueLimit], rows: list[Row]) -> None:
+    """The table of one training."""
+    print(
+        f"\n{name}: {limited.limit / 2**20:.0f} MiB; the batch that the user wants has {limited.work.samples}"
+    )
+    for loop, limit in true.items():
+        how = f"found with {len(limit.tried)} processes" if limit.tried else "given"
+        sharp = "" if limit.sharp else f", not sharp: {limit.highest} fitted too"
+        print(f"  true limit of the loop by hand ({loop}): {limit.samples} samples ({how}{sharp})")
+    header = [
+        "finder",
+        "chosen",
+        "true limit",
+        "ratio",
+        "most tried",
+        "failed trials",
+        "wasted / true",
+        "wasted / batch",
+        "CPU s lost",
+        "then trains",
+    ]
+    print_table("", header, [_cells(row) for row in rows])
+    for row in rows:
+        if row.error or row.note:
+            print(f"  {FINDERS[row.finder].title}: {row.error or row.note}")
+
+
+def _cells(row: Row) -> list[str]:
+    title = FINDERS[row.finder].title
+    if row.error:
+        return [title, "-", str(row.true), *["-"] * 7]
+    share = row.chosen / row.true if row.true else 0.0
+    return [
+        title,
+        str(row.chosen),
+        str(row.true),
+        f"{share:.3f}",
+        str(row.largest),
+        str(row.failed),
+        f"{row.wasted / row.true:.2f}" if row.true else "-",
+        f"{row.wasted / row.batch:.2f}",
+        f"{row.seconds:.2f}",
+        "yes" if row.trains else "NO",
+    ]
+
+
+def installed(names: str) -> list[Finder]:
+    """The rows for ``--finders``: those whose library is there; the others are named.
+
+    Raises:
+        ValueError: a name is not in the table.
+    """
+    ours = [finder.name for finder in FINDERS.values() if finder.package is None]
+    wanted = {"all": list(FINDERS), "none": ours}.get(names, names.split(","))
+    unknown = [name for name in wanted if name not in FINDERS]
+    if unknown:
+        raise ValueError(
+            f"unknown finders {', '.join(unknown)}; known: all, none (ours alone), {', '.join(FINDERS)}"
+        )
+    chosen = [finder for name, finder in FINDERS.items() if name in wanted]
+    for finder in chosen:
+        if finder.version() is None:
+            print(f"{finder.title}: not installed (pip install 'superbatch[peers]')")
+    return [finder for finder in chosen if finder.version() is not None]
+
+
+def main() -> int:
+    """Measure, print, and write JSON if asked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", default="limits")
+    parser.add_argument("--work", default="mlp,convnet,transformer")
+    parser.add_argument("--finders", default="all", help='"all", "none" (ours) or names separated by commas')
+    parser.add_argument("--true", default="", help="true limits that are known: convnet=740,mlp=700")
+    parser.add_argument("--malloc", choices=["mapped", "default"], default="mapped")
+    parser.add_argument("--quick", action="store_true", help="one small training: tests the benchmark")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args()
+    try:
+        finders = installed(options.finders)
+        known = {
+            name: int(size) for name, _, size in (p.partition("=") for p in options.true.split(",") if p)
+        }
+        names = ["small"] if options.quick else options.work.split(",")
+        if set(names) | set(known) > set(LIMITED):
+            raise ValueError(f"known works: {', '.join(LIMITED)}")
+    except ValueError as error:
+        parser.error(str(error))
+    results = {"limits": limits(names, finders, known, mapped=options.malloc == "mapped")}
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

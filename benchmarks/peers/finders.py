@@ -1,0 +1,141 @@
+"""One file per way of finding a micro-batch size, the table that names them, and what is counted of each.
+
+Every file has ``find(work, watch, variant) -> Found``: the documented search of its library, followed by some
+updates with the size that was found, in the same process. Trials are counted by `Watch`, which looks at the
+model from outside.
+"""
+
+import importlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+UPDATES = 3
+"""Updates that must go through with a size before it counts as one that fits."""
+
+
+@dataclass(frozen=True)
+class Finder:
+    """A row of the table."""
+
+    name: str
+    title: str
+    module: str
+    package: str | None
+    variant: str | None = None
+    loop: str = "plain"  # the loop by hand that is like its training (see under_limit.py)
+
+    def version(self) -> str | None:
+        """The installed version, "" if nothing is needed, None if the library is missing."""
+        if self.package is None:
+            return ""
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return None
+
+    def load(self) -> ModuleType:
+        """Import the file that drives this library."""
+        return importlib.import_module(f"peers.{self.module}")
+
+
+FINDERS = {
+    finder.name: finder
+    for finder in (
+        Finder("accelerate", "Accelerate find_executable_batch_size", "finder_accelerate", "accelerate"),
+        Finder("lightning-power", "Lightning, power", "finder_lightning", "lightning", "power"),
+        Finder("lightning-binsearch", "Lightning, binsearch", "finder_lightning", "lightning", "binsearch"),
+        Finder("ours-largest", 'superbatch, "largest"', "finder_ours", None, "largest", "accumulate"),
+        Finder("ours-auto", 'superbatch, "auto"', "finder_ours", None, "auto", "accumulate"),
+    )
+}
+"""By name, in the order of the table."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search led to.
+
+    Attributes:
+        chosen: samples of the micro-batch that the finder decided for; 0 if it found none.
+        trains: whether the updates after the search went through with it.
+        kept: samples whose gradients went into updates that were kept.
+        seconds: CPU time that was spent and led to no kept update.
+        note: what happened, where that needs a word.
+    """
+
+    chosen: int
+    trains: bool
+    kept: int
+    seconds: float
+    note: str = ""
+
+
+@dataclass
+class Watch:
+    """Counts the forwards of a model, and those that had no complete backward.
+
+    Attributes:
+        forwards: samples of every real forward that began, in order.
+        completed: whether its backward came to the first parameter.
+        predicted: forwards of fake tensors, which compute nothing.
+        windows: `forwards`, one list for each call of `window`.
+    """
+
+    forwards: list[int] = field(default_factory=list)
+    completed: list[bool] = field(default_factory=list)
+    predicted: int = 0
+    windows: list[list[int]] = field(default_factory=list)
+
+    def see(self, model: nn.Module) -> None:
+        """Look at every forward and backward of a model from now on."""
+        model.register_forward_pre_hook(self._begins)
+        next(model.parameters()).register_post_accumulate_grad_hook(self._ends)
+
+    def _begins(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if isinstance(inputs[0], FakeTensor) or inputs[0].device.type == "meta":
+            self.predicted += 1
+            return
+        self.forwards.append(len(inputs[0]))
+        self.completed.append(False)
+
+    def _ends(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if self.completed and not isinstance(gradient, FakeTensor) and not isinstance(parameter, FakeTensor):
+            self.completed[-1] = True
+
+    def window(self) -> None:
+        """Note that a window is over."""
+        self.windows.append(self.forwards[sum(map(len, self.windows)) :])
+
+    def counts(self) -> dict[str, object]:
+        """What was counted."""
+        return {
+            "forwards": self.forwards,
+            "failed": self.completed.count(False),
+            "predicted": self.predicted,
+            "windows": self.windows,
+        }
+
+
+class Stopwatch:
+    """CPU time of this process since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.process_time()
+
+    def seconds(self) -> float:
+        return time.process_time() - self._start
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
