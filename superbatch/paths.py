@@ -115,12 +115,25 @@ def find(node: Any, path: str) -> Any:
     return ABSENT
 
 
-def _paths(node: Any, path: str) -> Iterator[str]:
-    if array_shape(node) is not None or is_flat(node):
+def all_paths(batch: Any, path: str = "") -> Iterator[str]:
+    """List the paths of a batch.
+
+    Args:
+        batch: any nested batch.
+        path: where it is, when it is itself a part.
+
+    Yields:
+        The paths, outer parts before inner ones.
+
+    Examples:
+        >>> list(all_paths({"x": [1, 2], "meta": {"ids": "a"}}))
+        ['x', 'meta', 'meta.ids']
+    """
+    if array_shape(batch) is not None or is_flat(batch):
         return
-    for name, value in children(node) or []:
+    for name, value in children(batch) or []:
         yield join(path, name)
-        yield from _paths(value, join(path, name))
+        yield from all_paths(value, join(path, name))
 
 
 def listed_paths(batch: Any, path: str = "") -> str:
@@ -137,7 +150,7 @@ def listed_paths(batch: Any, path: str = "") -> str:
         >>> listed_paths({"x": [1, 2], "meta": {"ids": "a"}})
         "'x', 'meta', 'meta.ids'"
     """
-    paths = list(_paths(batch, path))
+    paths = list(all_paths(batch, path))
     if not paths:
         return f"{path!r} itself, without parts"
     more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""

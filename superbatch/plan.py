@@ -44,6 +44,7 @@ from superbatch.refusals import (
     unmet,
     unsliceable,
 )
+from superbatch.trimming import check_trimmed, check_widths, trim_take
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,13 @@ class Plan:
         return self.pick(range(start, stop) if order is None else list(order[start:stop]), longest)
 
 
-def plan(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str] = ()) -> Plan:
+def plan(
+    batch: Any,
+    *,
+    whole: Collection[str] = (),
+    per_sample: Collection[str] = (),
+    trim: Collection[str] = (),
+) -> Plan:
     """Walk a batch once, check it, and prepare the cutting of micro-batches.
 
     Arrays (anything with `shape` and indexing) are cut along their first dimension; lists and tuples of plain
@@ -101,12 +108,13 @@ def plan(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str]
         batch: any nesting of these.
         whole: paths of parts that every micro-batch gets whole, with everything under them.
         per_sample: paths of lists of any objects (or arrays) with one entry for each sample.
+        trim: paths of arrays of shape (samples, length, ...) whose padding `Plan.take` may cut off.
 
     Returns:
         The plan.
 
     Raises:
-        InputError: when a declared path is not in the batch.
+        InputError: when a declared path is not in the batch, or names what cannot be trimmed.
         SplitError: when lengths differ, when there is nothing to split or no sample, when a part is of an
             unknown type, or when it cannot be known what belongs to which sample.
 
@@ -115,20 +123,24 @@ def plan(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str]
         >>> planned.leaves
         (Leaf(path='0', length=4), Leaf(path='1.names', length=4), Leaf(path='1.lr', length=None))
     """
-    walk, take = walked(batch, whole, per_sample)
+    walk, take = walked(batch, whole, per_sample, trim)
+    check_widths(walk.widths)
     samples = agreed_length(walk.leaves)
     refuse_hollow_lists(walk.hollow, samples)
     assert take is not None  # some leaf has a length, so something is cut
     return Plan(tuple(walk.leaves), samples, take)
 
 
-def walked(batch: Any, whole: Collection[str], per_sample: Collection[str]) -> tuple[Walk, Take | None]:
+def walked(
+    batch: Any, whole: Collection[str], per_sample: Collection[str], trim: Collection[str] = ()
+) -> tuple[Walk, Take | None]:
     """Walk a batch without asking that lengths agree.
 
     Args:
         batch: any nested batch (see `plan`).
         whole: paths kept whole.
         per_sample: paths of lists with one entry for each sample.
+        trim: paths of arrays whose padding may be cut off.
 
     Returns:
         What was found, and the batch's take(samples, longest), None when nothing is cut.
@@ -142,15 +154,18 @@ def walked(batch: Any, whole: Collection[str], per_sample: Collection[str]) -> t
         >>> walk.leaves, take(range(1), None)
         ([Leaf(path='text', length=2)], {'text': ['a']})
     """
-    walk = Walk(_declared("whole", whole), _declared("per_sample", per_sample))
-    for path in sorted(walk.whole & walk.per_sample):
-        raise InputError(
-            explain(
-                f"path {path!r} in whole= and in per_sample=", "a part is one or the other", "declare it once"
+    walk = Walk(_declared("whole", whole), _declared("per_sample", per_sample), _declared("trim", trim))
+    for argument, others in [("per_sample", walk.per_sample), ("trim", walk.trim)]:
+        for path in sorted(walk.whole & others):
+            raise InputError(
+                explain(
+                    f"path {path!r} in whole= and in {argument}=",
+                    "a part is one or the other",
+                    "declare it once",
+                )
             )
-        )
     take = walk.visit(batch, "", None)
-    for path in sorted((walk.whole | walk.per_sample) - walk.met):
+    for path in sorted((walk.whole | walk.per_sample | walk.trim) - walk.met):
         raise unmet(batch, path)
     return walk, take
 
@@ -162,10 +177,12 @@ class Walk:
     Args:
         whole: declared paths that are kept whole.
         per_sample: declared paths of lists with one entry for each sample.
+        trim: declared paths of arrays whose padding may be cut off.
         leaves: found leaves, in order.
         met: declared paths that were found.
         hollow: lists of containers in which nothing is cut, with their lengths.
         followed: paths of packed groups whose offsets cut at least one array.
+        widths: the length of each array to trim, padding included.
 
     Examples:
         >>> walk = Walk(frozenset({"lookup"}), frozenset())
@@ -175,16 +192,21 @@ class Walk:
 
     whole: frozenset[str]
     per_sample: frozenset[str]
+    trim: frozenset[str] = frozenset()
     leaves: list[Leaf] = field(default_factory=list[Leaf])
     met: set[str] = field(default_factory=set[str])
     hollow: list[Leaf] = field(default_factory=list[Leaf])
     followed: set[str] = field(default_factory=set[str])
+    widths: dict[str, int] = field(default_factory=dict[str, int])
 
     def visit(self, node: Any, path: str, packed: Packed | None) -> Take | None:
         """Note the leaves under a node; give its take(samples, longest), None when it is kept whole."""
         if path in self.whole:
             self.met.add(path)
             return self._keep(path)
+        if path in self.trim:
+            self.met.add(path)
+            self.widths[path] = check_trimmed(node, path, packed=packed is not None)
         if path in self.per_sample:
             self.met.add(path)
             return self._cut(node, path, listed_length(node, path))
@@ -204,7 +226,9 @@ class Walk:
         self.leaves.append(Leaf(path, length))
         if array_shape(node) is None and isinstance(node, (list, tuple)):
             return _list_take(node, path)
-        return _slices(node, path)
+        if path in self.trim:
+            return trim_take(node, path, lambda array, samples: _rows(array, samples, path))
+        return lambda samples, longest: _rows(node, samples, path)
 
     def _array(self, node: Any, shape: tuple[int, ...], path: str, packed: Packed | None) -> Take | None:
         if not shape:
@@ -254,16 +278,13 @@ class Walk:
         return self.visit(value, path, packed)
 
 
-def _slices(node: Any, path: str) -> Take:
-    def take(samples: Samples, longest: int | None) -> Any:
-        try:
-            return node[samples.start : samples.stop] if isinstance(samples, range) else node[samples]
-        except NOT_SLICED as error:
-            if type(error) not in NOT_SLICED:
-                raise  # out of memory is a RuntimeError of its own type, and not about the batch
-            raise unsliceable(node, path, error, ordered=not isinstance(samples, range)) from error
-
-    return take
+def _rows(array: Any, samples: Samples, path: str) -> Any:
+    try:
+        return array[samples.start : samples.stop] if isinstance(samples, range) else array[samples]
+    except NOT_SLICED as error:
+        if type(error) not in NOT_SLICED:
+            raise  # out of memory is a RuntimeError of its own type, and not about the batch
+        raise unsliceable(array, path, error, ordered=not isinstance(samples, range)) from error
 
 
 def _list_take(node: Any, path: str) -> Take:

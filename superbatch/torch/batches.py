@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..packed import OFFSETS
-from ..split import TokenBudget, cut, near_equal, sizes
+from ..split import TokenBudget, cut_packed, near_equal, packing_of
 from ..tree import count_samples, plan
 from ..window import Window
 
@@ -29,6 +29,7 @@ def microbatches_of(
 
     Raises:
         SplitError: the batch cannot be split, or its samples cannot be counted although they must be.
+        InputError: the lengths that a TokenBudget asks for are not there, or are none.
 
     Examples:
         >>> import torch
@@ -42,9 +43,10 @@ def microbatches_of(
             if length:
                 counts = near_equal(length, microbatch_size)
                 return _split_tensors(batch, counts), counts, None
-        planned = plan(batch, **paths)
-        counts = sizes(batch, planned.samples, microbatch_size)
-        return cut(planned, counts), counts, None
+        trim = microbatch_size.trim if isinstance(microbatch_size, TokenBudget) else ()
+        planned = plan(batch, **paths, trim=trim)
+        packing = packing_of(batch, planned.samples, microbatch_size)
+        return cut_packed(planned, packing), packing.sizes, packing.order
     microbatches = list(batch) if isinstance(batch, Window) else [batch]
     if not any(paths.values()):
         lengths = [_length_of_tensors(microbatch) for microbatch in microbatches]

@@ -209,7 +209,7 @@ def test_lengths_are_checked() -> None:
         split(batch, TokenBudget(4, "lengths"))
 
 
-@pytest.mark.parametrize("lengths", [None, 3, ["lengths"], b"lengths"])
+@pytest.mark.parametrize("lengths", [3, ["lengths"], b"lengths"])
 def test_lengths_are_a_path_or_a_function(lengths: Any) -> None:
     with pytest.raises(InputError, match=r"lengths=.*neither a path nor a function.*\"lengths\""):
         TokenBudget(8, lengths)

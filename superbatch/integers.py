@@ -1,0 +1,89 @@
+# pyright: strict
+"""Ints where samples and tokens are counted: those of Python and NumPy, but no bools and no floats."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
+
+from superbatch.containers import array_shape
+from superbatch.errors import InputError, explain
+
+
+def positive_int(name: str, value: Any) -> int:
+    """Check that an argument is an int of at least 1.
+
+    Args:
+        name: the argument's name, for the error text.
+        value: what was passed.
+
+    Returns:
+        The value as an int.
+
+    Raises:
+        InputError: when it is something else; bools and floats are refused.
+
+    Examples:
+        >>> positive_int("microbatch_size", 8)
+        8
+    """
+    number = _as_int(value)
+    if number is None:
+        kind = type(value).__name__
+        raise InputError(explain(f"{name}={value!r}", f"a {kind} is not an int", "pass a positive int"))
+    if number < 1:
+        raise InputError(explain(f"{name}={value!r}", "at least 1 is needed", "pass a positive int"))
+    return number
+
+
+def checked_costs(costs: Any) -> list[int]:
+    """Check that something holds one int for each sample.
+
+    Args:
+        costs: a sequence or 1-d array of ints, 0 or larger, at least one.
+
+    Returns:
+        The ints.
+
+    Raises:
+        InputError: when it is something else; bools and floats are refused.
+
+    Examples:
+        >>> checked_costs((3, 0, 5))
+        [3, 0, 5]
+    """
+    values: Any = costs if array_shape(costs) is None else costs.tolist()
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
+        raise InputError(
+            explain(
+                f"costs={costs!r}", "this is no sequence of at least one int", "pass one int for each sample"
+            )
+        )
+    checked = [_as_int(cost) for cost in cast("Sequence[Any]", values)]
+    for index, cost in enumerate(checked):
+        if cost is None or cost < 0:
+            raise InputError(
+                explain(
+                    f"costs[{index}]={values[index]!r}",
+                    "a cost is an int, 0 or larger",
+                    "pass one int for each sample",
+                )
+            )
+    return cast("list[int]", checked)
+
+
+def _as_int(value: Any) -> int | None:
+    """Ints of Python and NumPy; a bool or a float is a mistake here, not a number of samples."""
+    if type(value) is int:
+        return value
+    if (
+        isinstance(value, (bool, float))
+        or type(value).__name__ == "bool_"
+        or array_shape(value) not in (None, ())
+    ):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
