@@ -218,9 +218,13 @@ def _bins(costs: list[int], budget: int) -> tuple[list[int], list[int]]:
     in_order = _even(costs, budget, _fill)
     if len(in_order) < len(bins):  # it happens, though rarely
         return list(range(len(costs))), in_order
-    evened = _evened(costs, largest_first, len(bins))
-    if max(sum(costs[i] for i in part) for part in evened) <= budget:
-        bins = evened
+    least = max(-(-sum(costs) // budget), sum(2 * cost > budget for cost in costs), 1)
+    for count in range(len(bins), least - 1, -1):
+        evened = _evened(costs, largest_first, count)
+        if max(sum(costs[i] for i in part) for part in evened) <= budget:
+            bins = evened  # near-equal; and sometimes it finds room for one part less
+        elif count < len(bins):
+            break
     bins.sort(key=lambda part: -sum(costs[i] for i in part))
     return [i for part in bins for i in part], [len(part) for part in bins]
 
