@@ -1,0 +1,155 @@
+"""Run a model on fake tensors: shapes, dtypes and lifetimes as in a real run, no data and no computation.
+
+torch's `FakeTensorMode` computes what each operation would return. What is added here lets it work on models
+as they are: a function mode puts a fake in the place of each real tensor that user code mentions - in a
+closure, in a list, in an optimizer's groups - always the same one, `.grad` included. So the real tensors are
+not part of what happens: their data, gradients, hooks and version counters stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from ..errors import SuperbatchError, explain
+from .ledger import Ledger
+from .looking import run_eagerly
+from .snapshot import random_state, restore_random_state
+from .untouched import _restore_python, _slots
+
+
+class PredictionError(SuperbatchError, RuntimeError):
+    """A model cannot be run on fake tensors."""
+
+
+@contextmanager
+def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any], Any]]:
+    """Let the body run models, losses and optimizers on fake tensors.
+
+    Restored afterwards, also after an exception: Python attributes, containers and training flags of the
+    modules, and the random state of torch, Python and NumPy. Parameters, buffers and `.grad` are not touched.
+
+    Args:
+        models: whose parameters and buffers are faked from the start; other tensors are when they are used.
+        ledger: counts the memory of what the body allocates.
+
+    Yields:
+        A function that returns the fake of a tensor, and of each tensor in a nested structure.
+
+    Raises:
+        PredictionError: a parameter is distributed: its operations would communicate.
+
+    Examples:
+        >>> layer = nn.Linear(3, 2)
+        >>> ledger = Ledger(torch.device("cpu"))
+        >>> with faked([layer], ledger) as fake:
+        ...     layer(fake(torch.ones(5, 3))).sum().backward()
+        ...     fake(layer.weight).grad.shape
+        torch.Size([2, 3])
+        >>> layer.weight.grad, ledger.peak
+        (None, 104)
+    """
+    # Loads sympy and dynamo, about a second: only where something is predicted.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _refuse_distributed(models)
+    kept = [(module, _slots(module), [(m, m.training) for m in module.modules()]) for module in models]
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    randomness = random_state(devices)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    function_mode = _Faking(mode, ledger)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # the real run will give them
+            stack.enter_context(run_eagerly())
+            stack.enter_context(torch.enable_grad())
+            for context in (mode, ledger):
+                stack.enter_context(context)
+            for model in models:
+                _put_fakes(model, function_mode.fake)
+            stack.enter_context(function_mode)
+            yield function_mode.fakes
+    finally:
+        torch.clear_autocast_cache()  # it may hold casts of fakes
+        for _, slots, modes in kept:
+            _restore_python(slots, modes)
+        restore_random_state(randomness)
+
+
+class GuessValues(TorchDispatchMode):
+    """Says 1 wherever the value of a fake tensor is asked for.
+
+    For optimizers, whose memory does not depend on values: Adam on the CPU reads its counter.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Faking(TorchFunctionMode):
+    """Puts a fake in the place of each real tensor that a function of torch is called with."""
+
+    def __init__(self, mode: Any, ledger: Ledger) -> None:
+        super().__init__()
+        self._mode = mode
+        self._ledger = ledger
+        # The real tensor is kept beside its fake, so that its id is not used again.
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """The fake of a tensor, the same one each time."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._fakes:
+            fake = self._mode.from_tensor(tensor, static_shapes=True)
+            fake.grad = None
+            self._fakes[id(tensor)] = (tensor, fake)
+            self._ledger.leave_out(fake)
+        return self._fakes[id(tensor)][1]
+
+    def fakes(self, tree: Any) -> Any:
+        """A structure with fakes for its tensors."""
+        return tree_map_only(Tensor, self.fake, tree)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self.fakes((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _put_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
+    """Fake the tensors of the modules themselves: some functions of torch no function mode sees."""
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:  # a fake of a Parameter passes for one
+                    table[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            # Its own forward would synchronise buffers and prepare a reduction.
+            vars(module)["forward"] = module.module.forward
+
+
+def _refuse_distributed(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "device_mesh", None) is not None:
+                raise PredictionError(
+                    explain(
+                        f"the parameter {name!r}, which is spread over several processes",
+                        "running it on fake tensors would communicate",
+                        "measure small micro-batches instead",
+                    )
+                )
