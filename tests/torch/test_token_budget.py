@@ -1,0 +1,212 @@
+"""Windows of variable length: sorted, trimmed and packed, the update is that of the real large batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from superbatch.recipes.text import IGNORE, text
+from superbatch.split import split
+from superbatch.torch import Accumulator, TokenBudget, count_tokens, verify
+from superbatch.torch.batches import microbatches_of
+from superbatch.torch.sample_rng import sample_stream
+from tests.torch.helpers import (
+    TinyLM,
+    assert_same_parameters,
+    large_batch,
+    sgd,
+    start_of,
+    tiny_lm,
+    token_mean,
+    tokens,
+    train_both,
+)
+
+LENGTHS = [1, 7, 3, 2, 5, 4, 6, 2]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "padded": {"padded": True},
+    "sort": {"sort": True},
+    "padded, sort": {"padded": True, "sort": True},
+    "trim": {"trim": ("ids", "labels")},
+    "sort, trim": {"sort": True, "trim": ("ids", "labels")},
+    "padded, sort, trim": {"padded": True, "sort": True, "trim": ("ids", "labels")},
+}
+
+
+def padded(lengths: list[int], *, seed: int = 4, width: int = 7) -> dict[str, Tensor]:
+    """`tokens` with ids that are padded too, and their lengths."""
+    batch = tokens(lengths, seed=seed, width=width)
+    batch["lengths"] = torch.tensor(lengths)
+    batch["ids"][torch.arange(width) >= batch["lengths"][:, None]] = 0
+    return batch
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_update_is_that_of_the_large_batch(name: str) -> None:
+    batches = [padded(LENGTHS, seed=seed) for seed in range(3)]
+    budget = TokenBudget(9, **OPTIONS[name])
+    both = train_both(tiny_lm, token_mean, batches, microbatch_size=budget, weight=count_tokens("labels"))
+    both.check()
+    assert both.updates[0].microbatches >= 4
+    assert both.updates[0].weight == 30
+    assert both.updates[0].samples == 8
+    microbatches, sizes, order = microbatches_of(batches[0], budget, {}, need_samples=True)
+    assert sizes == [len(piece["ids"]) for piece in microbatches]
+    assert (order is not None) == ("sort" in name)  # premise: samples have changed places
+    narrow = {piece["ids"].shape[1] for piece in microbatches}
+    assert (min(narrow) < 7) == ("trim" in name)  # premise: padding was cut off
+
+
+@given(
+    lengths=st.lists(st.integers(0, 7), min_size=2, max_size=16),
+    budget=st.integers(7, 30),
+    options=st.sampled_from(list(OPTIONS)),
+    by=st.sampled_from(["samples", "tokens", "returned"]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_lengths(lengths: list[int], budget: int, options: str, by: str, seed: int) -> None:
+    assume(any(lengths))
+    batch = padded(lengths, seed=seed)
+    reference, model = tiny_lm(), tiny_lm()
+    count = count_tokens("labels")
+
+    def objective(model: nn.Module, batch: Any) -> Tensor:
+        if by != "samples":
+            return token_mean(model, batch)
+        logits = model(batch["ids"]).transpose(1, 2)
+        return nn.functional.cross_entropy(logits, batch["labels"], reduction="none").sum(1).mean()
+
+    def loss_fn(microbatch: Any) -> Any:
+        loss = objective(model, microbatch)
+        return (loss, count(microbatch)) if by == "returned" else loss
+
+    start = start_of(reference)
+    seen = large_batch(sgd(reference.parameters()), lambda b: objective(reference, b), [batch])
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        loss_fn,
+        microbatch_size=TokenBudget(budget, **OPTIONS[options]),
+        weight={"samples": None, "tokens": count, "returned": "returned"}[by],
+        check=False,
+    )
+    update = accumulate(batch)
+    assert update.loss == pytest.approx(seen.losses[0], rel=1e-12)
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+# ---- random streams
+
+
+class NoisyLM(TinyLM):
+    """Dropout of every kind of shape that keeps its place within the sample when padding is cut off."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__()
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.embedding(ids), 0.2, self.training)
+        x = x * (1 + 0.1 * torch.randn(len(ids), 1, 1, dtype=x.dtype))
+        return self.head(nn.functional.dropout1d(torch.tanh(self.mixer(x.cumsum(1))), 0.3, self.training))
+
+
+def drawn(batch: Any, size: int | TokenBudget, draw: Any) -> list[Any]:
+    """What `draw(microbatch)` gives for each sample, in the batch's order."""
+    microbatches, sizes, order = microbatches_of(batch, size, {}, need_samples=True)
+    assert sizes is not None
+    order = list(range(sum(sizes))) if order is None else order
+    results: dict[int, Any] = {}
+    start = 0
+    for microbatch, count in zip(microbatches, sizes, strict=True):
+        indices = order[start : start + count]
+        with sample_stream(5, indices=indices):
+            results.update(zip(indices, draw(microbatch), strict=True))
+        start += count
+    return [results[i] for i in range(start)]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_sample_keeps_its_stream(name: str) -> None:
+    batch, model = padded(LENGTHS), NoisyLM()
+    reference = drawn(batch, 8, lambda microbatch: model(microbatch["ids"]))
+    again = drawn(batch, 8, lambda microbatch: model(microbatch["ids"]))
+    assert all(torch.equal(a, b) for a, b in zip(reference, again, strict=True))
+    assert not torch.equal(reference[0][0], model.eval()(batch["ids"])[0][0])  # premise: there is noise
+    model.train()
+    ours = drawn(batch, TokenBudget(9, **OPTIONS[name]), lambda microbatch: model(microbatch["ids"]))
+    for mine, whole, length in zip(ours, reference, LENGTHS, strict=True):
+        torch.testing.assert_close(mine[:length], whole[:length], rtol=1e-12, atol=1e-12)
+
+
+# ---- the recipe
+
+
+def text_lengths(batch: Any) -> list[int]:
+    return (batch["labels"] != IGNORE).sum(1).tolist()
+
+
+def test_the_text_recipe_pads_less() -> None:
+    """Lines of Python's library, as they come: about 24 % of positions are padding; packed: 5 % are left."""
+    recipe = text(lines=2048)
+    batch = recipe.batch(torch.arange(128))
+    longest = batch["ids"].shape[1]
+    budget = TokenBudget(8 * longest, text_lengths, padded=True, sort=True, trim=("ids", "labels"))
+    plain, packed = split(batch, 8), split(batch, budget)
+    tokens = sum(text_lengths(batch))
+    before, after = (sum(piece["ids"].numel() for piece in pieces) for pieces in (plain, packed))
+    assert sum(sum(text_lengths(piece)) for piece in packed) == tokens  # all tokens are still there
+    assert before == batch["ids"].numel()
+    assert 1 - tokens / before > 0.15  # premise: lines differ in length
+    assert after - tokens < 0.3 * (before - tokens)
+    assert len(packed) < len(plain)  # with no micro-batch larger than before
+    assert max(piece["ids"].numel() for piece in packed) <= max(piece["ids"].numel() for piece in plain)
+
+
+def test_the_text_recipe_makes_the_same_update() -> None:
+    recipe = text(lines=2048)
+    batches = [recipe.batch(torch.arange(first, first + 64)) for first in (0, 64, 128)]
+    both = train_both(
+        lambda: recipe.model(0).double(),
+        lambda model, batch: recipe.loss_fn(model)(batch),
+        batches,
+        microbatch_size=TokenBudget(384, text_lengths, padded=True, sort=True, trim=("ids", "labels")),
+        weight=recipe.weight,
+    )
+    both.check()
+    assert all(update.microbatches > 4 for update in both.updates)
+
+
+# ---- verify
+
+
+def verified(model: nn.Module, loss_fn: Any, options: dict[str, Any]) -> Any:
+    size = TokenBudget(9, **options)
+    return verify(model, loss_fn, padded(LENGTHS), microbatch_size=size, weight=count_tokens("labels"))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_verify_runs_the_packing_that_training_would(name: str) -> None:
+    model = tiny_lm()
+    report = verified(model, lambda microbatch: token_mean(model, microbatch), OPTIONS[name])
+    assert report.exact
+    assert len(report.comparisons[0].split) >= 4
+
+
+def test_verify_finds_a_model_that_feels_padding() -> None:
+    """Trimming is exact only for a model to whose result padding adds nothing."""
+    model = tiny_lm()
+
+    def loss_fn(microbatch: Any) -> Tensor:
+        logits = model(microbatch["ids"])
+        logits = logits + logits.mean(1, keepdim=True)  # over padding too
+        return nn.functional.cross_entropy(logits.flatten(0, 1), microbatch["labels"].flatten())
+
+    assert verified(model, loss_fn, OPTIONS["padded, sort"]).exact
+    assert not verified(model, loss_fn, OPTIONS["padded, sort, trim"]).exact
