@@ -12,6 +12,10 @@ limits    Each finder runs in a process of its own under a real limit (RLIMIT_AS
           size tried; trials that failed; samples that went forward and into no kept update, in batches of
           the true limit's size and of the size that the user wants; CPU seconds that led to no kept update;
           whether training then goes through.
+peaks     The peak of the ledger of tensors in a window of training (see peaks.py), in bytes and, beyond the
+          gradients, in units of the activations of a micro-batch.
+failures  200 windows in each of which memory runs out once (see failures.py): the difference of the final
+          weights from those of training without failures.
 
 One case, with a true limit that is known from before:
 
@@ -21,14 +25,21 @@ One case, with a true limit that is known from before:
 import argparse
 import json
 import sys
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import failures
+import peaks
+import torch
 from memory_work import LIMITED, Limited
 from peers.finders import FINDERS, Finder
 from tables import print_table
 from true_limit import ChildError, TrueLimit, child, fits_by_hand, search
+
+PARTS = ("limits", "peaks", "failures")
+BOUND = 1e-12
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,41 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def show_peaks(measured: list[peaks.Peak]) -> list[dict[str, Any]]:
+    """The table of the second part."""
+    base = measured[0].bytes
+    lines = [[p.name, f"{p.bytes / 2**20:.2f}", f"{p.units:.2f}", f"{p.bytes / base:.3f}"] for p in measured]
+    title = "\nPeak in training, large vocabulary: (peak - gradients) in units of a micro-batch's logits"
+    print_table(title, ["loop", "peak MiB", "units U", "against best"], lines)
+    return [asdict(peak) for peak in measured]
+
+
+def show_failures(outcomes: list[failures.Outcome]) -> list[dict[str, Any]]:
+    """The table of the third part."""
+    places = [*failures.PLACES, "half way"]
+    lines = [
+        [
+            f"{o.model}, {o.how}",
+            str(o.windows),
+            *(str(count) for count in (*o.counts.values(), o.half_way)),
+            "ended" if o.error is None else f"{o.error:.1e}",
+            "same" if o.buffers else "OTHER",
+        ]
+        for o in outcomes
+    ]
+    title = f"\nMemory runs out once in each window; largest error of the final weights (bound {BOUND:.0e})"
+    print_table(title, ["training", "windows", *places, "error", "buffers"], lines)
+    for outcome in outcomes:
+        if outcome.note:
+            print(f"  {outcome.model}, {outcome.how}: {outcome.note}")
+    return [asdict(outcome) for outcome in outcomes]
+
+
+def is_exact(outcome: failures.Outcome) -> bool:
+    """Whether failures changed nothing."""
+    return outcome.error is not None and outcome.error <= BOUND and outcome.buffers
+
+
 def installed(names: str) -> list[Finder]:
     """The rows for ``--finders``: those whose library is there; the others are named.
 
@@ -189,7 +235,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="limits")
+    parser.add_argument("--parts", default="limits,peaks,failures")
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--finders", default="all", help='"all", "none" (ours) or names separated by commas')
     parser.add_argument("--true", default="", help="true limits that are known: convnet=740,mlp=700")
@@ -203,14 +249,27 @@ def main() -> int:
             name: int(size) for name, _, size in (p.partition("=") for p in options.true.split(",") if p)
         }
         names = ["small"] if options.quick else options.work.split(",")
+        parts = options.parts.split(",")
+        if not set(parts) <= set(PARTS):
+            raise ValueError(f"unknown parts; known: {', '.join(PARTS)}")
         if set(names) | set(known) > set(LIMITED):
             raise ValueError(f"known works: {', '.join(LIMITED)}")
     except ValueError as error:
         parser.error(str(error))
-    results = {"limits": limits(names, finders, known, mapped=options.malloc == "mapped")}
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results, good = {}, True
+    if "limits" in parts:
+        results["limits"] = limits(names, finders, known, mapped=options.malloc == "mapped")
+    if "peaks" in parts:
+        results["peaks"] = show_peaks(peaks.measure(peers=any(finder.package for finder in finders)))
+    if "failures" in parts:
+        outcomes = failures.measure(20 if options.quick else 200)
+        results["failures"] = show_failures(outcomes)
+        good = all(is_exact(o) for o in outcomes if o.how == "superbatch")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
-    return 0
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

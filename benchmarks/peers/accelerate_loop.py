@@ -112,7 +112,10 @@ def leave(task: Task, variant: str | None = None) -> Parameters:
 
 
 def window(work: Work, variant: str | None = None) -> Window:
-    """The documented loop over micro-batches that are given, without the cost of Accelerate's own loader."""
+    """The loop over micro-batches that are given, without the cost of Accelerate's own loader.
+
+    Variant "documented": outputs and loss in variables, as its guide writes it; else in one expression.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     microbatches = work.microbatches()
@@ -128,4 +131,13 @@ def window(work: Work, variant: str | None = None) -> Window:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    return Window(run)
+    def documented() -> None:
+        for batch in microbatches:
+            with accelerator.accumulate(model):
+                outputs = model(batch["inputs"])
+                loss = loss_of(outputs, batch)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Window(documented if variant == "documented" else run)

@@ -99,6 +99,7 @@ class TrainerWindow:
         self._microbatches = microbatches
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._closing, self._failure = False, None
+        self.make_clock: Callable[[], Clock] = Clock
         self._timing: Timing | None = None
         self._thread = threading.Thread(target=self._run, args=(fit,), daemon=True)
         self._thread.start()
@@ -112,7 +113,7 @@ class TrainerWindow:
             self._go.acquire()
             if self._closing:
                 raise _Closed
-            clock = Clock()
+            clock = self.make_clock()
             clock.start()
             yield from self._microbatches
 

@@ -1,0 +1,290 @@
+"""Two hundred windows in which memory runs out, against the same windows in which it does not.
+
+A failure is one of the real allocator: it is asked for more than there is, after the forward of some
+module, in the loss function, or in the backward when it comes to the output of some module: then the
+gradients of later modules have been added already. Micro-batch, place and module are drawn. Everything is
+in float64.
+"""
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from peers.task import Batch, Parameters, parameters_of, relative_error
+from peers.work import loss_of
+from torch import Tensor, nn
+from workloads import CLASSES, images
+
+from superbatch.torch import Accumulator
+
+SAMPLES, MICROBATCH = 24, 12
+PLACES = ("forward", "loss", "backward")
+KEEP = 3
+"""Windows with one accumulator: a new one begins with the stated size again, so that it can be halved."""
+
+
+class Counting(nn.Module):
+    """Counts in a buffer the samples that it has seen, as metrics and moving statistics do."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += len(inputs)
+        return inputs
+
+
+class Attention(nn.Module):
+    """A transformer's layer over eight positions of eight numbers, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(64, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.layer(inputs.unflatten(1, (8, 8))).flatten(1))
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        Counting(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, CLASSES)
+    )
+
+
+def _convnet() -> nn.Module:
+    layers = [
+        nn.Unflatten(1, (1, 8, 8)),
+        Counting(),
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+    ]
+    return nn.Sequential(
+        *layers, nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(128, CLASSES)
+    )
+
+
+def _transformer() -> nn.Module:
+    return nn.Sequential(Counting(), Attention())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.Optimizer]]] = {
+    "mlp": (_mlp, partial(torch.optim.SGD, lr=0.05, momentum=0.9)),
+    "convnet": (_convnet, partial(torch.optim.AdamW, lr=1e-3)),
+    # Not Adam: the bias of the keys has no gradient but rounding, which Adam would make as large as others.
+    "transformer": (_transformer, partial(torch.optim.SGD, lr=0.05, momentum=0.9)),
+}
+
+
+@dataclass
+class Faults:
+    """Failures of the allocator, armed before a window, each for some micro-batch and place of it.
+
+    Attributes:
+        counts: how often memory ran out, by place.
+        half_way: how often a backward had already added to some gradient.
+    """
+
+    draw: random.Random
+    counts: Counter[str] = field(default_factory=Counter)
+    half_way: int = 0
+    _armed: str | None = None
+    _wait: int = 0
+    _module: nn.Module | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Put the hooks on; nothing fails before `arm`."""
+        self._modules = _with_gradients(model)
+        self._added = 0
+        model.register_forward_pre_hook(self._begin)
+        for module in self._modules:
+            module.register_forward_hook(self._after)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._count)
+
+    def arm(self) -> None:
+        """Draw where memory runs out next."""
+        self._armed = self.draw.choice(PLACES)
+        self._wait = self.draw.randrange(SAMPLES // MICROBATCH)  # micro-batches that go well before
+        self._module = self.draw.choice(self._modules)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The loss, in which memory may run out."""
+        loss = loss_of(outputs, batch)
+        if self._ready("loss"):
+            self._fail()
+        return loss
+
+    def _begin(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._added, self._samples = 0, len(inputs[0])
+        self._wait -= 1
+
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if module is not self._module:
+            return
+        if self._ready("forward"):
+            self._fail()
+        output.register_hook(self._in_backward)
+
+    def _in_backward(self, gradient: Tensor) -> None:
+        if self._ready("backward"):
+            self.half_way += self._added > 0
+            self._fail()
+
+    def _count(self, parameter: Tensor) -> None:
+        self._added += 1
+
+    def _ready(self, place: str) -> bool:
+        # One sample is the least that can be: if it does not fit, nothing can help.
+        return self._armed == place and self._wait < 0 and self._samples > 1
+
+    def _fail(self) -> None:
+        self.counts[self._armed or ""] += 1
+        self._armed = None
+        torch.empty(1 << 60, dtype=torch.uint8)  # the allocator raises
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the weights.
+
+    Attributes:
+        error: largest relative difference of a parameter's change, against no failures; None: training ended.
+        counts: failures by place.
+        half_way: of those in a backward, how many had added to a gradient already.
+        buffers: whether the samples that were counted are the same.
+    """
+
+    model: str
+    how: str
+    windows: int
+    error: float | None
+    counts: dict[str, int]
+    half_way: int
+    buffers: bool
+    note: str = ""
+
+
+def _with_gradients(model: nn.Module) -> list[nn.Module]:
+    """The smallest modules that the model calls and that a gradient goes through, found with a copy of it."""
+    twin, called = copy.deepcopy(model), set[str]()
+
+    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            called.add(name)
+
+    for name, module in twin.named_modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_hook(partial(note, name))
+    with torch.random.fork_rng():
+        twin(torch.zeros(2, 64, dtype=torch.float64))
+    return [module for name, module in model.named_modules() if name in called]
+
+
+def _batches(windows: int) -> list[Batch]:
+    data = images(SAMPLES * 4, 64)
+    data["inputs"] = data["inputs"].double()
+    starts = [index % 4 * SAMPLES for index in range(windows)]
+    return [{name: leaf[first : first + SAMPLES] for name, leaf in data.items()} for first in starts]
+
+
+def _build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    make, optimizer = MODELS[name]
+    model = make().double().train()
+    return model, optimizer(model.parameters())
+
+
+def ours(name: str, windows: int, faults: Faults | None) -> tuple[Parameters, int]:
+    """Train; with faults, one in every window."""
+    model, optimizer = _build(name)
+    idle = Faults(random.Random(0))
+    (faults or idle).watch(model)
+
+    def loss_fn(microbatch: Batch) -> Tensor:
+        return (faults or idle).loss(model(microbatch["inputs"]), microbatch)
+
+    def new() -> Accumulator:
+        return Accumulator(
+            model,
+            optimizer,
+            loss_fn,
+            microbatch_size=MICROBATCH,
+            sample_rng=True,
+            max_grad_norm=1.0,
+            check=False,
+        )
+
+    accumulate = new()
+    for index, batch in enumerate(_batches(windows)):
+        if index % KEEP == 0:
+            accumulate = new()
+        if faults is not None:
+            faults.arm()
+        update = accumulate(batch)
+        assert update.made and update.samples == SAMPLES
+    return _result(model)
+
+
+def naive(name: str, windows: int, faults: Faults) -> tuple[Parameters, int]:
+    """The usual loop by hand: a micro-batch that fails is tried again in halves; nothing is put back.
+
+    For models that draw nothing: it has no random streams of single samples.
+    """
+    model, optimizer = _build(name)
+    faults.watch(model)
+    for batch in _batches(windows):
+        faults.arm()
+        todo = [(first, first + MICROBATCH) for first in range(0, SAMPLES, MICROBATCH)]
+        while todo:
+            first, last = todo.pop(0)
+            part = {key: leaf[first:last] for key, leaf in batch.items()}
+            try:
+                (faults.loss(model(part["inputs"]), part) * ((last - first) / SAMPLES)).backward()
+            except RuntimeError as error:
+                if "can't allocate memory" not in str(error):
+                    raise
+                middle = (first + last) // 2
+                todo[:0] = [(first, middle), (middle, last)]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return _result(model)
+
+
+def _result(model: nn.Module) -> tuple[Parameters, int]:
+    seen = next(int(buffer) for name, buffer in model.named_buffers() if name.endswith("seen"))
+    return parameters_of(model), seen
+
+
+def measure(windows: int) -> list[Outcome]:
+    """Every model, ours and the loop by hand that only tries again."""
+    outcomes = []
+    for name in MODELS:
+        start = parameters_of(_build(name)[0])
+        truth, seen = ours(name, windows, None)
+        moved = {key: value - start[key] for key, value in truth.items()}
+        draws = any(isinstance(module, nn.Dropout) for module in _build(name)[0].modules())
+        ways = {"superbatch": ours} if draws else {"superbatch": ours, "by hand: again in halves": naive}
+        for how, train in ways.items():
+            faults = Faults(random.Random(1))
+            note, error, buffers = "", None, False
+            try:
+                weights, counted = train(name, windows, faults)
+            except RuntimeError as failure:
+                note = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+            else:
+                error = relative_error({key: value - start[key] for key, value in weights.items()}, moved)
+                buffers = counted == seen
+            counts = {place: faults.counts[place] for place in PLACES}
+            outcomes.append(Outcome(name, how, windows, error, counts, faults.half_way, buffers, note))
+    return outcomes
