@@ -221,10 +221,9 @@ def _bins(costs: list[int], budget: int) -> tuple[list[int], list[int]]:
     least = max(-(-sum(costs) // budget), sum(2 * cost > budget for cost in costs), 1)
     for count in range(len(bins), least - 1, -1):
         evened = _evened(costs, largest_first, count)
-        if max(sum(costs[i] for i in part) for part in evened) <= budget:
-            bins = evened  # near-equal; and sometimes it finds room for one part less
-        elif count < len(bins):
+        if max(sum(costs[i] for i in part) for part in evened) > budget:
             break
+        bins = evened  # near-equal; and sometimes it finds room for one part less
     bins.sort(key=lambda part: -sum(costs[i] for i in part))
     return [i for part in bins for i in part], [len(part) for part in bins]
 

@@ -16,6 +16,7 @@ from superbatch.errors import InputError, SplitError
 from superbatch.packing import Packing, near_equal_cost, pack
 from superbatch.split import TokenBudget, split
 from superbatch.token_budget import WELL_KNOWN, find_lengths
+from tests.core.batches import Encoding
 from tests.core.test_split import padded_batch, partitions
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=7)
@@ -327,6 +328,28 @@ def test_what_cannot_be_trimmed_is_named() -> None:
     packed_sequences = {"ids": torch.zeros(1, 6), "cu_seqlens": [0, 2, 6]}
     with pytest.raises(InputError, match=r"trim=\('ids',\).*packed sequences have no padding"):
         split(packed_sequences, TokenBudget(8, trim=("ids",)))
+
+
+def test_declared_parts_change_places_too() -> None:
+    """Lists of objects, a tokenizer's encodings; what is whole stays whole."""
+    sizes = [2, 5, 1, 4]
+    batch = Encoding(
+        {
+            "images": [torch.zeros(3, n, n) for n in sizes],
+            "sizes": sizes,
+            "names": list("abcd"),
+            "scale": [1, 2],
+        },
+        encodings=[f"encoding {name}" for name in "abcd"],
+    )
+    pieces = split(
+        batch, TokenBudget(10, "sizes", padded=True, sort=True), per_sample=("images",), whole=("scale",)
+    )
+    assert [piece["names"] for piece in pieces] == [["b", "d"], ["a", "c"]]
+    for piece in pieces:
+        assert [image.shape[1] for image in piece["images"]] == piece["sizes"]
+        assert [piece.word_ids(i) for i in range(2)] == [f"encoding {name}" for name in piece["names"]]
+        assert piece["scale"] is batch["scale"]
 
 
 def test_packed_sequences_are_sorted_into_even_bins() -> None:
