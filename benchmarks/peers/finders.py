@@ -52,6 +52,7 @@ FINDERS = {
         Finder("accelerate", "Accelerate find_executable_batch_size", "finder_accelerate", "accelerate"),
         Finder("lightning-power", "Lightning, power", "finder_lightning", "lightning", "power"),
         Finder("lightning-binsearch", "Lightning, binsearch", "finder_lightning", "lightning", "binsearch"),
+        Finder("composer", "Composer, auto", "finder_composer", "mosaicml", None, "accumulate"),
         Finder("ours-largest", 'superbatch, "largest"', "finder_ours", None, "largest", "accumulate"),
         Finder("ours-auto", 'superbatch, "auto"', "finder_ours", None, "auto", "accumulate"),
     )

@@ -1,0 +1,75 @@
+"""The memory benchmark as users run it: without other libraries, on one small training under a real limit."""
+
+import json
+import sys
+
+import pytest
+
+from tests.benchmarks.test_benchmarks import BENCHMARKS, run
+
+LIMIT = 64 * 2**20  # that of the training "small"
+
+
+def program(tmp_path, text):
+    path = tmp_path / "program.py"
+    path.write_text(f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n{text}")
+    result = run(str(path))
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_search_finds_every_limit_and_says_if_it_is_not_sharp(tmp_path):
+    out = program(
+        tmp_path,
+        "from true_limit import search\n"
+        "for limit in range(61):\n"
+        "    for about in (1, 7, 30, 60):\n"
+        "        found = search(lambda size: size <= limit, about=about, most=60)\n"
+        "        assert (found.samples, found.sharp) == (limit, True), (limit, about, found)\n"
+        "ragged = search(lambda size: size <= 40 or size == 42, about=30, most=60)\n"
+        "print(ragged.samples, ragged.highest, ragged.sharp)\n",
+    )
+    assert out.split() == ["40", "42", "False"]
+
+
+def test_the_search_asks_for_few_sizes(tmp_path):
+    out = program(
+        tmp_path,
+        "from true_limit import search\n"
+        "print(max(len(search(lambda s: s <= n, about=700, most=4096).tried) for n in range(1, 4097)))\n",
+    )
+    assert int(out) <= 45  # each is a process; near the guess it takes about fifteen
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS limits memory on Linux only")
+@pytest.mark.parametrize("loop", ["accumulate", "plain"])
+def test_a_real_limit_separates_sizes(loop):
+    answers = []
+    for size in ("32", "1024"):
+        result = run("under_limit.py", "small", str(LIMIT), loop, size)
+        assert result.returncode == 0, result.stderr
+        answers.append(json.loads(result.stdout.splitlines()[-1]))
+    assert answers[0] == {"fits": True}
+    assert not answers[1]["fits"]
+    assert "memory" in answers[1]["error"].lower() or "primitive" in answers[1]["error"]
+
+
+def test_peaks_of_ours_are_those_of_the_best_loop_by_hand(tmp_path):
+    path = tmp_path / "peaks.json"
+    result = run("memory.py", "--parts", "peaks", "--finders", "none", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    peaks = {row["name"]: row for row in json.loads(path.read_text())["peaks"]}
+    best, usual = peaks["by hand, best"], peaks["by hand, usual"]
+    assert usual["units"] - best["units"] == pytest.approx(1, abs=1e-3), "the premise: an output lives on"
+    assert 3 < best["units"] < 3.13
+    for name in ("superbatch", "superbatch, whole batch"):
+        assert peaks[name]["bytes"] <= best["bytes"] + 1024
+
+
+def test_an_unknown_finder_and_an_unknown_part_are_refused_with_the_known_ones():
+    result = run("memory.py", "--finders", "lightening")
+    assert result.returncode == 2
+    assert "unknown finders lightening; known: all, none (ours alone), accelerate" in result.stderr
+    result = run("memory.py", "--parts", "limit")
+    assert result.returncode == 2
+    assert "unknown parts; known: limits, peaks, failures" in result.stderr
