@@ -1,4 +1,4 @@
-"""The command line: ``superbatch compare``, ``superbatch verify``."""
+"""The command line: ``superbatch compare``, ``superbatch fit``, ``superbatch verify``."""
 
 from superbatch.cli.entry import main as main
 

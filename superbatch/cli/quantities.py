@@ -1,0 +1,65 @@
+"""Numbers as people write them: ``2GiB``, ``500 MB``, ``8,16,32``."""
+
+from __future__ import annotations
+
+import re
+
+from superbatch.errors import InputError, explain
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{ending}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for ending, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+def parse_bytes(text: str, *, flag: str) -> int:
+    """Read a number of bytes.
+
+    Args:
+        text: a positive number and a unit: KiB, MiB, GiB, TiB (of 1024), kB, MB, GB, TB (of 1000),
+            or K, M, G, T (of 1024); without a unit bytes. Upper and lower case are the same.
+        flag: for the error.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        InputError: it is no such text.
+
+    Examples:
+        >>> [parse_bytes(text, flag="--limit") for text in ("2GiB", "1.5 MB", "16k", "123")]
+        [2147483648, 1500000, 16384, 123]
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", text.lower())
+    count = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if count < 1:
+        raise InputError(
+            explain(f"{flag} {text}", "it is no number of bytes", "write it as 2GiB, 500MB or 123456")
+        )
+    return count
+
+
+def parse_sizes(text: str, *, flag: str) -> tuple[int, ...]:
+    """Read sizes of micro-batches.
+
+    Args:
+        text: positive integers, separated by commas.
+        flag: for the error.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        InputError: it is no such text.
+
+    Examples:
+        >>> parse_sizes("8, 16,32", flag="--sizes")
+        (8, 16, 32)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise InputError(
+            explain(f"{flag} {text}", "sizes are whole numbers of samples", "write them as 8,16,32")
+        )
+    return tuple(map(int, parts))

@@ -1,0 +1,371 @@
+"""Which micro-batch for this recipe? Memory is predicted and measured for several sizes, time measured.
+
+1. Predict the peak of a few sizes under fake tensors, and draw a curve through them.
+2. Read from it the largest size under the limit; take it and its halves.
+3. Measure the peak of each, smallest first, never of one that should be above the limit.
+4. Time windows of them in turns, so that a disturbance of the machine falls on all.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superbatch._version import __version__
+from superbatch.errors import InputError, explain
+from superbatch.recipes import Recipe, load_recipe
+from superbatch.report.fitting import Fitting
+from superbatch.report.memory import Limit
+from superbatch.search import ENOUGH, halvings, time_per_sample
+from superbatch.studies.findings import Findings
+from superbatch.studies.rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
+from superbatch.studies.workers import torch_threads
+from superbatch.torch.limits import memory_limit
+from superbatch.torch.out_of_memory import out_of_memory
+from superbatch.torch.predict import PredictionError, predict_peak
+
+DTYPES = ("float32", "float64", "bfloat16")
+
+PROBES = 6
+"""Sizes whose peak is predicted whatever it takes, before the curve is drawn."""
+
+ROUNDS = 20
+"""Windows of each size that are timed, where there is time for them."""
+
+HOPELESS = 2.0
+"""A size so many times slower than the fastest is not timed further."""
+
+MARGIN = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What can be asked of a fit; None stands for the recipe's own value.
+
+    Attributes:
+        batch_size: samples of one update.
+        limit: bytes that may be used beyond what is in use; None: what the device has.
+        optimizer: one that the recipe allows.
+        dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``.
+        sizes: of the micro-batches that are looked at; None: the largest that fits and its halves.
+        device: ``"cpu"`` or ``"cuda"`` (not run on a GPU yet).
+        threads: of torch; None: as many as torch takes.
+        seconds: for measuring, roughly; what has not been measured by then stays predicted.
+        data: folder of data, for a recipe that reads one.
+
+    Examples:
+        >>> Options(limit=2 * 2**30).limit
+        2147483648
+    """
+
+    batch_size: int | None = None
+    limit: int | None = None
+    optimizer: str | None = None
+    dtype: str = "float32"
+    sizes: Sequence[int] | None = None
+    device: str = "cpu"
+    threads: int | None = None
+    seconds: float = 30.0
+    data: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a fit is: pieces of work done, of all that are planned, and what has just been finished."""
+
+    done: int
+    total: int
+    finished: str
+
+
+class FitInterrupted(KeyboardInterrupt):
+    """A fit was interrupted by Ctrl-C; what it had found out by then is in `report`.
+
+    Args:
+        report: marked as partial.
+    """
+
+    def __init__(self, report: Fitting) -> None:
+        self.report = report
+
+
+def fit(
+    recipe: str | Recipe,
+    options: Options = Options(),
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Fitting:
+    """Find out what micro-batches of a recipe need, in memory and in time, and which to use.
+
+    Args:
+        recipe: a name that `superbatch.recipes.load_recipe` takes, or a recipe.
+        options: what differs from the recipe's own values.
+        progress: called now and then, in this thread.
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: an option cannot be used.
+        SuperbatchError: the accumulator refuses the recipe, for another reason than coupled samples.
+        FitInterrupted: on Ctrl-C; it carries the partial report.
+
+    Examples:
+        >>> report = fit("digits", Options(seconds=1))
+        >>> [size.samples for size in report.sizes]
+        [1, 2, 4, 7, 13, 25, 50, 100]
+        >>> report.largest, report.of(50).predicted == report.of(50).measured
+        (100, True)
+    """
+    start = time.monotonic()
+    loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
+    check_options(loaded, options)
+    with torch_threads(options.threads or torch.get_num_threads()), torch.random.fork_rng():
+        rehearsal = prepare(
+            loaded,
+            optimizer=options.optimizer or loaded.default_optimizer,
+            dtype=options.dtype,
+            device=options.device,
+            samples=options.batch_size or loaded.batch_size,
+        )
+        limit = memory_limit(rehearsal.device)
+        if options.limit is not None:
+            limit = Limit(options.limit, "asked for")
+        found = Findings(limit=limit, usable=int(limit.bytes * (1 - MARGIN)), batch_size=rehearsal.samples)
+        work = _Work(rehearsal, found, options, progress)
+        try:
+            work.do()
+        except KeyboardInterrupt:
+            report = _report(rehearsal, options, found, time.monotonic() - start, partial=True)
+            raise FitInterrupted(report) from None
+        return _report(rehearsal, options, found, time.monotonic() - start, partial=False)
+
+
+def check_options(recipe: Recipe, options: Options) -> None:
+    """Refuse values that cannot be used.
+
+    Args:
+        recipe: what is trained.
+        options: what was asked.
+
+    Raises:
+        InputError: with what was given, what is wrong with it and what to do.
+    """
+    for name in ("batch_size", "limit", "threads"):
+        value = getattr(options, name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(
+                explain(f"{name}={value!r}", "it counts something", "give an integer of at least 1")
+            )
+    if not options.seconds > 0:
+        raise InputError(
+            explain(f"seconds={options.seconds!r}", "nothing is measured in that time", "give more")
+        )
+    for name, value, known in (
+        ("dtype", options.dtype, DTYPES),
+        ("optimizer", options.optimizer or recipe.default_optimizer, tuple(recipe.learning_rates)),
+    ):
+        if value not in known:
+            raise InputError(
+                explain(
+                    f"{name}={value!r}",
+                    f"the recipe {recipe.name!r} cannot be fitted with it",
+                    f"use one of {', '.join(known)}",
+                )
+            )
+    if options.device.split(":")[0] not in ("cpu", "cuda"):
+        raise InputError(
+            explain(f"device={options.device!r}", "memory is counted on CPU and CUDA only", "use cpu or cuda")
+        )
+    batch_size = options.batch_size or recipe.batch_size
+    for size in options.sizes or ():
+        if type(size) is not int or not 1 <= size <= batch_size:
+            raise InputError(
+                explain(
+                    f"a micro-batch of {size!r} samples",
+                    f"the batch has {batch_size}, and a micro-batch is a part of it",
+                    f"give sizes from 1 to {batch_size}, or a larger batch_size",
+                )
+            )
+
+
+@dataclass
+class _Work:
+    """The four parts of a fit, one after the other; what they find is kept at once."""
+
+    rehearsal: Rehearsal
+    found: Findings
+    options: Options
+    progress: Callable[[Progress], None]
+    end: float = 0.0
+    done: int = 0
+    last: tuple[int, float] = (0, 0.0)
+    """The size that was measured last, and how long that took."""
+    unpredicted: set[int] = field(default_factory=set)
+
+    def do(self) -> None:
+        self.found.refused = refusal(self.rehearsal)
+        if self.found.refused is not None:
+            self.rehearsal = self.rehearsal.as_coupled()
+        start = time.monotonic()
+        self._predict(_spread(self.options.sizes or halvings(self.found.batch_size), PROBES))
+        self.found.plan(self.options.sizes or ())
+        if self.found.probes:
+            self._predict([self.found.top] if self.found.top else [])
+            if time.monotonic() - start < self.options.seconds / 4:
+                self._predict(self.found.planned)
+        # To load the data and to predict is no reason to measure less.
+        self.end = time.monotonic() + self.options.seconds
+        self._measure()
+        self._time()
+
+    def _tick(self, finished: str) -> None:
+        self.done += 1
+        planned = self.found.planned or halvings(self.found.batch_size)
+        total = PROBES + len(planned) * (2 + ROUNDS)
+        self.progress(Progress(min(self.done, total), total, finished))
+
+    def _predict(self, sizes: Sequence[int]) -> None:
+        trainer, found, device = self.rehearsal.trainer(), self.found, self.rehearsal.device
+        for samples in sorted(sizes, reverse=True):
+            if samples in found.probes or samples in self.unpredicted:
+                continue
+            try:
+                found.probes[samples] = predict_peak(
+                    trainer.loss_fn,
+                    self.rehearsal.take(samples),
+                    models=[self.rehearsal.model],
+                    optimizers=[trainer.optimizer],
+                    # The batch lies on the host: elsewhere micro-batches are copies.
+                    device=None if device.type == "cpu" else device,
+                    accumulator_dtype="auto",
+                )
+            except PredictionError as error:
+                if found.probes:  # larger ones could be predicted, so it is the size that is to blame
+                    self.unpredicted.add(samples)
+                    continue
+                found.how = "small real runs"
+                found.notes.append(f"Peaks were not predicted: {error}")
+                return
+            self._tick(f"predicted {samples}")
+        found.how = "fake tensors"
+
+    def _measure(self) -> None:
+        found, last = self.found, 0
+        for samples in found.planned:
+            # Without a prediction the smallest sizes are measured whatever comes, and a line drawn through
+            # them.
+            if found.curve is not None and not found.fits(samples):
+                break
+            if not self._measure_one(samples):
+                return
+            last = samples
+        if not self.options.sizes and last < found.top:
+            self._measure_one(found.top)
+
+    def _measure_one(self, samples: int) -> bool:
+        """Measure a size; False if there is no time for it, or no memory."""
+        found, start = self.found, time.monotonic()
+        last, seconds = self.last
+        # Timing takes about as long again, so half of the time is for this.
+        if last and start + seconds * max(1.5, 0.75 * samples / last) > self.end - self.options.seconds / 2:
+            found.notes.append(
+                f"There was no time for micro-batches of {samples} samples and more: give more --seconds."
+            )
+            return False
+        try:
+            found.measured[samples] = self.rehearsal.peak(samples)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            if out_of_memory(error):
+                found.notes.append(f"Memory ran out with micro-batches of {samples} samples.")
+                return False
+            if samples == found.planned[-1]:
+                raise
+            # BatchNorm, for one, cannot train on one sample.
+            found.impossible.add(samples)
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            found.notes.append(f"Micro-batches of {samples} are left out: {reason}")
+        else:
+            self.last = samples, time.monotonic() - start
+        self._tick(f"measured {samples}")
+        return True
+
+    def _time(self) -> None:
+        found, trainer = self.found, self.rehearsal.trainer()
+        sizes = [samples for samples in sorted(found.measured) if found.fits(samples)]
+        counts = dict.fromkeys(sizes, 2)
+        for number in range(1 + ROUNDS):
+            for samples in sizes:
+                if number > 1 and time.monotonic() > self.end:
+                    return
+                # The largest is always timed to the end: it is what the fastest is compared with.
+                if number > ENOUGH and samples != sizes[-1] and self._hopeless(samples):
+                    self._tick(f"timed {samples}")
+                    continue
+                each, update = trainer.time(self.rehearsal.window_of(samples, count=counts[samples]))
+                found.timings.setdefault(samples, []).append(each / samples)
+                if number:
+                    found.updates.append(update)
+                else:
+                    counts[samples] = microbatches_to_time(each)
+                self._tick(f"timed {samples}")
+
+    def _hopeless(self, samples: int) -> bool:
+        """Whether a size is so much slower than the fastest that more windows of it would be a waste."""
+        times = {size: time_per_sample(seconds) for size, seconds in self.found.timed.items()}
+        return times[samples] > HOPELESS * min(times.values())
+
+
+def _spread(sizes: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the sizes, the first and the last among them."""
+    last = len(sizes) - 1
+    return [sizes[i] for i in sorted({round(k * last / (count - 1)) for k in range(count)})]
+
+
+def _report(
+    rehearsal: Rehearsal, options: Options, found: Findings, seconds: float, *, partial: bool
+) -> Fitting:
+    recipe = rehearsal.recipe
+    parameters = sum(each.numel() * each.element_size() for each in rehearsal.model.parameters())
+    return Fitting(
+        recipe=recipe.name,
+        description=recipe.description,
+        dtype=options.dtype,
+        optimizer=rehearsal.optimizer,
+        device=str(rehearsal.device),
+        threads=options.threads or torch.get_num_threads(),
+        batch_size=rehearsal.samples,
+        parameters=parameters,
+        limit=found.limit,
+        margin=MARGIN,
+        how=found.how,
+        curve_error=0.0 if found.predicted is None else found.predicted.error,
+        sizes=found.sizes(),
+        largest=found.largest,
+        beyond=found.beyond,
+        fastest=found.fastest,
+        reach=found.reach(),
+        savings=found.savings,
+        refused=found.refused,
+        seconds=seconds,
+        partial=partial,
+        versions={
+            "superbatch": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+        command=_asked(options),
+        notes=tuple(found.notes),
+    )
+
+
+def _asked(options: Options) -> dict[str, Any]:
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    return {name: str(value) for name, value in values.items() if value is not None}

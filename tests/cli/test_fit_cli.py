@@ -1,0 +1,231 @@
+"""`superbatch fit` as a user meets it: flags, files, messages, exit codes, terminals, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from superbatch.cli import main
+from superbatch.cli.quantities import parse_bytes
+from superbatch.errors import InputError
+from superbatch.report.fitting import Fitting
+from superbatch.report.json import from_json
+from tests.studies import own_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANE = f"{own_recipe.__file__}:plane"
+QUICK = ("--seconds", "0.3", "--threads", "1")
+COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*arguments: str) -> int:
+    """The exit code of the command line, run in this process."""
+    return main(["fit", *arguments])
+
+
+def process(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    """The command line as a process of its own, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "superbatch", "fit", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        text=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},  # pyright: ignore[reportArgumentType, reportCallIssue]  (keyword arguments by name)
+    )
+
+
+def read(folder: Path) -> Fitting:
+    return from_json(Fitting, (folder / "report.json").read_text(encoding="utf-8"))
+
+
+def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
+    """Exit code and everything shown on a pseudo-terminal of that width, colours removed."""
+    import fcntl
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    started = process(*arguments, stdout=theirs, stderr=theirs, stdin=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(ours)
+    return started.wait(timeout=60), COLOURS.sub("", shown.decode())
+
+
+def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "made" / "here"
+    assert run(PLANE, *QUICK, "--limit", "2MiB", "--optimizer", "adam", "--out", str(out)) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == "plane: a batch of 20 samples, adam, float32, cpu, 1 thread"
+    assert re.match(r"micro-batch +batch of 20 +predicted +measured +per sample +per update$", lines[1])
+    sizes = [line.split()[0] for line in lines[3 : lines.index("")]]
+    assert sizes == ["1", "2", "3", "5", "10", "20"]
+    assert "Effective batches within reach" in lines
+    assert re.search(r"^Use micro-batches of \d+: the fastest that fit", shown.out, re.MULTILINE)
+    assert "The whole batch fits in 2.00 MiB (asked for); so would a batch of about" in shown.out
+    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'plot.png'} and report.json")
+    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.json"]
+    assert (out / "plot.png").read_bytes().startswith(PNG)
+    report = read(out)
+    assert (report.optimizer, report.limit.bytes, report.partial) == ("adam", 2 * 2**20, False)
+    assert report.command["limit"] == "2097152"
+    assert report.versions.keys() >= {"superbatch", "torch", "python"}
+
+
+def test_json_is_all_that_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(PLANE, *QUICK, "--sizes", "4, 20", "--json") == 0
+    report = from_json(Fitting, capsys.readouterr().out)
+    assert [size.samples for size in report.sizes] == [4, 20]
+    assert list(tmp_path.iterdir()) == [], "no files unless they are asked for"
+
+
+def test_files_lie_in_a_folder_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(PLANE, *QUICK, "--batch-size", "12") == 0
+    assert sorted(os.listdir(tmp_path / "superbatch-fit")) == ["plot.png", "report.json"]
+    assert read(tmp_path / "superbatch-fit").batch_size == 12
+
+
+def test_the_limit_of_the_machine_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(PLANE, *QUICK, "--json") == 0
+    report = from_json(Fitting, capsys.readouterr().out)
+    assert report.limit.bytes > 2**20
+    assert report.limit.by not in ("", "asked for")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2GiB", 2 * 2**30),
+        ("2 gib", 2 * 2**30),
+        ("2G", 2 * 2**30),
+        ("1.5GB", 1_500_000_000),
+        (".5MiB", 2**19),
+        ("512k", 512 * 1024),
+        ("100B", 100),
+        ("100", 100),
+    ],
+)
+def test_bytes(text: str, expected: int) -> None:
+    assert parse_bytes(text, flag="--limit") == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2PiB", "-1MB", "2 GiB free", "0", "0.1B", "1e9", "nan"])
+def test_what_is_no_number_of_bytes(text: str) -> None:
+    with pytest.raises(InputError, match="it is no number of bytes"):
+        parse_bytes(text, flag="--limit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("digit",), "Given: the recipe 'digit'. Wrong: there is none of that name"),
+        ((), "Missing argument"),
+        ((PLANE, "--limit", "lots"), "Given: --limit lots. Wrong: it is no number of bytes. Do: write it as"),
+        ((PLANE, "--sizes", "8;16"), "Given: --sizes 8;16. Wrong: sizes are whole numbers"),
+        ((PLANE, "--sizes", "8,0"), "Given: --sizes 8,0"),
+        ((PLANE, "--sizes", "50"), "a micro-batch of 50 samples. Wrong: the batch has 20"),
+        ((PLANE, "--batch-size", "0"), "Given: batch_size=0"),
+        ((PLANE, "--optimizer", "lion"), "use one of sgd, adam"),
+        ((PLANE, "--dtype", "int8"), "Given: dtype='int8'"),
+        ((PLANE, "--device", "tpu"), "memory is counted on CPU and CUDA only"),
+        ((PLANE, "--colour", "red"), "No such option: --colour.* Do: see superbatch fit --help"),
+        ((PLANE, "--out", f"{__file__}/report"), r"test_fit_cli.py' is a file"),
+        (("mnist",), "it needs a folder of data and downloads none"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert re.search(message, line), line
+    assert re.fullmatch(r"superbatch: Given: .+\. Wrong: .+\. Do: .+\.", line), line
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
+def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
+    # A plain line comes at once and then every five seconds: the first one says that work has begun.
+    slow = ("--batch-size", "4000", "--seconds", "300", "--sizes", "1,2,3,4,5,6,7,8,9,10,11,12,4000")
+    started = process(PLANE, *slow, "--out", str(tmp_path))
+    try:
+        assert started.stderr is not None
+        ready, _, _ = select.select([started.stderr], [], [], 60)
+        assert ready, "nothing was said in time"
+        assert started.stderr.readline().startswith("fit own_recipe.py:plane: predicted ")
+        os.killpg(started.pid, signal.SIGINT)
+        out, err = started.communicate(timeout=60)
+        assert started.returncode == 130, err
+        assert "Traceback" not in err
+        assert "superbatch: interrupted, the report is partial" in err
+        report = read(tmp_path)
+        assert report.partial
+        assert any(size.predicted for size in report.sizes)
+        assert out.startswith("plane: a batch of 4000 samples")
+        assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_gets_a_bar_and_tables_that_are_not_folded(columns: int, tmp_path: Path) -> None:
+    limit = ("--limit", "25KB", "--batch-size", "1000", "--seconds", "3")
+    code, shown = on_a_terminal(columns, PLANE, *limit, "--out", str(tmp_path))
+    assert code == 0, shown
+    bar, tables = shown.split("plane: a batch of", 1)
+    assert re.search(r"fit own_recipe.py:plane .+ \d+ %", bar)
+    lines = [line for line in tables.splitlines() if "wrote" not in line]  # a path is as long as it is
+    assert max(map(len, lines)) <= columns
+    assert "1000 too large" in tables, "the premise: the widest name of a row is there"
+    assert " > limit" in tables
+    rows = [line.split("  ") for line in lines if re.match(r" *\d+ ( |too|fastest|largest)", line)]
+    report = read(tmp_path)
+    assert len(rows) == len(report.sizes) + len(report.reach), "each row is one line: nothing is folded"
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import sys
+from superbatch.cli import main
+assert main(["fit", "--help"]) == 0
+print("heavy:", *({"torch", "matplotlib", "numpy", "scipy", "sklearn"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].strip() == "heavy:"
+    assert "--limit" in done.stdout

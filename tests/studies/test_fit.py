@@ -1,0 +1,370 @@
+"""Fitting a recipe: sizes, peaks, limits, time; and recipes that are not like the others."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superbatch.errors import InputError, StatementError
+from superbatch.recipes import RECIPES, Recipe, load_recipe
+from superbatch.report.fitting import Fitting
+from superbatch.report.fitting_text import findings, reach_table, sizes_table
+from superbatch.report.json import from_json, to_json
+from superbatch.report.memory import Limit
+from superbatch.split import near_equal
+from superbatch.studies import fit as fit_module
+from superbatch.studies.findings import Findings
+from superbatch.studies.fit import FitInterrupted, Options, Progress, fit
+from superbatch.torch import Accumulator
+from superbatch.torch.memory import peak_bytes
+from tests.studies import own_recipe
+
+KIB = 1024
+QUICK = Options(threads=1)
+
+
+def wide(**changes: Any) -> Recipe:
+    """A recipe whose activations outweigh its parameters, so that the micro-batch decides about memory."""
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    return own_recipe.plane(**{"name": "wide", "model": model, "batch_size": 100} | changes)
+
+
+def quick(**changes: Any) -> Options:
+    return replace(QUICK, **changes)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_rounds() -> Iterator[None]:
+    """Times are not what these tests are about, but for those that bring their own clock."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_module, "ROUNDS", 2)
+        patch.setattr("superbatch.studies.rehearsal.WINDOW_SECONDS", 0.001)
+        yield
+
+
+@pytest.fixture(scope="module")
+def limited() -> Fitting:
+    """All of the batch needs more than the limit."""
+    return fit(wide(), quick(limit=150 * KIB))
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def test_a_prediction_is_what_is_measured(limited: Fitting) -> None:
+    errors = [size.error for size in limited.sizes if size.probe is not None and size.measured]
+    assert len(errors) > 4, "the premise: several sizes were predicted and measured"
+    assert max(abs(error or 0.0) for error in errors) < 0.01
+    assert limited.how == "fake tensors"
+
+
+def test_a_measured_peak_is_that_of_the_users_own_training() -> None:
+    recipe = wide()
+    report = fit(recipe, quick(optimizer="adam"))
+    model = recipe.model(0)
+    accumulate = Accumulator(
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        recipe.loss_fn(model),
+        microbatch_size=25,
+        check=False,
+    )
+    batch = recipe.batch(torch.arange(100))
+    real = peak_bytes(lambda: [accumulate(batch) for _ in range(3)])
+    measured = report.of(25).measured
+    assert measured is not None and abs(measured / real - 1) < 0.02, (measured, real)
+    parameters = sum(p.numel() for p in model.parameters()) * 4
+    assert measured > 3 * parameters, "gradients and Adam's two moments are in it"
+
+
+def test_nothing_above_the_limit_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    recipe = wide()
+    real = recipe.loss_fn
+
+    def loss_fn(model: nn.Module) -> Callable[[Any], Any]:
+        loss = real(model)
+
+        def noted(batch: Any) -> Any:
+            if type(batch["x"]) is torch.Tensor:  # not a fake one
+                seen.append(len(batch["x"]))
+            return loss(batch)
+
+        return noted
+
+    report = fit(replace(recipe, loss_fn=loss_fn), quick(limit=150 * KIB))
+    assert 1 < report.largest < 100, "the premise: the limit cuts"
+    assert max(seen) <= report.largest
+    tops = [size.samples for size in report.sizes if size.fits]
+    assert max(tops) == near_equal(100, report.largest)[0] == max(seen)
+
+
+def test_the_largest_fits_and_one_more_does_not(limited: Fitting) -> None:
+    recipe = wide()
+    model = recipe.model(0)
+
+    def peak(samples: int) -> int:
+        trained = copy.deepcopy(model)
+        accumulate = Accumulator(
+            trained,
+            torch.optim.SGD(trained.parameters(), lr=0.1),
+            recipe.loss_fn(trained),
+            microbatch_size=samples,
+            check=False,
+        )
+        batch = recipe.batch(torch.arange(2 * samples))
+        return peak_bytes(lambda: [accumulate(batch) for _ in range(2)])
+
+    assert peak(limited.largest) <= limited.usable < limited.limit.bytes
+    assert peak(limited.largest + 2) > limited.usable
+
+
+def test_sizes_are_those_of_near_equal_splits(limited: Fitting) -> None:
+    for size in limited.sizes:
+        parts = near_equal(limited.batch_size, size.samples)
+        assert (len(parts), parts[0]) == (size.microbatches, size.samples)
+
+
+def test_nothing_fits() -> None:
+    report = fit(wide(), quick(limit=100))
+    assert report.largest == 0
+    assert not any(size.fits or size.measured for size in report.sizes)
+    assert report.fastest is None
+    assert report.reach == ()
+    assert findings(report)[0] == "Not even one sample fits in 100 B (asked for)."
+
+
+def test_sizes_that_are_asked_for() -> None:
+    report = fit(wide(), quick(sizes=(3, 60)))
+    assert [size.samples for size in report.sizes] == [3, 60]
+    assert all(size.measured and size.seconds for size in report.sizes)
+
+
+def test_a_batch_larger_than_the_data() -> None:
+    recipe = wide()
+    report = fit(recipe, quick(batch_size=1000, sizes=(10, 1000)))
+    assert recipe.samples < 1000, "the premise"
+    small, large = (report.of(samples).measured or 0 for samples in (10, 1000))
+    assert large > 20 * small
+
+
+def test_bfloat16_is_summed_in_float32() -> None:
+    own, low = (fit(wide(), quick(dtype=dtype, sizes=(1, 50))) for dtype in ("float32", "bfloat16"))
+    assert low.of(50).predicted == low.of(50).measured
+    assert (low.of(50).measured or 0) < (own.of(50).measured or 0)
+
+
+# ------------------------------------------------------------------------------------------- time
+
+
+def test_time_grows_with_the_batch_and_a_slow_size_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that says: micro-batches of 25 are the fastest, the whole batch is 1.5 times as slow."""
+    from superbatch.studies.rehearsal import Trainer
+
+    per_sample = {100: 1.5e-3, 50: 1.2e-3, 25: 1.0e-3, 13: 1.1e-3}
+
+    def clock(self: Trainer, window: Any) -> tuple[float, float]:
+        samples = len(window[0]["x"])
+        return samples * per_sample.get(samples, 3e-3), 0.01
+
+    monkeypatch.setattr(Trainer, "time", clock)
+    monkeypatch.setattr("superbatch.studies.rehearsal.Rehearsal.peak", lambda self, samples: 1000)
+    report = fit(wide(), QUICK)
+    assert report.fastest == 25
+    assert "Use micro-batches of 25: the fastest that fit, 1.50x as fast as 100" in findings(report)[0]
+    assert report.of(25).update_seconds == pytest.approx(0.11)
+    assert [(each.batch, each.microbatches, each.samples) for each in report.reach[:2]] == [
+        (100, 4, 25),
+        (400, 16, 25),
+    ]
+    assert report.reach[1].seconds == pytest.approx(0.41)
+
+
+def test_the_end_comes_in_time() -> None:
+    recipe = wide()
+    real = recipe.loss_fn
+
+    def slow(model: nn.Module) -> Callable[[Any], Any]:
+        loss = real(model)
+
+        def wait(batch: Any) -> Any:
+            if type(batch["x"]) is torch.Tensor:
+                time.sleep(0.002 * len(batch["x"]))
+            return loss(batch)
+
+        return wait
+
+    start = time.monotonic()
+    report = fit(replace(recipe, loss_fn=slow), quick(seconds=1.0))
+    assert time.monotonic() - start < 4
+    assert report.of(1).measured and not report.of(100).measured
+    assert report.of(100).predicted, "what is not measured is predicted"
+    assert any("There was no time for micro-batches of" in note for note in report.notes)
+    assert "the fastest of those timed" in findings(report)[0]
+
+
+# ------------------------------------------------------------------------------------------- recipes
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "mnist"])
+def test_every_recipe_can_be_fitted(name: str) -> None:
+    before = torch.get_rng_state()
+    report = fit(name, QUICK)
+    assert bool((torch.get_rng_state() == before).all())
+    assert report.largest == load_recipe(name).batch_size
+    assert report.fastest in {size.samples for size in report.sizes}
+    measured = [size for size in report.sizes if size.measured]
+    assert len(measured) >= 4
+    probed = [size for size in measured if size.probe]
+    assert len(probed) >= 4
+    assert max(abs(size.error or 0.0) for size in probed) < 0.06  # a pooled BatchNorm keeps copies of its own
+
+
+def test_coupled_samples_are_kept_together() -> None:
+    report = fit("pairs", QUICK)
+    assert report.refused is not None and "samples influence each other" in report.refused
+    assert findings(report)[0].startswith("Keep the batch whole: its samples influence each other")
+    assert report.reach == ()
+    assert report.beyond is None
+
+
+def test_batchnorm_that_would_be_refused_is_measured_all_the_same() -> None:
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+    report = fit(wide(model=model), QUICK)
+    assert report.refused is not None and "BatchNorm" in report.refused
+    assert 1 not in {size.samples for size in report.sizes}, "BatchNorm cannot train on one sample"
+    assert any(note.startswith("Micro-batches of 1 are left out: ValueError") for note in report.notes)
+    assert report.of(50).measured
+
+
+def test_a_wrong_statement_is_an_error() -> None:
+    with pytest.raises(StatementError):
+        fit(replace(own_recipe.plane_sum(), reduction="mean"), QUICK)
+
+
+@pytest.mark.parametrize("name", ["plane_sum", "plane_returned"])
+def test_other_statements(name: str) -> None:
+    report = fit(getattr(own_recipe, name)(), QUICK)
+    assert report.largest == 20
+    assert report.fastest is not None
+
+
+def test_a_model_that_fake_tensors_cannot_run() -> None:
+    recipe = wide()
+    real = recipe.loss_fn
+
+    def loss_fn(model: nn.Module) -> Callable[[Any], Any]:
+        loss = real(model)
+
+        def with_numpy(batch: Any) -> Any:
+            batch["x"].numpy()
+            return loss(batch)
+
+        return with_numpy
+
+    report = fit(replace(recipe, loss_fn=loss_fn), quick(limit=150 * KIB))
+    assert report.how == "small real runs"
+    assert any(note.startswith("Peaks were not predicted: ") for note in report.notes)
+    assert all(size.predicted is None for size in report.sizes)
+    assert report.largest == pytest.approx(fit(recipe, quick(limit=150 * KIB)).largest, rel=0.1)
+
+
+def test_the_model_is_as_before() -> None:
+    kept = wide().model(0)
+    before = copy.deepcopy(kept.state_dict())
+    fit(wide(model=lambda seed: kept), quick(optimizer="adam"))
+    after = kept.state_dict()
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"limit": -1}, "limit=-1"),
+        ({"limit": 2.5}, r"limit=2\.5"),
+        ({"threads": 0}, "threads=0"),
+        ({"seconds": 0}, "nothing is measured in that time"),
+        ({"dtype": "int8"}, "use one of float32, float64, bfloat16"),
+        ({"optimizer": "lion"}, "use one of sgd, adam"),
+        ({"device": "tpu"}, "memory is counted on CPU and CUDA only"),
+        ({"sizes": (8, 200)}, "a micro-batch of 200 samples.*the batch has 100"),
+        ({"sizes": (0,)}, "a micro-batch of 0 samples"),
+    ],
+)
+def test_options_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        fit(wide(), Options(**changes))
+
+
+def test_a_loss_that_always_fails_is_the_users_own_error() -> None:
+    def broken(model: nn.Module) -> Callable[[Any], Any]:
+        def loss(batch: Any) -> Any:
+            raise KeyError("no such leaf")
+
+        return loss
+
+    with pytest.raises(KeyError, match="no such leaf"):
+        fit(wide(loss_fn=broken), QUICK)
+
+
+@pytest.mark.parametrize("when", ["predicted", "measured", "timed"])
+def test_an_interruption_keeps_what_is_known(when: str) -> None:
+    def stop(event: Progress) -> None:
+        assert 0 < event.done <= event.total
+        if event.finished.startswith(when):
+            raise KeyboardInterrupt
+
+    with pytest.raises(FitInterrupted) as caught:
+        fit(wide(), QUICK, progress=stop)
+    report = caught.value.report
+    assert report.partial
+    assert any(size.predicted for size in report.sizes)
+    assert any(size.measured for size in report.sizes) == (when != "predicted")
+    assert from_json(Fitting, to_json(report)) == report
+    assert sizes_table(report).rows
+    assert findings(report)
+
+
+# ------------------------------------------------------------------------------------------- the report
+
+
+def test_json_and_back(limited: Fitting) -> None:
+    assert from_json(Fitting, to_json(limited)) == limited
+
+
+def test_what_the_tables_say(limited: Fitting) -> None:
+    table = sizes_table(limited)
+    assert table.title == "wide: a batch of 100 samples, sgd, float32, cpu, 1 thread"
+    names = [row[0] for row in table.rows]
+    assert names[-1] == "100 too large"
+    assert f"{limited.fastest} fastest" in names
+    reach = reach_table(limited)
+    assert [row[0] for row in reach.rows] == ["100", "400", "1600", "6400", "25600"]
+    assert reach.rows[-1][3].endswith(" > limit")
+    assert f"At most {limited.largest} samples fit in 150 KiB (asked for)." in findings(limited)
+
+
+def test_without_measurements_the_limit_is_read_from_the_curve() -> None:
+    found = Findings(limit=Limit(10**6, "a test"), usable=10**6, batch_size=64)
+    found.measured = {1: 1000, 2: 2000}
+    assert (found.largest, found.beyond) == (64, 1000)
+    assert found.fastest is None
+    assert fit_module.PROBES >= 3
