@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import SuperbatchError, explain
+from .gradients import _engine_backward as engine_backward
 from .ledger import Ledger
 from .looking import run_eagerly
 from .snapshot import random_state, restore_random_state
@@ -126,8 +127,71 @@ class _Faking(TorchFunctionMode):
         return tree_map_only(Tensor, self.fake, tree)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse_hidden_workspace(func, args)
         args, kwargs = self.fakes((args, kwargs or {}))
+        # A function mode is off while it handles a call; hooks and recomputations inside a backward need it.
+        if func is Tensor.backward:
+            with self:
+                return _tensor_backward(*args, **kwargs)
+        if func is torch.autograd.backward:
+            with self:
+                return _backward(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _tensor_backward(tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    torch.autograd.backward(tensor, gradient, *args, **kwargs)
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """As torch.autograd.backward, which function modes see (2.13 and later); they do not see the engine."""
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    given = (
+        (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(tensors))
+    )
+    gradients = [
+        torch.ones_like(tensor) if gradient is None and tensor.requires_grad else gradient
+        for tensor, gradient in zip(tensors, given, strict=True)
+    ]
+    engine_backward(
+        tensors,
+        tuple(gradients),
+        keep_graph=create_graph if retain_graph is None else retain_graph,
+        create_graph=create_graph,
+        inputs=(inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse what saves for its backward as much as its outputs take, and has a shape rule that says nothing.
+
+    oneDNN's LSTM and cuDNN's recurrent layers do; recurrent layers of other kinds are made of plain
+    operations.
+    """
+    name = getattr(func, "__name__", "")
+    if name not in _RECURRENT:
+        return
+    first = next(leaf for leaf in args if isinstance(leaf, Tensor))
+    onednn = name == "lstm" and first.dtype != torch.float64 and torch.backends.mkldnn.is_available()
+    if first.device.type == "cuda" or (first.device.type == "cpu" and onednn):
+        raise PredictionError(
+            explain(
+                f"a recurrent layer ({name}) on {first.device.type}",
+                "the library that computes it keeps a workspace of unknown size for its backward",
+                "measure small micro-batches instead",
+            )
+        )
+
+
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def _put_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:

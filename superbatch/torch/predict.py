@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import explain
+from ..errors import InputError, explain
 from ..report.memory import Peak
 from ..tree import count_samples
 from .boundary import norm_of
@@ -66,6 +67,7 @@ def predict_peak(
         The peak, by phase.
 
     Raises:
+        InputError: `device` is not there.
         PredictionError: fake tensors cannot run the model: its computation depends on values (``.item()``),
             leaves torch (``.numpy()``), or uses an operation without a shape rule.
 
@@ -83,6 +85,7 @@ def predict_peak(
     models = (models,) if isinstance(models, nn.Module) else tuple(models)
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     counted = device or _device_of(models)
+    _require_there(counted)
     if samples is None:
         samples = count_samples(microbatch)
     copies = [_copy_of(optimizer) for optimizer in optimizers]
@@ -95,8 +98,11 @@ def predict_peak(
             if only_owned:
                 place.inputs = [fake(entry.parameter) for entry in owned]
             one = fake(microbatch)
-            phases = _microbatches(lambda: to_device(one, device), loss_fn, place, ledger)
+            inputs = partial(to_device, one, device)
+            phases = _microbatches(inputs, loss_fn, place, ledger)
             update = _update(place, owned, copies, ledger)
+            if isinstance(place, InMomentum):  # which keeps copies of the buffers that the first window made
+                phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
     except PredictionError:
         raise
     except Exception as error:
@@ -109,6 +115,9 @@ class _Phases(NamedTuple):
     forward: int
     backward: int
     activations: int
+
+    def without(self, state: int) -> _Phases:
+        return _Phases(self.first - state, self.forward - state, self.backward - state, self.activations)
 
 
 class _Update(NamedTuple):
@@ -142,7 +151,7 @@ def _microbatches(
 
 def _update(place: Gradients, owned: list[Owned], optimizers: list[Optimizer], ledger: Ledger) -> _Update:
     with GuessValues():
-        gradients = place.sums() if isinstance(place, InMomentum) else place.close()
+        gradients = place.close()
         held = ledger.live
         ledger.restart()
         if isinstance(place, InMomentum):
@@ -150,11 +159,11 @@ def _update(place: Gradients, owned: list[Owned], optimizers: list[Optimizer], l
         elif optimizers:
             norm_of(gradients)
         place.attach(gradients)
-        del gradients
         for optimizer in optimizers:
             # Schedulers and users wrap the method of the instance, around the real optimizer.
             type(optimizer).step(optimizer)
         peak = ledger.restart()
+        del gradients  # the sums live as long, also where the optimizer gets them in another dtype
         clear(owned)
         place.open()  # forgets what the last window made; and takes hooks off again:
         place.discard()
@@ -221,6 +230,14 @@ def _all_parameters(models: Sequence[nn.Module]) -> list[Owned]:
 def _device_of(models: Sequence[nn.Module]) -> torch.device:
     found = (parameter.device for model in models for parameter in model.parameters())
     return next(found, torch.device("cpu"))
+
+
+def _require_there(device: torch.device) -> None:
+    # Autograd ends the process where a fake tensor is on a device that this torch was built without.
+    if device.type != "cpu" and not torch.get_device_module(device).is_available():
+        raise InputError(
+            explain(f"device={str(device)!r}", "there is none here", "predict on a machine that has one")
+        )
 
 
 def _unpredictable(error: Exception) -> PredictionError:

@@ -1,0 +1,366 @@
+"""Predicted peaks against the ledger of the same training, run for real; and nothing touched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from superbatch.errors import InputError
+from superbatch.torch import Accumulator, fp32_masters
+from superbatch.torch.fake import PredictionError
+from superbatch.torch.memory import peak_bytes
+from superbatch.torch.predict import predict_peak
+from tests.torch.sized_models import Checkpointed, Lstm, Own, Tied, Transformer, convnet, mlp, norms
+
+WITHIN = 0.03
+SAMPLES = 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def images(*shape: int) -> Callable[[int], Any]:
+    return lambda count: {"inputs": torch.randn(count, *shape), "labels": torch.randint(10, (count,))}
+
+
+def text(vocabulary: int) -> Callable[[int], Any]:
+    def make(count: int) -> Any:
+        ids = torch.randint(vocabulary, (count, 33))
+        return {"inputs": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+    return make
+
+
+def cross_entropy(model: nn.Module) -> Callable[[Any], Tensor]:
+    def loss_fn(microbatch: Any) -> Tensor:
+        out = model(microbatch["inputs"])
+        return functional.cross_entropy(out.flatten(0, -2).float(), microbatch["labels"].flatten())
+
+    return loss_fn
+
+
+def autocast(model: nn.Module) -> Callable[[Any], Tensor]:
+    def loss_fn(microbatch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cross_entropy(model)(microbatch)
+
+    return loss_fn
+
+
+def in_double(model: nn.Module) -> Callable[[Any], Tensor]:
+    def loss_fn(microbatch: Any) -> Tensor:
+        return functional.cross_entropy(model(microbatch["inputs"].double()), microbatch["labels"])
+
+    return loss_fn
+
+
+def with_weight_decay(model: nn.Module) -> Callable[[Any], Tensor]:
+    """A closure over parameters themselves, not only over the module."""
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    return lambda microbatch: cross_entropy(model)(microbatch) + 1e-3 * sum(w.square().sum() for w in weights)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def adamw(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "mlp, sgd": (mlp, images(64), cross_entropy, sgd),
+    "mlp, adamw foreach": (mlp, images(64), cross_entropy, adamw(foreach=True)),
+    "mlp, adamw for loop": (mlp, images(64), cross_entropy, adamw(foreach=False)),
+    "mlp, adamw fused": (mlp, images(64), cross_entropy, adamw(fused=True)),
+    "mlp, adamw amsgrad": (mlp, images(64), cross_entropy, adamw(amsgrad=True)),
+    "mlp, adafactor": (mlp, images(64), cross_entropy, lambda m: torch.optim.Adafactor(m.parameters())),
+    "convnet, momentum": (convnet, images(3, 32, 32), cross_entropy, momentum),
+    "norms, adamw": (norms, images(3, 8, 8), cross_entropy, adamw()),
+    "transformer, adamw fused": (Transformer, text(1024), cross_entropy, adamw(fused=True)),
+    "transformer, autocast": (Transformer, text(1024), autocast, adamw()),
+    "tied gru, momentum": (Tied, text(200), cross_entropy, momentum),
+    "lstm in float64": (lambda: Lstm().double(), images(12, 64), in_double, momentum),
+    "checkpoint": (lambda: Checkpointed(use_reentrant=False), images(64), cross_entropy, momentum),
+    "reentrant checkpoint": (lambda: Checkpointed(use_reentrant=True), images(64), cross_entropy, momentum),
+    "own function": (Own, images(512), cross_entropy, momentum),
+    "closure over weights": (mlp, images(64), with_weight_decay, momentum),
+    "bfloat16": (lambda: Transformer().bfloat16(), text(1024), cross_entropy, adamw()),
+}
+
+
+def most_alive(accumulate: Any, batch: Any) -> int:
+    """The most bytes alive at once in three windows, beyond what was alive before the first."""
+
+    def windows() -> None:
+        for _ in range(3):
+            accumulate(batch)
+            accumulate._plan.until_next.clear()  # of a later window's first micro-batch, not of its peak
+
+    return peak_bytes(windows)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("samples", [SAMPLES, 4 * SAMPLES])
+def test_prediction_is_the_ledger_of_the_real_run(name: str, samples: int) -> None:
+    make_model, make_data, make_loss, make_optimizer = CASES[name]
+    model, batch = make_model(), make_data(2 * samples)
+    optimizer, loss_fn = make_optimizer(model), make_loss(model)
+    microbatch = {name: leaf[:samples] for name, leaf in batch.items()}
+    peak = predict_peak(loss_fn, microbatch, models=model, optimizers=optimizer)
+
+    accumulate = Accumulator(
+        model, optimizer, loss_fn, microbatch_size=samples, check=False, batchnorm="per_microbatch"
+    )
+    real = most_alive(accumulate, batch)
+    assert real > 1e5, "the case is too small to tell anything"
+    assert abs(peak.bytes - real) <= WITHIN * real, (peak, real)
+
+
+def test_first_is_one_micro_batch_alone() -> None:
+    model, batch = convnet(), images(3, 32, 32)(SAMPLES)
+    loss_fn = cross_entropy(model)
+    peak = predict_peak(loss_fn, batch, models=model, optimizers=momentum(model))
+    real = peak_bytes(lambda: loss_fn(batch).backward())
+    assert abs(peak.first - real) <= WITHIN * real
+    assert peak.first < peak.backward
+
+
+def test_later_windows_have_the_state_that_the_first_update_made() -> None:
+    model, batch = mlp(), images(64)(SAMPLES)
+    optimizer = adamw()(model)
+    size = sum(p.nbytes for p in model.parameters())
+    loss_fn = cross_entropy(model)
+    new = predict_peak(loss_fn, batch, models=model, optimizers=optimizer)
+    assert 2 * size <= new.optimizer_state <= 2.1 * size
+
+    loss_fn(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    old = predict_peak(loss_fn, batch, models=model, optimizers=optimizer)
+    assert old.optimizer_state == 0
+    assert old.backward == new.backward
+    assert old.bytes == new.bytes - new.optimizer_state
+
+
+def bits(*models: nn.Module) -> dict[str, Any]:
+    """All that a run could change."""
+    tensors = {
+        f"{number}.{name}": (id(tensor), tensor.data_ptr(), tensor._version, tensor.detach().clone())
+        for number, model in enumerate(models)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    gradients = {
+        n: (id(p.grad), None if p.grad is None else p.grad.clone())
+        for m in models
+        for n, p in m.named_parameters()
+    }
+    plain = [
+        {k: v for k, v in vars(module).items() if not k.startswith("_")}
+        for m in models
+        for module in m.modules()
+    ]
+    rng = (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].copy())
+    return {"tensors": tensors, "gradients": gradients, "plain": deepcopy(plain), "rng": rng}
+
+
+def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    for kind in ("tensors", "gradients"):
+        assert before[kind].keys() == after[kind].keys()
+        for name, (*identity, content) in before[kind].items():
+            *identity_after, content_after = after[kind][name]
+            assert identity == identity_after, name
+            assert content is content_after is None or torch.equal(content, content_after), name
+    assert before["plain"] == after["plain"]
+    assert torch.equal(before["rng"][0], after["rng"][0])
+    assert before["rng"][1] == after["rng"][1]
+    assert (before["rng"][2] == after["rng"][2]).all()
+
+
+class Counting(nn.Module):
+    """Changes everything that a forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, 10)
+        self.calls = 0
+        self.seen: list[int] = []
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(len(x))
+        self.last = x
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        x = self.norm(x) + random.random() + np.random.rand() + torch.randn(64)
+        return self.head(functional.dropout(x, 0.5))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_touched(fails: bool) -> None:
+    model, batch = Counting(), images(64)(SAMPLES)
+    optimizer = adamw()(model)
+    called: list[str] = []
+    model.head.weight.register_hook(lambda _: called.append("hook"))  # pyright: ignore[reportArgumentType]  (returns None)
+    optimizer.register_step_post_hook(lambda *_: called.append("step"))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps the optimizer's step
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    groups, before = deepcopy(optimizer.param_groups), bits(model)
+
+    def loss_fn(microbatch: Any) -> Tensor:
+        loss = cross_entropy(model)(microbatch)
+        return loss * loss.item() if fails else loss
+
+    if fails:
+        with pytest.raises(
+            PredictionError, match=r"DataDependentOutputException.*measure small micro-batches"
+        ):
+            predict_peak(loss_fn, batch, models=model, optimizers=optimizer)
+    else:
+        assert predict_peak(loss_fn, batch, models=model, optimizers=optimizer).gradients > 0
+    assert_same(before, bits(model))
+    assert not hasattr(model, "last")
+    assert called == []
+    assert not optimizer.state
+    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == [
+        {k: v for k, v in g.items() if k != "params"} for g in groups
+    ]
+    assert loss_fn(batch).requires_grad  # and it works as before
+
+
+def test_state_of_an_optimizer_is_not_touched() -> None:
+    model, batch = mlp(), images(64)(SAMPLES)
+    optimizer, loss_fn = adamw()(model), cross_entropy(model)
+    loss_fn(batch).backward()
+    optimizer.step()
+    before = {
+        p: {k: (id(v), v._version, v.clone()) for k, v in s.items()} for p, s in optimizer.state.items()
+    }
+    predict_peak(loss_fn, batch, models=model, optimizers=optimizer)
+    assert before.keys() == optimizer.state.keys()
+    for parameter, state in before.items():
+        for name, (identity, version, content) in state.items():
+            now = optimizer.state[parameter][name]
+            assert (id(now), now._version) == (identity, version)
+            assert torch.equal(now, content)
+
+
+def test_no_operation_computes_anything() -> None:
+    """A micro-batch of a terabyte on a machine that has none."""
+    model = mlp()
+    inputs = torch.empty(1).expand(1 << 30, 64)
+    labels = torch.zeros(1, dtype=torch.long).expand(1 << 30)
+    batch = {"inputs": inputs, "labels": labels}
+    peak = predict_peak(cross_entropy(model), batch, models=model, optimizers=sgd(model))
+    assert peak.samples == 1 << 30
+    assert peak.bytes > 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("name", "loss_of"),
+    [
+        ("DataDependentOutputException", lambda out: out.mean() if out.sum() > 0 else out.sum()),
+        ("DynamicOutputShapeException", lambda out: out[out > 0].mean()),
+        ("RuntimeError", lambda out: out.mean() * float(out.detach().numpy().sum())),
+    ],
+)
+def test_what_fake_tensors_cannot_run_is_said(name: str, loss_of: Callable[[Tensor], Tensor]) -> None:
+    model = mlp()
+    with pytest.raises(PredictionError, match=rf"could not: {name}.*measure small micro-batches"):
+        predict_peak(lambda x: loss_of(model(x)), torch.randn(4, 64), models=model)
+
+
+def test_layers_with_a_workspace_of_unknown_size_are_refused() -> None:
+    model = Lstm()
+    with pytest.raises(PredictionError, match=r"recurrent layer \(lstm\) on cpu.*workspace of unknown size"):
+        predict_peak(cross_entropy(model), images(12, 64)(4), models=model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(InputError, match=r"device='cuda'.*there is none here"):
+        predict_peak(cross_entropy(model), images(64)(4), models=model, device=torch.device("cuda"))
+
+
+def test_accumulation_in_float32_costs_its_buffers() -> None:
+    model, batch = Transformer().bfloat16(), text(1024)(SAMPLES)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer, loss_fn = adamw()(model), cross_entropy(model)
+    own = predict_peak(loss_fn, batch, models=model, optimizers=optimizer)
+    wide = predict_peak(loss_fn, batch, models=model, optimizers=optimizer, accumulator_dtype=torch.float32)
+    assert wide.gradients - own.gradients == pytest.approx(2 * parameters, rel=0.01)
+    accumulate = Accumulator(
+        model, optimizer, loss_fn, microbatch_size=SAMPLES // 2, check=False, accumulator_dtype=torch.float32
+    )
+    half = {name: leaf[: SAMPLES // 2] for name, leaf in batch.items()}
+    peak = predict_peak(loss_fn, half, models=model, optimizers=optimizer, accumulator_dtype=torch.float32)
+    assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
+
+
+def test_masters() -> None:
+    model, batch = Transformer().bfloat16(), text(1024)(SAMPLES)
+    masters = fp32_masters(model)
+    optimizer, loss_fn = torch.optim.AdamW(masters.values(), lr=1e-3), cross_entropy(model)
+    half = {name: leaf[: SAMPLES // 2] for name, leaf in batch.items()}
+    peak = predict_peak(
+        loss_fn, half, models=model, optimizers=optimizer, accumulator_dtype="auto", masters=masters
+    )
+    accumulate = Accumulator(
+        model, optimizer, loss_fn, microbatch_size=SAMPLES // 2, check=False, masters=masters
+    )
+    assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
+
+
+def test_accumulation_into_momentum() -> None:
+    model, batch = convnet(), images(3, 32, 32)(2 * SAMPLES)
+    optimizer, loss_fn = momentum(model), cross_entropy(model)
+    half = {name: leaf[:SAMPLES] for name, leaf in batch.items()}
+    peak = predict_peak(loss_fn, half, models=model, optimizers=optimizer, accumulate_into="momentum")
+    accumulate = Accumulator(
+        model, optimizer, loss_fn, microbatch_size=SAMPLES, check=False, accumulate_into="momentum"
+    )
+    assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
+
+
+def test_weights_that_the_loss_returns() -> None:
+    model, batch = mlp(), images(64)(SAMPLES)
+    loss_fn = cross_entropy(model)
+    plain = predict_peak(loss_fn, batch, models=model)
+    pair = predict_peak(lambda microbatch: (loss_fn(microbatch), SAMPLES), batch, models=model)
+    assert pair == plain
+
+
+def test_two_models_one_of_them_owned() -> None:
+    """The backward of other parameters is restricted: what it would allocate is not allocated."""
+    model, other = mlp(), nn.Linear(10, 1000)
+    batch = images(64)(SAMPLES)
+
+    def loss_fn(microbatch: Any) -> Tensor:
+        return other(model(microbatch["inputs"])).square().mean()
+
+    peak = predict_peak(loss_fn, batch, models=[model, other], optimizers=sgd(model))
+    accumulate = Accumulator([model, other], sgd(model), loss_fn, microbatch_size=SAMPLES // 2, check=False)
+    half = {name: leaf[: SAMPLES // 2] for name, leaf in batch.items()}
+    peak = predict_peak(loss_fn, half, models=[model, other], optimizers=sgd(model))
+    assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
