@@ -11,7 +11,7 @@ limits    Each finder runs in a process of its own under a real limit (RLIMIT_AS
           gradient is there during the forward. Columns: the size chosen, against the true limit; the largest
           size tried; trials that failed; samples that went forward and into no kept update, in batches of
           the true limit's size and of the size that the user wants; CPU seconds that led to no kept update;
-          whether training then goes through.
+          whether training then goes through; for ours also the CPU time of a sample afterwards.
 peaks     The peak of the ledger of tensors in a window of training (see peaks.py), in bytes and, beyond the
           gradients, in units of the activations of a micro-batch.
 failures  200 windows in each of which memory runs out once (see failures.py): the difference of the final
@@ -49,6 +49,8 @@ class Row:
     Attributes:
         error: why there are no numbers, "" if there are.
         wasted: samples that went forward and into no update that was kept.
+        seconds: CPU time that led to no kept update.
+        rate: CPU seconds per sample after the search, where it was measured.
         largest: the largest micro-batch that was tried.
         forwards: the samples of each forward, in order.
     """
@@ -64,6 +66,7 @@ class Row:
     failed: int = 0
     wasted: int = 0
     seconds: float = 0.0
+    rate: float = 0.0
     largest: int = 0
     predicted: int = 0
     note: str = ""
@@ -105,6 +108,7 @@ def run(finder: Finder, name: str, limited: Limited, true: int, *, mapped: bool)
         failed=found["failed"],
         wasted=sum(forwards) - found["kept"],
         seconds=found["seconds"],
+        rate=found["rate"],
         largest=max(forwards, default=0),
         predicted=found["predicted"],
         note=found["note"],
@@ -149,6 +153,7 @@ def print_limits(name: str, limited: Limited, true: dict[str, TrueLimit], rows: 
         "wasted / batch",
         "CPU s lost",
         "then trains",
+        "ms / sample",
     ]
     print_table("", header, [_cells(row) for row in rows])
     for row in rows:
@@ -159,7 +164,7 @@ def print_limits(name: str, limited: Limited, true: dict[str, TrueLimit], rows: 
 def _cells(row: Row) -> list[str]:
     title = FINDERS[row.finder].title
     if row.error:
-        return [title, "-", str(row.true), *["-"] * 7]
+        return [title, "-", str(row.true), *["-"] * 8]
     share = row.chosen / row.true if row.true else 0.0
     return [
         title,
@@ -172,6 +177,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.wasted / row.batch:.2f}",
         f"{row.seconds:.2f}",
         "yes" if row.trains else "NO",
+        f"{row.rate * 1e3:.3f}" if row.rate else "-",
     ]
 
 
@@ -226,7 +232,7 @@ def installed(names: str) -> list[Finder]:
     chosen = [finder for name, finder in FINDERS.items() if name in wanted]
     for finder in chosen:
         if finder.version() is None:
-            print(f"{finder.title}: not installed (pip install 'superbatch[peers]')")
+            print(f"{finder.title}: not installed (pip install {finder.package})")
     return [finder for finder in chosen if finder.version() is not None]
 
 

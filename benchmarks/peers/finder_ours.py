@@ -1,5 +1,7 @@
 """superbatch with ``microbatch_size="largest"`` or ``"auto"``: the search is part of real training."""
 
+from typing import Literal, cast
+
 from torch import Tensor
 
 from superbatch.torch import Accumulator
@@ -8,19 +10,20 @@ from .finders import Found, Stopwatch, Watch
 from .task import Batch
 from .work import Work, loss_of
 
-WINDOWS = 6
-"""The search is over long before; the last windows show what it settled on."""
+WINDOWS = 8
+"""The last of them shows what the search settled on."""
 
 
 def find(work: Work, watch: Watch, variant: str | None) -> Found:
-    """Train; what is searched, is searched meanwhile."""
+    """Train; the search goes on meanwhile. Then a window of two micro-batches of the largest size found."""
     model, optimizer = work.build()
     watch.see(model)
 
     def loss_fn(microbatch: Batch) -> Tensor:
         return loss_of(model(microbatch["inputs"]), microbatch)
 
-    accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=variant)
+    size = cast("Literal['auto', 'largest']", variant)
+    accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=size)
     kept, seconds = 0, []
     for _ in range(WINDOWS):
         clock = Stopwatch()
@@ -28,6 +31,18 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
         seconds.append(clock.seconds())
         kept += update.samples or 0
         watch.window()
-    chosen = max(watch.windows[-1])
-    lost = max(0.0, seconds[0] - min(seconds))
-    return Found(chosen=chosen, trains=True, kept=kept, seconds=lost)
+    report = accumulate.memory()
+    assert report is not None
+    chosen = report.largest if variant == "largest" else report.chosen
+    exact = {name: leaf[: 2 * chosen] for name, leaf in work.batch.items()}
+    kept += accumulate(exact).samples or 0
+    watch.window()
+    sizes = watch.windows[-1]
+    return Found(
+        chosen=chosen,
+        trains=sizes == [chosen, chosen],
+        kept=kept,
+        seconds=max(0.0, seconds[0] - min(seconds)),
+        rate=seconds[-1] / work.samples,
+        note="" if sizes == [chosen, chosen] else f"a batch of {2 * chosen} went in micro-batches of {sizes}",
+    )

@@ -69,6 +69,7 @@ class Found:
         trains: whether the updates after the search went through with it.
         kept: samples whose gradients went into updates that were kept.
         seconds: CPU time that was spent and led to no kept update.
+        rate: CPU seconds per sample of a window after the search; 0 where that was not measured.
         note: what happened, where that needs a word.
     """
 
@@ -77,6 +78,7 @@ class Found:
     kept: int
     seconds: float
     note: str = ""
+    rate: float = 0.0
 
 
 @dataclass
