@@ -65,7 +65,10 @@ def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: binary_text(round(value)))
     axes.set_ylabel("peak memory")
     axes.set_title(
-        "Memory beyond the model: gradients, optimizer state, activations", fontsize=10, loc="left"
+        "Memory beyond the model: gradients, optimizer state, activations",
+        fontsize=10,
+        loc="left",
+        color=theme.ink,
     )
     axes.legend(
         frameon=False, labelcolor=theme.ink, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1, 1)
@@ -95,7 +98,10 @@ def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
     axes.set_xlabel("samples of a micro-batch")
     axes.set_ylabel("time per sample")
     axes.set_title(
-        "Forward and backward; band: lower to upper quartile of the windows", fontsize=10, loc="left"
+        "Forward and backward; band: lower to upper quartile of the windows",
+        fontsize=10,
+        loc="left",
+        color=theme.ink,
     )
     samples = [size.samples for size in report.sizes]
     axes.set_xticks(samples, [str(each) for each in samples])

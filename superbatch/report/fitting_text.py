@@ -105,7 +105,7 @@ def findings(report: Fitting) -> list[str]:
     sentences = [choice, _largest(report, limit), *_phases(report)]
     if errors := [abs(size.error) for size in report.sizes if size.error is not None]:
         sentences.append(
-            f"Predicted from {report.how}, without computing: within {max(errors):.1%} of what was measured."
+            f"Predicted from {report.how}, without computing: within {100 * max(errors):.1f} % of what was measured."
         )
     return [sentence for sentence in (*sentences, *report.notes) if sentence]
 
