@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from ..report.memory import Limit, binary_text
@@ -26,8 +27,11 @@ def cgroup_limits(proc: Path) -> Iterator[Limit]:
     """
     for directory, version in _groups(proc):
         names = _NAMES[version]
-        most, used = _number(directory / names[0]), _number(directory / names[1])
-        if most is not None and used is not None and most < _UNLIMITED:
+        most = _number(directory / names[0])
+        if most is None or most >= _UNLIMITED:
+            continue
+        used = _number(directory / names[1])
+        if used is not None:
             free = most - used + _droppable(directory, names[2])
             yield Limit(free, f"control group {directory.name or '/'} of {binary_text(most)}")
 
@@ -38,8 +42,16 @@ _NAMES = {
 }
 
 
-def _groups(proc: Path) -> Iterator[tuple[Path, int]]:
-    """Directories of the group of this process and of those above it, and the version."""
+@lru_cache(maxsize=4)
+def _groups(proc: Path) -> tuple[tuple[Path, int], ...]:
+    """Directories of the group of this process and of those above it, and the version.
+
+    Kept, for limits are read in every window: a process seldom changes its group.
+    """
+    return tuple((group, version) for group, version in _found(proc) if (group / _NAMES[version][0]).exists())
+
+
+def _found(proc: Path) -> Iterator[tuple[Path, int]]:
     for version, path in _memberships(proc):
         for root, mount in _mounts(proc, version):
             directory = mount / _below(path, root)
