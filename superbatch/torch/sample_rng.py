@@ -182,7 +182,8 @@ class _Stream(TorchDispatchMode):
     def _index(self, device: torch.device) -> Tensor:
         """Return the number of each sample, counted from 1, in memory of its own; shape (samples,)."""
         if isinstance(self.places, range):
-            return torch.arange(self.places.start + 1, self.places.stop + 1, device=device)
+            first, end, by = self.places.start + 1, self.places.stop + 1, self.places.step
+            return torch.arange(first, end, by, device=device)
         return torch.tensor(self.places, dtype=torch.int64, device=device).add_(1)
 
 
