@@ -144,8 +144,9 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     """Bend a predicted curve through what was measured.
 
     With p the prediction and m the measurements: after the largest measured size b the curve rises like the
-    prediction, ``m(b) + s (p(n) - p(b))``. The slope s is measured between b and the measured size nearest to
-    b / 2 or below; with no such pair it is ``max(1, m(b) / p(b))``, which asks for more rather than less.
+    prediction, ``m(b) + s (p(n) - p(b))``. The slope s is measured between b and the largest measured size
+    up to b / 2, and taken to be 0.7 at least; with no such pair it is ``m(b) / p(b)``, between 1 and 1.5 (a
+    single measurement cannot tell a steeper rise from something that is needed once).
 
     Args:
         curve: the prediction.
@@ -166,11 +167,11 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     points = fit_curve(measured).points
     (last, bytes_last), before = points[-1], [point for point in points if point[0] <= points[-1][0] / 2]
     at_last = max(curve.at(last), 1)
-    slope = max(1.0, bytes_last / at_last)
+    slope = min(max(1.0, bytes_last / at_last), 1.5)
     if before:
         first, bytes_first = before[-1]
         if curve.at(last) > curve.at(first):
-            slope = (bytes_last - bytes_first) / (curve.at(last) - curve.at(first))
+            slope = max(0.7, (bytes_last - bytes_first) / (curve.at(last) - curve.at(first)))
     # A curve is known by its corners; one far point more carries the last line of the prediction on.
     corners = [samples for samples, _ in curve.points if samples > last]
     corners.append(2 * max(last, curve.points[-1][0]))

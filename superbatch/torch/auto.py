@@ -1,0 +1,463 @@
+"""Micro-batch sizes that find themselves, in real windows of real training: no trial is thrown away.
+
+An update does not depend on how its batch is split, so every micro-batch of a window may be a trial:
+
+* Memory: the first window begins with a micro-batch that is far from the limit by the prediction. The room
+  that each measured one leaves tells how large the next one may be, up to a margin below the limit
+  (`trials`).
+* Time (``mode="fastest"``): sizes are tried from small to large, each a few times, until two in a row are
+  slower than the best (`superbatch.search`).
+
+Later on the room is measured now and then, so that sizes follow a limit that changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..report.memory import Limit, Measured, MemoryReport, Peak
+from ..search import fastest, fit_curve, halvings, next_trial, time_per_sample
+from ..split import near_equal
+from ..tree import plan as plan_of
+from .fake import PredictionError
+from .instruments import Instruments, instruments_for, is_compiled
+from .ledger import Ledger
+from .predict import predict_peak
+from .shapes import Signature, covers, signature, volume
+from .trials import Known, known_from, known_of, largest, reach, state_of
+
+Mode = Literal["fastest", "largest"]
+
+# What is left free of what there is room for. At a limit that an allocation hits, as RLIMIT_AS is hit, a
+# failure can be recovered from; at others the system ends the process.
+MARGINS: dict[Mode, float] = {"largest": 0.01, "fastest": 0.05}
+DEADLY = 0.10
+LEAST_MARGIN = 2**20
+
+# Kernels, threads and libraries take memory at their first use, which no prediction knows.
+AT_FIRST = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
+
+# Measuring takes about 0.2 ms: once in so many seconds is not to be felt.
+_EVERY = 0.1
+FIRST_WAIT = 50
+
+
+class AutoSize:
+    """Finds the largest, or the fastest, micro-batch that fits (a `Sizing`; `Accumulator` makes it).
+
+    Args:
+        loss_fn: of the accumulator.
+        models: that it computes with.
+        optimizers: that make the update.
+        device: where micro-batches are moved; None leaves them where they are.
+        mode: which size is looked for.
+        whole: paths that every micro-batch gets whole.
+        per_sample: paths of lists with one object per sample.
+        accumulator_dtype: as the accumulator's, for the prediction.
+        accumulate_into: likewise.
+        masters: likewise.
+        instruments: what to measure with; None for those of the device.
+
+    Examples:
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sizing = AutoSize(
+        ...     lambda x: model(x).square().mean(), [model], [optimizer], device=None, mode="largest"
+        ... )
+        >>> sizing.plan(torch.randn(100, 3), 100)  # far from any limit
+        [100]
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any], Any],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        device: torch.device | None,
+        mode: Mode = "fastest",
+        whole: Sequence[str] = (),
+        per_sample: Sequence[str] = (),
+        accumulator_dtype: torch.dtype | Literal["auto"] | None = "auto",
+        accumulate_into: Literal["grad", "momentum"] = "grad",
+        masters: Mapping[Tensor, Tensor] | None = None,
+        instruments: Instruments | None = None,
+    ) -> None:
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
+        self._models, self._optimizers = tuple(models), tuple(optimizers)
+        self._paths = {"whole": tuple(whole), "per_sample": tuple(per_sample)}
+        predict = partial(
+            predict_peak,
+            loss_fn,
+            models=self._models,
+            optimizers=self._optimizers,
+            device=device,
+            accumulator_dtype=accumulator_dtype,
+            accumulate_into=accumulate_into,
+            masters=masters,
+        )
+        self._instruments = instruments or instruments_for(
+            self._device, lambda microbatch, samples: predict(microbatch, samples=samples)
+        )
+        self._compiled = is_compiled(self._models)
+        self._mode: Mode = "largest" if self._compiled else mode
+        self._known: dict[Signature, Known] = {}
+        self._alike: dict[Signature, Signature] = {}  # shapes that go by the size of a larger one
+        self._limit: Limit | None = None  # as it was first read
+        self._total: int | None = None  # bytes that there is room for
+        self._state = 0  # bytes of optimizer state that does not exist yet
+        self._held = 0  # bytes of the last window's gradients, which are kept until the next one
+        self._each = 0  # bytes that stay in use with each new size: kernels that were made for it
+        self._cap: int | None = None  # after memory ran out
+        self._wait, self._until = FIRST_WAIT, 0
+        self._retries = 0
+        self._checked = 0.0
+        # of the window in progress
+        self._here: Known | None = None
+        self._samples = 0
+        self._target = 0
+        self._planned: list[int] = []
+        self._place = 0
+        self._times: list[tuple[Known, int, int, Any, Any]] = []
+
+    # -- what a window asks ------------------------------------------------------------------------------
+
+    def plan(self, batch: Any, samples: int) -> list[int]:
+        """Return the sizes to begin a window with."""
+        known = self._here = self._find(batch, samples)
+        if not self._is_steady(known) or self._is_due():
+            self._look(self._instruments.limit().bytes + self._held)
+        self._samples, self._place = samples, 0
+        self._planned = self._sizes(samples)
+        return list(self._planned)
+
+    def rest(self, left: int) -> list[int] | None:
+        """Return other sizes for what is left if the last micro-batch taught something."""
+        del self._planned[:1]
+        known = self._here
+        if not left or known is None or self._is_steady(known):
+            return None
+        new = self._sizes(left)
+        if new == self._planned:
+            return None
+        self._planned = new
+        return list(new)
+
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return what measures a micro-batch, or does nothing if there is nothing to learn."""
+        known = self._here
+        first = self._place == 0
+        self._place += 1
+        if known is None:
+            return nullcontext()
+        if self._is_steady(known) and not self._is_due():
+            return nullcontext()
+        return self._measured(known, samples, first=first)
+
+    def failed(self, samples: int) -> int:
+        """Go on with half the samples, for a while that doubles with each failure."""
+        self._times.clear()
+        if samples == 1:
+            return 0
+        smaller = (samples + 1) // 2
+        self._cap = min(self._cap or smaller, smaller)
+        self._until, self._wait = self._wait, 2 * self._wait
+        self._planned = []
+        return self._cap
+
+    def closed(self, *, made: bool) -> None:
+        """Read the clock; the window's end has waited for the device."""
+        for known, target, samples, start, end in self._times:
+            seconds = self._instruments.seconds(start, end) / samples
+            known.timings.setdefault(target, []).append(seconds)
+        self._times.clear()
+        if not made:
+            return
+        self._state = 0  # it exists from now on
+        if self._here is not None and self._device.type == "cpu":
+            self._held = self._here.gradients  # see boundary.zero_grad
+        if self._cap is not None:
+            self._until -= 1
+            if self._until <= 0:
+                self._cap = None
+        self._shrink_if_thrashing()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sizes that were found, and what they were found from."""
+        return {
+            "version": 1,
+            "mode": self._mode,
+            "shapes": [(shape, state_of(known)) for shape, known in self._known.items()],
+            "failures": {"cap": self._cap, "wait": self._wait, "until": self._until},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with sizes that were found before; the limit is read again."""
+        self._known = {
+            tuple((dtype, tuple(dimensions)) for dtype, dimensions in shape): known_of(known)
+            for shape, known in state["shapes"]
+        }
+        if state["mode"] != self._mode:
+            for known in self._known.values():
+                known.size = 0
+        failures = state["failures"]
+        self._cap, self._wait, self._until = failures["cap"], failures["wait"], failures["until"]
+        self._alike.clear()
+        self._total = None
+
+    def report(self) -> MemoryReport | None:
+        """Return what is known of the shape of the last window."""
+        known = self._here
+        if known is None or self._limit is None:
+            return None
+        most = min(self._largest(known), self._cap or self._samples, self._samples)
+        chosen, why = self._choice(known, most)
+        return MemoryReport(
+            device=str(self._device),
+            how=known.how,
+            predicted=tuple(known.peaks),
+            error=known.curve.error,
+            measured=tuple(Measured(samples, size) for samples, size in sorted(known.measured.items())),
+            limit=self._limit,
+            largest=most,
+            chosen=chosen,
+            why=why,
+        )
+
+    # -- sizes -------------------------------------------------------------------------------------------
+
+    def _sizes(self, left: int) -> list[int]:
+        """The sizes for the samples that are left of the window."""
+        known = self._here
+        assert known is not None
+        self._target = 0
+        most = min(self._cap or left, self._largest(known))
+        if known.how == "small real runs" and not known.needed:
+            return _begin_with(min(left, self._next_probe(known)), left, left)
+        allowed = max(self._reach(known), min(known.tried, most))
+        if self._compiled:
+            # Each size compiles anew: one guess that is safe, and it stays.
+            self._settle(known, known.size or min(allowed, near_equal(left, most)[0]))
+            return near_equal(left, min(known.size, self._cap or left))
+        size = most
+        if self._mode == "fastest":
+            size, trial = self._fastest(known, most, allowed)
+            if trial and left >= 0.75 * trial:
+                self._target = trial
+                return _begin_with(min(trial, left), left, size)
+        elif not known.size:
+            later = near_equal(self._samples, most)[0]
+            if known.tried >= later and known.runs[known.tried] > 1:
+                self._settle(known, most)
+        size = min(size, known.size or size)
+        later = near_equal(self._samples, size)[0]
+        if left < self._samples and later <= allowed:
+            return _equal(left, later)
+        pieces = near_equal(left, size)
+        if pieces[0] <= allowed:
+            return pieces
+        return _begin_with(allowed, left, size)
+
+    def _fastest(self, known: Known, most: int, allowed: int) -> tuple[int, int]:
+        """The size to use where nothing is tried, and the size to try (0 for none)."""
+        if known.size:
+            return min(known.size, most), 0
+        batch = near_equal(self._samples, most)[0]
+        sizes = [size for size in {*known.timings, *halvings(batch, smallest=batch // 64)} if size <= most]
+        sizes.sort()
+        trial = next_trial(sizes, known.timings)
+        timed = {size: known.timings[size] for size in sizes if known.timings.get(size)}
+        if trial is None:
+            best = fastest(timed)
+            if best == sizes[0] > 1:  # the smallest one is the best so far: look further down
+                trial = best = (best + 1) // 2
+            else:
+                self._settle(known, best)
+            return best, min(trial or 0, allowed)
+        return fastest(timed) if timed else min(trial, allowed), min(trial, allowed)
+
+    def _settle(self, known: Known, size: int) -> None:
+        assert self._total is not None
+        known.size, known.total = size, self._total
+
+    def _is_steady(self, known: Known) -> bool:
+        """Whether nothing is being tried: sizes are settled, and were measured."""
+        return bool(known.size) and (self._compiled or max(self._planned, default=0) <= known.tried)
+
+    def _is_due(self) -> bool:
+        return time.perf_counter() - self._checked >= _EVERY
+
+    def _largest(self, known: Known) -> int:
+        """The largest size that fits, as far as is known; a size that was not run yet costs its kernels."""
+        size = largest(known, self._top())
+        if size <= known.tried:
+            return size
+        return max(known.tried, largest(known, self._top() - 2 * self._each))
+
+    def _reach(self, known: Known) -> int:
+        assert self._total is not None
+        ratios = [
+            max(other.needed.values()) / max(1, other.curve.at(other.tried))
+            for other in self._known.values()
+            if other.needed
+        ]
+        at_first = 0 if ratios else AT_FIRST.get(self._device.type, 0)
+        top = self._top() - 2 * self._each
+        ratio = max(ratios, default=0.0)
+        return reach(known, total=self._total, top=top, at_first=at_first, each=self._each, ratio=ratio)
+
+    def _top(self) -> int:
+        """How much may be used of what there is room for."""
+        assert self._total is not None and self._limit is not None
+        deadly = self._device.type == "cpu" and not self._limit.by.startswith("RLIMIT")
+        margin = max(MARGINS[self._mode], DEADLY if deadly else 0.0)
+        return int(self._total * (1 - margin)) - LEAST_MARGIN
+
+    def _choice(self, known: Known, most: int) -> tuple[int, str]:
+        size = near_equal(self._samples, min(known.size or most, most))[0]
+        if self._cap is not None:
+            return size, "memory ran out with larger ones, which are tried again later"
+        timed = {key: seconds for key, seconds in known.timings.items() if seconds}
+        if self._mode == "fastest" and known.size in timed:
+            best = time_per_sample(timed[known.size]) * 1000
+            return size, f"the fastest of {len(timed)} sizes, {best:.3g} ms per sample"
+        if self._mode == "fastest":
+            return size, "sizes are still being timed"
+        return size, "the whole batch fits" if size == self._samples else "the largest that fits, near-equal"
+
+    # -- what is known of a shape ------------------------------------------------------------------------
+
+    def _find(self, batch: Any, samples: int) -> Known:
+        shape = signature(batch, samples)
+        shape = self._alike.get(shape, shape)
+        known = self._known.get(shape)
+        if known is None:
+            larger = [other for other in self._known if covers(other, shape)]
+            if larger:
+                self._alike[shape] = min(larger, key=volume)
+                known = self._known[self._alike[shape]]
+            else:
+                known = self._known[shape] = self._predicted(batch, samples)
+        if self._total is None:
+            self._read_total(known)
+        return known
+
+    def _predicted(self, batch: Any, samples: int) -> Known:
+        """Predict a few sizes, the last ones near the limit."""
+        take = plan_of(batch, **self._paths).take
+        predict = self._instruments.predict
+
+        def probe(size: int) -> Peak:
+            return predict(take(0, size), size)
+
+        try:
+            peaks = {size: probe(size) for size in sorted({min(2, samples), min(16, samples)})}
+            known = known_from(list(peaks.values()), "fake tensors")
+            if self._total is None:  # after the first prediction, which loads much of torch
+                self._read_total(known)
+            assert self._total is not None
+            for _ in range(4):
+                size = max(1, min(samples, known.curve.largest(self._total, samples)))
+                if any(abs(size - other) <= 0.02 * size for other in peaks):
+                    break
+                peaks[size] = probe(size)
+                known = known_from(list(peaks.values()), "fake tensors")
+        except PredictionError:
+            nothing = fit_curve([(1, 0)])
+            return Known([], "small real runs", nothing, nothing, self._gradients())
+        return known
+
+    def _read_total(self, known: Known) -> None:
+        """Read the limit at a calm moment, and leave room for the state that the first update makes."""
+        limit = self._instruments.limit()
+        self._limit = self._limit or limit
+        exists = any(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
+        if known.peaks:
+            self._state = known.peaks[0].optimizer_state
+        else:
+            self._state = 0 if exists else 2 * self._gradients()
+        self._look(limit.bytes + self._held)
+
+    def _look(self, free: int) -> None:
+        """Note what is free at the beginning of a window; sizes that no longer fit are looked for anew."""
+        self._total = free - self._state
+        known = self._here
+        if known is None or not known.size:
+            return
+        bound = self._total - (self._total - self._top()) // 3
+        if known.demand().at(min(known.size, known.tried)) > bound or self._total > 1.25 * known.total:
+            known.size = 0
+
+    def _gradients(self) -> int:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return sum(parameter.nbytes for group in groups for parameter in group["params"])
+
+    # -- measuring ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _measured(self, known: Known, samples: int, *, first: bool) -> Iterator[None]:
+        if known.how == "small real runs" and not known.needed:
+            with self._probed(known, samples, first=first):
+                yield
+            return
+        tools, target = self._instruments, self._target
+        fresh = samples not in known.runs
+        free = tools.limit().bytes
+        tools.meter.start()
+        start = tools.now()
+        yield
+        end = tools.now()
+        peak = tools.meter.stop()
+        self._checked = time.perf_counter()
+        kept = max(0, free - tools.limit().bytes) if fresh and not first else 0
+        known.note(samples, peak, first=first, kept=kept)
+        self._look((free if first else free + known.gradients) - kept)
+        self._each = kept if fresh and not first else self._each
+        if target and samples >= 0.75 * target:
+            if self._device.type == "cpu":
+                known.timings.setdefault(target, []).append(tools.seconds(start, end) / samples)
+            else:
+                self._times.append((known, target, samples, start, end))
+
+    @contextmanager
+    def _probed(self, known: Known, samples: int, *, first: bool) -> Iterator[None]:
+        """Measure a small micro-batch of a model that cannot be predicted, by the tensors that it makes."""
+        ledger = Ledger(self._device, rounded=64)
+        with ledger:
+            yield
+        if first:
+            return
+        known.measured[samples] = ledger.peak
+        if len(known.measured) >= 2:
+            known.curve = fit_curve([(n, peak + known.gradients) for n, peak in known.measured.items()])
+            known.first = known.curve
+            known.needed.update({n: known.curve.at(n) for n in known.measured})
+
+    def _next_probe(self, known: Known) -> int:
+        return 1 if self._place == 0 else 4 if known.measured else 2
+
+    def _shrink_if_thrashing(self) -> None:
+        """An allocator that has to empty its caches over and over is slow, and near its end."""
+        retries = self._instruments.retries()
+        if retries > self._retries and self._here is not None and self._here.size > 1:
+            self._here.size = max(1, int(0.9 * self._here.size))
+        self._retries = retries
+
+
+def _equal(left: int, size: int) -> list[int]:
+    """Micro-batches of one size, that of later windows, and what is left: each other size costs kernels."""
+    return [size] * (left // size) + [left % size] * (left % size > 0)
+
+
+def _begin_with(trial: int, left: int, size: int) -> list[int]:
+    """One micro-batch to learn from, and a near-equal split of the others."""
+    return [trial, *near_equal(left - trial, size)] if left > trial else [left]
