@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from superbatch.recipes.text import IGNORE, text
 from superbatch.split import split
-from superbatch.torch import Accumulator, TokenBudget, count_tokens, verify
+from superbatch.torch import Accumulator, TokenBudget, Update, count_tokens, verify
 from superbatch.torch.batches import microbatches_of
 from superbatch.torch.sample_rng import sample_stream
 from tests.torch.helpers import (
@@ -143,6 +144,82 @@ def test_each_sample_keeps_its_stream(name: str) -> None:
     ours = drawn(batch, TokenBudget(9, **OPTIONS[name]), lambda microbatch: model(microbatch["ids"]))
     for mine, whole, length in zip(ours, reference, LENGTHS, strict=True):
         torch.testing.assert_close(mine[:length], whole[:length], rtol=1e-12, atol=1e-12)
+
+
+def noisy_accumulator(model: nn.Module, size: int | TokenBudget | None, loss_fn: Any = None) -> Accumulator:
+    return Accumulator(
+        model,
+        sgd(model.parameters()),
+        loss_fn or (lambda microbatch: token_mean(model, microbatch)),
+        microbatch_size=size,
+        weight=count_tokens("labels"),
+        sample_rng=True,
+        check=loss_fn is None,
+    )
+
+
+def trained(size: int | TokenBudget | None, batches: list[Any]) -> tuple[nn.Module, list[Update]]:
+    model = NoisyLM()
+    torch.manual_seed(11)
+    accumulate = noisy_accumulator(model, size)
+    return model, [accumulate(batch) for batch in batches]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_training_with_dropout_does_not_depend_on_the_packing(name: str) -> None:
+    batches = [padded(LENGTHS, seed=seed) for seed in range(3)]
+    reference, updates = trained(None, batches)
+    model, packed = trained(TokenBudget(9, **OPTIONS[name]), batches)
+    assert packed[0].microbatches >= 4
+    assert_same_parameters(reference, model, 1e-10, start=start_of(NoisyLM()))
+    assert [update.loss for update in packed] == pytest.approx([update.loss for update in updates], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_saved_window_goes_on_in_its_order(name: str) -> None:
+    """Saved in the middle of a sorted window, and gone on with by a new accumulator on the same batch."""
+    batch, reference = padded(LENGTHS), trained(None, [padded(LENGTHS)])[0]
+    model = NoisyLM()
+    torch.manual_seed(11)
+    accumulator = noisy_accumulator(model, TokenBudget(9, **OPTIONS[name]))
+    state: Any = None
+    with accumulator.window(batch) as window:
+        for number, microbatch in enumerate(window):
+            window.backward(token_mean(model, microbatch))
+            if number == 1:
+                state = copy.deepcopy((model.state_dict(), accumulator.state_dict()))
+                break
+    again = NoisyLM()
+    again.load_state_dict(state[0])
+    accumulator = noisy_accumulator(again, TokenBudget(9, **OPTIONS[name]))
+    accumulator.load_state_dict(state[1])
+    with accumulator.window(batch) as window:
+        for microbatch in window:
+            window.backward(token_mean(again, microbatch))
+    assert window.update is not None
+    assert window.update.made
+    assert_same_parameters(reference, again, 1e-10, start=start_of(NoisyLM()))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_sorted_window_goes_on_in_smaller_pieces_when_memory_runs_out(name: str) -> None:
+    batch, reference = padded(LENGTHS), trained(None, [padded(LENGTHS)])[0]
+    model = NoisyLM()
+    torch.manual_seed(11)
+    failures: list[int] = []
+
+    def loss_fn(microbatch: Any) -> Tensor:
+        if len(microbatch["ids"]) > 1:
+            failures.append(len(microbatch["ids"]))
+            raise MemoryError
+        return token_mean(model, microbatch)
+
+    accumulate = noisy_accumulator(model, TokenBudget(30, **OPTIONS[name]), loss_fn)
+    with pytest.warns(UserWarning, match="memory ran out"):
+        update = accumulate(batch)
+    assert failures  # premise
+    assert update.microbatches == len(LENGTHS)
+    assert_same_parameters(reference, model, 1e-10, start=start_of(NoisyLM()))
 
 
 # ---- the recipe
