@@ -31,6 +31,10 @@ class OptimizerError(SuperbatchError, TypeError):
     """The optimizer cannot be used with gradient accumulation, or not with this model."""
 
 
+class OutOfMemoryError(SuperbatchError, MemoryError):
+    """There is no memory for what must be done in one piece: a sample, or an update."""
+
+
 class WindowError(SuperbatchError, RuntimeError):
     """A window was used out of order."""
 

@@ -21,6 +21,7 @@ class Update:
         learning_rates: of each parameter group, as used by this update.
         skipped: why no update was made, else None.
         dropped: positions of micro-batches left out because they were not finite.
+        failures: micro-batches that ran out of memory, and were worked through in smaller ones.
         seconds: wall time from the start of the window to the end of the update.
 
     Examples:
@@ -36,6 +37,7 @@ class Update:
     learning_rates: tuple[float, ...]
     skipped: str | None = None
     dropped: tuple[int, ...] = ()
+    failures: int = 0
     seconds: float = 0.0
 
     @property

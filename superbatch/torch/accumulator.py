@@ -11,19 +11,23 @@ from torch.optim import Optimizer
 
 from .. import normalize
 from ..errors import InputError, WindowError, explain
+from ..report.memory import MemoryReport
 from ..report.update import Update
 from ..split import TokenBudget
 from ..tree import take
 from ..window import Window
 from . import batchnorm as norms
 from . import checks, options
-from .batches import microbatches_of
 from .boundary import Step
 from .in_flight import WindowInFlight
+from .losses import alone, pair_of
 from .masters import masters_written, take_over
+from .pieces import pieces_of, sizing_of
 from .places import Places
 from .plan import NonFinite, Plan
 from .problem import Problem
+from .recovery import work_through
+from .sizing import Fixed
 from .snapshot import BufferKeeper, RandomKeeper
 from .statement import check_on_all_ranks
 from .sync import Ranks, find_ranks
@@ -44,7 +48,8 @@ class Accumulator:
             once.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model. Not needed for the owned loop.
         microbatch_size: samples per micro-batch at most (the split is near-equal, so at most two sizes
-            occur), or a `TokenBudget`. None works through a batch in one piece.
+            occur), or a `TokenBudget`; ``"auto"`` finds the fastest size that fits in memory, and
+            ``"largest"`` the largest (see `memory`). None works through a batch in one piece.
         reduction: what `loss_fn` returns: ``"mean"`` (PyTorch's default) or ``"sum"`` over the micro-batch.
         weight: how much a micro-batch counts: None for its samples; a function micro-batch -> number
             (`count_tokens`, `sample_weights`, `class_weights`); or ``"returned"`` where `loss_fn` returns
@@ -96,7 +101,7 @@ class Accumulator:
         optimizer: Optimizer | Sequence[Optimizer],
         loss_fn: Callable[[Any], Any] | None = None,
         *,
-        microbatch_size: int | TokenBudget | None = None,
+        microbatch_size: int | TokenBudget | Literal["auto", "largest"] | None = None,
         reduction: normalize.Reduction = "mean",
         weight: Callable[[Any], Any] | Literal["returned"] | None = None,
         max_grad_norm: float | None = None,
@@ -119,7 +124,6 @@ class Accumulator:
         self._masters = options.check_masters(masters)
         self._owned = checks.own_parameters(models, optimizers, self._masters)
         self._trainable = checks.trainable(optimizers, self._masters)
-        self._microbatch_size = microbatch_size
         self._paths = {
             "whole": options.as_paths(whole, "whole"),
             "per_sample": options.as_paths(per_sample, "per_sample"),
@@ -157,6 +161,16 @@ class Accumulator:
             loss_fn=loss_fn,
             until_next=[],
         )
+        self._of_windows = Fixed(None)
+        self._sizing = sizing_of(
+            microbatch_size,
+            self._plan,
+            self._paths,
+            batchnorm=self._batchnorm if self._batchnorms else None,
+            accumulator_dtype=accumulator_dtype,
+            accumulate_into=self._into,
+            masters=self._masters,
+        )
         self._places = Places(self._plan, accumulator_dtype, momentum=self._into == "momentum")
         self._check_combinations()
         self._written = masters_written(self._owned)
@@ -165,6 +179,11 @@ class Accumulator:
     def updates(self) -> int:
         """Number of updates made."""
         return self._updates
+
+    @property
+    def memory(self) -> MemoryReport | None:
+        """What ``microbatch_size="auto"`` or ``"largest"`` has found out; else None."""
+        return self._sizing.report()
 
     def __call__(self, batch: Any) -> Update:
         """Make one update from a batch, or from a `Window` of micro-batches.
@@ -192,11 +211,10 @@ class Accumulator:
             )
         returned = self._plan.weigh == "returned"
         with self.window(batch) as window:
-            for microbatch in window:
-                if returned:
-                    window.backward(*_pair(loss_fn(microbatch)))
-                else:
-                    window.backward(_alone(loss_fn(microbatch)))
+            if returned:
+                work_through(window, lambda microbatch: window.backward(*pair_of(loss_fn(microbatch))))
+            else:
+                work_through(window, lambda microbatch: window.backward(alone(loss_fn(microbatch))))
         assert window.update is not None
         return window.update
 
@@ -230,18 +248,17 @@ class Accumulator:
         self._refresh_owned()
         take_over(self._owned, self._written)
         need = self._plan.weigh == "samples" or self._plan.sample_rng
-        microbatches, samples, _ = microbatches_of(
-            batch, self._microbatch_size, self._paths, need_samples=need
-        )
         if self._batchnorm == "error":
             norms.refuse(self._batchnorms)
+        sizing = self._of_windows if isinstance(batch, Window) else self._sizing
+        pieces = pieces_of(batch, sizing, self._paths, need_samples=need)
         if self._first and self._can_check():
-            self._check_statement(batch, microbatches, samples)
+            self._check_statement(batch, pieces.microbatches, pieces.samples)
         return WindowInFlight(
             self._plan,
-            self._places.choose(len(microbatches), only_owned=self._only_owned),
-            microbatches,
-            samples,
+            self._places.choose(len(pieces), only_owned=self._only_owned),
+            pieces,
+            sizing,
             resume=self._resume,
             watch=checks.BackwardWatch(self._owned) if self._first else None,
             entered=self._entered,
@@ -265,7 +282,8 @@ class Accumulator:
         for bit.
         """
         in_flight = self._window.state_dict() if self._window is not None else self._resume
-        return {"version": 1, "updates": self._updates, "window": in_flight}
+        sizing = {type(self._sizing).__name__: self._sizing.state_dict()}
+        return {"version": 1, "updates": self._updates, "window": in_flight, "sizing": sizing}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; a window that was in flight goes on with the next call or `window`.
@@ -284,6 +302,9 @@ class Accumulator:
                 explain("load_state_dict() inside a window", "it is in use", "leave the window first")
             )
         self._updates = state["updates"]
+        sizing = state.get("sizing", {}).get(type(self._sizing).__name__)
+        if sizing is not None:  # a run may go on with another way to choose sizes
+            self._sizing.load_state_dict(sizing)
         self._resume = state["window"]
 
     # -- parts
@@ -374,27 +395,3 @@ class Accumulator:
                     "use max_grad_norm",
                 )
             )
-
-
-def _pair(returned: Any) -> tuple[Any, Any]:
-    if isinstance(returned, tuple) and len(returned) == 2:
-        return returned
-    raise InputError(
-        explain(
-            f"a loss_fn that returned {type(returned).__name__}",
-            'weight="returned" states that it returns a pair',
-            "return (loss, weight)",
-        )
-    )
-
-
-def _alone(returned: Any) -> Any:
-    if not isinstance(returned, tuple):
-        return returned
-    raise InputError(
-        explain(
-            "a loss_fn that returned a tuple",
-            "it is not stated that the loss comes with its weight",
-            'return the loss alone, or state weight="returned" and return (loss, weight)',
-        )
-    )

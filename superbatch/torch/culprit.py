@@ -41,6 +41,6 @@ def _backward_again(window: WindowInFlight, index: int) -> None:
     plan = window._plan
     assert plan.loss_fn is not None
     with window._stream(index):
-        loss = plan.loss_fn(to_device(window._microbatches[index], plan.device))
+        loss = plan.loss_fn(to_device(window._pieces.microbatches[index], plan.device))
         loss = loss[0] if isinstance(loss, tuple) else loss
         run_backward(loss, None, window._place.inputs, retain_graph=False)

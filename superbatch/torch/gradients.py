@@ -4,6 +4,7 @@ There are three places - `in_grad`, `in_buffers`, `in_momentum` - with the same 
 
     open()                        the window starts: no gradient of it exists yet
     backward(loss, factor)        add factor * d loss / d parameters
+    undo()                        the sums as before a backward that broke, if that is possible
     close()                       the sums, one per owned parameter (None: it had no gradient), ready to be
     normalised
     zeros(index)                  a gradient of zeros for one owned parameter
@@ -71,6 +72,10 @@ class Gradients(Protocol):
         """Add ``factor * d loss / d parameters``."""
         ...
 
+    def undo(self) -> bool:
+        """Put the sums back as before the last backward, which broke; whether that was possible."""
+        ...
+
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
         ...
@@ -120,6 +125,17 @@ class Marks:
         # Held here, a gradient's identity cannot be taken over by another tensor.
         self._gradients = [parameter.grad for parameter in self._parameters]
         self._noted = self._note(self._gradients)
+
+    def put_back(self) -> bool:
+        """Make the gradients those noted again, unless their values have moved; return whether."""
+        moved = any(
+            gradient is not None and (id(gradient), gradient._version) != noted
+            for gradient, noted in zip(self._gradients, self._noted, strict=True)
+        )
+        if not moved:
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+        return not moved
 
     def require(self) -> None:
         """Check that nobody else has changed a gradient since `set`.

@@ -50,6 +50,7 @@ class InBuffers:
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
         self._inside = False
+        self._added = False  # by the last backward
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
@@ -62,7 +63,7 @@ class InBuffers:
         """Add ``factor * d loss / d parameters``."""
         self._factor = factor
         require_none(self._owned)
-        self._inside = True
+        self._inside, self._added = True, False
         try:
             run_backward(loss, None, self.inputs, retain_graph=retain_graph)
         finally:
@@ -84,6 +85,13 @@ class InBuffers:
         """Forget the isolated gradient of the last micro-batch."""
         for entry in self._owned:
             entry.parameter.grad = None
+
+    def undo(self) -> bool:
+        """Put the sums back as before the last backward, which broke; whether that was possible."""
+        if self._added:
+            return False
+        clear(self._owned)
+        return True
 
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
@@ -121,6 +129,7 @@ class InBuffers:
 
     def _add(self, entry: Owned) -> None:
         gradient = take_gradient(entry, inside=self._inside)
+        self._added = True
         buffer = self._buffers.get(entry.name)
         if buffer is None:
             # A new tensor: autograd may have given two parameters one gradient.

@@ -15,16 +15,18 @@ from torch import Tensor
 from .. import normalize
 from ..errors import NonFiniteError, WindowError, explain
 from ..report.update import Update
-from . import boundary, culprit, saving
+from . import boundary, culprit, dropping, recovery, saving
 from .batchnorm import Pooled
 from .checks import BackwardWatch, check_loss
 from .gradients import Gradients, clear
-from .in_buffers import InBuffers
 from .in_momentum import InMomentum
 from .losses import Losses
 from .nonfinite import Culprit
+from .out_of_memory import out_of_memory
+from .pieces import Pieces
 from .plan import Plan, to_device
 from .sample_rng import sample_stream
+from .sizing import Sizing
 from .snapshot import BufferKeeper
 from .weighing import Weights
 
@@ -43,8 +45,8 @@ class WindowInFlight:
         self,
         plan: Plan,
         place: Gradients,
-        microbatches: list[Any],
-        samples: list[int] | None,
+        pieces: Pieces,
+        sizing: Sizing,
         *,
         resume: dict[str, Any] | None,
         watch: BackwardWatch | None,
@@ -54,12 +56,15 @@ class WindowInFlight:
         self._started = time.perf_counter()
         self._plan = plan
         self._place = place
-        self._microbatches = microbatches
-        self._samples = samples
+        self._pieces = pieces
+        self._sizing = sizing
+        self._failures = 0
         self._resume = resume
         self._watch = watch
         self._entered, self._left = entered, left
-        self._weights = Weights(plan.weigh, plan.reduction, microbatches, samples, plan.ranks)
+        if resume is not None:
+            saving.cut_as_saved(pieces, resume)
+        self._weights = Weights(plan.weigh, plan.reduction, pieces.microbatches, pieces.samples, plan.ranks)
         self._losses = Losses()
         self._dropped: list[int] = []
         self._next = 0  # where the iteration starts: behind 0 after a restart
@@ -111,7 +116,7 @@ class WindowInFlight:
         if plan.sample_rng:
             # Shared by all ranks, so that a sample's stream depends on its place in the batch alone.
             self._key = plan.ranks.first(int(torch.randint(1 << 52, ())))
-            self._first_sample = plan.ranks.before(sum(self._samples or ()))
+            self._first_sample = plan.ranks.before(sum(self._pieces.samples or ()))
             self._after_key = torch.get_rng_state()
         if plan.norms is not None:
             plan.norms.open()
@@ -181,7 +186,7 @@ class WindowInFlight:
             self._watch.check()
         self._losses.add(index, loss)
         if plan.nonfinite == "skip_microbatch" and factor:
-            self._keep_or_drop(index, again=again)
+            dropping.keep_or_drop(self, index, again=again)
         self._broken = None
         self._next = index + 1
 
@@ -194,6 +199,8 @@ class WindowInFlight:
                 self._end_iteration()
                 self._finish()
             else:
+                if error is not None and out_of_memory(error):
+                    recovery.shrink(self)
                 self._leave_early()
         except BaseException:
             if not self._stepped and versions == [entry.target._version for entry in self._plan.owned]:
@@ -204,25 +211,27 @@ class WindowInFlight:
                 self._close()
             raise
         finally:
-            self._microbatches = []
+            self._pieces.clear()
             self._is_open = False
+            self._sizing.closed(made=self.update is not None and self.update.made)
             self._left(self.update)
 
     # -- micro-batches -------------------------------------------------------------------------------------
 
     def _iterate(self) -> Generator[Any, None, None]:
-        plan = self._plan
-        for index in range(self._next, len(self._microbatches)):
+        plan, index = self._plan, self._next - 1
+        while (index := index + 1) < len(self._pieces):
             if self._weights.has_none(index):  # it adds nothing, a NaN least of all
                 continue
+            self._current = index
+            plan.random.mark()
             if isinstance(plan.norms, Pooled):
                 plan.norms.start_microbatch()
             if plan.nonfinite == "skip_microbatch":
                 self._buffers_before = BufferKeeper(plan.models)
                 self._buffers_before.take()
-            self._current = index
-            with self._stream(index):
-                yield to_device(self._microbatches[index], plan.device)
+            with self._measured(index), self._stream(index):
+                yield to_device(self._pieces.microbatches[index], plan.device)
             if index not in self._losses or self._broken is not None:
                 raise WindowError(
                     explain(
@@ -232,10 +241,25 @@ class WindowInFlight:
                     )
                 )
             self._current = None
+            self._recut(index + 1)
+
+    def _measured(self, index: int) -> AbstractContextManager[None]:
+        samples = self._pieces.samples
+        return nullcontext() if samples is None else self._sizing.measure(samples[index])
+
+    def _recut(self, index: int) -> None:
+        """Cut what is left otherwise, if the micro-batches so far have shown that this is better."""
+        samples = self._pieces.samples
+        if samples is None or not self._pieces.can_be_recut:
+            return
+        sizes = self._sizing.rest(sum(samples[index:]))
+        if sizes is not None:
+            self._pieces.recut(index, sizes)
+            self._weights.weigh_again(self._pieces.microbatches, self._pieces.samples)
 
     def _complete(self) -> bool:
         """Whether every micro-batch that counts has had its backward."""
-        indices = range(len(self._microbatches))
+        indices = range(len(self._pieces))
         done = all(index in self._losses or self._weights.has_none(index) for index in indices)
         return done and self._broken is None
 
@@ -248,37 +272,15 @@ class WindowInFlight:
         """The random streams of a micro-batch's samples."""
         if not self._plan.sample_rng:
             return nullcontext()
-        assert self._samples is not None
-        first = self._first_sample + sum(self._samples[:index])
-        return sample_stream(self._key, first, self._samples[index], calls=self._calls)
-
-    def _keep_or_drop(self, index: int, *, again: bool) -> None:
-        place = self._place
-        assert isinstance(place, InBuffers)
-        if again:
-            raise WindowError(
-                explain(
-                    f"a second backward for micro-batch {index}",
-                    'with nonfinite="skip_microbatch" a micro-batch is kept or left out as a whole',
-                    "add its losses and call backward once",
-                )
-            )
-        # With a finite loss an infinite gradient is the scaler's overflow: it must reach the scaler.
-        if self._losses.finite(index) and (self._plan.step.scaling or place.isolated_is_finite()):
-            place.keep()
-            return
-        place.drop()
-        self._dropped.append(index)
-        self._buffers_before.restore()
-        if isinstance(self._plan.norms, Pooled):
-            self._plan.norms.forget_microbatch()
+        places = self._pieces.places(index, self._first_sample)
+        return sample_stream(self._key, indices=places, calls=self._calls)
 
     # -- the boundary --------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         plan, place, step = self._plan, self._place, self._plan.step
         rates = boundary.learning_rates(step)
-        losses, weights = self._losses.on_host(len(self._microbatches)), self._weights.counted(self._dropped)
+        losses, weights = self._losses.on_host(len(self._pieces)), self._weights.counted(self._dropped)
         bad = [i for i, loss in enumerate(losses) if weights[i] and not math.isfinite(loss)]
         loss, weight, bad_ranks = self._over_ranks(losses, weights, bad)
         if not weight:
@@ -329,14 +331,14 @@ class WindowInFlight:
     def _refuse(
         self, loss: float, weight: normalize.Number, rates: tuple[float, ...], found: Culprit
     ) -> None:
-        text = found.text(len(self._microbatches))
+        text = found.text(len(self._pieces))
         self._discard()
         if self._plan.nonfinite != "skip_update":
             raise NonFiniteError(text)
         self._record(loss, weight, rates, skipped=f"not finite: {text}")
 
     def _leave_early(self) -> None:
-        reason = f"left after {len(self._losses)} of {len(self._microbatches)} micro-batches"
+        reason = f"left after {len(self._losses)} of {len(self._pieces)} micro-batches"
         self._discard()
         self._record(math.nan, 0, boundary.learning_rates(self._plan.step), skipped=reason)
 
@@ -353,11 +355,12 @@ class WindowInFlight:
             loss=loss,
             grad_norm=norm,
             weight=weight,
-            samples=None if self._samples is None else sum(self._samples),
-            microbatches=len(self._microbatches),
+            samples=None if self._pieces.samples is None else sum(self._pieces.samples),
+            microbatches=len(self._pieces),
             learning_rates=rates,
             skipped=skipped,
             dropped=tuple(self._dropped),
+            failures=self._failures,
             seconds=time.perf_counter() - self._started,
         )
 

@@ -44,6 +44,10 @@ class InGrad:
             self._unshared = True
         self._marks.set()
 
+    def undo(self) -> bool:
+        """Put the sums back as before the last backward, which broke; whether that was possible."""
+        return self._marks.put_back()
+
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
         self._marks.require()

@@ -37,6 +37,7 @@ class InMomentum:
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
         self._inside = False
+        self._added = False  # by the last backward
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
@@ -48,11 +49,18 @@ class InMomentum:
         """Add ``factor * d loss / d parameters``."""
         self._factor = factor
         require_none(self._owned)
-        self._inside = True
+        self._inside, self._added = True, False
         try:
             run_backward(loss, None, self.inputs, retain_graph=retain_graph)
         finally:
             self._inside = False
+
+    def undo(self) -> bool:
+        """Put the sums back as before the last backward, which broke; whether that was possible."""
+        if self._added:
+            return False
+        clear(self._owned)
+        return True
 
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
@@ -116,6 +124,7 @@ class InMomentum:
 
     def _add(self, entry: Owned) -> None:
         gradient = take_gradient(entry, inside=self._inside)
+        self._added = True
         if entry.name not in self._before:
             self._start(entry)
         sign = -1.0 if entry.group["maximize"] else 1.0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..errors import InputError, explain
 
 
 class Losses:
@@ -53,3 +56,45 @@ class Losses:
     def load_state(self, state: dict[int, float]) -> None:
         """Go on from what `state` returned."""
         self._values = dict(state)
+
+
+def pair_of(returned: Any) -> tuple[Any, Any]:
+    """Return the loss and the weight that a loss function returned.
+
+    Raises:
+        InputError: it returned something else.
+
+    Examples:
+        >>> pair_of((0.5, 3))
+        (0.5, 3)
+    """
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned
+    raise InputError(
+        explain(
+            f"a loss_fn that returned {type(returned).__name__}",
+            'weight="returned" states that it returns a pair',
+            "return (loss, weight)",
+        )
+    )
+
+
+def alone(returned: Any) -> Any:
+    """Return the loss that a loss function returned without a weight.
+
+    Raises:
+        InputError: it returned a tuple.
+
+    Examples:
+        >>> alone(0.5)
+        0.5
+    """
+    if not isinstance(returned, tuple):
+        return returned
+    raise InputError(
+        explain(
+            "a loss_fn that returned a tuple",
+            "it is not stated that the loss comes with its weight",
+            'return the loss alone, or state weight="returned" and return (loss, weight)',
+        )
+    )

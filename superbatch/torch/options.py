@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,13 @@ def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype:
             )
         )
     valid = isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool) and microbatch_size > 0
+    valid = valid or (isinstance(microbatch_size, str) and microbatch_size in ("auto", "largest"))
     if microbatch_size is not None and not valid and not isinstance(microbatch_size, TokenBudget):
         raise InputError(
             explain(
                 f"microbatch_size={microbatch_size!r}",
                 "a micro-batch has a whole number of samples, at least one",
-                'pass a positive int, a TokenBudget, or None for one piece ("auto" is not in this version)',
+                'pass a positive int, a TokenBudget, "auto", "largest", or None for one piece',
             )
         )
     known = isinstance(weight, str) and weight == "returned"
@@ -58,6 +59,37 @@ def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype:
                 'pass torch.float32, "auto" or None',
             )
         )
+
+
+def check_auto(
+    mode: str, loss_fn: Callable[[Any], Any] | None, batchnorm: str | None
+) -> Callable[[Any], Any]:
+    """Check that micro-batches may have any size, and can be tried; return the loss to try them with.
+
+    Raises:
+        InputError: there is no loss to try them with, or the update depends on their size.
+
+    Examples:
+        >>> check_auto("auto", len, None)
+        <built-in function len>
+    """
+    if loss_fn is None:
+        raise InputError(
+            explain(
+                f"microbatch_size={mode!r} without loss_fn",
+                "how much memory a micro-batch needs is found out by running its loss",
+                "pass loss_fn, or a number of samples",
+            )
+        )
+    if batchnorm == "per_microbatch":
+        raise InputError(
+            explain(
+                f'microbatch_size={mode!r} with batchnorm="per_microbatch"',
+                "BatchNorm would normalise over as many samples as happen to fit, another function each time",
+                "state the number of samples",
+            )
+        )
+    return loss_fn
 
 
 def as_device(device: object, owned: list[Owned]) -> torch.device | None:

@@ -12,9 +12,22 @@ from .snapshot import as_plain, restore_random_state
 
 if TYPE_CHECKING:
     from .in_flight import WindowInFlight
+    from .pieces import Pieces
 
 WINDOW_KEYS = frozenset(
-    {"place", "microbatches", "next", "weights", "returned", "losses", "dropped", "gradients", "key", "scale"}
+    {
+        "place",
+        "microbatches",
+        "samples",
+        "next",
+        "weights",
+        "returned",
+        "losses",
+        "dropped",
+        "gradients",
+        "key",
+        "scale",
+    }
     | {"random", "random_before", "buffers_before", "norms"}
 )
 
@@ -27,7 +40,8 @@ def state_of(window: WindowInFlight) -> dict[str, Any]:
         random["torch"] = window._after_key
     return {
         "place": _place(window),
-        "microbatches": len(window._microbatches),
+        "microbatches": len(window._pieces),
+        "samples": None if window._pieces.samples is None else list(window._pieces.samples),
         "next": window._next,
         "weights": window._weights.ahead,
         "returned": dict(window._weights.returned),
@@ -57,14 +71,24 @@ def check_state(window: WindowInFlight, state: dict[str, Any]) -> None:
                 "go on with the same model and options, or call discard() first",
             )
         )
-    if state["microbatches"] != len(window._microbatches) or state["weights"] != window._weights.ahead:
+    if state["microbatches"] != len(window._pieces) or state["weights"] != window._weights.ahead:
         raise WindowError(
             explain(
-                f"a window of {len(window._microbatches)} micro-batches that weigh {window._weights.ahead}",
+                f"a window of {len(window._pieces)} micro-batches that weigh {window._weights.ahead}",
                 f"the saved window in flight has {state['microbatches']} that weigh {state['weights']}",
                 "go on with the same batch and micro-batches, or call discard() first",
             )
         )
+
+
+def cut_as_saved(pieces: Pieces, state: dict[str, Any]) -> None:
+    """Cut a window's micro-batches as those of the saved one were: sizes may be found out, or memory ran out.
+
+    Raises:
+        WindowError: that is not possible.
+    """
+    if state["samples"] is not None:
+        pieces.follow(state["samples"])
 
 
 def load_state(window: WindowInFlight, state: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ class RandomKeeper:
         self._devices = list(devices)
         self._numpy: tuple[bytes, Any] = (b"", None)
         self.taken: dict[str, Any] = {}
+        self._mark: dict[str, Any] = {}
 
     def take(self) -> None:
         """Copy the states; forgets those taken before."""
@@ -41,6 +42,20 @@ class RandomKeeper:
     def now(self) -> dict[str, Any]:
         """Return the states at this moment."""
         return random_state(self._devices)
+
+    def mark(self) -> None:
+        """Note torch's states at the start of a micro-batch: Python's would take longer than some of them."""
+        self._mark = torch_random_state(self._devices)
+
+    def back_to_mark(self) -> bool:
+        """Put the states back as at `mark`; False if Python's or NumPy's have moved since `take`."""
+        now = random_state((), numpy=False)
+        if now["python"] != self.taken["python"]:
+            return False
+        if "numpy" in self.taken and not _equal(self.taken["numpy"], sys.modules["numpy"].random.get_state()):
+            return False
+        restore_random_state(self._mark)
+        return True
 
     def restore(self) -> None:
         """Put the states back as they were at `take`."""
@@ -82,12 +97,23 @@ def random_state(devices: Iterable[torch.device] = (), *, numpy: bool = True) ->
         >>> sorted(random_state(numpy=False))
         ['python', 'torch']
     """
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    state = {**torch_random_state(devices), "python": random.getstate()}
+    if numpy and "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def torch_random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """Return the state of torch's generators: the CPU's and those of devices.
+
+    Examples:
+        >>> list(torch_random_state())
+        ['torch']
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
     for device in devices:
         if device.type != "cpu":
             state[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    if numpy and "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
     return state
 
 
@@ -112,6 +138,11 @@ def restore_random_state(state: dict[str, Any]) -> None:
         else:
             device = torch.device(name)
             torch.get_device_module(device).set_rng_state(value, device)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two states of NumPy's generator are equal (lists for arrays, as after a file, are fine)."""
+    return a[0] == b[0] and list(a[1]) == list(b[1]) and tuple(a[2:]) == tuple(b[2:])
 
 
 def as_plain(state: dict[str, Any]) -> dict[str, Any]:
@@ -180,6 +211,15 @@ class BufferKeeper:
             and buffer.is_floating_point()
             and not (module._buffers.get(name) is buffer and torch.equal(buffer, copy))
         ]
+
+    def changed(self) -> bool:
+        """Whether any buffer is no longer as at `take`."""
+        return any(
+            module._buffers.get(name) is not buffer
+            or (buffer is not None and copy is not None and not torch.equal(buffer, copy))
+            or (buffer is not None and copy is None and not self._is_constant(buffer))
+            for module, name, buffer, copy in self._taken
+        )
 
     def restore(self) -> None:
         """Put back every buffer, its identity included, as it was at `take`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from .. import normalize
-from ..errors import InputError, explain
+from ..errors import InputError, StatementError, explain
 from .sync import Ranks
 
 Weigh = Callable[[Any], Any] | Literal["samples", "returned"]
@@ -33,6 +33,7 @@ class Weights:
         ranks: Ranks,
     ) -> None:
         self._reduction: normalize.Reduction = reduction
+        self._weigh: Weigh = weigh
         self._count = len(microbatches)
         self.returned: dict[int, normalize.Number] = {}
         # Where the total is known only afterwards, losses are summed first and divided by it at the boundary.
@@ -74,6 +75,27 @@ class Weights:
         self.returned[index] = normalize.check_weight(weight, f"micro-batch {index}")
         return float(normalize.after_forward_scale(self.returned[index], reduction=self._reduction))
 
+    def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
+        """Weigh the micro-batches again after some were cut otherwise.
+
+        Raises:
+            StatementError: together they weigh something else than before, when the divisor was computed.
+        """
+        self._count = len(microbatches)
+        if self.ahead is None:
+            return
+        weights = _weigh(self._weigh, microbatches, samples)
+        before, now = normalize.total_weight(self.ahead), normalize.total_weight(weights)
+        if not math.isclose(before, now, rel_tol=1e-9):
+            raise StatementError(
+                explain(
+                    f"a window that weighs {before} in {len(self.ahead)} micro-batches",
+                    f"cut otherwise, in {len(weights)}, the same samples weigh {now}",
+                    "let weight= be a sum over samples, such as a count of tokens",
+                )
+            )
+        self.ahead = weights
+
     def counted(self, dropped: list[int]) -> list[normalize.Number]:
         """Return the weights in order, 0 for micro-batches that were left out."""
         weights = self.ahead or [self.returned.get(index, 0) for index in range(self._count)]
@@ -84,6 +106,17 @@ class Weights:
         )
 
 
+def _weigh(weigh: Weigh, microbatches: list[Any], samples: list[int] | None) -> list[normalize.Number]:
+    if weigh == "samples":
+        assert samples is not None
+        return list(samples)
+    assert callable(weigh)
+    return [
+        normalize.check_weight(weigh(microbatch), f"micro-batch {index}")
+        for index, microbatch in enumerate(microbatches)
+    ]
+
+
 def _weigh_ahead(
     weigh: Weigh, microbatches: list[Any], samples: list[int] | None, ranks: Ranks
 ) -> tuple[list[normalize.Number], normalize.Number]:
@@ -91,13 +124,7 @@ def _weigh_ahead(
     weights: list[normalize.Number] = []
     total: normalize.Number = math.nan
     try:
-        if weigh == "samples":
-            assert samples is not None
-            weights.extend(samples)
-        else:
-            assert callable(weigh)
-            for index, microbatch in enumerate(microbatches):
-                weights.append(normalize.check_weight(weigh(microbatch), f"micro-batch {index}"))
+        weights = _weigh(weigh, microbatches, samples)
         total = normalize.total_weight(weights)
     finally:
         # Also on the way out with an error: the other ranks wait for this rank's part of the sum, and learn

@@ -1,0 +1,44 @@
+"""Leaving a micro-batch that is not finite out of the sum, its weight with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import WindowError, explain
+from .batchnorm import Pooled
+from .in_buffers import InBuffers
+
+if TYPE_CHECKING:
+    from .in_flight import WindowInFlight
+
+
+def keep_or_drop(window: WindowInFlight, index: int, *, again: bool) -> None:
+    """Add the gradient of the last micro-batch to the sum if it is finite; else leave the micro-batch out.
+
+    Args:
+        window: with ``nonfinite="skip_microbatch"``.
+        index: of the micro-batch.
+        again: whether it had a backward before.
+
+    Raises:
+        WindowError: it had.
+    """
+    place, plan = window._place, window._plan
+    assert isinstance(place, InBuffers)
+    if again:
+        raise WindowError(
+            explain(
+                f"a second backward for micro-batch {index}",
+                'with nonfinite="skip_microbatch" a micro-batch is kept or left out as a whole',
+                "add its losses and call backward once",
+            )
+        )
+    # With a finite loss an infinite gradient is the scaler's overflow: it must reach the scaler.
+    if window._losses.finite(index) and (plan.step.scaling or place.isolated_is_finite()):
+        place.keep()
+        return
+    place.drop()
+    window._dropped.append(index)
+    window._buffers_before.restore()
+    if isinstance(plan.norms, Pooled):
+        plan.norms.forget_microbatch()

@@ -1,0 +1,213 @@
+"""The micro-batches of one window; those that are still to come can be cut otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import WindowError, explain
+from ..plan import Plan as BatchPlan
+from ..split import TokenBudget, cut, near_equal
+from ..tree import plan as plan_of
+from ..window import Window
+from .auto import AutoSize
+from .batches import Paths, microbatches_of
+from .options import check_auto
+from .plan import Plan
+from .sizing import Fixed
+
+
+class Pieces:
+    """Micro-batches in order, and the samples of each.
+
+    Args:
+        microbatches: as they are to be worked through.
+        samples: of each; None where they cannot be counted.
+        order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
+        paths: `whole` and `per_sample` declarations.
+        batch: the planned batch that they were cut from, if it may be cut otherwise.
+
+    Examples:
+        >>> pieces = Pieces(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
+        >>> len(pieces), pieces.samples
+        (2, [4, 3])
+    """
+
+    def __init__(
+        self,
+        microbatches: list[Any],
+        samples: list[int] | None,
+        order: list[int] | None,
+        paths: Paths,
+        *,
+        batch: BatchPlan | None = None,
+    ) -> None:
+        self.microbatches = microbatches
+        self.samples = samples
+        self._order = order
+        self._paths = paths
+        self._batch = batch
+
+    @property
+    def can_be_recut(self) -> bool:
+        """Whether the batch is one piece that may be cut anywhere."""
+        return self._batch is not None
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def places(self, index: int, first: int) -> Sequence[int]:
+        """Return the positions of a micro-batch's samples in the effective batch, which begins at `first`."""
+        assert self.samples is not None
+        start = sum(self.samples[:index])
+        stop = start + self.samples[index]
+        if self._order is None:
+            return range(first + start, first + stop)
+        return [first + position for position in self._order[start:stop]]
+
+    def split(self, index: int, most: int) -> int:
+        """Cut one micro-batch into near-equal ones of at most so many samples; return how many there are now.
+
+        Raises:
+            SplitError: it cannot be cut.
+        """
+        planned = plan_of(self.microbatches[index], **self._paths)
+        sizes = near_equal(planned.samples, most)
+        self._replace(index, cut(planned, sizes), sizes)
+        return len(sizes)
+
+    def recut(self, index: int, sizes: Sequence[int]) -> None:
+        """Cut all micro-batches from one on otherwise."""
+        assert self.samples is not None
+        start, self.microbatches[index:], self.samples[index:] = sum(self.samples[:index]), [], []
+        for size in sizes:
+            assert self._batch is not None
+            self.microbatches.append(self._batch.take(start, start + size))
+            self.samples.append(size)
+            start += size
+
+    def follow(self, sizes: Sequence[int]) -> None:
+        """Cut the micro-batches as those of a saved window were.
+
+        Raises:
+            WindowError: the batch has other samples, or its micro-batches cannot be cut so.
+        """
+        mine = self.samples
+        if mine is None or list(sizes) == mine:
+            return
+        if self._batch is not None and sum(sizes) == sum(mine):
+            self.recut(0, sizes)
+            return
+        left = list(sizes)
+        for index, samples in reversed(list(enumerate(mine))):
+            parts: list[int] = []
+            while left and sum(parts) < samples:
+                parts.insert(0, left.pop())
+            if sum(parts) != samples:
+                raise _other_batch(mine, sizes)
+            if len(parts) > 1:
+                planned = plan_of(self.microbatches[index], **self._paths)
+                self._replace(index, cut(planned, parts), parts)
+        if left:
+            raise _other_batch(mine, sizes)
+
+    def clear(self) -> None:
+        """Let the micro-batches go."""
+        self.microbatches = []
+        self._batch = None
+
+    def _replace(self, index: int, parts: list[Any], sizes: list[int]) -> None:
+        self.microbatches[index : index + 1] = parts
+        if self.samples is not None:
+            self.samples[index : index + 1] = sizes
+
+
+def sizing_of(
+    microbatch_size: int | TokenBudget | str | None,
+    plan: Plan,
+    paths: Paths,
+    *,
+    batchnorm: str | None,
+    **options_: Any,
+) -> Fixed | AutoSize:
+    """Return how a batch is cut, as `microbatch_size` states it.
+
+    Args:
+        microbatch_size: checked before.
+        plan: of the accumulator.
+        paths: `whole` and `per_sample` declarations.
+        batchnorm: what happens to BatchNorm in training mode; None if there is none.
+        options_: further ones of `AutoSize`.
+
+    Raises:
+        InputError: sizes cannot be found out here.
+    """
+    if not isinstance(microbatch_size, str):
+        return Fixed(microbatch_size)
+    loss_fn = check_auto(microbatch_size, plan.loss_fn, batchnorm)
+    return AutoSize(
+        loss_fn,
+        plan.models,
+        plan.step.optimizers,
+        device=plan.device,
+        mode="fastest" if microbatch_size == "auto" else "largest",
+        whole=paths.get("whole", ()),
+        per_sample=paths.get("per_sample", ()),
+        **options_,
+    )
+
+
+def pieces_of(batch: Any, sizing: Fixed | AutoSize, paths: Paths, *, need_samples: bool) -> Pieces:
+    """Cut a batch as its sizing says; the micro-batches of a `Window` are taken as they are.
+
+    Args:
+        batch: a batch, or a Window.
+        sizing: how.
+        paths: `whole` and `per_sample` declarations.
+        need_samples: whether samples must be counted.
+
+    Returns:
+        The micro-batches.
+
+    Raises:
+        SplitError: the batch cannot be split, or its samples cannot be counted although they must be.
+
+    Examples:
+        >>> import torch
+        >>> pieces_of((torch.zeros(5, 2),), Fixed(2), {}, need_samples=True).samples
+        [2, 2, 1]
+    """
+    if not isinstance(sizing, Fixed):
+        assert not isinstance(batch, Window)
+        planned = plan_of(batch, **paths)
+        sizes = sizing.plan(batch, planned.samples)
+        return Pieces(cut(planned, sizes), sizes, None, paths, batch=planned)
+    size, most = sizing.size, sizing.most
+    if most is not None and isinstance(size, int):
+        size = min(size, most)
+    pieces = Pieces(*microbatches_of(batch, size, paths, need_samples=need_samples), paths)
+    if most is not None and pieces.samples is not None:
+        cut_large(pieces, 0, most)
+    return pieces
+
+
+def cut_large(pieces: Pieces, start: int, most: int) -> None:
+    """Cut all micro-batches from `start` on that have more than so many samples.
+
+    Raises:
+        SplitError: one cannot be cut.
+    """
+    assert pieces.samples is not None
+    for index in range(len(pieces) - 1, start - 1, -1):
+        if pieces.samples[index] > most:
+            pieces.split(index, most)
+
+
+def _other_batch(mine: Sequence[int], saved: Sequence[int]) -> WindowError:
+    return WindowError(
+        explain(
+            f"a window whose micro-batches have {list(mine)} samples",
+            f"the saved window in flight has {list(saved)}",
+            "go on with the same batch and micro-batches, or call discard() first",
+        )
+    )

@@ -1,0 +1,176 @@
+"""Out of memory inside a window: go on in smaller pieces, to the same update.
+
+A micro-batch that failed must leave nothing behind. What it leaves is looked at:
+
+* nothing had reached the gradients, and random state and buffers are as at its start (or can be put back):
+  the window goes on from it, in smaller pieces;
+* otherwise - a backward broke half way, and half of its gradient is in the sum; a buffer was written - the
+  window begins again, everything as before it. A copy of all gradients for each micro-batch would avoid that,
+  and take the memory that is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ..errors import OutOfMemoryError, SplitError, explain
+from .batchnorm import Pooled
+from .losses import Losses
+from .out_of_memory import out_of_memory
+from .pieces import cut_large
+
+if TYPE_CHECKING:
+    from .in_flight import WindowInFlight
+
+
+def work_through(window: WindowInFlight, one: Callable[[Any], None]) -> None:
+    """Run all micro-batches of a window, in smaller pieces where memory runs out.
+
+    Args:
+        window: open.
+        one: the forward and backward of a micro-batch.
+
+    Raises:
+        OutOfMemoryError: a single sample does not fit, or micro-batches cannot be cut smaller.
+    """
+    while (failure := _until_failure(window, one)) is not None:
+        _go_on_smaller(window, failure)
+
+
+def _until_failure(window: WindowInFlight, one: Callable[[Any], None]) -> str | None:
+    """Return the text of the error if memory ran out, None at the end of the window."""
+    try:
+        for microbatch in window:
+            one(microbatch)
+    except BaseException as error:
+        if not out_of_memory(error):
+            raise
+        # The frames below this one hold the outputs and the micro-batch: memory is free only without them.
+        traceback.clear_frames(error.__traceback__)
+        return str(error) or type(error).__name__
+    return None
+
+
+def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
+    plan, pieces = window._plan, window._pieces
+    index = window._next if window._current is None else window._current
+    window._end_iteration()
+    gc.collect()  # an exception and its frames may be a cycle
+    release_caches(plan.device)
+    samples = None if pieces.samples is None else pieces.samples[index]
+    most = 0 if samples is None or isinstance(plan.norms, Pooled) else window._sizing.failed(samples)
+    if not most:
+        _give_up(window, index, samples, failure)
+    again = not _put_back(window, index)
+    if again:
+        _begin_again(window)
+    try:
+        cut_large(pieces, window._next, most)
+    except SplitError as error:
+        raise OutOfMemoryError(
+            explain(f"micro-batch {index}, for which there was no memory ({failure})", str(error), _DO)
+        ) from None
+    window._weights.weigh_again(pieces.microbatches, pieces.samples)
+    window._failures += 1
+    warnings.warn(
+        f"memory ran out in micro-batch {index} of {samples} samples; the window "
+        f"{'begins again' if again else 'goes on'} in micro-batches of at most {most}. The update is the "
+        f"same. ({failure.splitlines()[0]})",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+_DO = "make the samples smaller, use gradient checkpointing or a lower precision, or free memory"
+
+
+def _give_up(window: WindowInFlight, index: int, samples: int | None, failure: str) -> NoReturn:
+    if isinstance(window._plan.norms, Pooled):
+        wrong = 'with batchnorm="per_microbatch" smaller pieces would be another update'
+        do = "state a smaller microbatch_size"
+    elif samples is None:
+        wrong, do = "its samples cannot be counted, so it cannot be cut smaller", "give smaller micro-batches"
+    else:
+        wrong, do = "a single sample is the smallest micro-batch there is", _DO
+    held = _bytes_of_state(window)
+    raise OutOfMemoryError(
+        explain(
+            f"micro-batch {index} of {'some' if samples is None else samples} samples, for which there was "
+            f"no memory ({failure}) beside {held / 2**20:.1f} MiB of parameters and their gradients",
+            f"{wrong}; nothing was updated, everything is as before the window",
+            do,
+        )
+    )
+
+
+def _bytes_of_state(window: WindowInFlight) -> int:
+    owned = window._plan.owned
+    gradients = [entry.parameter.grad for entry in owned if entry.parameter.grad is not None]
+    return sum(tensor.nbytes for tensor in [*(entry.parameter for entry in owned), *gradients])
+
+
+def _put_back(window: WindowInFlight, index: int) -> bool:
+    """Put everything back as it was before the failed micro-batch; whether that was possible."""
+    plan = window._plan
+    if not window._place.undo():
+        return False
+    if plan.nonfinite == "skip_microbatch":
+        window._buffers_before.restore()
+    elif plan.buffers.changed():
+        return False
+    if not plan.random.back_to_mark():
+        return False
+    window._weights.returned.pop(index, None)
+    window._broken = None
+    return True
+
+
+def _begin_again(window: WindowInFlight) -> None:
+    """Put everything back as it was when the window was opened, and stay open."""
+    plan = window._plan
+    window._place.discard()
+    plan.buffers.restore()
+    plan.random.restore()
+    if plan.sample_rng:
+        torch.set_rng_state(window._after_key)
+    window._losses, window._dropped, window._next, window._broken = Losses(), [], 0, None
+    window._weights.returned.clear()
+    window._place.open()
+
+
+def shrink(window: WindowInFlight) -> None:
+    """Let the next window have smaller micro-batches: one of a loop that cannot be gone on with ran out.
+
+    Args:
+        window: whose ``with`` block the error has left.
+    """
+    samples = window._pieces.samples
+    if window._current is not None and samples is not None:
+        window._sizing.failed(samples[window._current])
+
+
+def release_caches(device: torch.device | None) -> None:
+    """Give memory that nobody uses back: the allocator's caches, and what the C library keeps.
+
+    Args:
+        device: whose caches, besides the CPU's; None for the CPU alone.
+
+    Examples:
+        >>> release_caches(None)
+    """
+    if device is not None and device.type != "cpu":
+        empty = getattr(torch.get_device_module(device), "empty_cache", None)
+        if empty is not None:
+            empty()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
+        if trim is not None:
+            trim(0)

@@ -1,0 +1,109 @@
+"""How many samples the micro-batches of a window have: stated by the user, or found out (`auto`).
+
+An update does not depend on it; memory and time do.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..split import TokenBudget
+
+if TYPE_CHECKING:
+    from ..report.memory import MemoryReport
+
+
+class Sizing(Protocol):
+    """What a window asks between its micro-batches, and tells of them."""
+
+    def rest(self, left: int) -> list[int] | None:
+        """Return, after a micro-batch, other sizes for the samples that are left; None: as planned."""
+        ...
+
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return what is entered around the forward and backward of one micro-batch."""
+        ...
+
+    def failed(self, samples: int) -> int:
+        """Note that a micro-batch ran out of memory; return the most samples to go on with, 0 for none."""
+        ...
+
+    def closed(self, *, made: bool) -> None:
+        """Note that the window is over, and whether it made its update."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found out."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what was found out before."""
+        ...
+
+    def report(self) -> MemoryReport | None:
+        """Return what was found out, for people; None if nothing."""
+        ...
+
+
+class Fixed:
+    """The size that the user stated; a smaller one for a while after memory ran out.
+
+    Args:
+        size: most samples of a micro-batch, a `TokenBudget`, or None for a batch in one piece.
+
+    Attributes:
+        most: samples of a micro-batch since memory ran out, else None.
+
+    Examples:
+        >>> sizing = Fixed(64)
+        >>> sizing.failed(64), sizing.failed(32), sizing.most
+        (32, 16, 16)
+    """
+
+    # A failure may come from what else was in memory then, so the stated size is tried again; the wait
+    # doubles with each failure, so that a size that never fits is hardly ever tried.
+    FIRST_WAIT = 50
+
+    def __init__(self, size: int | TokenBudget | None) -> None:
+        self.size = size
+        self.most: int | None = None
+        self._wait = self.FIRST_WAIT
+        self._until = 0
+
+    def rest(self, left: int) -> list[int] | None:
+        """Return None: as planned."""
+        return None
+
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return a context that measures nothing."""
+        return nullcontext()
+
+    def failed(self, samples: int) -> int:
+        """Return half the samples, rounded up; 0 if there was only one."""
+        if samples == 1:
+            return 0
+        half = (samples + 1) // 2
+        self.most = half if self.most is None else min(self.most, half)
+        self._until = self._wait
+        self._wait *= 2
+        return self.most
+
+    def closed(self, *, made: bool) -> None:
+        """Count the updates until the stated size is tried again."""
+        if self.most is not None and made:
+            self._until -= 1
+            if self._until <= 0:
+                self.most = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return for how long which smaller size is used."""
+        return {"most": self.most, "wait": self._wait, "until": self._until}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the smaller size."""
+        self.most, self._wait, self._until = state["most"], state["wait"], state["until"]
+
+    def report(self) -> MemoryReport | None:
+        """Return None: nothing was measured."""
+        return None
