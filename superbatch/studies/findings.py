@@ -26,8 +26,8 @@ class Findings:
 
     Attributes:
         limit: bytes, and who sets them.
-        usable: bytes of the limit that a peak may take.
         batch_size: samples of one update; no micro-batch is larger.
+        margin: share of the limit that is kept free.
         planned: sizes that are looked at.
         how: how peaks were predicted.
         probes: predicted, by samples.
@@ -40,7 +40,7 @@ class Findings:
         notes: for the reader.
 
     Examples:
-        >>> found = Findings(limit=Limit(1000, "a test"), usable=1000, batch_size=100)
+        >>> found = Findings(limit=Limit(1000, "a test"), batch_size=100)
         >>> found.measured = {1: 110, 10: 200}
         >>> found.plan()
         >>> found.largest, found.top, found.planned
@@ -48,8 +48,8 @@ class Findings:
     """
 
     limit: Limit
-    usable: int
     batch_size: int
+    margin: float = 0.0
     planned: tuple[int, ...] = ()
     how: str = ""
     probes: dict[int, Peak] = field(default_factory=dict)
@@ -60,6 +60,11 @@ class Findings:
     refused: str | None = None
     impossible: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the limit that a peak may take."""
+        return int(self.limit.bytes * (1 - self.margin))
 
     @property
     def predicted(self) -> MemoryCurve | None:
@@ -151,7 +156,7 @@ class Findings:
             Seconds; those of the nearest size outside of the timed ones; None if none was timed.
 
         Examples:
-            >>> found = Findings(limit=Limit(1, ""), usable=1, batch_size=8)
+            >>> found = Findings(limit=Limit(1, ""), batch_size=8)
             >>> found.timings = {2: [9.0, 4.0], 4: [9.0, 2.0]}
             >>> found.seconds_per_sample(1), found.seconds_per_sample(3), found.seconds_per_sample(8)
             (4.0, 3.0, 2.0)

@@ -26,6 +26,7 @@ from superbatch.search import ENOUGH, halvings, time_per_sample
 from superbatch.studies.findings import Findings
 from superbatch.studies.rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
 from superbatch.studies.workers import torch_threads
+from superbatch.torch.auto import DEADLY, MARGINS
 from superbatch.torch.limits import memory_limit
 from superbatch.torch.out_of_memory import out_of_memory
 from superbatch.torch.predict import PredictionError, predict_peak
@@ -40,8 +41,6 @@ ROUNDS = 20
 
 HOPELESS = 2.0
 """A size so many times slower than the fastest is not timed further."""
-
-MARGIN = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,8 @@ def fit(
     Raises:
         InputError: an option cannot be used.
         SuperbatchError: the accumulator refuses the recipe, for another reason than coupled samples.
-        FitInterrupted: on Ctrl-C; it carries the partial report.
+        FitInterrupted: on Ctrl-C; it carries the partial report. (A plain KeyboardInterrupt before anything
+            is known.)
 
     Examples:
         >>> report = fit("digits", Options(seconds=1))
@@ -134,14 +134,18 @@ def fit(
             device=options.device,
             samples=options.batch_size or loaded.batch_size,
         )
-        limit = memory_limit(rehearsal.device)
-        if options.limit is not None:
-            limit = Limit(options.limit, "asked for")
-        found = Findings(limit=limit, usable=int(limit.bytes * (1 - MARGIN)), batch_size=rehearsal.samples)
-        work = _Work(rehearsal, found, options, progress)
+        there_is = memory_limit(rehearsal.device)
+        limit = there_is if options.limit is None else Limit(options.limit, "asked for")
+        # As microbatch_size="auto" does: at a limit that no allocation hits, the system ends the process.
+        hit = options.limit is not None or limit.by.startswith("RLIMIT") or rehearsal.device.type != "cpu"
+        margin = MARGINS["largest"] if hit else DEADLY
+        found = Findings(limit=limit, margin=margin, batch_size=rehearsal.samples)
+        work = _Work(rehearsal, found, options, progress, room=int(there_is.bytes * (1 - DEADLY)))
         try:
             work.do()
         except KeyboardInterrupt:
+            if not found.probes and not found.measured:
+                raise
             report = _report(rehearsal, options, found, time.monotonic() - start, partial=True)
             raise FitInterrupted(report) from None
         return _report(rehearsal, options, found, time.monotonic() - start, partial=False)
@@ -203,6 +207,8 @@ class _Work:
     found: Findings
     options: Options
     progress: Callable[[Progress], None]
+    room: int
+    """Bytes that this machine has, whatever limit was asked for."""
     end: float = 0.0
     done: int = 0
     last: tuple[int, float] = (0, 0.0)
@@ -263,10 +269,18 @@ class _Work:
             # them.
             if found.curve is not None and not found.fits(samples):
                 break
+            if found.curve is not None and found.curve.at(samples) > self.room:
+                found.notes.append(f"Micro-batches of {samples} samples and more do not fit on this machine.")
+                return
             if not self._measure_one(samples):
                 return
             last = samples
-        if not self.options.sizes and last < found.top:
+        if (
+            not self.options.sizes
+            and last < found.top
+            and found.curve
+            and found.curve.at(found.top) <= self.room
+        ):
             self._measure_one(found.top)
 
     def _measure_one(self, samples: int) -> bool:
@@ -343,7 +357,7 @@ def _report(
         batch_size=rehearsal.samples,
         parameters=parameters,
         limit=found.limit,
-        margin=MARGIN,
+        margin=found.margin,
         how=found.how,
         curve_error=0.0 if found.predicted is None else found.predicted.error,
         sizes=found.sizes(),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from superbatch import plot
 from superbatch.errors import InputError, StatementError
 from superbatch.recipes import RECIPES, Recipe, load_recipe
 from superbatch.report.fitting import Fitting
@@ -27,6 +28,7 @@ from superbatch.torch.memory import peak_bytes
 from tests.studies import own_recipe
 
 KIB = 1024
+PNG = b"\x89PNG\r\n\x1a\n"
 QUICK = Options(threads=1)
 
 
@@ -362,8 +364,66 @@ def test_what_the_tables_say(limited: Fitting) -> None:
     assert f"At most {limited.largest} samples fit in 150 KiB (asked for)." in findings(limited)
 
 
+def texts_of(report: Fitting) -> str:
+    figure = plot.fitting(report)
+    assert plot.png(figure, dots_per_inch=40).startswith(PNG), "it can be drawn"
+    found = [text.get_text() for axes in figure.axes for text in axes.texts]
+    return " | ".join([figure.get_suptitle(), *found])
+
+
+def values_of(data: Any) -> list[Any]:
+    """What a line is drawn through; matplotlib leaves its type open."""
+    return list(data)
+
+
+def test_the_picture_shows_the_limit_and_the_choice(limited: Fitting) -> None:
+    figure = plot.fitting(limited)
+    memory, speed = figure.axes
+    lines = {str(line.get_label()): line for line in memory.lines}
+    predicted = [(size.samples, size.predicted) for size in limited.sizes]
+    assert list(zip(*map(values_of, lines["predicted"].get_data()), strict=True)) == predicted
+    assert values_of(lines["measured"].get_xdata()) == [
+        size.samples for size in limited.sizes if size.measured
+    ]
+    bottom, top = memory.get_ylim()
+    assert bottom < limited.usable < top
+    assert values_of(speed.lines[-1].get_xdata()) == [size.samples for size in limited.sizes if size.seconds]
+    said = texts_of(limited)
+    assert "limit: 150 KiB (asked for)" in said
+    assert (
+        f"fastest: {limited.fastest}" in said or f"fastest and largest that fits: {limited.fastest}" in said
+    )
+
+
+def test_the_picture_of_a_far_limit_does_not_flatten_the_curve() -> None:
+    report = fit(wide(), quick(limit=2**40))
+    assert plot.fitting(report).axes[0].get_ylim()[1] < 2**30
+    assert "↑ limit: 1.00 TiB (asked for)" in texts_of(report)
+
+
+def test_a_picture_of_little_or_nothing(limited: Fitting) -> None:
+    assert "nothing was timed" in texts_of(
+        replace(
+            limited, fastest=None, sizes=tuple(replace(s, seconds=None, high=None) for s in limited.sizes)
+        )
+    )
+    assert "Not even one sample fits" in texts_of(fit(wide(), quick(limit=100)))
+    assert "(interrupted: partial)" in texts_of(replace(limited, partial=True))
+    assert texts_of(replace(limited, sizes=limited.sizes[:1], fastest=None))
+
+
+def test_more_than_the_machine_has_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_module, "memory_limit", lambda device: Limit(150 * KIB, "a small machine"))
+    report = fit(wide(), quick(limit=2**40))
+    assert report.largest == 100, "by the limit that was asked for"
+    small = max(size.samples for size in report.sizes if size.measured)
+    assert (report.of(small).measured or 0) <= 150 * KIB
+    assert not report.of(100).measured
+    assert any("do not fit on this machine" in note for note in report.notes)
+
+
 def test_without_measurements_the_limit_is_read_from_the_curve() -> None:
-    found = Findings(limit=Limit(10**6, "a test"), usable=10**6, batch_size=64)
+    found = Findings(limit=Limit(10**6, "a test"), batch_size=64)
     found.measured = {1: 1000, 2: 2000}
     assert (found.largest, found.beyond) == (64, 1000)
     assert found.fastest is None
