@@ -83,7 +83,7 @@ class Saving:
 
     Attributes:
         name: of the means.
-        bytes: that the peak would be lower by; for activations, with micro-batches of the size in question.
+        bytes: that would be free at the peak with micro-batches of the size in question.
         how: what to write.
     """
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import InputError, explain
 from ..report.memory import Peak
@@ -39,6 +40,7 @@ def predict_peak(
     accumulator_dtype: torch.dtype | Literal["auto"] | None = None,
     accumulate_into: Literal["grad", "momentum"] = "grad",
     masters: Mapping[Tensor, Tensor] | None = None,
+    checkpointed: Sequence[nn.Module] = (),
 ) -> Peak:
     """Predict the peak memory of a window of micro-batches like this one, on fake tensors.
 
@@ -62,6 +64,7 @@ def predict_peak(
         accumulator_dtype: as the Accumulator's; ``"auto"`` is taken to be float32, the larger choice.
         accumulate_into: as the Accumulator's.
         masters: as the Accumulator's.
+        checkpointed: modules that are run in a gradient checkpoint, to see what that would save.
 
     Returns:
         The peak, by phase.
@@ -94,6 +97,8 @@ def predict_peak(
     ledger = Ledger(counted, rounded=_ROUNDED.get(counted.type, 512))
     try:
         with faked(models, ledger) as fake:
+            for module in checkpointed:
+                vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
             place = _place(owned, copies, accumulator_dtype, accumulate_into)
             if only_owned:
                 place.inputs = [fake(entry.parameter) for entry in owned]
