@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -364,3 +368,70 @@ def test_two_models_one_of_them_owned() -> None:
     half = {name: leaf[: SAMPLES // 2] for name, leaf in batch.items()}
     peak = predict_peak(loss_fn, half, models=[model, other], optimizers=sgd(model))
     assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
+
+
+def test_a_compiled_model_is_not_compiled_for_it() -> None:
+    model, batch = mlp(), images(64)(SAMPLES)
+    compiled_graphs: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled_graphs.append(1)
+        return graph.forward
+
+    compiled: Any = torch.compile(model, backend=backend)
+    plain = predict_peak(cross_entropy(model), batch, models=model)
+    assert predict_peak(cross_entropy(compiled), batch, models=model) == plain
+    assert compiled_graphs == []
+    cross_entropy(compiled)(batch)
+    assert compiled_graphs, "the model is compiled by a real run, so the test is not vacuous"
+
+
+def test_within_no_grad_and_an_enclosing_autocast() -> None:
+    model, batch = mlp(), images(64)(SAMPLES)
+    loss_fn = cross_entropy(model)
+    plain = predict_peak(loss_fn, batch, models=model)
+    with torch.no_grad():
+        assert predict_peak(loss_fn, batch, models=model) == plain
+        assert not torch.is_grad_enabled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        real = loss_fn(batch)
+        assert predict_peak(loss_fn, batch, models=model).activations != plain.activations
+        assert torch.equal(loss_fn(batch), real)  # no cast of a fake is left in autocast's cache
+
+
+def test_a_micro_batch_of_views_counts_nothing() -> None:
+    model, batch = mlp(), images(64)(64)
+    part = {name: leaf[8:16] for name, leaf in batch.items()}
+    alone = {name: leaf.clone() for name, leaf in part.items()}
+    assert predict_peak(cross_entropy(model), part, models=model) == predict_peak(
+        cross_entropy(model), alone, models=model
+    )
+
+
+def test_distributed_data_parallel_does_not_communicate(tmp_path: Path) -> None:
+    """In another process, for a process group is the process's own."""
+    code = """
+        import sys, torch
+        from torch import nn
+        import torch.distributed as dist
+        from superbatch.torch.predict import predict_peak
+        from tests.torch.sized_models import convnet
+        dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+        model = nn.Sequential(convnet(), nn.BatchNorm1d(10))
+        parallel = nn.parallel.DistributedDataParallel(model)
+        batch = torch.randn(8, 3, 32, 32)
+        calls = []
+        parallel.register_comm_hook(None, lambda state, bucket: calls.append(1))
+        for name in ("broadcast", "all_reduce"):
+            setattr(dist, name, lambda *args, **kwargs: calls.append(1))
+        alone = predict_peak(lambda x: model(x).square().mean(), batch, models=model)
+        peak = predict_peak(lambda x: parallel(x).square().mean(), batch, models=parallel)
+        assert peak == alone, (peak, alone)
+        assert "forward" not in vars(parallel) and not calls
+        assert all(p.grad is None for p in model.parameters())
+        dist.destroy_process_group()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == 0, done.stderr
