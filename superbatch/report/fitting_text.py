@@ -83,12 +83,13 @@ def savings_table(report: Fitting) -> Table:
         One row per means; none where nothing is known.
     """
     columns = (
-        Column("what would lower the peak", "with micro-batches of the fastest size"),
-        Column("by about", "bytes"),
+        Column("saves about", "bytes, each by itself"),
+        Column("what", "the means"),
         Column("how", "in code"),
     )
-    rows = tuple((each.name, binary_text(each.bytes), each.how) for each in report.savings)
-    return Table("", columns, rows)
+    rows = tuple((binary_text(each.bytes), each.name, each.how) for each in report.savings)
+    samples = report.fastest or max((size.samples for size in report.sizes if size.fits), default=0)
+    return Table(f"What would lower the peak of micro-batches of {samples}", columns, rows)
 
 
 def findings(report: Fitting) -> list[str]:
@@ -105,7 +106,8 @@ def findings(report: Fitting) -> list[str]:
     sentences = [choice, _largest(report, limit), *_phases(report)]
     if errors := [abs(size.error) for size in report.sizes if size.error is not None]:
         sentences.append(
-            f"Predicted from {report.how}, without computing: within {100 * max(errors):.1f} % of what was measured."
+            f"Predicted from {report.how}, without computing: within {100 * max(errors):.1f} % of what was "
+            "measured."
         )
     return [sentence for sentence in (*sentences, *report.notes) if sentence]
 

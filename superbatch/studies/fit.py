@@ -24,12 +24,12 @@ from superbatch.report.fitting import Fitting
 from superbatch.report.memory import Limit
 from superbatch.search import ENOUGH, halvings, time_per_sample
 from superbatch.studies.findings import Findings
-from superbatch.studies.rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
+from superbatch.studies.rehearsal import Rehearsal, Trainer, microbatches_to_time, prepare, refusal
 from superbatch.studies.workers import torch_threads
-from superbatch.torch.auto import DEADLY, MARGINS
 from superbatch.torch.limits import memory_limit
 from superbatch.torch.out_of_memory import out_of_memory
 from superbatch.torch.predict import PredictionError, predict_peak
+from superbatch.torch.savings import savings
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -38,6 +38,10 @@ PROBES = 6
 
 ROUNDS = 20
 """Windows of each size that are timed, where there is time for them."""
+
+MARGIN, CARE = 0.01, 0.10
+"""Shares of a limit that are kept free: of one that an allocation hits, and of one where the system ends the
+process instead. `superbatch.torch.auto` keeps the same."""
 
 HOPELESS = 2.0
 """A size so many times slower than the fastest is not timed further."""
@@ -136,11 +140,10 @@ def fit(
         )
         there_is = memory_limit(rehearsal.device)
         limit = there_is if options.limit is None else Limit(options.limit, "asked for")
-        # As microbatch_size="auto" does: at a limit that no allocation hits, the system ends the process.
         hit = options.limit is not None or limit.by.startswith("RLIMIT") or rehearsal.device.type != "cpu"
-        margin = MARGINS["largest"] if hit else DEADLY
+        margin = MARGIN if hit else CARE
         found = Findings(limit=limit, margin=margin, batch_size=rehearsal.samples)
-        work = _Work(rehearsal, found, options, progress, room=int(there_is.bytes * (1 - DEADLY)))
+        work = _Work(rehearsal, found, options, progress, room=int(there_is.bytes * (1 - CARE)))
         try:
             work.do()
         except KeyboardInterrupt:
@@ -230,6 +233,7 @@ class _Work:
         self.end = time.monotonic() + self.options.seconds
         self._measure()
         self._time()
+        self._save()
 
     def _tick(self, finished: str) -> None:
         self.done += 1
@@ -238,19 +242,13 @@ class _Work:
         self.progress(Progress(min(self.done, total), total, finished))
 
     def _predict(self, sizes: Sequence[int]) -> None:
-        trainer, found, device = self.rehearsal.trainer(), self.found, self.rehearsal.device
+        trainer, found = self.rehearsal.trainer(), self.found
         for samples in sorted(sizes, reverse=True):
             if samples in found.probes or samples in self.unpredicted:
                 continue
             try:
                 found.probes[samples] = predict_peak(
-                    trainer.loss_fn,
-                    self.rehearsal.take(samples),
-                    models=[self.rehearsal.model],
-                    optimizers=[trainer.optimizer],
-                    # The batch lies on the host: elsewhere micro-batches are copies.
-                    device=None if device.type == "cpu" else device,
-                    accumulator_dtype="auto",
+                    trainer.loss_fn, self.rehearsal.take(samples), **self._as_trained(trainer)
                 )
             except PredictionError as error:
                 if found.probes:  # larger ones could be predicted, so it is the size that is to blame
@@ -329,6 +327,30 @@ class _Work:
                 else:
                     counts[samples] = microbatches_to_time(each)
                 self._tick(f"timed {samples}")
+
+    def _save(self) -> None:
+        """Find out what would lower the peak of the size that is recommended."""
+        found, samples = self.found, self.found.fastest or self.found.top
+        if not samples or not found.probes:
+            return
+        trainer = self.rehearsal.trainer()
+        try:
+            found.savings = tuple(
+                savings(trainer.loss_fn, self.rehearsal.take(samples), **self._as_trained(trainer))
+            )
+        except PredictionError as error:
+            found.notes.append(f"What would lower the peak is not known: {error}")
+
+    def _as_trained(self, trainer: Trainer) -> dict[str, Any]:
+        """The arguments of a prediction of what this trainer does."""
+        device = self.rehearsal.device
+        return {
+            "models": [self.rehearsal.model],
+            "optimizers": [trainer.optimizer],
+            # The batch lies on the host: elsewhere micro-batches are copies.
+            "device": None if device.type == "cpu" else device,
+            "accumulator_dtype": "auto",
+        }
 
     def _hopeless(self, samples: int) -> bool:
         """Whether a size is so much slower than the fastest that more windows of it would be a waste."""

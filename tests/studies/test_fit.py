@@ -16,9 +16,9 @@ from superbatch import plot
 from superbatch.errors import InputError, StatementError
 from superbatch.recipes import RECIPES, Recipe, load_recipe
 from superbatch.report.fitting import Fitting
-from superbatch.report.fitting_text import findings, reach_table, sizes_table
+from superbatch.report.fitting_text import findings, reach_table, savings_table, sizes_table
 from superbatch.report.json import from_json, to_json
-from superbatch.report.memory import Limit
+from superbatch.report.memory import Limit, binary_text
 from superbatch.split import near_equal
 from superbatch.studies import fit as fit_module
 from superbatch.studies.findings import Findings
@@ -165,6 +165,24 @@ def test_bfloat16_is_summed_in_float32() -> None:
     own, low = (fit(wide(), quick(dtype=dtype, sizes=(1, 50))) for dtype in ("float32", "bfloat16"))
     assert low.of(50).predicted == low.of(50).measured
     assert (low.of(50).measured or 0) < (own.of(50).measured or 0)
+
+
+def test_what_would_lower_the_peak() -> None:
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+        return nn.Sequential(nn.Linear(4, 64), *blocks, nn.Linear(64, 1))
+
+    report = fit(wide(model=model), quick(optimizer="adam", batch_size=1000, sizes=(1000,)))
+    saved = {each.name: each.bytes for each in report.savings}
+    assert saved.keys() >= {"gradient checkpoints", "optimizer state"}
+    # Each block keeps the outputs of its two Tanh: one is the input of the next, which a checkpoint keeps;
+    # the other is made again, for one block at a time.
+    output = 1000 * 64 * 4
+    assert saved["gradient checkpoints"] == pytest.approx(5 * output, rel=0.1)
+    table = savings_table(report)
+    assert table.title == "What would lower the peak of micro-batches of 1000"
+    assert table.rows[0][0] == binary_text(max(saved.values()))
 
 
 # ------------------------------------------------------------------------------------------- time
