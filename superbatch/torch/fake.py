@@ -61,14 +61,14 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
         (None, 104)
     """
     # Loads sympy and dynamo, about a second: only where something is predicted.
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     _refuse_distributed(models)
     kept = [(module, _slots(module), [(m, m.training) for m in module.modules()]) for module in models]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     randomness = random_state(devices)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    function_mode = _Faking(mode, ledger)
+    function_mode = _Faking(mode, FakeTensor, ledger)
     try:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -132,18 +132,17 @@ class GuessValues(TorchDispatchMode):
 class _Faking(TorchFunctionMode):
     """Puts a fake in the place of each real tensor that a function of torch is called with."""
 
-    def __init__(self, mode: Any, ledger: Ledger) -> None:
+    def __init__(self, mode: Any, kind: type[Tensor], ledger: Ledger) -> None:
         super().__init__()
         self._mode = mode
+        self._kind = kind
         self._ledger = ledger
         # The real tensor is kept beside its fake, so that its id is not used again.
         self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(self, tensor: Tensor) -> Tensor:
         """The fake of a tensor, the same one each time."""
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, self._kind):
             return tensor
         if id(tensor) not in self._fakes:
             fake = self._mode.from_tensor(tensor, static_shapes=True)
@@ -155,7 +154,15 @@ class _Faking(TorchFunctionMode):
 
     def fakes(self, tree: Any) -> Any:
         """A structure with fakes for its tensors."""
-        return tree_map_only(Tensor, self.fake, tree)
+        # Without torch's general walk: each look at a shape or a dtype comes through here.
+        if isinstance(tree, Tensor):
+            return self.fake(tree)
+        kind = type(tree)
+        if kind is tuple or kind is list:
+            return kind([self.fakes(item) for item in tree]) if tree else tree
+        if kind is dict:
+            return {key: self.fakes(value) for key, value in tree.items()} if tree else tree
+        return tree if kind in _PLAIN else tree_map_only(Tensor, self.fake, tree)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _refuse_hidden_workspace(func, args)
@@ -221,6 +228,8 @@ def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
             )
         )
 
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
