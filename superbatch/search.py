@@ -145,8 +145,8 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
 
     With p the prediction and m the measurements: after the largest measured size b the curve rises like the
     prediction, ``m(b) + s (p(n) - p(b))``. The slope s is measured between b and the largest measured size
-    up to b / 2, and taken to be 0.7 at least; with no such pair it is ``m(b) / p(b)``, between 1 and 1.5 (a
-    single measurement cannot tell a steeper rise from something that is needed once).
+    up to b / 2, and taken to be 0.9 at least; with no such pair it is ``m(b) / p(b)``, between 1 and 1.5.
+    (What was needed once, and is in one measurement only, must not pass for a rise, nor for the lack of one.)
 
     Args:
         curve: the prediction.
@@ -171,7 +171,7 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     if before:
         first, bytes_first = before[-1]
         if curve.at(last) > curve.at(first):
-            slope = max(0.7, (bytes_last - bytes_first) / (curve.at(last) - curve.at(first)))
+            slope = max(0.9, (bytes_last - bytes_first) / (curve.at(last) - curve.at(first)))
     # A curve is known by its corners; one far point more carries the last line of the prediction on.
     corners = [samples for samples, _ in curve.points if samples > last]
     corners.append(2 * max(last, curve.points[-1][0]))

@@ -14,8 +14,8 @@ Later on the room is measured now and then, so that sizes follow a limit that ch
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -23,30 +23,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..report.memory import Limit, Measured, MemoryReport, Peak
+from ..report.memory import Measured, MemoryReport, Peak
 from ..search import fastest, fit_curve, halvings, next_trial, time_per_sample
 from ..split import near_equal
 from ..tree import plan as plan_of
 from .fake import PredictionError
 from .instruments import Instruments, instruments_for, is_compiled
-from .ledger import Ledger
 from .predict import predict_peak
+from .room import Room
 from .shapes import Signature, covers, signature, volume
-from .trials import Known, known_from, known_of, largest, reach, state_of
+from .trials import Known, known_from, known_of, state_of
 
 Mode = Literal["fastest", "largest"]
 
-# What is left free of what there is room for. At a limit that an allocation hits, as RLIMIT_AS is hit, a
-# failure can be recovered from; at others the system ends the process.
-MARGINS: dict[Mode, float] = {"largest": 0.01, "fastest": 0.05}
-DEADLY = 0.10
-LEAST_MARGIN = 2**20
-
-# Kernels, threads and libraries take memory at their first use, which no prediction knows.
-AT_FIRST = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
+# What is left free of what there is room for: the largest is measured to be right within this.
+MARGINS: dict[Mode, float] = {"largest": 0.005, "fastest": 0.05}
 
 # Measuring takes about 0.2 ms: once in so many seconds is not to be felt.
 _EVERY = 0.1
+_MOST_SIZES = 64  # that are measured at their first run, whatever the time
 FIRST_WAIT = 50
 
 
@@ -110,17 +105,12 @@ class AutoSize:
         )
         self._compiled = is_compiled(self._models)
         self._mode: Mode = "largest" if self._compiled else mode
+        self._room = Room(self._device, optimizers, self._instruments, margin=MARGINS[self._mode])
         self._known: dict[Signature, Known] = {}
         self._alike: dict[Signature, Signature] = {}  # shapes that go by the size of a larger one
-        self._limit: Limit | None = None  # as it was first read
-        self._total: int | None = None  # bytes that there is room for
-        self._state = 0  # bytes of optimizer state that does not exist yet
-        self._held = 0  # bytes of the last window's gradients, which are kept until the next one
-        self._each = 0  # bytes that stay in use with each new size: kernels that were made for it
         self._cap: int | None = None  # after memory ran out
         self._wait, self._until = FIRST_WAIT, 0
         self._retries = 0
-        self._checked = 0.0
         # of the window in progress
         self._here: Known | None = None
         self._samples = 0
@@ -135,9 +125,10 @@ class AutoSize:
         """Return the sizes to begin a window with."""
         known = self._here = self._find(batch, samples)
         if not self._is_steady(known) or self._is_due():
-            self._look(self._instruments.limit().bytes + self._held)
+            self._room.look(known)
         self._samples, self._place = samples, 0
         self._planned = self._sizes(samples)
+        known.used = max(self._planned)
         return list(self._planned)
 
     def rest(self, left: int) -> list[int] | None:
@@ -150,6 +141,7 @@ class AutoSize:
         if new == self._planned:
             return None
         self._planned = new
+        known.used = max(new)
         return list(new)
 
     def measure(self, samples: int) -> AbstractContextManager[None]:
@@ -159,9 +151,13 @@ class AutoSize:
         self._place += 1
         if known is None:
             return nullcontext()
-        if self._is_steady(known) and not self._is_due():
+        seen = samples in known.runs or len(known.runs) >= _MOST_SIZES
+        if self._is_steady(known) and seen and not self._is_due():
             return nullcontext()
-        return self._measured(known, samples, first=first)
+        if known.how == "small real runs" and not known.needed:
+            return self._room.probed(known, samples, first=first)
+        timed = partial(self._timed, known, self._target, samples)
+        return self._room.measured(known, samples, first=first, timed=timed)
 
     def failed(self, samples: int) -> int:
         """Go on with half the samples, for a while that doubles with each failure."""
@@ -182,9 +178,7 @@ class AutoSize:
         self._times.clear()
         if not made:
             return
-        self._state = 0  # it exists from now on
-        if self._here is not None and self._device.type == "cpu":
-            self._held = self._here.gradients  # see boundary.zero_grad
+        self._room.updated(self._here)
         if self._cap is not None:
             self._until -= 1
             if self._until <= 0:
@@ -212,14 +206,14 @@ class AutoSize:
         failures = state["failures"]
         self._cap, self._wait, self._until = failures["cap"], failures["wait"], failures["until"]
         self._alike.clear()
-        self._total = None
+        self._room.total = None
 
     def report(self) -> MemoryReport | None:
         """Return what is known of the shape of the last window."""
-        known = self._here
-        if known is None or self._limit is None:
+        known, limit = self._here, self._room.limit
+        if known is None or limit is None:
             return None
-        most = min(self._largest(known), self._cap or self._samples, self._samples)
+        most = min(self._room.largest(known), self._cap or self._samples, self._samples)
         chosen, why = self._choice(known, most)
         return MemoryReport(
             device=str(self._device),
@@ -227,8 +221,8 @@ class AutoSize:
             predicted=tuple(known.peaks),
             error=known.curve.error,
             measured=tuple(Measured(samples, size) for samples, size in sorted(known.measured.items())),
-            limit=self._limit,
-            largest=most,
+            limit=limit,
+            largest=min(self._room.largest_alone(known), self._cap or self._samples, self._samples),
             chosen=chosen,
             why=why,
         )
@@ -240,23 +234,25 @@ class AutoSize:
         known = self._here
         assert known is not None
         self._target = 0
-        most = min(self._cap or left, self._largest(known))
+        most = min(self._cap or self._samples, self._samples, self._room.largest(known))
         if known.how == "small real runs" and not known.needed:
             return _begin_with(min(left, self._next_probe(known)), left, left)
-        allowed = max(self._reach(known), min(known.tried, most))
+        allowed = max(self._room.reach(known, iter(self._known.values())), min(known.tried, most))
         if self._compiled:
             # Each size compiles anew: one guess that is safe, and it stays.
             self._settle(known, known.size or min(allowed, near_equal(left, most)[0]))
             return near_equal(left, min(known.size, self._cap or left))
         size = most
         if self._mode == "fastest":
-            size, trial = self._fastest(known, most, allowed)
+            # Of the whole window, not of its rest: what is left may be less than any size worth a thought.
+            best = min(self._cap or self._samples, self._room.largest(known))
+            size, trial = self._fastest(known, best, allowed)
             if trial and left >= 0.75 * trial:
                 self._target = trial
                 return _begin_with(min(trial, left), left, size)
         elif not known.size:
             later = near_equal(self._samples, most)[0]
-            if known.tried >= later and known.runs[known.tried] > 1:
+            if known.tried > later or (known.tried == later and known.runs.get(later, 2) > 1):
                 self._settle(known, most)
         size = min(size, known.size or size)
         later = near_equal(self._samples, size)[0]
@@ -271,56 +267,40 @@ class AutoSize:
         """The size to use where nothing is tried, and the size to try (0 for none)."""
         if known.size:
             return min(known.size, most), 0
-        batch = near_equal(self._samples, most)[0]
-        sizes = [size for size in {*known.timings, *halvings(batch, smallest=batch // 64)} if size <= most]
-        sizes.sort()
+        sizes = self._candidates(known, most)
         trial = next_trial(sizes, known.timings)
         timed = {size: known.timings[size] for size in sizes if known.timings.get(size)}
         if trial is None:
             best = fastest(timed)
             if best == sizes[0] > 1:  # the smallest one is the best so far: look further down
-                trial = best = (best + 1) // 2
+                trial = best = best // 2
+                known.sizes.insert(0, trial)
             else:
                 self._settle(known, best)
             return best, min(trial or 0, allowed)
         return fastest(timed) if timed else min(trial, allowed), min(trial, allowed)
 
+    def _candidates(self, known: Known, most: int) -> list[int]:
+        """The sizes to time, ascending; they stay the same while estimates of the largest size change."""
+        batch = near_equal(self._samples, most)[0]
+        if not known.sizes:
+            known.sizes = halvings(batch, smallest=batch // 64)
+        sizes = [size for size in known.sizes if size <= most]
+        if not sizes or batch > 1.15 * sizes[-1]:
+            sizes.append(batch)
+            known.sizes = sizes
+        return sizes
+
     def _settle(self, known: Known, size: int) -> None:
-        assert self._total is not None
-        known.size, known.total = size, self._total
+        assert self._room.total is not None
+        known.size, known.total = size, self._room.total
 
     def _is_steady(self, known: Known) -> bool:
         """Whether nothing is being tried: sizes are settled, and were measured."""
         return bool(known.size) and (self._compiled or max(self._planned, default=0) <= known.tried)
 
     def _is_due(self) -> bool:
-        return time.perf_counter() - self._checked >= _EVERY
-
-    def _largest(self, known: Known) -> int:
-        """The largest size that fits, as far as is known; a size that was not run yet costs its kernels."""
-        size = largest(known, self._top())
-        if size <= known.tried:
-            return size
-        return max(known.tried, largest(known, self._top() - 2 * self._each))
-
-    def _reach(self, known: Known) -> int:
-        assert self._total is not None
-        ratios = [
-            max(other.needed.values()) / max(1, other.curve.at(other.tried))
-            for other in self._known.values()
-            if other.needed
-        ]
-        at_first = 0 if ratios else AT_FIRST.get(self._device.type, 0)
-        top = self._top() - 2 * self._each
-        ratio = max(ratios, default=0.0)
-        return reach(known, total=self._total, top=top, at_first=at_first, each=self._each, ratio=ratio)
-
-    def _top(self) -> int:
-        """How much may be used of what there is room for."""
-        assert self._total is not None and self._limit is not None
-        deadly = self._device.type == "cpu" and not self._limit.by.startswith("RLIMIT")
-        margin = max(MARGINS[self._mode], DEADLY if deadly else 0.0)
-        return int(self._total * (1 - margin)) - LEAST_MARGIN
+        return time.perf_counter() - self._room.checked >= _EVERY
 
     def _choice(self, known: Known, most: int) -> tuple[int, str]:
         size = near_equal(self._samples, min(known.size or most, most))[0]
@@ -347,8 +327,8 @@ class AutoSize:
                 known = self._known[self._alike[shape]]
             else:
                 known = self._known[shape] = self._predicted(batch, samples)
-        if self._total is None:
-            self._read_total(known)
+        if self._room.total is None:
+            self._room.read(known)
         return known
 
     def _predicted(self, batch: Any, samples: int) -> Known:
@@ -362,11 +342,12 @@ class AutoSize:
         try:
             peaks = {size: probe(size) for size in sorted({min(2, samples), min(16, samples)})}
             known = known_from(list(peaks.values()), "fake tensors")
-            if self._total is None:  # after the first prediction, which loads much of torch
-                self._read_total(known)
-            assert self._total is not None
+            if self._room.total is None:  # after the first prediction, which loads much of torch
+                self._room.read(known)
+            total = self._room.total
+            assert total is not None
             for _ in range(4):
-                size = max(1, min(samples, known.curve.largest(self._total, samples)))
+                size = max(1, min(samples, known.curve.largest(total, samples)))
                 if any(abs(size - other) <= 0.02 * size for other in peaks):
                     break
                 peaks[size] = probe(size)
@@ -376,71 +357,19 @@ class AutoSize:
             return Known([], "small real runs", nothing, nothing, self._gradients())
         return known
 
-    def _read_total(self, known: Known) -> None:
-        """Read the limit at a calm moment, and leave room for the state that the first update makes."""
-        limit = self._instruments.limit()
-        self._limit = self._limit or limit
-        exists = any(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
-        if known.peaks:
-            self._state = known.peaks[0].optimizer_state
-        else:
-            self._state = 0 if exists else 2 * self._gradients()
-        self._look(limit.bytes + self._held)
-
-    def _look(self, free: int) -> None:
-        """Note what is free at the beginning of a window; sizes that no longer fit are looked for anew."""
-        self._total = free - self._state
-        known = self._here
-        if known is None or not known.size:
-            return
-        bound = self._total - (self._total - self._top()) // 3
-        if known.demand().at(min(known.size, known.tried)) > bound or self._total > 1.25 * known.total:
-            known.size = 0
-
     def _gradients(self) -> int:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return sum(parameter.nbytes for group in groups for parameter in group["params"])
 
-    # -- measuring ---------------------------------------------------------------------------------------
+    # -- after a micro-batch -------------------------------------------------------------------------------
 
-    @contextmanager
-    def _measured(self, known: Known, samples: int, *, first: bool) -> Iterator[None]:
-        if known.how == "small real runs" and not known.needed:
-            with self._probed(known, samples, first=first):
-                yield
-            return
-        tools, target = self._instruments, self._target
-        fresh = samples not in known.runs
-        free = tools.limit().bytes
-        tools.meter.start()
-        start = tools.now()
-        yield
-        end = tools.now()
-        peak = tools.meter.stop()
-        self._checked = time.perf_counter()
-        kept = max(0, free - tools.limit().bytes) if fresh and not first else 0
-        known.note(samples, peak, first=first, kept=kept)
-        self._look((free if first else free + known.gradients) - kept)
-        self._each = kept if fresh and not first else self._each
+    def _timed(self, known: Known, target: int, samples: int, start: Any, end: Any) -> None:
         if target and samples >= 0.75 * target:
             if self._device.type == "cpu":
-                known.timings.setdefault(target, []).append(tools.seconds(start, end) / samples)
-            else:
+                seconds = self._instruments.seconds(start, end) / samples
+                known.timings.setdefault(target, []).append(seconds)
+            else:  # the clock is read when the window is over
                 self._times.append((known, target, samples, start, end))
-
-    @contextmanager
-    def _probed(self, known: Known, samples: int, *, first: bool) -> Iterator[None]:
-        """Measure a small micro-batch of a model that cannot be predicted, by the tensors that it makes."""
-        ledger = Ledger(self._device, rounded=64)
-        with ledger:
-            yield
-        if first:
-            return
-        known.measured[samples] = ledger.peak
-        if len(known.measured) >= 2:
-            known.curve = fit_curve([(n, peak + known.gradients) for n, peak in known.measured.items()])
-            known.first = known.curve
-            known.needed.update({n: known.curve.at(n) for n in known.measured})
 
     def _next_probe(self, known: Known) -> int:
         return 1 if self._place == 0 else 4 if known.measured else 2

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..report.memory import Limit, Peak
-from .limits import PeakMeter, memory_limit
+from .limits import PeakMeter, free_in_heap, memory_limit
 
 
 class Meter(Protocol):
@@ -37,6 +37,7 @@ class Instruments:
         now: a point in time, without waiting for the device.
         seconds: the time between two such points; may wait for the device.
         retries: how often the allocator had to empty its caches to go on.
+        holes: bytes that the C library's heap keeps although they are free; 0 on an accelerator.
     """
 
     predict: Callable[[Any, int], Peak]
@@ -45,6 +46,7 @@ class Instruments:
     now: Callable[[], Any]
     seconds: Callable[[Any, Any], float]
     retries: Callable[[], int]
+    holes: Callable[[], int]
 
 
 def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -> Instruments:
@@ -68,7 +70,13 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
     limit, meter = (lambda: memory_limit(device)), PeakMeter(device)
     if device.type != "cuda":
         return Instruments(
-            predict, limit, meter, time.perf_counter, lambda start, end: end - start, lambda: 0
+            predict=predict,
+            limit=limit,
+            meter=meter,
+            now=time.perf_counter,
+            seconds=lambda start, end: end - start,
+            retries=lambda: 0,
+            holes=free_in_heap,
         )
 
     def now() -> torch.cuda.Event:
@@ -83,7 +91,7 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
     def retries() -> int:
         return torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
 
-    return Instruments(predict, limit, meter, now, seconds, retries)
+    return Instruments(predict, limit, meter, now, seconds, retries, holes=lambda: 0)
 
 
 def is_compiled(models: Sequence[nn.Module]) -> bool:

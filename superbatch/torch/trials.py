@@ -44,9 +44,11 @@ class Known:
         needed: what real ones needed, by samples.
         runs: how many were measured, by samples.
         measured: their peaks beyond what was alive before each, by samples, for people.
+        sizes: that are timed, ascending.
         timings: seconds per sample, by target size, in order.
         size: the size that was settled on; 0 before.
         total: bytes that there was room for then.
+        used: the largest size of the last plan.
     """
 
     peaks: list[Peak]
@@ -57,9 +59,11 @@ class Known:
     needed: dict[int, int] = field(default_factory=dict[int, int])
     runs: dict[int, int] = field(default_factory=dict[int, int])
     measured: dict[int, int] = field(default_factory=dict[int, int])
+    sizes: list[int] = field(default_factory=list[int])
     timings: dict[int, list[float]] = field(default_factory=dict[int, "list[float]"])
     size: int = 0
     total: int = 0
+    used: int = 0
 
     @property
     def tried(self) -> int:
@@ -218,6 +222,7 @@ def state_of(known: Known) -> dict[str, Any]:
         "first": [list(point) for point in known.first.points],
         "gradients": known.gradients,
         "needed": dict(known.needed),
+        "sizes": list(known.sizes),
         "timings": {size: list(seconds) for size, seconds in known.timings.items()},
         "size": known.size,
         "total": known.total,
@@ -240,6 +245,7 @@ def known_of(state: dict[str, Any]) -> Known:
         first=fit_curve([(n, size) for n, size in state["first"]]),
         gradients=state["gradients"],
         needed=dict(state["needed"]),
+        sizes=list(state["sizes"]),
         timings={size: list(seconds) for size, seconds in state["timings"].items()},
         size=state["size"],
         total=state["total"],

@@ -65,7 +65,7 @@ def test_bad_points(points: list[tuple[int, int]], match: str):
 @given(
     fixed=st.integers(0, 10**8),
     each=st.integers(100, 10**6),
-    wrong=st.floats(0.75, 2.0),
+    wrong=st.floats(0.95, 2.0),
     more=st.integers(0, 10**8),
     small=st.integers(1, 100),
 )

@@ -1,0 +1,469 @@
+"""Automatic sizes on a machine that is made up: every byte and every second of it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from superbatch.report.memory import Limit, Peak
+from superbatch.split import near_equal
+from superbatch.torch.auto import FIRST_WAIT, AutoSize, Mode
+from superbatch.torch.fake import PredictionError
+from superbatch.torch.instruments import Instruments, is_compiled
+
+MIB = 2**20
+
+
+class OutOfMemory(RuntimeError):
+    pass
+
+
+@dataclass
+class Machine:
+    """Memory and time of a training: what a micro-batch needs, what there is, how long it takes."""
+
+    limit: int = 1000 * MIB
+    alive: int = 0  # by others
+    each: int = MIB  # bytes per sample, truly
+    once: int = 0  # bytes taken at the first micro-batch for good
+    kernels: int = 0  # bytes taken by every new size for good
+    gradients: int = 20 * MIB
+    state: int = 40 * MIB
+    wrong: float = 1.0  # prediction / truth of what a sample needs
+    predictable: bool = True
+    by: str = "RLIMIT_AS of this machine"
+    speed: Callable[[int], float] = lambda n: 1e-3  # seconds per sample
+    holes: int = 0
+    retries: int = 0
+    # what happens
+    time: float = 0.0
+    summed: bool = False
+    updated: bool = False
+    peak: int = 0
+    sizes_run: set[int] = field(default_factory=set[int])
+    failures: int = 0
+    log: list[list[int]] = field(default_factory=list[list[int]])
+    predictions: int = 0
+
+    def used(self) -> int:
+        kept = self.once * bool(self.sizes_run) + self.kernels * len(self.sizes_run)
+        return self.alive + kept + self.gradients * self.summed + self.state * self.updated
+
+    def predict(self, microbatch: torch.Tensor, samples: int) -> Peak:
+        assert len(microbatch) == samples
+        self.predictions += 1
+        if not self.predictable:
+            raise PredictionError("not with fake tensors")
+        activations = int(self.each_of(microbatch) * samples * self.wrong)
+        state = 0 if self.updated else self.state
+        backward = activations + self.gradients
+        return Peak(
+            samples=samples,
+            bytes=backward + state,
+            phase="backward",
+            first=activations,
+            forward=backward,
+            backward=backward,
+            optimizer=self.gradients + state,
+            gradients=self.gradients,
+            optimizer_state=state,
+            activations=activations,
+        )
+
+    def each_of(self, microbatch: torch.Tensor) -> float:
+        return self.each * microbatch.shape[1] / 8
+
+    def run(self, microbatch: torch.Tensor) -> None:
+        samples = len(microbatch)
+        self.sizes_run.add(samples)
+        need = int(self.each_of(microbatch) * samples) if self.summed else self._first(microbatch)
+        if self.used() + need > self.limit:
+            raise OutOfMemory(f"{samples} samples")
+        self.peak = self.used() + need
+        self.summed = True
+        self.time += samples * self.speed(samples)
+
+    def _first(self, microbatch: torch.Tensor) -> int:
+        return max(int(self.each_of(microbatch) * len(microbatch)), self.gradients)
+
+    def true_largest(self, sizes: int = 0) -> int:
+        """The largest size that fits in the long run, after so many sizes have made their kernels."""
+        kept = self.once + self.kernels * sizes + self.gradients + self.state
+        return (self.limit - self.alive - kept) // self.each
+
+    def instruments(self) -> Instruments:
+        machine = self
+
+        class Difference:
+            before = 0
+
+            def start(self) -> None:
+                self.before = machine.used()
+
+            def stop(self) -> int:
+                return machine.peak - self.before
+
+        return Instruments(
+            predict=self.predict,
+            limit=lambda: Limit(self.limit - self.used(), self.by),
+            meter=Difference(),
+            now=lambda: self.time,
+            seconds=lambda start, end: end - start,
+            retries=lambda: self.retries,
+            holes=lambda: self.holes,
+        )
+
+
+def sizing_on(machine: Machine, mode: Mode = "largest", optimizers: Sequence[Any] = ()) -> AutoSize:
+    return AutoSize(
+        lambda microbatch: microbatch.sum(),
+        [nn.Linear(1, 1)],
+        optimizers,
+        device=None,
+        mode=mode,
+        instruments=machine.instruments(),
+    )
+
+
+def window(sizing: AutoSize, machine: Machine, samples: int, *, width: int = 8) -> list[int]:
+    """One window as an Accumulator works through it; returns the sizes that went through."""
+    batch = torch.zeros(samples, width)
+    sizes = sizing.plan(batch, samples)
+    assert sum(sizes) == samples and min(sizes) > 0
+    done: list[int] = []
+    while sizes:
+        start = sum(done)
+        try:
+            with sizing.measure(sizes[0]):
+                machine.run(batch[start : start + sizes[0]])
+        except OutOfMemory:
+            machine.failures += 1
+            most = sizing.failed(sizes[0])
+            if not most:
+                raise
+            sizes = near_equal(samples - start, most)
+            continue
+        done.append(sizes.pop(0))
+        left = samples - sum(done)
+        new = sizing.rest(left)
+        if new is not None:
+            assert sum(new) == left and min(new) > 0
+            sizes = new
+    machine.summed, machine.updated = False, True
+    sizing.closed(made=True)
+    machine.log.append(done)
+    return done
+
+
+# ---- the largest size
+
+
+def test_a_batch_that_is_far_from_the_limit_is_one_piece_at_once():
+    machine = Machine()
+    sizing = sizing_on(machine)
+    assert window(sizing, machine, 300) == [300]
+    assert window(sizing, machine, 300) == [300]
+    report = sizing.report()
+    assert report is not None and report.chosen == 300 and "whole batch" in report.why
+
+
+@pytest.mark.parametrize("wrong", [1.0, 0.8, 0.96, 1.3], ids=lambda wrong: f"predicted x {wrong}")
+def test_the_largest_size_is_found_without_a_failure(wrong: float):
+    machine = Machine(wrong=wrong, once=30 * MIB)
+    sizing = sizing_on(machine)
+    true = machine.true_largest()
+    samples = 8 * true  # so that the split is by nearly the largest size
+    for _ in range(4):
+        window(sizing, machine, samples)
+    assert machine.failures == 0
+    report = sizing.report()
+    assert report is not None
+    assert 0.97 * true <= report.largest <= true
+    assert max(machine.log[-1]) == near_equal(samples, report.largest)[0]
+    assert max(machine.log[-1]) - min(machine.log[-1]) <= 1
+    assert len(machine.log[-1]) == -(-samples // report.largest), "no more micro-batches than needed"
+
+
+@given(
+    limit=st.integers(300, 4000),
+    each=st.integers(1, 64),
+    gradients=st.integers(1, 60),
+    states=st.integers(0, 2),
+    wrong=st.floats(0.75, 1.5),
+    once=st.integers(0, 120),
+    kernels=st.integers(0, 8),
+    batches=st.lists(st.integers(1, 20_000), min_size=1, max_size=4),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_micro_batch_ever_fails(
+    limit: int,
+    each: int,
+    gradients: int,
+    states: int,
+    wrong: float,
+    once: int,
+    kernels: int,
+    batches: list[int],
+):
+    """Whatever the model needs, and however wrong the prediction within reason."""
+    machine = Machine(
+        limit=limit * MIB,
+        each=each * MIB // 8,
+        gradients=gradients * MIB,
+        state=states * gradients * MIB,
+        wrong=wrong,
+        once=once * MIB,
+        kernels=kernels * MIB // 4,
+    )
+    if machine.true_largest(sizes=20) < 8:
+        return  # so little room that nothing can be learnt
+    sizing = sizing_on(machine)
+    for samples in batches:
+        for _ in range(3):
+            window(sizing, machine, samples)
+    assert machine.failures == 0
+
+
+def test_kernels_that_every_size_leaves_behind_are_counted():
+    machine = Machine(limit=200 * MIB, each=MIB // 5, gradients=MIB, state=MIB, kernels=3 * MIB)
+    sizing = sizing_on(machine)
+    for _ in range(6):
+        window(sizing, machine, 6000)
+    assert machine.failures == 0
+    assert len(machine.sizes_run) <= 8
+    report = sizing.report()
+    assert report is not None
+    alone = machine.true_largest(sizes=1)
+    assert 0.97 * alone <= report.largest <= alone
+
+
+def test_a_split_that_is_near_equal_does_not_use_all_that_fits():
+    machine = Machine(limit=900 * MIB, gradients=0, state=0)
+    sizing = sizing_on(machine)
+    for _ in range(4):
+        window(sizing, machine, 1000)
+    assert machine.log[-1] == [500, 500]
+    report = sizing.report()
+    assert report is not None and report.chosen == 500 and 0.97 * 900 <= report.largest <= 900
+
+
+def test_a_larger_batch_uses_what_a_smaller_one_could_not():
+    machine = Machine()
+    sizing = sizing_on(machine)
+    for samples in (100, 300, 700, 5000, 5000, 5000):
+        window(sizing, machine, samples)
+    assert machine.failures == 0
+    assert [len(sizes) for sizes in machine.log[:2]] == [1, 1]
+    assert max(machine.log[-1]) == near_equal(5000, int(0.98 * machine.true_largest()))[0]
+
+
+def test_one_sample_that_does_not_fit_has_nothing_smaller():
+    machine = Machine(limit=50 * MIB, each=60 * MIB)
+    sizing = sizing_on(machine)
+    with pytest.raises(OutOfMemory):
+        window(sizing, machine, 4)
+
+
+# ---- a limit that changes
+
+
+def test_memory_that_others_take_makes_micro_batches_smaller_before_they_fail(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("superbatch.torch.auto._EVERY", 0.0)
+    machine = Machine()
+    sizing = sizing_on(machine)
+    for _ in range(4):
+        window(sizing, machine, 8000)
+    before = max(machine.log[-1])
+    machine.alive = 300 * MIB  # between two windows
+    for _ in range(3):
+        window(sizing, machine, 8000)
+    assert machine.failures == 0
+    assert max(machine.log[-1]) <= machine.true_largest() < before
+    machine.alive = 0
+    for _ in range(4):
+        window(sizing, machine, 8000)
+    assert machine.failures == 0 and max(machine.log[-1]) >= before
+
+
+def test_after_a_failure_sizes_are_halved_and_grow_back_and_each_failure_doubles_the_wait():
+    machine = Machine()
+    sizing = sizing_on(machine)
+    for _ in range(3):
+        window(sizing, machine, 8000)
+    before = max(machine.log[-1])
+    waits: list[int] = []
+    for _ in range(2):
+        assert sizing.failed(before) == (before + 1) // 2
+        windows = 0
+        while max(window(sizing, machine, 8000)) <= (before + 1) // 2:
+            windows += 1
+        waits.append(windows)
+        for _ in range(3):
+            window(sizing, machine, 8000)
+        assert max(machine.log[-1]) == before
+    assert waits[0] in (FIRST_WAIT - 1, FIRST_WAIT) and waits[1] >= 2 * FIRST_WAIT - 1
+    assert sizing.failed(1) == 0
+
+
+def test_allocator_retries_make_micro_batches_smaller():
+    machine = Machine()
+    sizing = sizing_on(machine)
+    for _ in range(4):
+        window(sizing, machine, 8000)
+    before = max(machine.log[-1])
+    machine.retries = 3
+    window(sizing, machine, 8000)
+    assert max(window(sizing, machine, 8000)) < before
+
+
+def test_where_the_system_ends_the_process_more_is_left_free():
+    soft, hard = Machine(), Machine(by="memory.max of a control group")
+    for machine in (soft, hard):
+        sizing = sizing_on(machine)
+        for _ in range(4):
+            window(sizing, machine, 80_000)
+    assert max(hard.log[-1]) < 0.93 * max(soft.log[-1])
+
+
+def test_a_heap_that_falls_to_pieces_gets_room_for_its_holes():
+    machine = Machine(holes=400 * MIB)
+    sizing = sizing_on(machine)
+    for _ in range(4):
+        window(sizing, machine, 8000)
+    assert machine.failures == 0
+    assert max(machine.log[-1]) * machine.each * 3 <= machine.limit
+
+
+# ---- shapes
+
+
+def test_samples_that_grow_are_predicted_anew_and_smaller_ones_are_not():
+    machine = Machine()
+    sizing = sizing_on(machine)
+    for _ in range(3):
+        window(sizing, machine, 4000, width=8)
+    known = machine.predictions
+    window(sizing, machine, 4000, width=5)
+    assert machine.predictions == known and max(machine.log[-1]) == max(machine.log[-2])
+    window(sizing, machine, 4000, width=16)
+    assert machine.predictions > known
+    assert machine.failures == 0
+    assert max(machine.log[-1]) * 2 <= machine.true_largest()
+    known = machine.predictions
+    for width in (16, 8, 12):
+        window(sizing, machine, 4000, width=width)
+    assert machine.predictions == known and machine.failures == 0
+
+
+# ---- the fastest size
+
+
+def curve(best: int) -> Callable[[int], float]:
+    return lambda n: 1e-3 * (1 + abs(n - best) / (n if n < best else 4 * best))
+
+
+@pytest.mark.parametrize("best", [1, 32, 128, 500])
+def test_the_fastest_size_is_found_in_real_windows(best: int):
+    machine = Machine(speed=curve(best))
+    sizing = sizing_on(machine, "fastest")
+    for _ in range(40):
+        window(sizing, machine, 500)
+    assert machine.failures == 0
+    settled = max(machine.log[-1])
+    at = machine.speed
+    assert at(settled) <= 1.1 * min(at(n) for n in range(1, 501))
+    assert machine.log[-1] == machine.log[-2] == near_equal(500, settled)
+    report = sizing.report()
+    assert report is not None and "fastest of" in report.why and report.chosen == settled
+
+
+def test_a_fastest_size_that_does_not_fit_is_approached_and_never_run():
+    machine = Machine(speed=lambda n: 1e-3 * (1 + 50 / n))  # a GPU: the larger the faster
+    sizing = sizing_on(machine, "fastest")
+    for _ in range(10):
+        window(sizing, machine, 8000)
+    assert machine.failures == 0
+    assert 0.85 * machine.true_largest() <= max(machine.log[-1]) <= machine.true_largest()
+
+
+def test_a_compiled_model_sees_two_sizes():
+    class OptimizedModule(nn.Module):  # by this name torch.compile returns a model
+        pass
+
+    model = OptimizedModule()
+    assert is_compiled([nn.Sequential(model)])
+    machine = Machine()
+    sizing = AutoSize(
+        lambda x: x.sum(), [model], [], device=None, mode="fastest", instruments=machine.instruments()
+    )
+    for _ in range(5):
+        window(sizing, machine, 4000)
+    assert machine.failures == 0
+    assert len(machine.sizes_run) <= 2 and len(machine.log[0]) > 1
+
+
+# ---- without a prediction
+
+
+def test_a_model_that_cannot_be_predicted_is_measured_by_its_first_micro_batches():
+    """The made-up machine makes no tensors, so here a real model counts its own."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
+    machine = Machine(predictable=False, limit=400 * MIB)
+    sizing = AutoSize(
+        lambda x: model(x).sum(), [model], [], device=None, mode="largest", instruments=machine.instruments()
+    )
+    batch = torch.randn(64, 64)
+    sizes, done = sizing.plan(batch, 64), 0
+    first = list(sizes)
+    while sizes:
+        with sizing.measure(sizes[0]):
+            model(batch[done : done + sizes[0]]).sum().backward()
+        done += sizes.pop(0)
+        sizes = sizing.rest(64 - done) or sizes
+    assert first[0] == 1
+    report = sizing.report()
+    assert report is not None and report.how == "small real runs"
+    assert {each.samples for each in report.measured} >= {2, 4}
+    assert report.largest == 64
+
+
+# ---- what is stored
+
+
+@pytest.mark.parametrize("mode", ["largest", "fastest"])
+def test_a_resumed_run_does_not_search_again(mode: Mode, tmp_path: Any):
+    machine = Machine(speed=curve(100))
+    sizing = sizing_on(machine, mode)
+    for _ in range(20):
+        window(sizing, machine, 8000)
+    torch.save(sizing.state_dict(), tmp_path / "state.pt")
+    again = Machine(speed=curve(100), updated=True)
+    resumed = sizing_on(again, mode)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert window(resumed, again, 8000) == machine.log[-1]
+    assert again.predictions == 0
+
+
+def test_a_resumed_run_on_a_smaller_machine_takes_smaller_sizes():
+    machine = Machine()
+    sizing = sizing_on(machine)
+    for _ in range(4):
+        window(sizing, machine, 8000)
+    small = Machine(limit=500 * MIB, updated=True)
+    loaded: Any = SimpleNamespace(state={0: {"momentum": 1}}, param_groups=[])
+    resumed = sizing_on(small, optimizers=[loaded])
+    resumed.load_state_dict(sizing.state_dict())
+    for _ in range(3):
+        window(resumed, small, 8000)
+    assert small.failures == 0
+    assert 0.9 * small.true_largest() <= max(small.log[-1]) <= small.true_largest()
