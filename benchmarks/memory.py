@@ -49,6 +49,7 @@ class Row:
     Attributes:
         error: why there are no numbers, "" if there are.
         wasted: samples that went forward and into no update that was kept.
+        looked: those of them whose loss, or its gradient, was only looked at, and nothing failed.
         seconds: CPU time that led to no kept update.
         rate: CPU seconds per sample after the search, where it was measured.
         largest: the largest micro-batch that was tried.
@@ -65,6 +66,7 @@ class Row:
     trains: bool = False
     failed: int = 0
     wasted: int = 0
+    looked: int = 0
     seconds: float = 0.0
     rate: float = 0.0
     largest: int = 0
@@ -107,6 +109,7 @@ def run(finder: Finder, name: str, limited: Limited, true: int, *, mapped: bool)
         trains=found["trains"],
         failed=found["failed"],
         wasted=sum(forwards) - found["kept"],
+        looked=found["looked"],
         seconds=found["seconds"],
         rate=found["rate"],
         largest=max(forwards, default=0),
@@ -151,6 +154,7 @@ def print_limits(name: str, limited: Limited, true: dict[str, TrueLimit], rows: 
         "failed trials",
         "wasted / true",
         "wasted / batch",
+        "only looked",
         "CPU s lost",
         "then trains",
         "ms / sample",
@@ -164,7 +168,7 @@ def print_limits(name: str, limited: Limited, true: dict[str, TrueLimit], rows: 
 def _cells(row: Row) -> list[str]:
     title = FINDERS[row.finder].title
     if row.error:
-        return [title, "-", str(row.true), *["-"] * 8]
+        return [title, "-", str(row.true), *["-"] * 9]
     share = row.chosen / row.true if row.true else 0.0
     return [
         title,
@@ -175,6 +179,7 @@ def _cells(row: Row) -> list[str]:
         str(row.failed),
         f"{row.wasted / row.true:.2f}" if row.true else "-",
         f"{row.wasted / row.batch:.2f}",
+        f"{row.looked / row.batch:.2f}",
         f"{row.seconds:.2f}",
         "yes" if row.trains else "NO",
         f"{row.rate * 1e3:.3f}" if row.rate else "-",

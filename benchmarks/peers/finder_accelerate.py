@@ -11,7 +11,7 @@ from memory_work import samples_of
 from torch.utils.data import DataLoader
 
 from .finders import UPDATES, Found, Stopwatch, Watch, endless
-from .work import Work, loss_of
+from .work import Work
 
 
 def find(work: Work, watch: Watch, variant: str | None) -> Found:
@@ -32,7 +32,7 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
         model.train()
         for batch in islice(endless(loader), UPDATES):
             outputs = model(batch["inputs"])
-            loss = loss_of(outputs, batch)
+            loss = watch.loss(outputs, batch)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

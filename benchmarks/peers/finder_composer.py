@@ -15,21 +15,21 @@ from composer.trainer import trainer as internals
 from torch.utils.data import DataLoader
 
 from .finders import UPDATES, Found, Stopwatch, Watch
-from .work import Work, loss_of
+from .work import Work
 
 
 class Module(ComposerModel):
     """The work as a ComposerModel."""
 
-    def __init__(self, net: torch.nn.Module) -> None:
+    def __init__(self, net: torch.nn.Module, watch: Watch) -> None:
         super().__init__()
-        self.net = net
+        self.net, self.watch = net, watch
 
     def forward(self, batch: Any) -> torch.Tensor:
         return self.net(batch["inputs"])
 
     def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        return loss_of(outputs, batch)
+        return self.watch.loss(outputs, batch)
 
 
 def _any_device(size: object, device: object) -> bool:
@@ -51,7 +51,7 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
     indices: Any = range(work.samples)
     loader = DataLoader(indices, batch_size=work.samples, collate_fn=lambda _: work.batch)
     trainer = Trainer(
-        model=Module(net),
+        model=Module(net, watch),
         train_dataloader=loader,
         optimizers=optimizer,
         max_duration=f"{UPDATES}ba",

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from .finders import UPDATES, Found, Stopwatch, Watch
 from .task import Batch
-from .work import Work, loss_of
+from .work import Work
 
 
 class Module(LightningModule):
@@ -24,7 +24,7 @@ class Module(LightningModule):
 
     def __init__(self, work: Work, watch: Watch) -> None:
         super().__init__()
-        self.work, self.batch_size = work, 2
+        self.work, self.watch, self.batch_size = work, watch, 2
         self.net, self.made_optimizer = work.build()
         watch.see(self.net)
 
@@ -32,7 +32,7 @@ class Module(LightningModule):
         return DataLoader(samples_of(self.work), batch_size=self.batch_size)
 
     def training_step(self, batch: Batch, index: int) -> torch.Tensor:
-        return loss_of(self.net(batch["inputs"]), batch)
+        return self.watch.loss(self.net(batch["inputs"]), batch)
 
     def configure_optimizers(self) -> Any:
         return self.made_optimizer

@@ -8,7 +8,7 @@ from superbatch.torch import Accumulator
 
 from .finders import Found, Stopwatch, Watch
 from .task import Batch
-from .work import Work, loss_of
+from .work import Work
 
 WINDOWS = 8
 """The last of them shows what the search settled on."""
@@ -20,7 +20,7 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
     watch.see(model)
 
     def loss_fn(microbatch: Batch) -> Tensor:
-        return loss_of(model(microbatch["inputs"]), microbatch)
+        return watch.loss(model(microbatch["inputs"]), microbatch)
 
     size = cast("Literal['auto', 'largest']", variant)
     accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=size)
@@ -31,18 +31,15 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
         seconds.append(clock.seconds())
         kept += update.samples or 0
         watch.window()
-    report = accumulate.memory()
+    report = accumulate.memory
     assert report is not None
     chosen = report.largest if variant == "largest" else report.chosen
     exact = {name: leaf[: 2 * chosen] for name, leaf in work.batch.items()}
     kept += accumulate(exact).samples or 0
     watch.window()
-    sizes = watch.windows[-1]
-    return Found(
-        chosen=chosen,
-        trains=sizes == [chosen, chosen],
-        kept=kept,
-        seconds=max(0.0, seconds[0] - min(seconds)),
-        rate=seconds[-1] / work.samples,
-        note="" if sizes == [chosen, chosen] else f"a batch of {2 * chosen} went in micro-batches of {sizes}",
-    )
+    sizes, note = watch.windows[-1], ""
+    if sizes != [chosen, chosen]:  # what it says is not what it does: what it does counts
+        note = f"reports {chosen}, but a batch of {2 * chosen} went in micro-batches of {sizes}"
+        chosen = max(watch.windows[-2])
+    lost = max(0.0, seconds[0] - min(seconds))
+    return Found(chosen, trains=True, kept=kept, seconds=lost, rate=seconds[-1] / work.samples, note=note)

@@ -13,9 +13,11 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from .task import Batch
+from .work import loss_of
 
 UPDATES = 3
 """Updates that must go through with a size before it counts as one that fits."""
@@ -83,36 +85,56 @@ class Found:
 
 @dataclass
 class Watch:
-    """Counts the forwards of a model, and those that had no complete backward.
+    """Counts the forwards of a model, and what became of them.
 
     Attributes:
         forwards: samples of every real forward that began, in order.
-        completed: whether its backward came to the first parameter.
+        ends: how far each came. "done": its backward has added to the gradient of the first parameter.
+            "loss", "looked": nothing was added, the loss or its gradient was only looked at. "forward",
+            "backward", "adding": it broke off there.
         predicted: forwards of fake tensors, which compute nothing.
         windows: `forwards`, one list for each call of `window`.
     """
 
     forwards: list[int] = field(default_factory=list)
-    completed: list[bool] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
     predicted: int = 0
     windows: list[list[int]] = field(default_factory=list)
 
     def see(self, model: nn.Module) -> None:
         """Look at every forward and backward of a model from now on."""
+        parameters = list(model.parameters())
         model.register_forward_pre_hook(self._begins)
-        next(model.parameters()).register_post_accumulate_grad_hook(self._ends)
+        # Not `register_hook` on a parameter: superbatch looks at no gradient of one that has such hooks.
+        parameters[-1].register_post_accumulate_grad_hook(lambda p: self._comes_to("adding", p.grad))
+        parameters[0].register_post_accumulate_grad_hook(lambda p: self._comes_to("done", p.grad))
+        first = next(m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+        first.register_forward_hook(self._looks_back)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The loss of a micro-batch; every finder calls this one."""
+        loss = loss_of(outputs, batch)
+        self._comes_to("loss", loss)
+        if loss.requires_grad and not _is_fake(loss):
+            loss.register_hook(lambda gradient: self._comes_to("backward", gradient))
+        return loss
 
     def _begins(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if isinstance(inputs[0], FakeTensor) or inputs[0].device.type == "meta":
+        if _is_fake(inputs[0]):
             self.predicted += 1
             return
         self.forwards.append(len(inputs[0]))
-        self.completed.append(False)
+        self.ends.append("forward")
 
-    def _ends(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if self.completed and not isinstance(gradient, FakeTensor) and not isinstance(parameter, FakeTensor):
-            self.completed[-1] = True
+    def _looks_back(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad and not _is_fake(output):
+            output.register_hook(lambda gradient: self._comes_to("looked", gradient))
+
+    def _comes_to(self, place: str, tensor: Tensor | None) -> None:
+        if not self.ends or tensor is None or _is_fake(tensor):
+            return
+        if place != "looked" or self.ends[-1] == "backward":  # a real backward has begun to add by then
+            self.ends[-1] = place
 
     def window(self) -> None:
         """Note that a window is over."""
@@ -122,10 +144,19 @@ class Watch:
         """What was counted."""
         return {
             "forwards": self.forwards,
-            "failed": self.completed.count(False),
+            "failed": sum(end in ("forward", "backward", "adding") for end in self.ends),
+            "looked": sum(
+                samples
+                for samples, end in zip(self.forwards, self.ends, strict=True)
+                if end in ("loss", "looked")
+            ),
             "predicted": self.predicted,
             "windows": self.windows,
         }
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
 
 
 class Stopwatch:
