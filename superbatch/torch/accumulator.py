@@ -14,23 +14,23 @@ from ..errors import InputError, WindowError, explain
 from ..report.memory import MemoryReport
 from ..report.update import Update
 from ..split import TokenBudget
-from ..tree import take
 from ..window import Window
 from . import batchnorm as norms
 from . import checks, options
 from .boundary import Step
+from .first_check import check_first_window
 from .in_flight import WindowInFlight
 from .losses import alone, pair_of
 from .masters import masters_written, take_over
 from .pieces import pieces_of, sizing_of
 from .places import Places
 from .plan import NonFinite, Plan
-from .problem import Problem
 from .recovery import work_through
+from .reserve import Reserve
 from .sizing import Fixed
 from .snapshot import BufferKeeper, RandomKeeper
-from .statement import check_on_all_ranks
 from .sync import Ranks, find_ranks
+from .transfer import Transfer
 
 BatchNorm = Literal["error", "per_microbatch", "frozen"]
 Into = Literal["grad", "momentum"]
@@ -159,7 +159,9 @@ class Accumulator:
             buffers=BufferKeeper(models),
             random=RandomKeeper([] if moved_to is None else [moved_to]),
             loss_fn=loss_fn,
+            transfer=Transfer(moved_to),
             until_next=[],
+            reserve=Reserve(models, optimizers, self._owned),
         )
         self._of_windows = Fixed(None)
         self._sizing = sizing_of(
@@ -253,7 +255,7 @@ class Accumulator:
         sizing = self._of_windows if isinstance(batch, Window) else self._sizing
         pieces = pieces_of(batch, sizing, self._paths, need_samples=need)
         if self._first and self._can_check():
-            self._check_statement(batch, pieces.microbatches, pieces.samples)
+            check_first_window(self._plan, pieces, frozen=list(self._batchnorms.values()))
         return WindowInFlight(
             self._plan,
             self._places.choose(len(pieces), only_owned=self._only_owned),
@@ -318,22 +320,6 @@ class Accumulator:
             if self._batchnorm == "frozen"
             else norms.Pooled(self._batchnorms, ranks)
         )
-
-    def _check_statement(self, batch: Any, microbatches: list[Any], samples: list[int] | None) -> None:
-        plan_, models = self._plan, self._plan.models
-        assert plan_.loss_fn is not None
-        problem = Problem(
-            models[0] if len(models) == 1 else nn.ModuleList(models),
-            plan_.loss_fn,
-            plan_.reduction,
-            None if plan_.weigh == "samples" else plan_.weigh,
-            whole=self._paths["whole"],
-            per_sample=self._paths["per_sample"],
-        )
-        pieces = microbatches
-        if samples is not None and max(samples) == 1 and not isinstance(batch, Window):
-            pieces = [take(batch, start, start + 2, **self._paths) for start in range(0, len(samples) - 1, 2)]
-        check_on_all_ranks(problem, pieces, plan_.ranks, frozen=list(self._batchnorms.values()))
 
     def _can_check(self) -> bool:
         """Whether the loss of a micro-batch can be compared with those of its parts."""

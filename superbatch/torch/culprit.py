@@ -9,7 +9,7 @@ from torch import Tensor
 from .gradients import run_backward
 from .in_momentum import InMomentum
 from .nonfinite import Culprit, first_bad_microbatch, first_bad_parameter
-from .plan import to_device
+from .transfer import to_device
 
 if TYPE_CHECKING:
     from .in_flight import WindowInFlight

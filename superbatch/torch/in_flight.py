@@ -24,7 +24,8 @@ from .losses import Losses
 from .nonfinite import Culprit
 from .out_of_memory import out_of_memory
 from .pieces import Pieces
-from .plan import Plan, to_device
+from .plan import Plan
+from .reserve import Before, raise_if_out_of_memory
 from .sample_rng import sample_stream
 from .sizing import Sizing
 from .snapshot import BufferKeeper
@@ -69,6 +70,7 @@ class WindowInFlight:
         self._dropped: list[int] = []
         self._next = 0  # where the iteration starts: behind 0 after a restart
         self._current: int | None = None
+        self._summed = False  # whether the current micro-batch's gradient is in the sum
         self._stepped = False
         self._is_open = False
         self._broken: int | None = None  # the micro-batch whose backward raised
@@ -79,8 +81,6 @@ class WindowInFlight:
         if resume is not None:
             saving.check_state(self, resume)
 
-    # -- the block ---------------------------------------------------------------------------------------
-
     def __enter__(self) -> WindowInFlight:
         plan = self._plan
         if self.update is not None:
@@ -89,9 +89,9 @@ class WindowInFlight:
             )
         self._entered(self)
         self._is_open = True
-        plan.random.take()
-        plan.buffers.take()
         try:
+            plan.random.take()
+            plan.buffers.take()
             self._open()
         except BaseException:
             self._discard()
@@ -180,6 +180,7 @@ class WindowInFlight:
         if factor:  # a loss without weight may be NaN, and 0 x NaN is NaN
             scaled = loss if scaler is None else scaler.scale(loss)
             place.backward(scaled, factor, retain_graph=retain_graph)
+        self._summed = True
         if pooled is not None:
             pooled.watching = True
         if self._watch is not None:
@@ -193,7 +194,7 @@ class WindowInFlight:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        versions = [entry.target._version for entry in self._plan.owned]
+        before = Before(self._plan.step.optimizers, self._plan.owned)
         try:
             if kind is None and self._complete():
                 self._end_iteration()
@@ -202,36 +203,38 @@ class WindowInFlight:
                 if error is not None and out_of_memory(error):
                     recovery.shrink(self)
                 self._leave_early()
-        except BaseException:
-            if not self._stepped and versions == [entry.target._version for entry in self._plan.owned]:
+        except BaseException as raised:
+            as_before = not self._stepped and before.put_back()
+            if as_before:
                 self._discard()
             else:  # parameters have moved: what raised came after the update, which stands
                 clear(self._plan.owned)
                 boundary.forget_scaling(self._plan.step)
                 self._close()
+            if kind is None and not self._stepped:
+                raise_if_out_of_memory(raised, as_before=as_before)
             raise
         finally:
             self._pieces.clear()
+            self._plan.transfer.forget()
             self._is_open = False
             self._sizing.closed(made=self.update is not None and self.update.made)
             self._left(self.update)
-
-    # -- micro-batches -------------------------------------------------------------------------------------
 
     def _iterate(self) -> Generator[Any, None, None]:
         plan, index = self._plan, self._next - 1
         while (index := index + 1) < len(self._pieces):
             if self._weights.has_none(index):  # it adds nothing, a NaN least of all
                 continue
-            self._current = index
+            self._current, self._summed = index, False
             plan.random.mark()
             if isinstance(plan.norms, Pooled):
                 plan.norms.start_microbatch()
             if plan.nonfinite == "skip_microbatch":
                 self._buffers_before = BufferKeeper(plan.models)
                 self._buffers_before.take()
-            with self._measured(index), self._stream(index):
-                yield to_device(self._pieces.microbatches[index], plan.device)
+            with self._sizing.measure(self._pieces.count(index)), self._stream(index):
+                yield plan.transfer.take(self._pieces.microbatches, index)
             if index not in self._losses or self._broken is not None:
                 raise WindowError(
                     explain(
@@ -242,10 +245,6 @@ class WindowInFlight:
                 )
             self._current = None
             self._recut(index + 1)
-
-    def _measured(self, index: int) -> AbstractContextManager[None]:
-        samples = self._pieces.samples
-        return nullcontext() if samples is None else self._sizing.measure(samples[index])
 
     def _recut(self, index: int) -> None:
         """Cut what is left otherwise, if the micro-batches so far have shown that this is better."""
@@ -305,6 +304,7 @@ class WindowInFlight:
         if finite:
             if norm is not None:
                 boundary.clip(step, gradients, norm)
+            plan.reserve.require()
             boundary.update(step, place, plan.owned, gradients)
             self._stepped = True
             self._record(loss, weight, rates, norm=norm)

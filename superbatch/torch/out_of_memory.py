@@ -1,8 +1,27 @@
-"""Which errors say that memory ran out: recognised narrowly, so that no other error is hidden."""
+"""Which errors say that memory ran out - narrowly, so that no other is hidden; and giving memory back."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
+
 import torch
+
+# What torch and the libraries below it say, on devices that have no error type of their own for it.
+_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",  # POSIX
+    "DefaultCPUAllocator: not enough memory",  # Windows
+    "std::bad_alloc",  # a kernel's own scratch memory on the CPU
+    "CUDA out of memory",  # torch before it had a type for it
+    "CUDA error: out of memory",  # the driver, not the allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",  # a workspace, or the handle made at its first use
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "XPU out of memory",
+    "HIP out of memory",
+)
+_TYPES = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -12,8 +31,8 @@ def out_of_memory(error: BaseException) -> bool:
         error: what a pass raised.
 
     Returns:
-        True for torch's accelerator error and Python's MemoryError, and for the RuntimeError of torch's
-        allocator on the CPU.
+        True for torch's accelerator error and Python's MemoryError, and for an error of torch's own type with
+        the text of an allocator, of a library's workspace, or of a driver that has no memory.
 
     Examples:
         >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
@@ -23,4 +42,23 @@ def out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
+    return type(error) in _TYPES and any(text in str(error) for text in _TEXTS)
+
+
+def release_caches(device: torch.device | None) -> None:
+    """Give memory that nobody uses back: the allocator's caches, and what the C library keeps.
+
+    Args:
+        device: whose caches, besides the CPU's; None for the CPU alone.
+
+    Examples:
+        >>> release_caches(None)
+    """
+    if device is not None and device.type != "cpu":
+        empty = getattr(torch.get_device_module(device), "empty_cache", None)
+        if empty is not None:
+            empty()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
+        if trim is not None:
+            trim(0)

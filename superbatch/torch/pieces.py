@@ -26,6 +26,7 @@ class Pieces:
         order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
         paths: `whole` and `per_sample` declarations.
         batch: the planned batch that they were cut from, if it may be cut otherwise.
+        whole: the batch that they were cut from, if it was one.
 
     Examples:
         >>> pieces = Pieces(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
@@ -41,12 +42,14 @@ class Pieces:
         paths: Paths,
         *,
         batch: BatchPlan | None = None,
+        whole: Any = None,
     ) -> None:
         self.microbatches = microbatches
         self.samples = samples
         self._order = order
-        self._paths = paths
+        self.paths = paths
         self._batch = batch
+        self._whole = whole
 
     @property
     def can_be_recut(self) -> bool:
@@ -55,6 +58,10 @@ class Pieces:
 
     def __len__(self) -> int:
         return len(self.microbatches)
+
+    def count(self, index: int) -> int:
+        """Return the samples of a micro-batch, 0 where they cannot be counted."""
+        return 0 if self.samples is None else self.samples[index]
 
     def places(self, index: int, first: int) -> Sequence[int]:
         """Return the positions of a micro-batch's samples in the effective batch, which begins at `first`."""
@@ -65,13 +72,20 @@ class Pieces:
             return range(first + start, first + stop)
         return [first + position for position in self._order[start:stop]]
 
+    def of_two(self) -> list[Any]:
+        """Return the micro-batches, or pairs of samples in their place where each has only one."""
+        if self.samples is None or max(self.samples, default=2) > 1 or self._whole is None:
+            return self.microbatches
+        take, pairs = plan_of(self._whole, **self.paths).take, range(0, len(self.samples) - 1, 2)
+        return [take(start, start + 2) for start in pairs]
+
     def split(self, index: int, most: int) -> int:
         """Cut one micro-batch into near-equal ones of at most so many samples; return how many there are now.
 
         Raises:
             SplitError: it cannot be cut.
         """
-        planned = plan_of(self.microbatches[index], **self._paths)
+        planned = plan_of(self.microbatches[index], **self.paths)
         sizes = near_equal(planned.samples, most)
         self._replace(index, cut(planned, sizes), sizes)
         return len(sizes)
@@ -106,7 +120,7 @@ class Pieces:
             if sum(parts) != samples:
                 raise _other_batch(mine, sizes)
             if len(parts) > 1:
-                planned = plan_of(self.microbatches[index], **self._paths)
+                planned = plan_of(self.microbatches[index], **self.paths)
                 self._replace(index, cut(planned, parts), parts)
         if left:
             raise _other_batch(mine, sizes)
@@ -114,7 +128,7 @@ class Pieces:
     def clear(self) -> None:
         """Let the micro-batches go."""
         self.microbatches = []
-        self._batch = None
+        self._batch = self._whole = None
 
     def _replace(self, index: int, parts: list[Any], sizes: list[int]) -> None:
         self.microbatches[index : index + 1] = parts
@@ -181,11 +195,12 @@ def pieces_of(batch: Any, sizing: Fixed | AutoSize, paths: Paths, *, need_sample
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
         sizes = sizing.plan(batch, planned.samples)
-        return Pieces(cut(planned, sizes), sizes, None, paths, batch=planned)
+        return Pieces(cut(planned, sizes), sizes, None, paths, batch=planned, whole=batch)
     size, most = sizing.size, sizing.most
     if most is not None and isinstance(size, int):
         size = min(size, most)
-    pieces = Pieces(*microbatches_of(batch, size, paths, need_samples=need_samples), paths)
+    whole = None if isinstance(batch, Window) else batch
+    pieces = Pieces(*microbatches_of(batch, size, paths, need_samples=need_samples), paths, whole=whole)
     if most is not None and pieces.samples is not None:
         cut_large(pieces, 0, most)
     return pieces

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import normalize
-from ..tree import map_arrays
 from .batchnorm import Frozen, Pooled
 from .boundary import Step
 from .gradients import Owned
+from .reserve import Reserve
 from .snapshot import BufferKeeper, RandomKeeper
 from .sync import Ranks
+from .transfer import Transfer
 from .weighing import Weigh
 
 NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
@@ -26,6 +27,8 @@ class Plan:
     """The options of an accumulator, checked, and what its windows use one after the other.
 
     Attributes:
+        transfer: moves micro-batches to the device.
+        reserve: makes sure of the memory that an update needs.
         until_next: gradients of the last window, whose memory the next one uses (see `boundary.zero_grad`).
     """
 
@@ -42,22 +45,6 @@ class Plan:
     buffers: BufferKeeper
     random: RandomKeeper
     loss_fn: Callable[[Any], Any] | None
+    transfer: Transfer
     until_next: list[Tensor]
-
-
-def to_device(microbatch: Any, device: torch.device | None) -> Any:
-    """Move the tensors of a micro-batch; copies from pinned memory do not wait.
-
-    Examples:
-        >>> to_device({"x": torch.zeros(2)}, torch.device("cpu"))["x"].device.type
-        'cpu'
-    """
-    if device is None:
-        return microbatch
-    if type(microbatch) is tuple and all(
-        type(leaf) is Tensor and leaf.device == device for leaf in microbatch
-    ):
-        return microbatch
-    return map_arrays(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, microbatch
-    )
+    reserve: Reserve

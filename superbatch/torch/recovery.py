@@ -11,9 +11,7 @@ A micro-batch that failed must leave nothing behind. What it leaves is looked at
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -24,7 +22,7 @@ import torch
 from ..errors import OutOfMemoryError, SplitError, explain
 from .batchnorm import Pooled
 from .losses import Losses
-from .out_of_memory import out_of_memory
+from .out_of_memory import out_of_memory, release_caches
 from .pieces import cut_large
 
 if TYPE_CHECKING:
@@ -80,8 +78,9 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
         ) from None
     window._weights.weigh_again(pieces.microbatches, pieces.samples)
     window._failures += 1
+    plan.reserve.tight = True
     warnings.warn(
-        f"memory ran out in micro-batch {index} of {samples} samples; the window "
+        f"memory ran out in micro-batch {index} ({samples} samples); the window "
         f"{'begins again' if again else 'goes on'} in micro-batches of at most {most}. The update is the "
         f"same. ({failure.splitlines()[0]})",
         UserWarning,
@@ -120,7 +119,7 @@ def _bytes_of_state(window: WindowInFlight) -> int:
 def _put_back(window: WindowInFlight, index: int) -> bool:
     """Put everything back as it was before the failed micro-batch; whether that was possible."""
     plan = window._plan
-    if not window._place.undo():
+    if window._summed or not window._place.undo():
         return False
     if plan.nonfinite == "skip_microbatch":
         window._buffers_before.restore()
@@ -155,22 +154,3 @@ def shrink(window: WindowInFlight) -> None:
     samples = window._pieces.samples
     if window._current is not None and samples is not None:
         window._sizing.failed(samples[window._current])
-
-
-def release_caches(device: torch.device | None) -> None:
-    """Give memory that nobody uses back: the allocator's caches, and what the C library keeps.
-
-    Args:
-        device: whose caches, besides the CPU's; None for the CPU alone.
-
-    Examples:
-        >>> release_caches(None)
-    """
-    if device is not None and device.type != "cpu":
-        empty = getattr(torch.get_device_module(device), "empty_cache", None)
-        if empty is not None:
-            empty()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
-        if trim is not None:
-            trim(0)

@@ -31,7 +31,6 @@ from .looking import FloatingDtypes, run_eagerly
 from .problem import Problem, evaluate
 from .sample_rng import sample_stream
 from .snapshot import BufferKeeper, RandomKeeper, as_plain, random_state
-from .sync import Ranks
 
 MOST_PIECES = 4  # enough to meet unequal token counts, cheap beside one window
 
@@ -154,31 +153,6 @@ def _say_what_moves(model: nn.Module, keeper: BufferKeeper) -> None:
             "Freeze it (eval()), or accept it and pass check=False.",
             UserWarning,
             stacklevel=7,
-        )
-
-
-def check_on_all_ranks(
-    problem: Problem, pieces: Sequence[Any], ranks: Ranks, *, frozen: Sequence[nn.Module] = ()
-) -> None:
-    """Run `check_statement` on every rank; one that fails stops all.
-
-    Raises:
-        StatementError, CoupledSamplesError: as there, or because another rank's check failed.
-    """
-    wrong = True
-    try:
-        with ranks.hold_back():
-            check_statement(problem, pieces, frozen=frozen)
-        wrong = False
-    finally:  # on the way out with an error too: the other ranks wait to hear whether to go on
-        wrong_ranks = ranks.sum([wrong])[0]
-    if wrong_ranks:
-        raise StatementError(
-            explain(
-                "a loss that contradicts its statement on another rank",
-                "no rank can go on without it",
-                "look at that rank's error",
-            )
         )
 
 
