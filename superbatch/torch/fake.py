@@ -48,7 +48,8 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
         A function that returns the fake of a tensor, and of each tensor in a nested structure.
 
     Raises:
-        PredictionError: a parameter is distributed: its operations would communicate.
+        PredictionError: a parameter is distributed, so that its operations would communicate, or a module is
+            scripted.
 
     Examples:
         >>> layer = nn.Linear(3, 2)
@@ -63,7 +64,7 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
     # Loads sympy and dynamo, about a second: only where something is predicted.
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    _refuse_distributed(models)
+    _refuse_strange(models)
     kept = [(module, _slots(module), [(m, m.training) for m in module.modules()]) for module in models]
     devices = {parameter.device for model in models for parameter in model.parameters()}
     randomness = random_state(devices)
@@ -142,7 +143,7 @@ class _Faking(TorchFunctionMode):
 
     def fake(self, tensor: Tensor) -> Tensor:
         """The fake of a tensor, the same one each time."""
-        if isinstance(tensor, self._kind):
+        if isinstance(tensor, self._kind) or _is_wrapped(tensor):
             return tensor
         if id(tensor) not in self._fakes:
             fake = self._mode.from_tensor(tensor, static_shapes=True)
@@ -229,6 +230,9 @@ def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
         )
 
 
+# Tensors inside vmap, of which the stub of torch knows nothing.
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -246,7 +250,7 @@ def _put_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
             vars(module)["forward"] = module.module.forward
 
 
-def _refuse_distributed(models: Sequence[nn.Module]) -> None:
+def _refuse_strange(models: Sequence[nn.Module]) -> None:
     for model in models:
         for name, parameter in model.named_parameters():
             if getattr(parameter, "device_mesh", None) is not None:
@@ -257,3 +261,11 @@ def _refuse_distributed(models: Sequence[nn.Module]) -> None:
                         "measure small micro-batches instead",
                     )
                 )
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise PredictionError(
+                explain(
+                    "a scripted module",
+                    "its parameters cannot be exchanged for fakes",
+                    "measure small micro-batches instead",
+                )
+            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -17,13 +16,13 @@ from ..report.memory import Peak
 from ..tree import count_samples
 from .boundary import norm_of
 from .checks import has_others, own_parameters
-from .fake import GuessValues, PredictionError, faked
+from .fake import GuessValues, PredictionError, copy_of, faked
 from .gradients import LOW_PRECISION, Gradients, Owned, clear
 from .in_buffers import InBuffers
 from .in_grad import InGrad
 from .in_momentum import InMomentum
 from .ledger import Ledger
-from .plan import to_device
+from .transfer import to_device
 
 # What allocators round to: posix_memalign(64) on the CPU, 512-byte blocks of the caching allocator on CUDA.
 _ROUNDED = {"cpu": 64, "cuda": 512}
@@ -91,7 +90,7 @@ def predict_peak(
     _require_there(counted)
     if samples is None:
         samples = count_samples(microbatch)
-    copies = [_copy_of(optimizer) for optimizer in optimizers]
+    copies = [copy_of(optimizer) for optimizer in optimizers]
     owned = own_parameters(models, copies, masters) if copies else _all_parameters(models)
     only_owned = bool(copies) and has_others(models, owned)
     ledger = Ledger(counted, rounded=_ROUNDED.get(counted.type, 512))
@@ -103,7 +102,7 @@ def predict_peak(
             if only_owned:
                 place.inputs = [fake(entry.parameter) for entry in owned]
             one = fake(microbatch)
-            inputs = partial(to_device, one, device)
+            inputs = partial(_on_device, one, device)
             phases = _microbatches(inputs, loss_fn, place, ledger)
             update = _update(place, owned, copies, ledger)
             if isinstance(place, InMomentum):  # which keeps copies of the buffers that the first window made
@@ -132,7 +131,7 @@ class _Update(NamedTuple):
 
 
 def _microbatches(
-    inputs: Callable[[], Any], loss_fn: Callable[[Any], Any], place: Gradients, ledger: Ledger
+    inputs: Callable[[], tuple[Any, Any]], loss_fn: Callable[[Any], Any], place: Gradients, ledger: Ledger
 ) -> _Phases:
     """Two micro-batches: the second one sees gradients, as all later ones do."""
     place.open()
@@ -140,18 +139,24 @@ def _microbatches(
     for number in (0, 1):
         ledger.restart()
         before = ledger.live
-        microbatch = inputs()
+        microbatch, following = inputs()
         returned = loss_fn(microbatch)
         loss = returned[0] if isinstance(returned, tuple) else returned
         del returned
         activations = ledger.live - before
         forward = ledger.restart()
         place.backward(loss, 0.5)
-        del loss, microbatch
+        del loss, microbatch, following
         backward = ledger.restart()
         if number == 0:
             first = max(forward, backward)
     return _Phases(first, forward, backward, activations)
+
+
+def _on_device(microbatch: Any, device: torch.device | None) -> tuple[Any, Any]:
+    """A micro-batch where it is worked on, and the next one, which is already on its way to a device."""
+    current = to_device(microbatch, device)
+    return current, to_device(microbatch, device) if device is not None and device.type != "cpu" else None
 
 
 def _update(place: Gradients, owned: list[Owned], optimizers: list[Optimizer], ledger: Ledger) -> _Update:
@@ -209,21 +214,6 @@ def _place(
     if dtype is None or not any(entry.parameter.dtype in LOW_PRECISION for entry in owned):
         return InGrad(owned, only_owned=False)
     return InBuffers(owned, dtype)
-
-
-def _copy_of(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same parameters, whose step leaves the state and groups of the given one alone."""
-    copy: Any = object.__new__(type(optimizer))
-    copy.__dict__.update(optimizer.__dict__)
-    copy.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    copy.state = defaultdict(dict, {key: _shallow(value) for key, value in optimizer.state.items()})
-    copy._optimizer_step_pre_hooks = {}
-    copy._optimizer_step_post_hooks = {}
-    return copy
-
-
-def _shallow(state: Any) -> Any:
-    return dict(state) if isinstance(state, dict) else state
 
 
 def _all_parameters(models: Sequence[nn.Module]) -> list[Owned]:
