@@ -8,22 +8,23 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from superbatch._version import __version__
-from superbatch.errors import InputError, explain
 from superbatch.recipes import Recipe, load_recipe
 from superbatch.report.fitting import Fitting
 from superbatch.report.memory import Limit
 from superbatch.search import ENOUGH, halvings, time_per_sample
 from superbatch.studies.findings import Findings
+from superbatch.studies.fit_options import Options as Options
+from superbatch.studies.fit_options import asked, check_options
 from superbatch.studies.rehearsal import Rehearsal, Trainer, microbatches_to_time, prepare, refusal
 from superbatch.studies.workers import torch_threads
 from superbatch.torch.limits import memory_limit
@@ -31,7 +32,7 @@ from superbatch.torch.out_of_memory import out_of_memory
 from superbatch.torch.predict import PredictionError, predict_peak
 from superbatch.torch.savings import savings
 
-DTYPES = ("float32", "float64", "bfloat16")
+DEFAULTS = Options()
 
 PROBES = 6
 """Sizes whose peak is predicted whatever it takes, before the curve is drawn."""
@@ -43,39 +44,11 @@ MARGIN, CARE = 0.01, 0.10
 """Shares of a limit that are kept free: of one that an allocation hits, and of one where the system ends the
 process instead. `superbatch.torch.auto` keeps the same."""
 
+BUSY = 0.75
+"""Load average per core from which others are in the way."""
+
 HOPELESS = 2.0
 """A size so many times slower than the fastest is not timed further."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What can be asked of a fit; None stands for the recipe's own value.
-
-    Attributes:
-        batch_size: samples of one update.
-        limit: bytes that may be used beyond what is in use; None: what the device has.
-        optimizer: one that the recipe allows.
-        dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``.
-        sizes: of the micro-batches that are looked at; None: the largest that fits and its halves.
-        device: ``"cpu"`` or ``"cuda"`` (not run on a GPU yet).
-        threads: of torch; None: as many as torch takes.
-        seconds: for measuring, roughly; what has not been measured by then stays predicted.
-        data: folder of data, for a recipe that reads one.
-
-    Examples:
-        >>> Options(limit=2 * 2**30).limit
-        2147483648
-    """
-
-    batch_size: int | None = None
-    limit: int | None = None
-    optimizer: str | None = None
-    dtype: str = "float32"
-    sizes: Sequence[int] | None = None
-    device: str = "cpu"
-    threads: int | None = None
-    seconds: float = 30.0
-    data: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +73,7 @@ class FitInterrupted(KeyboardInterrupt):
 
 def fit(
     recipe: str | Recipe,
-    options: Options = Options(),
+    options: Options = DEFAULTS,
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Fitting:
@@ -143,6 +116,7 @@ def fit(
         hit = options.limit is not None or limit.by.startswith("RLIMIT") or rehearsal.device.type != "cpu"
         margin = MARGIN if hit else CARE
         found = Findings(limit=limit, margin=margin, batch_size=rehearsal.samples)
+        found.notes += busy()
         work = _Work(rehearsal, found, options, progress, room=int(there_is.bytes * (1 - CARE)))
         try:
             work.do()
@@ -152,54 +126,6 @@ def fit(
             report = _report(rehearsal, options, found, time.monotonic() - start, partial=True)
             raise FitInterrupted(report) from None
         return _report(rehearsal, options, found, time.monotonic() - start, partial=False)
-
-
-def check_options(recipe: Recipe, options: Options) -> None:
-    """Refuse values that cannot be used.
-
-    Args:
-        recipe: what is trained.
-        options: what was asked.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
-    for name in ("batch_size", "limit", "threads"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(
-                explain(f"{name}={value!r}", "it counts something", "give an integer of at least 1")
-            )
-    if not options.seconds > 0:
-        raise InputError(
-            explain(f"seconds={options.seconds!r}", "nothing is measured in that time", "give more")
-        )
-    for name, value, known in (
-        ("dtype", options.dtype, DTYPES),
-        ("optimizer", options.optimizer or recipe.default_optimizer, tuple(recipe.learning_rates)),
-    ):
-        if value not in known:
-            raise InputError(
-                explain(
-                    f"{name}={value!r}",
-                    f"the recipe {recipe.name!r} cannot be fitted with it",
-                    f"use one of {', '.join(known)}",
-                )
-            )
-    if options.device.split(":")[0] not in ("cpu", "cuda"):
-        raise InputError(
-            explain(f"device={options.device!r}", "memory is counted on CPU and CUDA only", "use cpu or cuda")
-        )
-    batch_size = options.batch_size or recipe.batch_size
-    for size in options.sizes or ():
-        if type(size) is not int or not 1 <= size <= batch_size:
-            raise InputError(
-                explain(
-                    f"a micro-batch of {size!r} samples",
-                    f"the batch has {batch_size}, and a micro-batch is a part of it",
-                    f"give sizes from 1 to {batch_size}, or a larger batch_size",
-                )
-            )
 
 
 @dataclass
@@ -358,6 +284,25 @@ class _Work:
         return times[samples] > HOPELESS * min(times.values())
 
 
+def busy() -> list[str]:
+    """Say it if others keep this machine busy: then times say little, those of several threads least.
+
+    Returns:
+        A sentence, or none.
+
+    Examples:
+        >>> all("load average" in sentence for sentence in busy())
+        True
+    """
+    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
+    if load < BUSY * cores:
+        return []
+    return [
+        f"The machine was busy before this began (load average {load:.1f}, {cores} cores), and times may "
+        "mislead: run it again when it is idle, or with --threads 1."
+    ]
+
+
 def _spread(sizes: Sequence[int], count: int) -> list[int]:
     """At most `count` of the sizes, the first and the last among them."""
     last = len(sizes) - 1
@@ -397,11 +342,6 @@ def _report(
             "python": platform.python_version(),
             "platform": f"{platform.system()} {platform.machine()}",
         },
-        command=_asked(options),
+        command=asked(options),
         notes=tuple(found.notes),
     )
-
-
-def _asked(options: Options) -> dict[str, Any]:
-    values = {each.name: getattr(options, each.name) for each in fields(options)}
-    return {name: str(value) for name, value in values.items() if value is not None}

@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,17 @@ from tests.studies import own_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANE = f"{own_recipe.__file__}:plane"
-QUICK = ("--seconds", "0.3", "--threads", "1")
+QUICK = ("--threads", "1")
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_rounds() -> Iterator[None]:
+    """Times are not what these tests are about."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("superbatch.studies.fit.ROUNDS", 2)
+        yield
 
 
 def run(*arguments: str) -> int:

@@ -234,6 +234,14 @@ def test_the_end_comes_in_time() -> None:
     assert "the fastest of those timed" in findings(report)[0]
 
 
+@pytest.mark.parametrize(("load", "said"), [(0.1, False), (64.0, True)])
+def test_a_busy_machine_is_said(load: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    report = fit(wide(), QUICK)
+    assert any("The machine was busy before this began" in each for each in findings(report)) == said
+
+
 # ------------------------------------------------------------------------------------------- recipes
 
 
