@@ -237,7 +237,9 @@ class AutoSize:
         most = min(self._cap or self._samples, self._samples, self._room.largest(known))
         if known.how == "small real runs" and not known.needed:
             return _begin_with(min(left, self._next_probe(known)), left, left)
-        allowed = max(self._room.reach(known, iter(self._known.values())), min(known.tried, most))
+        allowed = max(
+            self._room.reach(known, iter(self._known.values())), min(known.tried, max(most, known.size))
+        )
         if self._compiled:
             # Each size compiles anew: one guess that is safe, and it stays.
             self._settle(known, known.size or min(allowed, near_equal(left, most)[0]))
@@ -254,7 +256,8 @@ class AutoSize:
             later = near_equal(self._samples, most)[0]
             if known.tried > later or (known.tried == later and known.runs.get(later, 2) > 1):
                 self._settle(known, most)
-        size = min(size, known.size or size)
+        if known.size:  # it stays until it no longer fits (`Room` says so), whatever is estimated meanwhile
+            size = min(known.size, self._cap or known.size, self._samples)
         later = near_equal(self._samples, size)[0]
         if left < self._samples and later <= allowed:
             return _equal(left, later)

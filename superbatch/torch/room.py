@@ -123,7 +123,10 @@ class Room:
         if not known.size:
             return
         bound = self.total - (self.total - self.top()) // 3
-        if known.demand().at(min(known.size, known.used)) > bound or self.total > 1.25 * known.total:
+        if (
+            known.demand().at(min(known.size, known.used or known.size)) > bound
+            or self.total > 1.25 * known.total
+        ):
             known.size = 0
 
     # -- measuring ---------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ _STRIDE = 0.75
 _NEAR = 0.15
 _STRAIGHT = 0.05
 _FAR = 0.35
+_ROUGH = 0.02
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Known:
         first: what the first micro-batch of a window needs, before there are gradients, as predicted.
         gradients: bytes of a window's gradients.
         needed: what real ones needed, by samples.
+        rough: of these, what first micro-batches of windows needed, in which gradients are a guess.
         runs: how many were measured, by samples.
         measured: their peaks beyond what was alive before each, by samples, for people.
         sizes: that are timed, ascending.
@@ -57,6 +59,7 @@ class Known:
     first: MemoryCurve
     gradients: int
     needed: dict[int, int] = field(default_factory=dict[int, int])
+    rough: set[int] = field(default_factory=set[int])
     runs: dict[int, int] = field(default_factory=dict[int, int])
     measured: dict[int, int] = field(default_factory=dict[int, int])
     sizes: list[int] = field(default_factory=list[int])
@@ -92,9 +95,20 @@ class Known:
             self.needed.setdefault(samples, self.demand().at(samples))
             return
         self.measured[samples] = peak
+        exact = self.needed.keys() - self.rough
+        if first and samples <= max(exact, default=0):
+            return
         needed = peak - kept + (self.missing(samples) if first else self.gradients)
         # The first run of a size has needs of its own; afterwards the highest counts.
         self.needed[samples] = max(needed, self.needed.get(samples, 0)) if runs > 2 else needed
+        if first:
+            self.rough.add(samples)
+            return
+        self.rough.discard(samples)
+        # Between a guess and a measurement there is no slope, unless the guess is a small part of both.
+        for other in [size for size in self.rough if self.missing(size) > _ROUGH * needed]:
+            self.rough.discard(other)
+            del self.needed[other]
 
 
 def known_from(peaks: Sequence[Peak], how: How) -> Known:
