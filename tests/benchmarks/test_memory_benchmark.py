@@ -66,6 +66,46 @@ def test_peaks_of_ours_are_those_of_the_best_loop_by_hand(tmp_path):
         assert peaks[name]["bytes"] <= best["bytes"] + 1024
 
 
+def test_failures_change_nothing_and_the_comparison_can_fail(tmp_path):
+    path = tmp_path / "failures.json"
+    result = run("memory.py", "--parts", "failures", "--finders", "none", "--quick", "--json", str(path))
+    rows = json.loads(path.read_text())["failures"]
+    assert result.returncode == 0, result.stdout + result.stderr
+    ours = [row for row in rows if row["how"] == "superbatch"]
+    assert {row["model"] for row in ours} == {"mlp", "convnet", "transformer"}
+    for row in ours:
+        assert sum(row["counts"].values()) == row["windows"] == 20, "memory ran out in every window"
+        assert min(row["counts"].values()) > 0, "in every place"
+        assert row["half_way"] > 0, "a gradient was half there"
+        assert row["error"] <= 1e-12
+        assert row["buffers"]
+    naive = [row for row in rows if row["how"] != "superbatch"]
+    assert naive
+    assert all(row["error"] > 1e-3 and not row["buffers"] for row in naive)
+
+
+CHECK = (
+    "the check of the statement runs out of memory unnoticed: its micro-batches are of a size never measured"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS limits memory on Linux only")
+@pytest.mark.parametrize(
+    "finder", [pytest.param("ours-largest", marks=pytest.mark.xfail(reason=CHECK, strict=True)), "ours-auto"]
+)
+def test_ours_finds_a_size_under_a_real_limit_that_trains(tmp_path, finder):
+    path = tmp_path / "limits.json"
+    command = ["--parts", "limits", "--finders", finder, "--quick", "--true", "small=263"]
+    result = run("memory.py", *command, "--json", str(path))
+    (row,) = json.loads(path.read_text())["limits"]["rows"]
+    assert result.returncode == 0, result.stderr
+    assert not row["error"]
+    assert row["trains"]
+    assert 0 < row["chosen"] <= 266  # the largest that was ever seen to fit
+    assert row["wasted"] <= 1.1 * row["batch"]
+    assert row["failed"] == 0
+
+
 def test_an_unknown_finder_and_an_unknown_part_are_refused_with_the_known_ones():
     result = run("memory.py", "--finders", "lightening")
     assert result.returncode == 2
