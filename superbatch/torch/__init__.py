@@ -6,7 +6,9 @@ from ..window import Window as Window
 from ..window import windows as windows
 from .accumulator import Accumulator as Accumulator
 from .in_flight import WindowInFlight as WindowInFlight
+from .limits import memory_limit as memory_limit
 from .masters import fp32_masters as fp32_masters
+from .predict import predict_peak as predict_peak
 from .sample_layout import samples_along as samples_along
 from .verify import verify as verify
 from .weights import class_weights as class_weights

@@ -173,6 +173,7 @@ class Accumulator:
             accumulate_into=self._into,
             masters=self._masters,
         )
+        self._plan.reserve.tight = not isinstance(self._sizing, Fixed)
         self._places = Places(self._plan, accumulator_dtype, momentum=self._into == "momentum")
         self._check_combinations()
         self._written = masters_written(self._owned)
