@@ -39,7 +39,7 @@ def check_first_window(plan: Plan, pieces: Pieces, *, frozen: Sequence[nn.Module
         whole=pieces.paths.get("whole", ()),
         per_sample=pieces.paths.get("per_sample", ()),
     )
-    check_on_all_ranks(problem, pieces.of_two(), plan.ranks, frozen=frozen)
+    check_on_all_ranks(problem, pieces.to_check(), plan.ranks, frozen=frozen)
 
 
 def check_on_all_ranks(

@@ -7,6 +7,8 @@ import sys
 
 import torch
 
+from .limits import memory_limit
+
 # What torch and the libraries below it say, on devices that have no error type of their own for it.
 _TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",  # POSIX
@@ -21,6 +23,10 @@ _TEXTS = (
     "XPU out of memory",
     "HIP out of memory",
 )
+# oneDNN says the same when it has no memory for its kernels and when it has no such kernel: so only where
+# there is hardly any memory.
+_SCARCE_TEXTS = ("could not create a primitive", "could not execute a primitive")
+_SCARCE_BYTES = 2**26
 _TYPES = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 
 
@@ -42,7 +48,14 @@ def out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return type(error) in _TYPES and any(text in str(error) for text in _TEXTS)
+    if type(error) not in _TYPES:
+        return False
+    said = str(error)
+    return any(text in said for text in _TEXTS) or (said in _SCARCE_TEXTS and _is_scarce())
+
+
+def _is_scarce() -> bool:
+    return memory_limit(torch.device("cpu")).bytes < _SCARCE_BYTES
 
 
 def release_caches(device: torch.device | None) -> None:

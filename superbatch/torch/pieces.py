@@ -16,6 +16,9 @@ from .options import check_auto
 from .plan import Plan
 from .sizing import Fixed
 
+# What the check of the statement looks at where the size is not known: so many pieces of so many samples.
+FEW = 8
+
 
 class Pieces:
     """Micro-batches in order, and the samples of each.
@@ -72,12 +75,19 @@ class Pieces:
             return range(first + start, first + stop)
         return [first + position for position in self._order[start:stop]]
 
-    def of_two(self) -> list[Any]:
-        """Return the micro-batches, or pairs of samples in their place where each has only one."""
-        if self.samples is None or max(self.samples, default=2) > 1 or self._whole is None:
+    def to_check(self) -> list[Any]:
+        """Return what the loss is tried with: the micro-batches, or something in their place.
+
+        * A few samples at a time, where their size is being found out: it is not known yet what fits;
+        * Pairs, where each has only one sample, which has no parts to be compared with.
+        """
+        samples = self.samples
+        if samples is None or self._whole is None or (max(samples) > 1 and self._batch is None):
             return self.microbatches
-        take, pairs = plan_of(self._whole, **self.paths).take, range(0, len(self.samples) - 1, 2)
-        return [take(start, start + 2) for start in pairs]
+        take = plan_of(self._whole, **self.paths).take
+        size = min(FEW, sum(samples)) if max(samples) > 1 else 2
+        starts = range(0, sum(samples) - size + 1, size)
+        return [take(start, start + size) for start in starts[:: max(1, len(starts) // FEW)]]
 
     def split(self, index: int, most: int) -> int:
         """Cut one micro-batch into near-equal ones of at most so many samples; return how many there are now.

@@ -28,6 +28,7 @@ from .candidates import weight_candidates
 from .checks import check_loss
 from .gradients import LOW_PRECISION
 from .looking import FloatingDtypes, run_eagerly
+from .out_of_memory import out_of_memory
 from .problem import Problem, evaluate
 from .sample_rng import sample_stream
 from .snapshot import BufferKeeper, RandomKeeper, as_plain, random_state
@@ -219,7 +220,9 @@ def _gradient_sums(problem: Problem, loss: Tensor) -> Tensor | None:
         return None  # a hook may be an optimizer that steps
     try:
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    except RuntimeError:  # a reentrant checkpoint allows backward() only
+    except RuntimeError as error:  # a reentrant checkpoint allows backward() only
+        if out_of_memory(error):
+            raise
         return None
     return torch.cat([_sums(gradient) for gradient in gradients]) if gradients else None
 

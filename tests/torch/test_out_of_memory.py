@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import OutOfMemoryError
+from superbatch.report.memory import Limit
 from superbatch.torch import Accumulator, TokenBudget, count_tokens, windows
 from superbatch.torch.out_of_memory import out_of_memory
 from tests.torch.helpers import (
@@ -578,3 +579,29 @@ def test_a_window_cut_smaller_is_saved_and_goes_on_bit_for_bit() -> None:
 
     for a, b in zip(run(stop=False).parameters(), run(stop=True).parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("free", "yes"), [(2**20, True), (2**33, False)])
+def test_onednn_without_memory_says_what_it_says_without_a_kernel(
+    free: int, yes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("superbatch.torch.out_of_memory.memory_limit", lambda _: Limit(free, "a test"))
+    assert out_of_memory(RuntimeError("could not create a primitive")) is yes
+
+
+def test_the_check_looks_at_few_samples_where_the_size_is_not_known_yet() -> None:
+    model, seen = mlp(), []
+
+    def loss(mb: Any) -> Tensor:
+        seen.append(len(mb[0]))
+        return mse(model, mb)
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, microbatch_size="largest")
+    accumulator_batch = rows(64)[0]
+    accumulate(accumulator_batch)
+    checked = seen[: -accumulate(accumulator_batch).microbatches]
+    assert 8 in checked and 3 in checked, "premise: pieces and their parts were looked at"
+    with pytest.raises(ValueError, match="sum"):
+        Accumulator(
+            model, sgd(model.parameters()), lambda mb: mse(model, mb) * len(mb[0]), microbatch_size="largest"
+        )(accumulator_batch)
