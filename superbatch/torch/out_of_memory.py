@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from ..errors import OutOfMemoryError
 from .limits import memory_limit
 
 # What torch and the libraries below it say, on devices that have no error type of their own for it.
@@ -38,7 +39,9 @@ def out_of_memory(error: BaseException) -> bool:
 
     Returns:
         True for torch's accelerator error and Python's MemoryError, and for an error of torch's own type with
-        the text of an allocator, of a library's workspace, or of a driver that has no memory.
+        the text of an allocator, of a library's workspace, or of a driver that has no memory. False for this
+        library's own OutOfMemoryError, a verdict: what raised it, such as an accumulator inside a loss
+        function, must not be run again, since its update may be half made.
 
     Examples:
         >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
@@ -46,6 +49,8 @@ def out_of_memory(error: BaseException) -> bool:
         >>> out_of_memory(RuntimeError("shapes do not match"))
         False
     """
+    if isinstance(error, OutOfMemoryError):
+        return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if type(error) not in _TYPES:
