@@ -286,6 +286,7 @@ class Accumulator:
         """
         in_flight = self._window.state_dict() if self._window is not None else self._resume
         sizing = {type(self._sizing).__name__: self._sizing.state_dict()}
+        sizing["of windows"] = self._of_windows.state_dict()
         return {"version": 1, "updates": self._updates, "window": in_flight, "sizing": sizing}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -308,6 +309,10 @@ class Accumulator:
         sizing = state.get("sizing", {}).get(type(self._sizing).__name__)
         if sizing is not None:  # a run may go on with another way to choose sizes
             self._sizing.load_state_dict(sizing)
+        # Of the same moment too: a window that was saved before memory ran out is not to be cut smaller now.
+        self._of_windows = Fixed(None)
+        if "of windows" in state.get("sizing", {}):
+            self._of_windows.load_state_dict(state["sizing"]["of windows"])
         self._resume = state["window"]
 
     # -- parts

@@ -204,7 +204,8 @@ def require_scale(step: Step, scale: float | None) -> None:
 
 def forget_scaling(step: Step) -> None:
     """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
-    if step.scaling:
+    # A scaler that has scaled nothing has no scale yet, and would refuse; there is nothing to forget then.
+    if step.scaling and getattr(step.scaler, "_growth_tracker", 0) is not None:
         assert step.scaler is not None
         step.scaler.update(step.scaler.get_scale())
 

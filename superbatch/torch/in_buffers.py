@@ -50,7 +50,7 @@ class InBuffers:
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
         self._inside = False
-        self._added = False  # by the last backward
+        self._added = False  # by a backward that is not through
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
@@ -68,6 +68,7 @@ class InBuffers:
             run_backward(loss, None, self.inputs, retain_graph=retain_graph)
         finally:
             self._inside = False
+        self._added = False  # a backward that is through is not undone; the next may break before it begins
 
     def isolated_is_finite(self) -> bool:
         """Whether the isolated gradient of the last micro-batch is finite."""
@@ -79,7 +80,7 @@ class InBuffers:
         for entry in self._owned:
             if entry.parameter.grad is not None:
                 self._add(entry)
-        self._inside = False
+        self._inside = self._added = False
 
     def drop(self) -> None:
         """Forget the isolated gradient of the last micro-batch."""

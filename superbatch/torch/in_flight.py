@@ -28,7 +28,6 @@ from .plan import Plan
 from .reserve import Before, raise_if_out_of_memory
 from .sample_rng import sample_stream
 from .sizing import Sizing
-from .snapshot import BufferKeeper
 from .weighing import Weights
 
 
@@ -75,6 +74,8 @@ class WindowInFlight:
         self._is_open = False
         self._broken: int | None = None  # the micro-batch whose backward raised
         self._iterator: Generator[Any, None, None] | None = None
+        self._inputs: dict[int, list[int]] = {}  # for both see `recovery.mark`
+        self._buffers_before: Any = None
         self._calls: dict[int, Any] = {}  # what random draws of all micro-batches are checked against
         self._context = ExitStack()
         self.update: Update | None = None
@@ -94,8 +95,10 @@ class WindowInFlight:
             plan.buffers.take()
             self._open()
         except BaseException:
-            self._discard()
-            self._left(None)
+            try:
+                self._discard()
+            finally:  # or no other window could ever be opened
+                self._left(None)
             raise
         return self
 
@@ -227,12 +230,9 @@ class WindowInFlight:
             if self._weights.has_none(index):  # it adds nothing, a NaN least of all
                 continue
             self._current, self._summed = index, False
-            plan.random.mark()
+            recovery.mark(self, index)
             if isinstance(plan.norms, Pooled):
                 plan.norms.start_microbatch()
-            if plan.nonfinite == "skip_microbatch":
-                self._buffers_before = BufferKeeper(plan.models)
-                self._buffers_before.take()
             with self._sizing.measure(self._pieces.count(index)), self._stream(index):
                 yield plan.transfer.take(self._pieces.microbatches, index)
             if index not in self._losses or self._broken is not None:

@@ -37,7 +37,7 @@ class InMomentum:
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
         self._inside = False
-        self._added = False  # by the last backward
+        self._added = False  # by a backward that is not through
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
@@ -54,6 +54,7 @@ class InMomentum:
             run_backward(loss, None, self.inputs, retain_graph=retain_graph)
         finally:
             self._inside = False
+        self._added = False  # a backward that is through is not undone; the next may break before it begins
 
     def undo(self) -> bool:
         """Put the sums back as before the last backward, which broke; whether that was possible."""
@@ -96,8 +97,8 @@ class InMomentum:
         with torch.no_grad():
             for entry in self._touched():
                 before = self._before[entry.name]
-                if before is None:
-                    del self._state[entry.target]
+                if before is None:  # there may be no buffer yet: for lack of memory
+                    self._state.pop(entry.target, None)
                 else:
                     self._state[entry.target]["momentum_buffer"].copy_(before)
         self._before.clear()

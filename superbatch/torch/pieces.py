@@ -103,12 +103,13 @@ class Pieces:
     def recut(self, index: int, sizes: Sequence[int]) -> None:
         """Cut all micro-batches from one on otherwise."""
         assert self.samples is not None
-        start, self.microbatches[index:], self.samples[index:] = sum(self.samples[:index]), [], []
+        assert self._batch is not None
+        start, parts = sum(self.samples[:index]), []
         for size in sizes:
-            assert self._batch is not None
-            self.microbatches.append(self._batch.take(start, start + size))
-            self.samples.append(size)
+            parts.append(self._batch.take(start, start + size))
             start += size
+        # Not before all are there: a cut that breaks half way must not lose samples.
+        self.microbatches[index:], self.samples[index:] = parts, list(sizes)
 
     def follow(self, sizes: Sequence[int]) -> None:
         """Cut the micro-batches as those of a saved window were.

@@ -18,12 +18,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import OutOfMemoryError, SplitError, explain
 from .batchnorm import Pooled
 from .losses import Losses
 from .out_of_memory import out_of_memory, release_caches
 from .pieces import cut_large
+from .snapshot import BufferKeeper
 
 if TYPE_CHECKING:
     from .in_flight import WindowInFlight
@@ -41,6 +44,31 @@ def work_through(window: WindowInFlight, one: Callable[[Any], None]) -> None:
     """
     while (failure := _until_failure(window, one)) is not None:
         _go_on_smaller(window, failure)
+
+
+def mark(window: WindowInFlight, index: int) -> None:
+    """Note what a micro-batch can change, before it begins.
+
+    Args:
+        window: open.
+        index: of the micro-batch.
+    """
+    plan = window._plan
+    window._inputs[index] = _versions(window._pieces.microbatches[index])
+    if plan.nonfinite == "skip_microbatch":
+        window._buffers_before = BufferKeeper(plan.models)
+        window._buffers_before.take()
+    plan.random.mark()
+
+
+def _versions(microbatch: Any) -> list[int]:
+    """How often each tensor was written in place; it counts for all tensors that share memory."""
+    kind = type(microbatch)
+    leaves = microbatch if kind is tuple or kind is list else [microbatch]
+    leaves = microbatch.values() if kind is dict else leaves
+    if any(type(leaf) is not Tensor for leaf in leaves):
+        leaves = tree_leaves(microbatch)
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 def _until_failure(window: WindowInFlight, one: Callable[[Any], None]) -> str | None:
@@ -61,6 +89,7 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
     plan, pieces = window._plan, window._pieces
     index = window._next if window._current is None else window._current
     window._end_iteration()
+    plan.transfer.forget()
     gc.collect()  # an exception and its frames may be a cycle
     release_caches(plan.device)
     samples = None if pieces.samples is None else pieces.samples[index]
@@ -68,6 +97,7 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
     if not most:
         _give_up(window, index, samples, failure)
     again = not _put_back(window, index)
+    _require_inputs(window, 0 if again else index, index, failure)
     if again:
         _begin_again(window)
     try:
@@ -76,6 +106,7 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
         raise OutOfMemoryError(
             explain(f"micro-batch {index}, for which there was no memory ({failure})", str(error), _DO)
         ) from None
+    window._inputs.pop(index, None)
     window._weights.weigh_again(pieces.microbatches, pieces.samples)
     window._failures += 1
     plan.reserve.tight = True
@@ -86,6 +117,21 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
         UserWarning,
         stacklevel=4,
     )
+
+
+def _require_inputs(window: WindowInFlight, first: int, last: int, failure: str) -> None:
+    """Check that micro-batches that are to be run again are as they were at their start."""
+    for index in range(first, last + 1):
+        versions = window._inputs.get(index)  # none of one without weight, which was not run
+        if versions is not None and versions != _versions(window._pieces.microbatches[index]):
+            raise OutOfMemoryError(
+                explain(
+                    f"micro-batch {last}, for which there was no memory ({failure})",
+                    f"micro-batch {index} was changed in place since it was handed out, so that to run it "
+                    "again would be another update; parameters and state are as before the window",
+                    "let the loss function change a copy of its micro-batch, or make it smaller",
+                )
+            )
 
 
 _DO = "make the samples smaller, use gradient checkpointing or a lower precision, or free memory"
@@ -141,6 +187,7 @@ def _begin_again(window: WindowInFlight) -> None:
     if plan.sample_rng:
         torch.set_rng_state(window._after_key)
     window._losses, window._dropped, window._next, window._broken = Losses(), [], 0, None
+    window._inputs.clear()
     window._weights.returned.clear()
     window._place.open()
 
@@ -152,5 +199,7 @@ def shrink(window: WindowInFlight) -> None:
         window: whose ``with`` block the error has left.
     """
     samples = window._pieces.samples
+    if isinstance(window._plan.norms, Pooled):  # smaller ones would be another update
+        return
     if window._current is not None and samples is not None:
         window._sizing.failed(samples[window._current])

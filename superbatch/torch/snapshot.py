@@ -34,7 +34,8 @@ class RandomKeeper:
         self._mark: dict[str, Any] = {}
 
     def take(self) -> None:
-        """Copy the states; forgets those taken before."""
+        """Copy the states; forgets those taken before, also where there is no memory for the copies."""
+        self.taken = {}
         self.taken = random_state(self._devices, numpy=False)
         if "numpy" in sys.modules:
             self.taken["numpy"] = self._numpy_state()
@@ -45,6 +46,7 @@ class RandomKeeper:
 
     def mark(self) -> None:
         """Note torch's states at the start of a micro-batch: Python's would take longer than some of them."""
+        self._mark = {}  # if there is no memory for the copy, the states are to stay as they are
         self._mark = torch_random_state(self._devices)
 
     def back_to_mark(self) -> bool:
@@ -185,7 +187,8 @@ class BufferKeeper:
         self._taken: list[_Taken] = []
 
     def take(self) -> None:
-        """Copy every buffer that may change; forgets the copies taken before."""
+        """Copy every buffer that may change; forgets the copies taken before, also where memory runs out."""
+        self._taken = []
         self._taken = [
             _Taken(module, name, buffer, None if self._is_constant(buffer) else _clone(buffer))
             for module in self._owners

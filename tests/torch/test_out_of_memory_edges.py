@@ -1,0 +1,297 @@
+"""Memory that runs out where it is easily forgotten: before a window, at the first update, in other loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import OutOfMemoryError, StatementError
+from superbatch.torch import Accumulator, windows
+from superbatch.torch.out_of_memory import out_of_memory
+from tests.torch.helpers import assert_same_parameters, mlp, mse, rows, sgd, start_of
+from tests.torch.test_out_of_memory import TEXT, FailAt, quiet
+
+
+def make(model: nn.Module, **options: Any) -> Accumulator:
+    return Accumulator(
+        model,
+        sgd(model.parameters()),
+        lambda mb: mse(model, mb),
+        check=False,
+        microbatch_size=4,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("at", range(0, 40, 2))
+def test_the_first_window_into_momentum_has_no_buffers_yet(at: int) -> None:
+    model, reference = mlp(), mlp()
+    start = start_of(reference)
+    make(reference, accumulate_into="momentum")(rows(8)[0])
+    accumulate, fail, batch = make(model, accumulate_into="momentum"), FailAt(), rows(8)[0]
+    with fail, quiet():
+        fail.arm(at)
+        update = accumulate(batch)
+    assert fail.failed and update.failures == 1
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_window_that_cannot_be_opened_does_not_stay_open() -> None:
+    """With a scaler that has scaled nothing yet, which refuses to be told of a scale."""
+    model = mlp()
+    accumulate, fail, batch = make(model, scaler=torch.amp.GradScaler("cpu")), FailAt(), rows(8)[0]
+    with fail:
+        fail.arm(0)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            accumulate(batch)
+    assert accumulate(batch).made
+
+
+def test_random_state_is_not_set_back_where_it_could_not_be_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    accumulate = make(model)
+    accumulate(rows(8)[0])
+    torch.rand(3)
+    before = torch.get_rng_state()
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError(TEXT)
+
+    monkeypatch.setattr("superbatch.torch.snapshot.torch_random_state", fails)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        accumulate(rows(8)[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "options", [{"nonfinite": "skip_microbatch"}, {"accumulate_into": "momentum"}], ids=str
+)
+def test_a_forward_that_fails_late_goes_on_from_there(options: dict[str, Any]) -> None:
+    model, seen = mlp(), []
+
+    def loss(mb: Any) -> Tensor:
+        seen.append(len(mb[0]))
+        if len(seen) == 3:
+            raise RuntimeError(TEXT)
+        return mse(model, mb)
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4, **options)
+    with pytest.warns(UserWarning, match="the window goes on in micro-batches of at most 2"):
+        assert accumulate(rows(12)[0]).failures == 1
+    assert seen == [4, 4, 4, 2, 2], "what was in the sum is not computed again"
+
+
+def test_weights_summed_in_float32_are_rounded_otherwise_in_smaller_pieces() -> None:
+    torch.manual_seed(0)
+    x, weights = torch.randn(4096, 4), torch.rand(4096)
+    model, reference = nn.Linear(4, 1), nn.Linear(4, 1)
+    reference.load_state_dict(model.state_dict())
+    start = start_of(reference)
+
+    def loss_of(model: nn.Module, mb: Any) -> Tensor:
+        return (model(mb[0])[:, 0].square() * mb[1]).sum() / mb[1].sum()
+
+    def loss(mb: Any) -> Tensor:
+        if len(mb[0]) > 1024:
+            raise RuntimeError(TEXT)
+        return loss_of(model, mb)
+
+    parts = [float(part.sum()) for part in weights.split(1024)]
+    assert sum(parts) != sum(float(part.sum()) for part in weights.split(2048)), "premise: rounded otherwise"
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        loss,
+        check=False,
+        microbatch_size=2048,
+        weight=lambda mb: mb[1].sum(),
+    )
+    with quiet():
+        assert accumulate((x, weights)).failures == 1
+    large = Accumulator(
+        reference, sgd(reference.parameters()), lambda mb: loss_of(reference, mb), check=False
+    )
+    large((x, weights))
+    assert_same_parameters(reference, model, 1e-6, start=start)
+
+
+@pytest.mark.parametrize("weight", [lambda mb: 1, lambda mb: 1.0], ids=["int", "float"])
+def test_weights_that_are_no_sum_are_refused(weight: Any) -> None:
+    model = mlp()
+
+    def loss(mb: Any) -> Tensor:
+        if len(mb[0]) > 2:
+            raise RuntimeError(TEXT)
+        return mse(model, mb)
+
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), loss, check=False, microbatch_size=4, weight=weight
+    )
+    with quiet(), pytest.raises(StatementError, match="the same samples weigh"):
+        accumulate(rows(8)[0])
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_micro_batch_that_was_changed_in_place_is_not_run_again(failing: int) -> None:
+    """On the CPU micro-batches are views of the batch: halved twice, they would make another update."""
+    model, calls = mlp(), []
+    before = start_of(model)
+
+    def loss(mb: Any) -> Tensor:
+        calls.append(1)
+        mb[0].mul_(0.5)
+        if len(calls) == failing:
+            raise RuntimeError(TEXT)
+        return mse(model, mb)
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4)
+    with pytest.raises(OutOfMemoryError, match=r"changed in place.*another update.*a copy"):
+        accumulate(rows(8)[0])
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+
+
+def test_an_earlier_change_in_place_does_not_matter_where_nothing_is_run_again() -> None:
+    model, reference, armed = mlp(), mlp(), [True]
+    start = start_of(reference)
+
+    def loss(model: nn.Module, mb: Any, *, fails: bool) -> Tensor:
+        if fails and len(mb[0]) == 3 and armed and armed.pop():
+            raise RuntimeError(TEXT)
+        mb[0].mul_(0.5)
+        return mse(model, mb)
+
+    for module, fails in ((model, True), (reference, False)):
+        accumulate = Accumulator(
+            module,
+            sgd(module.parameters()),
+            lambda mb, module=module, fails=fails: loss(module, mb, fails=fails),
+            check=False,
+            microbatch_size=4,
+        )
+        with quiet():
+            assert accumulate(rows(7)[0]).failures == fails
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_an_owned_loop_keeps_its_statistics_per_micro_batch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    accumulator = Accumulator(
+        model, sgd(model.parameters()), check=False, microbatch_size=4, batchnorm="per_microbatch"
+    )
+    batch = torch.randn(8, 4, dtype=torch.float64)
+
+    def run_out() -> None:
+        with accumulator.window(batch) as window:
+            for _ in window:
+                raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        run_out()
+    with accumulator.window(batch) as window:
+        sizes = [(len(mb), window.backward(model(mb).square().mean()))[0] for mb in window]
+    assert sizes == [4, 4], "smaller ones would be another function"
+
+
+def test_a_window_of_a_loader_saved_before_memory_ran_out_goes_on() -> None:
+    model = mlp()
+    accumulator = Accumulator(model, sgd(model.parameters()), check=False)
+    window_of_two = next(iter(windows(rows(4, 2), accumulation_steps=2)))
+    states: list[Any] = []
+
+    def run_out() -> None:
+        with accumulator.window(window_of_two) as window:
+            for mb in window:
+                if states:
+                    raise MemoryError("no room")
+                window.backward(mse(model, mb))
+                states.append(accumulator.state_dict())
+
+    with pytest.raises(MemoryError, match="no room"):
+        run_out()
+    accumulator.load_state_dict(states[0])
+    with accumulator.window(window_of_two) as window:
+        assert [(len(mb[0]), window.backward(mse(model, mb)))[0] for mb in window] == [4]
+
+
+def test_the_verdict_of_an_inner_accumulator_is_not_swallowed() -> None:
+    inner_model, model, steps = mlp(), mlp(), []
+
+    class HalfWay(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            steps.append(1)
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise RuntimeError(TEXT)
+
+    inner = Accumulator(
+        inner_model, HalfWay(inner_model.parameters(), lr=0.1), lambda mb: mse(inner_model, mb), check=False
+    )
+
+    def loss(mb: Any) -> Tensor:
+        inner(mb)
+        return mse(model, mb)
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4)
+    with pytest.raises(OutOfMemoryError, match=r"some parameters or states have moved"):
+        accumulate(rows(8)[0])
+    assert len(steps) == 1 and not out_of_memory(OutOfMemoryError("verdict"))
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in Python numbers, of each parameter and of the group, before it runs out."""
+
+    armed, replaces = False, False
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                if self.replaces:
+                    state["momentum_buffer"] = state["momentum_buffer"] * 2
+        if self.armed:
+            raise RuntimeError(TEXT)
+        return super().step(closure)
+
+
+def test_numbers_of_an_optimizer_are_put_back() -> None:
+    model = mlp()
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), check=False)
+    accumulate(rows(4)[0])
+    optimizer.armed = True
+    with pytest.raises(OutOfMemoryError, match="everything else are as before the window"):
+        accumulate(rows(4)[0])
+    assert {state["step"] for state in optimizer.state.values()} == {1}
+    assert optimizer.param_groups[0]["steps"] == 1
+    optimizer.replaces = True
+    with pytest.raises(OutOfMemoryError, match="some parameters or states have moved"):
+        accumulate(rows(4)[0])
+
+
+def test_a_fused_step_of_one_group_of_two_is_told() -> None:
+    """Fused steps do not move version counters, so that the parameters alone do not show it."""
+    model = mlp()
+
+    class Second(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            groups = self.param_groups
+            self.param_groups = groups[:1]
+            try:
+                super().step(closure)
+            finally:
+                self.param_groups = groups
+            raise RuntimeError(TEXT)
+
+    first, *others = model.parameters()
+    groups = [{"params": [first]}, {"params": others}]
+    optimizer = Second(groups, lr=0.1, momentum=0.9, fused=True)
+    before, version = first.detach().clone(), first._version
+    accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), check=False)
+    with pytest.raises(OutOfMemoryError, match="some parameters or states have moved"):
+        accumulate(rows(4)[0])
+    assert not torch.equal(before, first) and first._version == version, "premise: it does not show"
