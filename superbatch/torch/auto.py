@@ -261,7 +261,7 @@ class AutoSize:
         later = near_equal(self._samples, size)[0]
         if left < self._samples and later <= allowed:
             return _equal(left, later)
-        pieces = near_equal(left, size)
+        pieces = near_equal(left, self._room.with_new(known, near_equal(left, size)))
         if pieces[0] <= allowed:
             return pieces
         return _begin_with(allowed, left, size)

@@ -12,7 +12,7 @@ from .limits import memory_limit
 
 # What torch and the libraries below it say, on devices that have no error type of their own for it.
 _TEXTS = (
-    "DefaultCPUAllocator: can't allocate memory",  # POSIX
+    "DefaultCPUAllocator: can't allocate",  # POSIX
     "DefaultCPUAllocator: not enough memory",  # Windows
     "std::bad_alloc",  # a kernel's own scratch memory on the CPU
     "CUDA out of memory",  # torch before it had a type for it

@@ -76,6 +76,20 @@ class Room:
         size = largest(known, self.top())
         return size if size <= known.tried else max(known.tried, largest(known, self.top() - 2 * self._each))
 
+    def with_new(self, known: Known, sizes: Sequence[int]) -> int:
+        """The largest of these sizes, or less if there is no room for it and for kernels of new ones."""
+        new = sum(size not in known.runs for size in set(sizes))
+        if not known.runs or self._holed:
+            return max(sizes)
+        kernels = max(self._kernels[1:], default=self._each)
+        budget = self.top() - new * kernels if new else self._bound()
+        return max(1, min(max(sizes), largest(known, budget)))
+
+    def _bound(self) -> int:
+        """How much a size that was settled on may need: a part of the margin is left."""
+        assert self.total is not None
+        return self.total - (self.total - self.top()) // 3
+
     def largest_alone(self, known: Known) -> int:
         """The largest size that would fit if no other had been run: kernels of trials stay in memory."""
         # The first one includes what any size needs once; one size stays, whichever it is.
@@ -122,9 +136,8 @@ class Room:
         self.total = free - self._state
         if not known.size:
             return
-        bound = self.total - (self.total - self.top()) // 3
         if (
-            known.demand().at(min(known.size, known.used or known.size)) > bound
+            known.demand().at(min(known.size, known.used or known.size)) > self._bound()
             or self.total > 1.25 * known.total
         ):
             known.size = 0

@@ -193,16 +193,16 @@ def test_the_largest_size_is_found_without_a_failure(wrong: float):
 
 
 @given(
-    limit=st.integers(300, 4000),
+    limit=st.integers(600, 4000),
     each=st.integers(1, 64),
     gradients=st.integers(1, 60),
     states=st.integers(0, 2),
     wrong=st.floats(0.75, 1.5),
-    once=st.integers(0, 120),
+    once=st.integers(0, 100),
     kernels=st.integers(0, 8),
     batches=st.lists(st.integers(1, 20_000), min_size=1, max_size=4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_micro_batch_ever_fails(
     limit: int,
     each: int,
@@ -467,3 +467,22 @@ def test_a_resumed_run_on_a_smaller_machine_takes_smaller_sizes():
         window(resumed, small, 8000)
     assert small.failures == 0
     assert 0.9 * small.true_largest() <= max(small.log[-1]) <= small.true_largest()
+
+
+def test_a_size_that_was_settled_on_gives_way_to_kernels_of_new_sizes():
+    """Batches of other lengths make micro-batches of new sizes, each of which keeps some memory."""
+    machine = Machine(
+        limit=301 * MIB,
+        each=MIB // 4,
+        gradients=27 * MIB,
+        state=54 * MIB,
+        wrong=1.5,
+        once=93 * MIB,
+        kernels=7 * MIB // 4,
+    )
+    sizing = sizing_on(machine)
+    for samples in (1246, 430, 1240):
+        for _ in range(3):
+            window(sizing, machine, samples)
+    assert machine.failures == 0
+    assert len(machine.sizes_run) > 6, "premise: many sizes"

@@ -54,7 +54,7 @@ ARGUMENTS: list[tuple[str, Any]] = [
     ("loss_fn", "mse"),
     *(
         ("microbatch_size", value)
-        for value in (0, -1, 2.0, True, "4", "auto", [2], math.nan, torch.tensor(2))
+        for value in (0, -1, 2.0, True, "4", "biggest", [2], math.nan, torch.tensor(2))
     ),
     *(("reduction", value) for value in ("none", "MEAN", None, 0, True, ["mean"])),
     *(

@@ -141,7 +141,7 @@ def test_another_loader_inside_a_window_moves_no_boundary() -> None:
 # -- row 2: Accelerate's memory utilities, as far as a failure inside a window goes --------------------
 
 
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RuntimeError, KeyError])
+@pytest.mark.parametrize("error", [OSError, RuntimeError, KeyError])
 def test_an_error_of_the_loss_passes_through_and_leaves_the_state(error: type[Exception]) -> None:
     """Row 2, Accelerate, `test_any_other_error` and `test_release_memory`: no error is swallowed or kept."""
     model = mlp()
@@ -177,19 +177,16 @@ def test_a_smaller_microbatch_after_a_failure_gives_the_same_update() -> None:
     batch = rows(128, 1)[0]
 
     def loss_fn(microbatch: Any) -> Tensor:
+        sizes.append(len(microbatch[0]))
         if len(microbatch[0]) > 8:
             raise torch.OutOfMemoryError("fake")
         return mse(model, microbatch)
 
-    size, optimizer = 128, sgd(model.parameters())
-    while True:
-        sizes.append(size)
-        try:
-            update = Accumulator(model, optimizer, loss_fn, microbatch_size=size, check=False)(batch)
-            break
-        except torch.OutOfMemoryError:
-            size //= 2
-    assert sizes == [128, 64, 32, 16, 8] and update.microbatches == 16
+    optimizer = sgd(model.parameters())
+    with pytest.warns(UserWarning, match="memory ran out"):
+        update = Accumulator(model, optimizer, loss_fn, microbatch_size=128, check=False)(batch)
+    assert sizes[:5] == [128, 64, 32, 16, 8] and set(sizes[5:]) == {8}
+    assert update.microbatches == 16 and update.failures == 4
     reference = mlp()
     large_batch(sgd(reference.parameters()), lambda b: mse(reference, b), [batch])
     assert_same_parameters(reference, model, 1e-12, start=start)
