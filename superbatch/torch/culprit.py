@@ -9,6 +9,7 @@ from torch import Tensor
 from .gradients import run_backward
 from .in_momentum import InMomentum
 from .nonfinite import Culprit, first_bad_microbatch, first_bad_parameter
+from .out_of_memory import out_of_memory
 from .transfer import to_device
 
 if TYPE_CHECKING:
@@ -33,7 +34,12 @@ def by_gradient(window: WindowInFlight, losses: list[float], gradients: list[Ten
     plan.random.restore()
     plan.buffers.restore()
     took_part = [index for index, weight in enumerate(window._weights.counted(window._dropped)) if weight]
-    index = first_bad_microbatch(took_part, lambda index: _backward_again(window, index), plan.owned)
+    try:
+        index = first_bad_microbatch(took_part, lambda index: _backward_again(window, index), plan.owned)
+    except BaseException as error:
+        if not out_of_memory(error):
+            raise
+        index = None  # the sums are in memory beside this: without the index, the error is what it is
     return Culprit(index, None if index is None else losses[index], parameter)
 
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import gc
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..errors import OutOfMemoryError, SplitError, explain
 from .batchnorm import Pooled
@@ -61,14 +61,21 @@ def mark(window: WindowInFlight, index: int) -> None:
     plan.random.mark()
 
 
-def _versions(microbatch: Any) -> list[int]:
+def _versions(part: Any) -> list[int]:
     """How often each tensor was written in place; it counts for all tensors that share memory."""
-    kind = type(microbatch)
-    leaves = microbatch if kind is tuple or kind is list else [microbatch]
-    leaves = microbatch.values() if kind is dict else leaves
-    if any(type(leaf) is not Tensor for leaf in leaves):
-        leaves = tree_leaves(microbatch)
-    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    if isinstance(part, Tensor):
+        return [] if part.is_inference() else [part._version]
+    parts: Iterable[Any] = ()
+    if isinstance(part, Mapping):
+        parts = part.values()
+    elif is_dataclass(part):
+        parts = [getattr(part, field.name) for field in fields(part)]
+    elif isinstance(part, tuple) or (isinstance(part, list) and part and not isinstance(part[0], _SCALAR)):
+        parts = part
+    return [version for inner in parts for version in _versions(inner)]
+
+
+_SCALAR = (str, int, float)  # a list of them, one for each sample, may be long
 
 
 def _until_failure(window: WindowInFlight, one: Callable[[Any], None]) -> str | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import OutOfMemoryError, StatementError
+from superbatch.errors import NonFiniteError, OutOfMemoryError, StatementError
 from superbatch.torch import Accumulator, windows
 from superbatch.torch.out_of_memory import out_of_memory
 from tests.torch.helpers import assert_same_parameters, mlp, mse, rows, sgd, start_of
@@ -151,6 +152,51 @@ def test_a_micro_batch_that_was_changed_in_place_is_not_run_again(failing: int) 
     with pytest.raises(OutOfMemoryError, match=r"changed in place.*another update.*a copy"):
         accumulate(rows(8)[0])
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+
+
+@pytest.mark.parametrize("form", ["dict", "nested", "dataclass", "list"])
+def test_a_change_in_place_is_seen_in_every_form_of_a_batch(form: str) -> None:
+    @dataclass
+    class Batch:
+        names: list[str]
+        x: Tensor
+
+    model, calls = mlp(), []
+    x, names = rows(8)[0][0], list("abcdefgh")
+    batch: Any = {"names": names, "x": x}
+    batch = {"nested": {"inner": [batch]}, "dataclass": Batch(names, x), "list": [names, x]}.get(form, batch)
+
+    def tensor_of(mb: Any) -> Tensor:
+        mb = mb["inner"][0] if form == "nested" else mb
+        return mb.x if form == "dataclass" else mb[1 if form == "list" else "x"]
+
+    def loss(mb: Any) -> Tensor:
+        calls.append(1)
+        inputs = tensor_of(mb).mul_(0.5)
+        if len(calls) == 1:
+            raise RuntimeError(TEXT)
+        return model(inputs).square().mean()
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4)
+    with pytest.raises(OutOfMemoryError, match="changed in place"):
+        accumulate(batch)
+
+
+def test_a_gradient_that_is_not_finite_is_told_without_memory_to_look_for_its_cause() -> None:
+    model, calls = mlp(), []
+
+    def loss(mb: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) > 2:
+            raise RuntimeError(TEXT)
+        return (
+            mse(model, mb) + (next(model.parameters()).sum() * 0).sqrt() * 0
+        )  # whose gradient is 0 x infinity
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4)
+    with pytest.raises(NonFiniteError, match=r"0\.weight"):
+        accumulate(rows(8)[0])
+    assert len(calls) == 3, "premise: memory ran out in the search"
 
 
 def test_an_earlier_change_in_place_does_not_matter_where_nothing_is_run_again() -> None:
