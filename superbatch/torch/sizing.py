@@ -62,7 +62,7 @@ class Fixed:
     """
 
     # A failure may come from what else was in memory then, so the stated size is tried again; the wait
-    # doubles with each failure, so that a size that never fits is hardly ever tried.
+    # doubles with each window that fails, so that a size that never fits is hardly ever tried.
     FIRST_WAIT = 50
 
     def __init__(self, size: int | TokenBudget | None) -> None:
@@ -70,6 +70,7 @@ class Fixed:
         self.most: int | None = None
         self._wait = self.FIRST_WAIT
         self._until = 0
+        self._failed = False  # in this window
 
     def rest(self, left: int) -> list[int] | None:
         """Return None: as planned."""
@@ -85,12 +86,13 @@ class Fixed:
             return 0
         half = (samples + 1) // 2
         self.most = half if self.most is None else min(self.most, half)
-        self._until = self._wait
-        self._wait *= 2
+        if not self._failed:  # further halvings in one window are the search for what fits
+            self._until, self._wait, self._failed = self._wait, 2 * self._wait, True
         return self.most
 
     def closed(self, *, made: bool) -> None:
         """Count the updates until the stated size is tried again."""
+        self._failed = False
         if self.most is not None and made:
             self._until -= 1
             if self._until <= 0:

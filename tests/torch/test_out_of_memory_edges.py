@@ -222,6 +222,23 @@ def test_an_earlier_change_in_place_does_not_matter_where_nothing_is_run_again()
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
+def test_the_wait_doubles_once_for_a_window_however_often_it_was_cut() -> None:
+    model, seen = mlp(), []
+
+    def loss(mb: Any) -> Tensor:
+        seen.append(len(mb[0]))
+        if len(mb[0]) > 2:
+            raise RuntimeError(TEXT)
+        return mse(model, mb)
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=16)
+    batch = rows(16)[0]
+    with quiet():
+        updates = [accumulate(batch) for _ in range(60)]
+    assert [number for number, update in enumerate(updates) if update.failures] == [0, 50]
+    assert updates[0].failures == updates[50].failures == 3 and seen[:3] == [16, 8, 4]
+
+
 def test_an_owned_loop_keeps_its_statistics_per_micro_batch() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     accumulator = Accumulator(
