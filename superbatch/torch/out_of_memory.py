@@ -23,6 +23,7 @@ _TEXTS = (
     "MPS backend out of memory",
     "XPU out of memory",
     "HIP out of memory",
+    "HIP error: out of memory",
 )
 # oneDNN says the same when it has no memory for its kernels and when it has no such kernel: so only where
 # there is hardly any memory.

@@ -63,6 +63,12 @@ def mark(window: WindowInFlight, index: int) -> None:
 
 def _versions(part: Any) -> list[int]:
     """How often each tensor was written in place; it counts for all tensors that share memory."""
+    kind = type(part)
+    if kind is tuple or kind is dict:  # mostly of tensors alone, for which this takes a tenth of the time
+        try:
+            return [inner._version for inner in (part.values() if kind is dict else part)]
+        except (AttributeError, RuntimeError):
+            pass
     if isinstance(part, Tensor):
         return [] if part.is_inference() else [part._version]
     parts: Iterable[Any] = ()

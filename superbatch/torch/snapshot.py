@@ -8,11 +8,15 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+# Seconds of a micro-batch beside which the 5 us to copy torch's states count.
+SHORT = 1e-3
 
 
 class RandomKeeper:
@@ -31,7 +35,8 @@ class RandomKeeper:
         self._devices = list(devices)
         self._numpy: tuple[bytes, Any] = (b"", None)
         self.taken: dict[str, Any] = {}
-        self._mark: dict[str, Any] = {}
+        self._mark: dict[str, Any] | None = None
+        self._marked = 0.0
 
     def take(self) -> None:
         """Copy the states; forgets those taken before, also where there is no memory for the copies."""
@@ -45,17 +50,26 @@ class RandomKeeper:
         return random_state(self._devices)
 
     def mark(self) -> None:
-        """Note torch's states at the start of a micro-batch: Python's would take longer than some of them."""
-        self._mark = {}  # if there is no memory for the copy, the states are to stay as they are
-        self._mark = torch_random_state(self._devices)
+        """Note torch's states at the start of a micro-batch, where that takes nothing beside the last one.
+
+        Python's state would take longer than many a micro-batch.
+        """
+        now = time.perf_counter()
+        last, self._marked = self._marked, now
+        self._mark = None  # also if there is no memory for the copy
+        if now - last > SHORT:
+            self._mark = torch_random_state(self._devices)
 
     def back_to_mark(self) -> bool:
-        """Put the states back as at `mark`; False if Python's or NumPy's have moved since `take`."""
-        now = random_state((), numpy=False)
+        """Put the states back as at `mark`; False if one that was not noted has moved since `take`."""
+        now = random_state(self._devices, numpy=False)
         if now["python"] != self.taken["python"]:
             return False
         if "numpy" in self.taken and not _equal(self.taken["numpy"], sys.modules["numpy"].random.get_state()):
             return False
+        if self._mark is None:
+            del now["python"]
+            return all(torch.equal(state, self.taken[name]) for name, state in now.items())
         restore_random_state(self._mark)
         return True
 
