@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Seconds of a micro-batch beside which the 5 us to copy torch's states count.
-SHORT = 1e-3
+# Seconds of a micro-batch for which states are not copied: that costs up to 1 % of it (it also disturbs
+# the allocator), and a window of such micro-batches is soon begun again.
+SHORT = 0.05
 
 
 class RandomKeeper:

@@ -605,3 +605,25 @@ def test_the_check_looks_at_few_samples_where_the_size_is_not_known_yet() -> Non
         Accumulator(
             model, sgd(model.parameters()), lambda mb: mse(model, mb) * len(mb[0]), microbatch_size="largest"
         )(accumulator_batch)
+
+
+@pytest.mark.parametrize("short", [0.0, 10.0])
+def test_long_micro_batches_go_on_from_their_own_random_state(
+    short: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout: copied before each micro-batch the state is there; else the window begins again."""
+    monkeypatch.setattr("superbatch.torch.snapshot.SHORT", short)
+    model, calls = mlp(), []
+
+    def loss(mb: Any) -> Tensor:
+        calls.append(len(mb[0]))
+        noisy = nn.functional.dropout(mb[0], 0.1)
+        if len(calls) == 3:
+            raise RuntimeError(TEXT)
+        return mse(model, (noisy, mb[1]))
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=4)
+    with quiet():
+        update = accumulate(rows(12)[0])
+    assert update.made and update.failures == 1
+    assert calls == ([4, 4, 4, 2, 2] if short == 0.0 else [4, 4, 4, 2, 2, 2, 2, 2, 2])
