@@ -53,3 +53,10 @@ def fixed_seeds() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Forget what earlier tests compiled: after eight backends dynamo runs the next one eagerly, silently."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()

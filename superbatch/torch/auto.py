@@ -32,6 +32,7 @@ from .instruments import Instruments, instruments_for, is_compiled
 from .predict import predict_peak
 from .room import Room
 from .shapes import Signature, covers, signature, volume
+from .sizing import Smaller
 from .trials import Known, known_from, known_of, state_of
 
 Mode = Literal["fastest", "largest"]
@@ -42,7 +43,6 @@ MARGINS: dict[Mode, float] = {"largest": 0.005, "fastest": 0.05}
 # Measuring takes about 0.2 ms: once in so many seconds is not to be felt.
 _EVERY = 0.1
 _MOST_SIZES = 64  # that are measured at their first run, whatever the time
-FIRST_WAIT = 50
 
 
 class AutoSize:
@@ -108,8 +108,7 @@ class AutoSize:
         self._room = Room(self._device, optimizers, self._instruments, margin=MARGINS[self._mode])
         self._known: dict[Signature, Known] = {}
         self._alike: dict[Signature, Signature] = {}  # shapes that go by the size of a larger one
-        self._cap: int | None = None  # after memory ran out
-        self._wait, self._until = FIRST_WAIT, 0
+        self._smaller = Smaller()
         self._retries = 0
         # of the window in progress
         self._here: Known | None = None
@@ -160,15 +159,10 @@ class AutoSize:
         return self._room.measured(known, samples, first=first, timed=timed)
 
     def failed(self, samples: int) -> int:
-        """Go on with half the samples, for a while that doubles with each failure."""
+        """Go on smaller (see `Smaller`)."""
         self._times.clear()
-        if samples == 1:
-            return 0
-        smaller = (samples + 1) // 2
-        self._cap = min(self._cap or smaller, smaller)
-        self._until, self._wait = self._wait, 2 * self._wait
         self._planned = []
-        return self._cap
+        return self._smaller.failed(samples)
 
     def closed(self, *, made: bool) -> None:
         """Read the clock; the window's end has waited for the device."""
@@ -176,13 +170,10 @@ class AutoSize:
             seconds = self._instruments.seconds(start, end) / samples
             known.timings.setdefault(target, []).append(seconds)
         self._times.clear()
+        self._smaller.closed(made=made)
         if not made:
             return
         self._room.updated(self._here)
-        if self._cap is not None:
-            self._until -= 1
-            if self._until <= 0:
-                self._cap = None
         self._shrink_if_thrashing()
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +182,7 @@ class AutoSize:
             "version": 1,
             "mode": self._mode,
             "shapes": [(shape, state_of(known)) for shape, known in self._known.items()],
-            "failures": {"cap": self._cap, "wait": self._wait, "until": self._until},
+            "failures": self._smaller.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,8 +194,7 @@ class AutoSize:
         if state["mode"] != self._mode:
             for known in self._known.values():
                 known.size = 0
-        failures = state["failures"]
-        self._cap, self._wait, self._until = failures["cap"], failures["wait"], failures["until"]
+        self._smaller.load_state_dict(state["failures"])
         self._alike.clear()
         self._room.total = None
 
@@ -213,7 +203,7 @@ class AutoSize:
         known, limit = self._here, self._room.limit
         if known is None or limit is None:
             return None
-        most = min(self._room.largest(known), self._cap or self._samples, self._samples)
+        most = min(self._room.largest(known), self._smaller.most or self._samples, self._samples)
         chosen, why = self._choice(known, most)
         return MemoryReport(
             device=str(self._device),
@@ -222,7 +212,7 @@ class AutoSize:
             error=known.curve.error,
             measured=tuple(Measured(samples, size) for samples, size in sorted(known.measured.items())),
             limit=limit,
-            largest=min(self._room.largest_alone(known), self._cap or self._samples, self._samples),
+            largest=min(self._room.largest_alone(known), self._smaller.most or self._samples, self._samples),
             chosen=chosen,
             why=why,
         )
@@ -234,7 +224,7 @@ class AutoSize:
         known = self._here
         assert known is not None
         self._target = 0
-        most = min(self._cap or self._samples, self._samples, self._room.largest(known))
+        most = min(self._smaller.most or self._samples, self._samples, self._room.largest(known))
         if known.how == "small real runs" and not known.needed:
             return _begin_with(min(left, self._next_probe(known)), left, left)
         allowed = max(
@@ -243,11 +233,11 @@ class AutoSize:
         if self._compiled:
             # Each size compiles anew: one guess that is safe, and it stays.
             self._settle(known, known.size or min(allowed, near_equal(left, most)[0]))
-            return near_equal(left, min(known.size, self._cap or left))
+            return near_equal(left, min(known.size, self._smaller.most or left))
         size = most
         if self._mode == "fastest":
             # Of the whole window, not of its rest: what is left may be less than any size worth a thought.
-            best = min(self._cap or self._samples, self._room.largest(known))
+            best = min(self._smaller.most or self._samples, self._room.largest(known))
             size, trial = self._fastest(known, best, allowed)
             if trial and left >= 0.75 * trial:
                 self._target = trial
@@ -257,7 +247,7 @@ class AutoSize:
             if known.tried > later or (known.tried == later and known.runs.get(later, 2) > 1):
                 self._settle(known, most)
         if known.size:  # it stays until it no longer fits (`Room` says so), whatever is estimated meanwhile
-            size = min(known.size, self._cap or known.size, self._samples)
+            size = min(known.size, self._smaller.most or known.size, self._samples)
         later = near_equal(self._samples, size)[0]
         if left < self._samples and later <= allowed:
             return _equal(left, later)
@@ -307,7 +297,7 @@ class AutoSize:
 
     def _choice(self, known: Known, most: int) -> tuple[int, str]:
         size = near_equal(self._samples, min(known.size or most, most))[0]
-        if self._cap is not None:
+        if self._smaller.most is not None:
             return size, "memory ran out with larger ones, which are tried again later"
         timed = {key: seconds for key, seconds in known.timings.items() if seconds}
         if self._mode == "fastest" and known.size in timed:

@@ -109,7 +109,7 @@ def predict_peak(
                 phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
     except PredictionError:
         raise
-    except Exception as error:
+    except Exception as error:  # fakes meet the user's own code, which may raise anything
         raise _unpredictable(error) from error
     return _peak(samples, phases, update)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..errors import InputError, explain
 from ..normalize import Number, Reduction, check_weight
 from ..tree import count_samples
+from .losses import pair_of
 from .resample import converted
 
 LossFn = Callable[[Any], Any]
@@ -126,14 +127,4 @@ def weigh(problem: Problem, batch: Any) -> Number:
 
 
 def _parted(problem: Problem, returned: Any) -> tuple[Any, Any]:
-    if problem.weight != "returned":
-        return returned, None
-    if isinstance(returned, tuple) and len(returned) == 2:
-        return returned
-    raise InputError(
-        explain(
-            f"a loss_fn that returns a {type(returned).__name__}",
-            'with weight="returned" it returns two things',
-            "return (loss, weight)",
-        )
-    )
+    return pair_of(returned) if problem.weight == "returned" else (returned, None)

@@ -62,7 +62,7 @@ class Reserve:
         needed = self._known[1]
         try:
             self._allocate(needed)
-        except Exception as error:
+        except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
             text = str(error)

@@ -46,39 +46,28 @@ class Sizing(Protocol):
         ...
 
 
-class Fixed:
-    """The size that the user stated; a smaller one for a while after memory ran out.
+class Smaller:
+    """The largest size that may be used for a while after memory ran out.
 
-    Args:
-        size: most samples of a micro-batch, a `TokenBudget`, or None for a batch in one piece.
+    A failure may come from what else was in memory then, so larger sizes are tried again; the wait doubles
+    with each window that fails, so that a size that never fits is hardly ever tried.
 
     Attributes:
-        most: samples of a micro-batch since memory ran out, else None.
+        most: samples of a micro-batch; None: as many as otherwise.
 
     Examples:
-        >>> sizing = Fixed(64)
-        >>> sizing.failed(64), sizing.failed(32), sizing.most
+        >>> smaller = Smaller()
+        >>> smaller.failed(64), smaller.failed(32), smaller.most
         (32, 16, 16)
     """
 
-    # A failure may come from what else was in memory then, so the stated size is tried again; the wait
-    # doubles with each window that fails, so that a size that never fits is hardly ever tried.
     FIRST_WAIT = 50
 
-    def __init__(self, size: int | TokenBudget | None) -> None:
-        self.size = size
+    def __init__(self) -> None:
         self.most: int | None = None
         self._wait = self.FIRST_WAIT
         self._until = 0
         self._failed = False  # in this window
-
-    def rest(self, left: int) -> list[int] | None:
-        """Return None: as planned."""
-        return None
-
-    def measure(self, samples: int) -> AbstractContextManager[None]:
-        """Return a context that measures nothing."""
-        return nullcontext()
 
     def failed(self, samples: int) -> int:
         """Return half the samples, rounded up; 0 if there was only one."""
@@ -91,7 +80,7 @@ class Fixed:
         return self.most
 
     def closed(self, *, made: bool) -> None:
-        """Count the updates until the stated size is tried again."""
+        """Count the updates until larger sizes are tried again."""
         self._failed = False
         if self.most is not None and made:
             self._until -= 1
@@ -99,12 +88,58 @@ class Fixed:
                 self.most = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return for how long which smaller size is used."""
+        """Return for how long which size is the largest."""
         return {"most": self.most, "wait": self._wait, "until": self._until}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the smaller size."""
+        """Go on with what `state_dict` returned."""
         self.most, self._wait, self._until = state["most"], state["wait"], state["until"]
+
+
+class Fixed:
+    """The size that the user stated; a smaller one for a while after memory ran out.
+
+    Args:
+        size: most samples of a micro-batch, a `TokenBudget`, or None for a batch in one piece.
+
+    Examples:
+        >>> sizing = Fixed(64)
+        >>> sizing.failed(64), sizing.most
+        (32, 32)
+    """
+
+    def __init__(self, size: int | TokenBudget | None) -> None:
+        self.size = size
+        self._smaller = Smaller()
+
+    @property
+    def most(self) -> int | None:
+        """Samples of a micro-batch since memory ran out, else None."""
+        return self._smaller.most
+
+    def rest(self, left: int) -> list[int] | None:
+        """Return None: as planned."""
+        return None
+
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return a context that measures nothing."""
+        return nullcontext()
+
+    def failed(self, samples: int) -> int:
+        """Go on smaller (see `Smaller`)."""
+        return self._smaller.failed(samples)
+
+    def closed(self, *, made: bool) -> None:
+        """Count the updates until the stated size is tried again."""
+        self._smaller.closed(made=made)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return for how long which smaller size is used."""
+        return self._smaller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the smaller size."""
+        self._smaller.load_state_dict(state)
 
     def report(self) -> MemoryReport | None:
         """Return None: nothing was measured."""

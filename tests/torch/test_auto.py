@@ -15,9 +15,10 @@ from torch import nn
 
 from superbatch.report.memory import Limit, Peak
 from superbatch.split import near_equal
-from superbatch.torch.auto import FIRST_WAIT, AutoSize, Mode
+from superbatch.torch.auto import AutoSize, Mode
 from superbatch.torch.fake import PredictionError
 from superbatch.torch.instruments import Instruments, is_compiled
+from superbatch.torch.sizing import Smaller
 
 MIB = 2**20
 
@@ -311,7 +312,8 @@ def test_after_a_failure_sizes_are_halved_and_grow_back_and_each_failure_doubles
         for _ in range(3):
             window(sizing, machine, 8000)
         assert max(machine.log[-1]) == before
-    assert waits[0] in (FIRST_WAIT - 1, FIRST_WAIT) and waits[1] >= 2 * FIRST_WAIT - 1
+    wait = Smaller.FIRST_WAIT
+    assert waits[0] in (wait - 1, wait) and waits[1] >= 2 * wait - 1
     assert sizing.failed(1) == 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -341,9 +341,8 @@ def test_a_transformer_on_tokens(dtype: torch.dtype, size: int) -> None:
 
 
 @pytest.fixture
-def compiler() -> Iterator[Callable[[nn.Module], tuple[Any, list[tuple[int, ...]]]]]:
+def compiler() -> Callable[[nn.Module], tuple[Any, list[tuple[int, ...]]]]:
     """Compiles a model with a backend that notes each graph it is given and runs it eagerly."""
-    torch._dynamo.reset()
 
     def compiled(model: nn.Module, **options: Any) -> tuple[Any, list[Any]]:
         graphs: list[Any] = []
@@ -354,8 +353,7 @@ def compiler() -> Iterator[Callable[[nn.Module], tuple[Any, list[tuple[int, ...]
 
         return torch.compile(model, backend=backend, **options), graphs
 
-    yield compiled
-    torch._dynamo.reset()
+    return compiled
 
 
 @pytest.mark.parametrize("dynamic", [None, False])
@@ -410,7 +408,6 @@ def test_a_compiled_loss_function(compiler: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"accumulate_into": "momentum"}, {"nonfinite": "skip_microbatch"}])
 def test_a_compiled_backward(options: dict[str, Any]) -> None:
     """AOTAutograd computes the backward as a graph of its own, as `torch.compile` does by default."""
-    torch._dynamo.reset()
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(11, 3)
     large_batch(sgd(reference.parameters()), lambda b: mse(reference, b), batches)
@@ -420,7 +417,6 @@ def test_a_compiled_backward(options: dict[str, Any]) -> None:
     )
     for batch in batches:
         accumulate(batch)
-    torch._dynamo.reset()
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 

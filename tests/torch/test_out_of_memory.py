@@ -153,9 +153,13 @@ def test_weights_by_tokens_and_returned_with_the_loss() -> None:
 
     def counted(model: nn.Module) -> Accumulator:
         weight = count_tokens("labels")
-        loss = lambda mb: token_mean(model, mb)  # noqa: E731
         return Accumulator(
-            model, sgd(model.parameters()), loss, check=False, microbatch_size=4, weight=weight
+            model,
+            sgd(model.parameters()),
+            lambda mb: token_mean(model, mb),
+            check=False,
+            microbatch_size=4,
+            weight=weight,
         )
 
     def returned(model: nn.Module) -> Accumulator:
@@ -202,6 +206,40 @@ def test_dropout_by_sample_and_buffers() -> None:
     for at in (3, 40, 80):
         model, fail, *_ = case.train(batches, at)
         assert fail.failed and int(model.get_buffer("seen")) == 24, "each sample counted once"
+
+
+class Counting(nn.Module):
+    """Counts its samples and draws nothing: the buffer alone says that a micro-batch had begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1).double()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.layer(x)
+
+
+def test_a_buffer_counts_each_sample_once_wherever_memory_runs_out() -> None:
+    def accumulator(model: nn.Module) -> Accumulator:
+        return Accumulator(
+            model,
+            sgd(model.parameters()),
+            lambda mb: model(mb[0]).square().mean(),
+            check=False,
+            microbatch_size=4,
+        )
+
+    batches = [(torch.randn(8, 4, dtype=torch.float64),) for _ in range(3)]
+    case, recovered = Case(Counting, accumulator), 0
+    for at in range(case.train(batches, None)[1].count):
+        model, _, updates, error = case.train(batches, at)
+        if error is None:
+            recovered += updates[1].failures
+            assert int(model.get_buffer("seen")) == 24
+    assert recovered > 10, "premise: failures after the forward had counted"
 
 
 @pytest.mark.parametrize("at", range(0, 60, 7))
