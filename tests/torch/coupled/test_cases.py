@@ -1,0 +1,71 @@
+"""Premises of the cases, in plain PyTorch: what each says of itself is so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch.coupled.case import Case, Loss
+from tests.torch.coupled.cases import ALL
+from tests.torch.coupled.compare import (
+    assert_equal,
+    full_batch,
+    gradient_error,
+    plain_accumulation,
+    reference,
+    run_with,
+)
+
+each_case = pytest.mark.parametrize("case", ALL, ids=str)
+
+
+@each_case
+def test_every_parameter_has_a_gradient_and_every_run_is_the_same(case: Case) -> None:
+    result, again = reference(case), reference(case)
+    assert result.loss.shape == ()
+    assert bool(torch.isfinite(result.loss))
+    without = tuple(name for name, value in result.gradients.items() if value is None)
+    assert sorted(without) == sorted(case.parameters_still)
+    assert all(
+        bool(g.coalesce().values().isfinite().all() if g.is_sparse else g.isfinite().all())
+        for g in result.gradients.values()
+        if g is not None
+    )
+    assert_equal(result, again, 0.0)
+
+
+@each_case
+def test_buffers_change_where_the_case_says_so(case: Case) -> None:
+    before, after = dict(case.make().named_buffers()), reference(case).buffers
+    assert any(not torch.equal(before[name], after[name]) for name in after) == case.buffers
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if not case.random], ids=str)
+def test_plain_accumulation_is_wrong_where_samples_are_coupled(case: Case) -> None:
+    assert case.n % case.microbatch, "premise: the last micro-batch is smaller"
+    error = gradient_error(
+        reference(case), run_with(case, None, plain_accumulation(case.microbatch), wrap="all")
+    )
+    assert error > 1e-3 if case.coupled else error < 1e-10
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if case.wrap == "inputs"], ids=str)
+def test_labels_may_be_left_out_of_what_is_wrapped(case: Case) -> None:
+    assert_equal(run_with(case, None, full_batch, wrap="all"), run_with(case, None, full_batch), 0.0)
+
+
+@each_case
+def test_rounding_alone_does_not_move_the_gradient(case: Case) -> None:
+    """A case that is badly conditioned could fail for its own sake; one at a tie or a kink is no case."""
+
+    def nudged(model: torch.nn.Module, batch: Any, loss_fn: Loss) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.mul_(1 + 4e-16 * (noise - 0.5))
+        return full_batch(model, batch, loss_fn)
+
+    assert_equal(reference(case), run_with(case, None, nudged), case.tolerance)
