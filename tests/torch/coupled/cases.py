@@ -5,9 +5,12 @@ from __future__ import annotations
 from tests.torch.coupled.case import Case
 from tests.torch.coupled.zoo import (
     architectures,
+    autograd,
     batch_statistics,
+    buffers,
     contrastive,
     data_movement,
+    in_place,
     layers,
     loss_functions,
     regularised,
@@ -17,10 +20,13 @@ GROUPS: dict[str, list[Case]] = {
     "architectures": architectures.CASES,
     "batch statistics": batch_statistics.CASES,
     "contrastive": contrastive.CASES,
-    "data movement": data_movement.CASES,
-    "layers": layers.CASES,
-    "loss functions": loss_functions.CASES,
     "regularised": regularised.CASES,
+    "data movement": data_movement.CASES,
+    "in place": in_place.CASES,
+    "autograd": autograd.CASES,
+    "buffers": buffers.CASES,
+    "loss functions": loss_functions.CASES,
+    "layers": layers.CASES,
 }
 
 ALL = [case for group in GROUPS.values() for case in group]

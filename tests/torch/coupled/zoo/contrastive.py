@@ -190,7 +190,7 @@ CASES = [
         partial(of_embeddings, losses.alignment_and_uniformity),
         buffers=False,
     ),
-    _case("centred kernel alignment", models.encoder, partial(of_embeddings, losses.hsic)),
+    _case("centred kernel alignment", models.encoder, partial(of_embeddings, losses.hsic), min_n=6),
     _case(
         "maximum mean discrepancy", models.encoder, partial(of_embeddings, losses.maximum_mean_discrepancy)
     ),
@@ -199,6 +199,7 @@ CASES = [
         with_head,
         partial(of_labels, losses.triplet_hard),
         data=data.images,
+        min_n=6,
     ),
     _case(
         "triplet, hard mining, no BatchNorm",
@@ -211,7 +212,7 @@ CASES = [
     _case(
         "triplet by squared distances", with_head, partial(of_labels, losses.triplet_soft), data=data.images
     ),
-    _case("SupCon", with_head, partial(of_labels, losses.sup_con), data=data.images),
+    _case("SupCon", with_head, partial(of_labels, losses.sup_con), data=data.images, min_n=6),
     _case(
         "SimSiam",
         lambda: models.Named(encode=with_head(), predict=nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 5))),

@@ -126,7 +126,7 @@ def _reduced(name: str, function: Function, *, several: bool = False) -> list[Ca
             data=targets,
             loss=loss(reduction),
             coupled=reduction == "sum",
-            min_n=1,
+            min_n=6 if several else 1,
         )
         for reduction in ("mean", "sum", "none")
     ]
@@ -366,7 +366,7 @@ CASES = [
             data=speech,
             loss=ctc(reduction),
             coupled=reduction == "sum",
-            min_n=1,
+            min_n=6 if several else 1,
         )
         for reduction in ("mean", "sum")
     ),
@@ -390,7 +390,7 @@ CASES = [
     _of_targets("ranking of pairs", ranking, min_n=3),
     _of_targets("Cox", cox, min_n=6),
     _of_targets("concordance", concordance, min_n=2),
-    _of_targets("entropy of the mean", entropy_of_mean),
+    _of_targets("entropy of the mean", entropy_of_mean, min_n=2),
     _of_targets("PPO with normalised advantages", advantage, min_n=2),
     _of_targets("class weights", class_weights),
     _of_targets("class weights by the counts of the batch", balanced_weights),

@@ -1,0 +1,50 @@
+"""Operators of torch.library with a backward, as extensions register them; no engine has a rule for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("superbatch_test_cases::bent", mutates_args=())
+def bent(x: Tensor, slope: float) -> Tensor:
+    """Separable: sin(x) + slope * x."""
+    return torch.sin(x) + slope * x
+
+
+@bent.register_fake
+def _(x: Tensor, slope: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    x, ctx.slope = inputs
+    ctx.save_for_backward(x)
+
+
+def _bent_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (x,) = ctx.saved_tensors
+    return grad * (torch.cos(x) + ctx.slope), None
+
+
+bent.register_autograd(_bent_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("superbatch_test_cases::centred", mutates_args=())
+def centred(x: Tensor) -> Tensor:
+    """Mixes the batch: x less its mean over dimension 0."""
+    return x - x.mean(0)
+
+
+@centred.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _centred_backward(ctx: Any, grad: Tensor) -> Tensor:
+    return centred(grad)
+
+
+centred.register_autograd(_centred_backward)

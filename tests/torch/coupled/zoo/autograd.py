@@ -1,0 +1,513 @@
+"""What users do with autograd itself: their own functions, hooks, checkpoints, several backward calls, double
+backward, gradients off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tests.torch.coupled import custom_ops, data, losses, models
+from tests.torch.coupled.case import Apply, Case, between
+from tests.torch.coupled.zoo.architectures import cross_entropy
+
+
+class Swish(Function):
+    """Separable; saves its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return grads[0] * (s + x * s * (1 - s))
+
+
+class Reversal(Function):
+    """Gradient reversal (domain adversarial training)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return -ctx.weight * grads[0], None
+
+
+class BatchStandard(Function):
+    """Mixes the batch, forward and backward, with a backward by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Tensor) -> Tensor:
+        mean = x.mean(0)
+        inverse = 1 / (x.var(0, unbiased=False) + 1e-3).sqrt()
+        normed = (x - mean) * inverse
+        ctx.save_for_backward(normed, inverse, gamma)
+        return normed * gamma
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  # decorated
+        normed, inverse, gamma = ctx.saved_tensors
+        g = grads[0] * gamma
+        dx = inverse * (g - g.mean(0) - normed * (g * normed).mean(0))
+        return dx, (grads[0] * normed).sum(0)
+
+
+class OwnLinear(Function):
+    """A linear layer; the weight's gradient is a product over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.mm(weight.t()) + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        (g,) = grads
+        wanted = ctx.needs_input_grad
+        return (
+            g.mm(weight) if wanted[0] else None,
+            g.t().mm(x) if wanted[1] else None,
+            g.sum(0) if wanted[2] else None,
+        )
+
+
+class RoundUp(Function):
+    """Two outputs, one of them an integer without a gradient; the gradient goes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        levels = torch.ceil(x * 4).long()
+        ctx.mark_non_differentiable(levels)
+        return levels.to(x.dtype) / 4, levels
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0]
+
+
+class ClipByBatch(Function):
+    """Identity whose backward clips by the norm of the gradient of the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0] * (0.01 / grads[0].norm()).clamp(max=1.0)
+
+
+def own_linear(net: Any, h: Tensor) -> Tensor:
+    out: Any = OwnLinear.apply(h, net.inner.weight, net.inner.bias)
+    return out.tanh()
+
+
+def rounded(net: Any, h: Tensor) -> Tensor:
+    out, levels = RoundUp.apply(h)  # pyright: ignore[reportGeneralTypeIssues]  # two outputs
+    return out + 0.1 * levels.to(h.dtype)
+
+
+def hook_of_tensor(net: Any, h: Tensor) -> Tensor:
+    """The gradient of a hidden tensor is scaled by a hook."""
+    h = net.norm(h)
+    h.register_hook(lambda grad: 0.5 * grad.clamp(-0.01, 0.01))
+    return h.sin()
+
+
+def hook_by_batch(net: Any, h: Tensor) -> Tensor:
+    """A hook that normalises the gradient over the batch."""
+    h = h.sin()
+    h.register_hook(lambda grad: grad / grad.norm())
+    return h
+
+
+def hooks_of_modules() -> nn.Module:
+    model = models.mlp()
+    model[1].register_forward_hook(lambda _, __, out: out * 1.5)  # pyright: ignore[reportIndexIssue]
+    model[3].register_forward_pre_hook(lambda _, args: (args[0] + 0.1,))  # pyright: ignore[reportIndexIssue]
+    model[3].register_full_backward_hook(lambda _, grads, __: (grads[0] * 2,))  # pyright: ignore[reportIndexIssue]
+    return model
+
+
+def hooks_of_parameters() -> nn.Module:
+    """Each parameter's gradient is clipped: it must be the whole batch's, once."""
+    model = models.mlp(norm=nn.LayerNorm)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad / (1 + grad.norm()))
+    return model
+
+
+def features_by_hook(model: Any, batch: Any) -> Tensor:
+    """Features are caught by a forward hook and used in the loss."""
+    caught: list[Tensor] = []
+    handle = model[2].register_forward_hook(lambda _, __, out: caught.append(out))
+    try:
+        z = model(batch["x"])
+    finally:
+        handle.remove()
+    return F.cross_entropy(z, batch["y"]) + 0.1 * caught[0].var(0).sum()
+
+
+def checkpointed(*, reentrant: bool, dropout: float = 0) -> Callable[[], nn.Module]:
+    def block() -> nn.Module:
+        layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 8)]
+        return nn.Sequential(*layers)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.first(x)
+        for one in (net.one, net.two):
+            out: Any = checkpoint(one, h, use_reentrant=reentrant)
+            h = h + out
+        return net.last(h)
+
+    return lambda: Apply(forward, first=nn.Linear(6, 8), one=block(), two=block(), last=nn.Linear(8, 3))
+
+
+def in_segments(net: Any, x: Tensor) -> Tensor:
+    return net.last(checkpoint_sequential(net.body, 3, net.first(x), use_reentrant=False))
+
+
+def checkpointed_loss(model: Any, batch: Any) -> Tensor:
+    """The loss of all pairs is recomputed as well."""
+    z1, z2 = model(batch["x1"]), model(batch["x2"])
+    loss: Any = checkpoint(losses.info_nce, z1, z2, use_reentrant=False)
+    return loss
+
+
+def two_backwards(model: Any, batch: Any) -> Tensor:
+    h = model.body(batch["x"])
+    F.cross_entropy(model.first(h), batch["y"]).backward(retain_graph=True)
+    return model.second(h).var(0).sum()
+
+
+def backward_of_each_head(model: Any, batch: Any) -> Tensor:
+    """The graph is cut at the features; the heads run first, then one backward through the body."""
+    h = model.body(batch["x"])
+    cut = h.detach().requires_grad_()
+    F.cross_entropy(model.first(cut), batch["y"]).backward()
+    model.second(cut).pow(2).mean().backward()
+    return (h * cut.grad).sum()
+
+
+def backward_of_vector(model: Any, batch: Any) -> Tensor:
+    """`backward` of a tensor with a gradient given for each sample."""
+    each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    each.backward(torch.full_like(each, 0.5 / len(each)), retain_graph=True)
+    return each.std()
+
+
+def two_forwards(model: Any, batch: Any) -> Tensor:
+    """Two forwards, the first one's backward before the second forward."""
+    F.cross_entropy(model(batch["x"]), batch["y"]).backward()
+    return model(batch["x"] * 2).pow(2).mean()
+
+
+def generator_then_critic(model: Any, batch: Any) -> Tensor:
+    """A GAN's two losses: the critic's on detached fakes first."""
+    fake = model.make(batch["z"])
+    critic = F.softplus(model.critic(fake.detach())).mean() + F.softplus(-model.critic(batch["x"])).mean()
+    critic.backward()
+    return F.softplus(-model.critic(fake)).mean()
+
+
+def _latent(n: int) -> dict[str, Tensor]:
+    return {"x": data.normal(n, 6), "z": data.normal(n, 4, seed=1), "y": data.integers(3, n)}
+
+
+def gan(norm: Callable[[int], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: models.Named(
+        make=nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6)),
+        critic=nn.Sequential(nn.Linear(6, 8), norm(8), nn.Softplus(), nn.Linear(8, 1)),
+    )
+
+
+def image_critic(norm: str) -> nn.Module:
+    return models.encoder(norm, outs=1)
+
+
+def smooth_critic(norm: Callable[[int], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.Softplus(), nn.Flatten(), nn.Linear(144, 1))
+
+
+def gradient_penalty(model: Any, batch: Any) -> Tensor:
+    """WGAN-GP, at points between two views."""
+    mix = (0.3 * batch["x1"] + 0.7 * batch["x2"]).requires_grad_()
+    score = model(mix)
+    grad = torch.autograd.grad(score, mix, torch.ones_like(score), create_graph=True, retain_graph=True)[0]
+    penalty = ((grad.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
+    return model(batch["x2"]).mean() - model(batch["x1"]).mean() + 10 * penalty + score.mean() ** 2
+
+
+def real_penalty(model: Any, batch: Any) -> Tensor:
+    """R1 (StyleGAN): only the gradient at real samples."""
+    x = batch["x1"].detach().requires_grad_(requires_grad=True)
+    score = model(x)
+    (grad,) = torch.autograd.grad(outputs=score.sum(), inputs=x, create_graph=True)
+    return F.softplus(-score).mean() + 5 * grad.square().sum([1, 2, 3]).mean()
+
+
+def adversarial(model: Any, batch: Any) -> Tensor:
+    """FGSM: a first backward to the inputs only, a second forward on what it found."""
+    x = batch["x"].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(F.cross_entropy(model(x), batch["y"]), x)
+    return F.cross_entropy(model((x + 0.1 * grad.sign()).detach()), batch["y"])
+
+
+def inner_update(model: Any, batch: Any) -> Tensor:
+    """MAML: the loss after one update of the weights, with the gradient through that update."""
+    weights = dict(model.named_parameters())
+    first = F.cross_entropy(functional_call(model, weights, (batch["x1"],)), batch["y"])
+    grads = torch.autograd.grad(first, list(weights.values()), create_graph=True)
+    fast = {name: value - 0.3 * grad for (name, value), grad in zip(weights.items(), grads, strict=True)}
+    return F.cross_entropy(functional_call(model, fast, (batch["x2"],)), batch["y"])
+
+
+def gradient_norm_in_loss(model: Any, batch: Any) -> Tensor:
+    """The norm of the weights' own gradient as a penalty (flat minima)."""
+    loss = F.cross_entropy(model(batch["x"]), batch["y"])
+    grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.ndim > 1], create_graph=True)
+    return loss + 0.1 * torch.sqrt(sum((g.pow(2).sum() for g in grads), torch.zeros(())))
+
+
+def balanced_gradients(model: Any, batch: Any) -> Tensor:
+    """VQGAN: a weight made of the norms of two gradients at the last layer."""
+    h = model.body(batch["x"])
+    z = model.first(h)
+    a, b = F.cross_entropy(z, batch["y"]), z.var(0).sum()
+    grads = [torch.autograd.grad(loss, model.first.weight, retain_graph=True)[0] for loss in (a, b)]
+    weight = (grads[0].norm() / (grads[1].norm() + 1e-4)).clamp(0, 1e4).detach()
+    return a + weight * b + 0 * model.second(h).sum()
+
+
+def sharpness(model: Any, batch: Any) -> Tensor:
+    """SAM: up along the gradient, then the gradient there, at the old weights."""
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(F.cross_entropy(model(batch["x"]), batch["y"]), parameters)
+    norm = torch.stack([g.norm() for g in grads]).norm()
+    up = {n: p + 0.05 * g / norm for (n, p), g in zip(model.named_parameters(), grads, strict=True)}
+    return F.cross_entropy(functional_call(model, up, (batch["x"],)), batch["y"])
+
+
+def energy_forces(model: Any, batch: Any) -> Tensor:
+    """Force fields: the target is the gradient by the positions."""
+    x = batch["x"].clone().requires_grad_()
+    energy = model(x).sum(1)
+    (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return F.mse_loss(-force[:, :3], batch["y"]) + 0.1 * energy.pow(2).mean()
+
+
+def detached_features(net: Any, h: Tensor) -> Tensor:
+    return h * net.norm(h.detach()).sigmoid() + h.data.mean(0)
+
+
+def no_grad_pass(net: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = net.norm(h).tanh()
+    with torch.enable_grad():
+        return h * gate
+
+
+def inference_pass(net: Any, h: Tensor) -> Tensor:
+    """The sign of a mean found in inference mode."""
+    with torch.inference_mode():
+        mean = h.detach().mean(0)
+    return h * torch.sign(mean.clone())
+
+
+def straight_through(net: Any, h: Tensor) -> Tensor:
+    soft = h.softmax(1)
+    hard = torch.zeros_like(soft).scatter_(1, soft.argmax(1, keepdim=True), 1.0)
+    return net.norm(h + (hard - soft).detach() + soft)
+
+
+def frozen_first(*, whole: bool) -> Callable[[], nn.Module]:
+    """Fine-tuning: the first layers have no gradient."""
+
+    def build() -> nn.Module:
+        model = models.conv_net()
+        for index in (0, 1) if not whole else range(11):
+            model[index].requires_grad_(requires_grad=False)  # pyright: ignore[reportIndexIssue]  # a Sequential
+        return model
+
+    return build
+
+
+def unused_head(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model.first(model.body(batch["x"])), batch["y"])
+
+
+def two_heads() -> nn.Module:
+    body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
+    return models.Named(body=body, first=nn.Linear(8, 3), second=nn.Linear(8, 2))
+
+
+def _norm() -> nn.Module:
+    return nn.BatchNorm1d(8)
+
+
+def _case(name: str, build: Any, loss: Any = cross_entropy, **options: Any) -> Case:
+    values: dict[str, Any] = {"data": data.rows, "coupled": True, **options}
+    return Case(name=name, build=build, loss=loss, **values)
+
+
+CASES = [
+    _case("own function", between(lambda _, h: Swish.apply(h)), coupled=False, min_n=1),
+    _case(
+        "own function, BatchNorm", between(lambda net, h: Swish.apply(net.norm(h)), norm=_norm), buffers=True
+    ),
+    _case(
+        "gradient reversal",
+        between(lambda net, h: Reversal.apply(net.norm(h), 0.7), norm=_norm),
+        buffers=True,
+    ),
+    _case(
+        "own function over the batch",
+        between(lambda net, h: BatchStandard.apply(h, net.gamma), gamma=lambda: nn.Parameter(torch.ones(8))),
+    ),
+    _case("own linear layer", between(own_linear, inner=lambda: nn.Linear(8, 8)), coupled=False, min_n=1),
+    _case("own function with an integer output", between(rounded), coupled=False, min_n=1),
+    _case("own function that clips over the batch", between(lambda _, h: ClipByBatch.apply(h.sin()))),
+    _case("custom operator", between(lambda _, h: custom_ops.bent(h, 0.7)), coupled=False, min_n=1),
+    _case("custom operator over the batch", between(lambda _, h: custom_ops.centred(h).sin())),
+    _case("hook of a tensor", between(hook_of_tensor, norm=_norm), buffers=True),
+    _case("hook of a tensor, over the batch", between(hook_by_batch)),
+    _case("hooks of modules", hooks_of_modules, buffers=True),
+    _case("hooks of parameters", hooks_of_parameters, min_n=1),
+    _case("features by a hook", models.mlp, features_by_hook, buffers=True),
+    _case(
+        "checkpoint",
+        checkpointed(reentrant=False),
+        buffers=True,
+        note="BatchNorm moves twice, as in plain PyTorch",
+    ),
+    _case("checkpoint, reentrant", checkpointed(reentrant=True), buffers=True),
+    _case("checkpoint with dropout", checkpointed(reentrant=False, dropout=0.3), buffers=True, random=True),
+    _case(
+        "checkpoint in segments",
+        lambda: Apply(
+            in_segments,
+            first=nn.Linear(6, 8),
+            body=nn.Sequential(
+                *(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.SiLU()))
+            ),
+            last=nn.Linear(8, 3),
+        ),
+        buffers=True,
+    ),
+    _case("checkpoint of the loss", models.encoder, checkpointed_loss, data=data.image_views, buffers=True),
+    _case("two backward calls", two_heads, two_backwards, buffers=True),
+    _case("backward of each head", two_heads, backward_of_each_head, buffers=True),
+    _case("backward of a vector", models.mlp, backward_of_vector, buffers=True),
+    _case("two forwards, two backwards", models.mlp, two_forwards, buffers=True),
+    _case("GAN", gan(nn.LayerNorm), generator_then_critic, data=_latent, buffers=True),
+    _case(
+        "GAN, BatchNorm in the critic", gan(nn.BatchNorm1d), generator_then_critic, data=_latent, buffers=True
+    ),
+    _case(
+        "WGAN-GP with GroupNorm",
+        lambda: smooth_critic(lambda width: nn.GroupNorm(2, width)),
+        gradient_penalty,
+        data=data.image_views,
+    ),
+    _case(
+        "WGAN-GP with BatchNorm",
+        lambda: smooth_critic(nn.BatchNorm2d),
+        gradient_penalty,
+        data=data.image_views,
+        buffers=True,
+    ),
+    _case(
+        "WGAN-GP of an encoder with ReLU",
+        lambda: image_critic("group"),
+        gradient_penalty,
+        data=data.image_views,
+    ),
+    _case(
+        "R1 penalty",
+        lambda: smooth_critic(lambda width: nn.GroupNorm(2, width)),
+        real_penalty,
+        data=data.image_views,
+        coupled=False,
+        min_n=1,
+    ),
+    _case("adversarial samples", models.mlp, adversarial, buffers=True),
+    _case(
+        "adversarial samples without BatchNorm",
+        lambda: models.mlp(norm=nn.LayerNorm),
+        adversarial,
+        coupled=False,
+        min_n=1,
+    ),
+    _case(
+        "loss after an inner update",
+        lambda: models.mlp(norm=nn.LayerNorm),
+        inner_update,
+        data=data.row_views,
+        min_n=1,
+    ),
+    _case(
+        "norm of the gradient in the loss",
+        lambda: models.mlp(norm=nn.LayerNorm),
+        gradient_norm_in_loss,
+        min_n=1,
+    ),
+    _case("weight by norms of gradients", two_heads, balanced_gradients, buffers=True),
+    _case("sharpness-aware", lambda: models.mlp(norm=nn.LayerNorm), sharpness, min_n=1),
+    _case(
+        "energies and forces",
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Softplus(), nn.Linear(8, 3)),
+        energy_forces,
+        data=data.targets,
+        coupled=False,
+        min_n=1,
+    ),
+    _case("detached features", between(detached_features, norm=_norm), buffers=True),
+    _case(
+        "a pass without gradients",
+        between(no_grad_pass, norm=_norm),
+        buffers=True,
+        parameters_still=("norm.weight", "norm.bias"),
+    ),
+    _case("a pass in inference mode", between(inference_pass)),
+    _case("straight-through", between(straight_through, norm=_norm), buffers=True),
+    _case(
+        "first layers frozen",
+        frozen_first(whole=False),
+        data=data.images,
+        buffers=True,
+        parameters_still=("0.weight", "0.bias", "1.weight", "1.bias"),
+    ),
+    _case(
+        "all but the head frozen",
+        frozen_first(whole=True),
+        data=data.images,
+        buffers=True,
+        parameters_still=tuple(
+            name for name, _ in models.conv_net().named_parameters() if not name.startswith("12.")
+        ),
+    ),
+    _case(
+        "a head that is not used",
+        two_heads,
+        unused_head,
+        buffers=True,
+        parameters_still=("second.weight", "second.bias"),
+    ),
+]
