@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def integers(high: int, *shape: int, seed: int = 0, low: int = 0) -> Tensor:

@@ -1,0 +1,67 @@
+"""Linear algebra within samples and over the batch, and Fourier transforms."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.torch.coupled.operator_case import (
+    N,
+    definite,
+    operator,
+    real,
+)
+
+OPERATORS = [
+    operator(
+        "inv, det and slogdet",
+        lambda a: (torch.linalg.inv(a), torch.linalg.det(a), *torch.slogdet(a)),
+        definite(N, 3),
+    ),
+    operator("cholesky", torch.linalg.cholesky, definite(N, 3)),
+    operator(
+        "cholesky of the batch's covariance",
+        lambda x: torch.linalg.cholesky(x.T @ x + torch.eye(3, dtype=x.dtype)),
+        real(N, 3),
+    ),
+    operator("solve", torch.linalg.solve, definite(N, 3), real(N, 3, 2)),
+    operator("solve with one matrix", lambda a, x: torch.linalg.solve(a, x.T).T, definite(3), real(N, 3)),
+    operator(
+        "solve_triangular",
+        lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False),
+        definite(N, 3),
+        real(N, 3, 2),
+    ),
+    operator("eigvalsh", torch.linalg.eigvalsh, definite(N, 3)),
+    operator("eigh of the batch's covariance", lambda x: torch.linalg.eigh(x.T @ x / len(x))[0], real(N, 3)),
+    operator("svdvals", torch.linalg.svdvals, real(N, 3, 4)),
+    operator("svdvals over the batch", torch.linalg.svdvals, real(N, 3)),
+    operator("qr", lambda a: torch.linalg.qr(a)[1].abs(), real(N, 4, 3)),
+    operator("qr over the batch", lambda a: torch.linalg.qr(a)[1].abs(), real(N, 3), min_n=3),
+    operator(
+        "matrix_exp and matrix_power",
+        lambda a: (torch.matrix_exp(a / 9), torch.linalg.matrix_power(a, 2)),
+        definite(N, 3),
+    ),
+    operator("pinv", torch.linalg.pinv, real(N, 4, 3)),
+    operator(
+        "lstsq over the batch",
+        lambda x, y: torch.linalg.lstsq(x, y).solution,
+        real(N, 3),
+        real(N, 2),
+        min_n=4,
+    ),
+    operator(
+        "matrix_norm",
+        lambda a: (torch.linalg.matrix_norm(a), torch.linalg.norm(a, dim=(1, 2))),
+        real(N, 3, 4),
+    ),
+    operator("nuclear norm over the batch", lambda x: torch.linalg.matrix_norm(x, "nuc"), real(N, 3)),
+    operator("trace of pairs", lambda x: torch.trace(x @ x.T), real(N, 3)),
+    operator("fft of features", lambda x: torch.fft.fft(x).abs(), real(N, 5)),
+    operator(
+        "rfft and irfft", lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, n=6, dim=1), real(N, 6)
+    ),
+    operator("fft2", lambda x: torch.fft.fft2(x).real, real(N, 2, 4, 4)),
+    operator("fft over the batch", lambda x: torch.fft.fft(x, dim=0).real, real(N, 3)),
+    operator("fftshift", lambda x: torch.fft.fftshift(x, dim=1), real(N, 5)),
+]

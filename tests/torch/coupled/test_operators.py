@@ -1,0 +1,37 @@
+"""Premises of the operator cases, in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.torch.coupled.operator_case import OperatorCase, call
+from tests.torch.coupled.operators import ALL_OPERATORS
+
+FLAT = {"sign", "floor", "ceil", "round", "trunc", "in place: zero_"}
+"""Constant but for jumps: the derivative is zero."""
+
+
+def _run(case: OperatorCase, n: int) -> tuple[list[Tensor], list[Tensor | None]]:
+    inputs = case.inputs(n)
+    assert case.virtual
+    assert all(inputs[index].shape[0] == n for index in case.virtual)
+    outputs, scalar = call(case, inputs)
+    assert outputs
+    if scalar is not None:
+        scalar.backward()
+    return [out.detach() for out in outputs], [x.grad for x in inputs]
+
+
+@pytest.mark.parametrize("case", ALL_OPERATORS, ids=str)
+def test_an_operator_has_values_and_gradients_and_every_run_is_the_same(case: OperatorCase) -> None:
+    for n in (case.min_n, 7):
+        (values, gradients), (again, gradients_again) = _run(case, n), _run(case, n)
+        for a, b in zip([*values, *gradients], [*again, *gradients_again], strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert torch.equal(a, b)
+                assert bool(torch.isfinite(a).all())
+    found = [gradient for gradient in gradients if gradient is not None]
+    assert not found or any(bool(gradient.any()) for gradient in found) == (case.name not in FLAT)
