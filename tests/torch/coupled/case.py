@@ -33,6 +33,7 @@ class Case:
         min_n: the fewest samples that plain PyTorch can run.
         wrap: "inputs" when the labels (`batch["y"]`) are left plain tensors, "all" when nothing is.
         tolerance: largest relative error of a gradient, where its condition asks for more than 1e-12.
+        may_refuse: a clear error is as good as the gradient: torch's own subclasses of tensors fail here.
         note: where the case comes from, or what it is hard for.
     """
 
@@ -49,6 +50,7 @@ class Case:
     min_n: int = 2
     wrap: Literal["all", "inputs"] = "all"
     tolerance: float = 1e-12
+    may_refuse: bool = False
     note: str = ""
 
     def __str__(self) -> str:

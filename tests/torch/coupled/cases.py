@@ -10,6 +10,8 @@ from tests.torch.coupled.zoo import (
     buffers,
     contrastive,
     data_movement,
+    everyday,
+    exotic,
     in_place,
     layers,
     loss_functions,
@@ -25,6 +27,8 @@ GROUPS: dict[str, list[Case]] = {
     "in place": in_place.CASES,
     "autograd": autograd.CASES,
     "buffers": buffers.CASES,
+    "everyday": everyday.CASES,
+    "exotic": exotic.CASES,
     "loss functions": loss_functions.CASES,
     "layers": layers.CASES,
 }
