@@ -73,4 +73,4 @@ def test_rounding_alone_does_not_move_the_gradient(case: Case) -> None:
                 parameter.mul_(1 + 4e-16 * (noise - 0.5))
         return full_batch(model, batch, loss_fn)
 
-    assert_equal(expected(case), run_with(case, None, nudged), case.tolerance)
+    assert_equal(expected(case), run_with(case, None, nudged), case.tolerance / 4)

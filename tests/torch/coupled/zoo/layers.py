@@ -28,7 +28,8 @@ def _cases(name: str, build: Callable[[], nn.Module], batch: Data, *, random: bo
 
     def normed() -> nn.Module:
         layer, flatten, head = alone()  # pyright: ignore[reportGeneralTypeIssues]  # a Sequential
-        return nn.Sequential(layer, flatten, head, nn.Tanh(), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        norm = nn.BatchNorm1d(3, eps=0.1)  # well conditioned where a layer makes all samples much alike
+        return nn.Sequential(layer, flatten, head, norm, nn.Tanh(), nn.Linear(3, 3))
 
     shared = {"data": batch, "loss": cross_entropy, "random": random}
     return [
@@ -292,7 +293,7 @@ _IMAGE: dict[str, Callable[[], nn.Module]] = {
     ),
     "GroupNorm": _image(lambda net, h: net.norm(h), norm=lambda: nn.GroupNorm(2, 4)),
     "LayerNorm of images": _image(lambda net, h: net.norm(h), norm=lambda: nn.LayerNorm([4, 8, 8])),
-    "local response norm": _image(lambda _, h: F.local_response_norm(h, 3)),
+    "local response norm": _image(lambda _, h: F.local_response_norm(h, 3, alpha=0.5)),
     "PReLU": _image(lambda net, h: net.act(h), act=lambda: nn.PReLU(4)),
     "spatial transformer": _image(spatial_transformer, locate=lambda: nn.Linear(4, 6)),
     "FFT of images": _image(spectrum_2d),
