@@ -11,6 +11,7 @@ from .masters import fp32_masters as fp32_masters
 from .predict import predict_peak as predict_peak
 from .sample_layout import samples_along as samples_along
 from .verify import verify as verify
+from .virtual import virtual_batch as virtual_batch
 from .weights import class_weights as class_weights
 from .weights import count_tokens as count_tokens
 from .weights import sample_weights as sample_weights

@@ -1,0 +1,97 @@
+"""What a virtual batch did: where its samples met, what was kept for it, and what was worked out again."""
+
+from __future__ import annotations
+
+# pyright: strict
+from dataclasses import dataclass
+from typing import Literal
+
+from .memory import binary_text
+
+Meeting = Literal["statistic", "gathered", "unknown"]
+
+_KINDS: dict[Meeting, str] = {
+    "statistic": "statistic of all samples",
+    "gathered": "gathered: it is read whole",
+    "unknown": "gathered: no rule for the operator",
+}
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """A point of the forward at which samples met.
+
+    Attributes:
+        module: path of the module, "" for what no module did (the loss function).
+        operation: the operator.
+        kind: how: "statistic" (a sum over samples that flows back into them), "gathered" (an operator that
+            needs one of its inputs whole), "unknown" (an operator that no rule knows runs on whole tensors).
+        kept: bytes that were kept for all samples, since they are read again after it.
+        gathered: bytes of whole tensors that were put together.
+
+    Examples:
+        >>> MeetingPoint("layers.1", "batch_norm", "statistic", kept=4096, gathered=0).kind
+        'statistic'
+    """
+
+    module: str
+    operation: str
+    kind: Meeting
+    kept: int
+    gathered: int
+
+
+@dataclass(frozen=True)
+class CouplingReport:
+    """What happened in a block.
+
+    Attributes:
+        samples: of the batch.
+        microbatches: into which it was cut.
+        points: where samples met in the forward, in order.
+        backward_points: how often they met in backward passes.
+        sweeps: passes over all micro-batches.
+        recorded: operations on the batch.
+        run: operations on micro-batches.
+        repeated: of these, worked out again because their result was not kept.
+        kept_on_device: largest number of bytes that were kept for all samples at a time, on the device.
+        kept_on_host: the same in the host's memory.
+
+    Examples:
+        >>> report = CouplingReport(8, 2, (), 0, 1, 10, 20, 0, 0, 0)
+        >>> print(report)
+        8 samples in 2 micro-batches, 1 sweep: samples do not meet
+    """
+
+    samples: int
+    microbatches: int
+    points: tuple[MeetingPoint, ...]
+    backward_points: int
+    sweeps: int
+    recorded: int
+    run: int
+    repeated: int
+    kept_on_device: int
+    kept_on_host: int
+
+    def __str__(self) -> str:
+        """Return the report as lines of text."""
+        sweeps = f"{self.sweeps} sweep{'s' if self.sweeps != 1 else ''}"
+        head = f"{self.samples} samples in {self.microbatches} micro-batches, {sweeps}"
+        if not self.points and not self.backward_points:
+            return f"{head}: samples do not meet"
+        lines = [f"{head}; samples meet at"]
+        for point in self.points:
+            sizes = [f"{binary_text(point.kept)} kept"] if point.kept else []
+            sizes += [f"{binary_text(point.gathered)} gathered"] if point.gathered else []
+            detail = ", ".join([_KINDS[point.kind], *sizes])
+            lines.append(f"  {point.module or '(no module)'}: {point.operation} ({detail})")
+        if self.backward_points:
+            lines.append(f"  and {self.backward_points} times on the way back")
+        again = self.repeated / self.run if self.run else 0.0
+        lines.append(
+            f"kept at most {binary_text(self.kept_on_device)} on the device and "
+            f"{binary_text(self.kept_on_host)} on the host; {again:.0%} of {self.run} operations were done "
+            "again"
+        )
+        return "\n".join(lines)

@@ -1,0 +1,318 @@
+"""`virtual_batch`: write the code for the batch you want, run it in the memory you have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import InputError, explain
+from ...integers import positive_int
+from ...report.coupling import CouplingReport
+from ...split import near_equal
+from ...tree import count_samples, map_arrays
+from ..looking import run_eagerly
+from ..snapshot import BufferKeeper, random_state, restore_random_state
+from .calls import blank_like
+from .dispatch import dispatch
+from .layout import Layout, Part
+from .log import Log, OnGather
+from .randomness import Randomness
+from .recording import Recording
+from .store import Store
+from .tensor import VirtualTensor
+from .values import Sliced, Value
+
+RandomNumbers = Literal["microbatch", "batch"]
+
+
+class VirtualBatch:
+    """What `virtual_batch` yields: call it with the batch.
+
+    Args:
+        models: whose parameters get gradients.
+        microbatch_size: most samples of a micro-batch.
+        device: where to compute.
+        rng, device_budget, on_gather, paranoid: as in `virtual_batch`.
+
+    Examples:
+        >>> model = nn.Linear(3, 1)
+        >>> with virtual_batch(model, 2) as batch:
+        ...     x = batch(torch.ones(5, 3))
+        ...     x.shape, type(x).__name__
+        (torch.Size([5, 3]), 'VirtualTensor')
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        microbatch_size: int,
+        device: torch.device,
+        *,
+        rng: RandomNumbers,
+        device_budget: int | None,
+        on_gather: OnGather,
+        paranoid: bool,
+    ) -> None:
+        self._size = microbatch_size
+        self._device = device
+        self._rng: RandomNumbers = rng
+        self._budget = device_budget
+        self._paranoid = paranoid
+        self._recording: Recording | None = None
+        self._log = Log(models, on_gather)
+        self._gradients = [(p, p.grad) for model in models for p in model.parameters()]
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch with virtual tensors in place of its tensors.
+
+        Args:
+            batch: a tensor, or tensors nested in containers, the samples in dimension 0 of each; on any
+                device. Called again (for the labels, for a second view), it takes as many samples.
+
+        Returns:
+            The same structure. Tensors without dimensions, and what is no tensor, are left as they are.
+
+        Raises:
+            InputError, SplitError: the samples cannot be counted, or are not as many as in the first call.
+        """
+        samples = count_samples(batch)
+        if self._recording is None:
+            self._recording = self._begin(samples)
+        recording = self._recording
+        if samples != recording.samples:
+            raise InputError(
+                explain(
+                    f"a batch of {samples} samples beside one of {recording.samples}",
+                    "the tensors of a block have their samples in common",
+                    "use a block for each batch",
+                )
+            )
+        return map_arrays(
+            lambda leaf: _wrapped(leaf, recording) if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch
+        )
+
+    def report(self) -> CouplingReport:
+        """Return what happened so far: where samples met, what was kept, what was done again.
+
+        Examples:
+            >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+            >>> with virtual_batch(model, 4) as batch:
+            ...     model(batch(torch.randn(16, 3))).square().mean().backward()
+            >>> [(point.module, point.operation, point.kept) for point in batch.report().points]
+            [('1', 'batch_norm', 256)]
+        """
+        recording = self._recording
+        if recording is None:
+            return self._log.report(0, 0, 0, 0)
+        store = recording.store
+        return self._log.report(
+            recording.samples, len(recording.parts), store.most_on_device, store.most_on_host
+        )
+
+    def _begin(self, samples: int) -> Recording:
+        parts: list[Part] = []
+        for size in near_equal(samples, self._size):
+            start = parts[-1].stop if parts else 0
+            parts.append(Part(len(parts), start, start + size))
+        recording = Recording(
+            parts,
+            self._device,
+            randomness=Randomness(self._rng, self._device),
+            store=Store(len(parts), self._device, self._budget),
+            log=self._log,
+            paranoid=self._paranoid,
+        )
+        for parameter, grad in self._gradients:
+            # Autograd adds to what is there, in place: into a real tensor only once the sum is worked out.
+            if grad is not None and grad.layout is torch.strided:
+                parameter.grad = recording.show(recording.given(grad))
+        return recording
+
+    def _settle(self) -> None:
+        """Work out what the program may still ask for, and leave real gradients."""
+        recording = self._recording
+        if recording is None:
+            return
+        recording.work_out(recording.pending())
+        for parameter, old in self._gradients:
+            grad = parameter.grad
+            if not isinstance(grad, VirtualTensor):
+                continue
+            new = recording.numbers(grad).detach()
+            parameter.grad = None
+            # The tensor that was there stays the same object, as in plain PyTorch.
+            parameter.grad = new if old is None else old if new is old else old.copy_(new)
+
+    def _end(self, *, failed: bool) -> None:
+        if self._recording is not None:
+            self._recording.open = False
+        if failed:
+            for parameter, grad in self._gradients:
+                parameter.grad = grad
+
+
+def _wrapped(tensor: Tensor, recording: Recording) -> Any:
+    if tensor.requires_grad:
+        return _Enter.apply(tensor, recording)
+    return recording.show(_source(tensor, recording))
+
+
+class _Enter(torch.autograd.Function):
+    """The way from a real tensor with a gradient to a virtual one, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, recording: Recording) -> Tensor:
+        ctx.recording = recording
+        return recording.show(_source(tensor, recording))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.recording.numbers(grads[0]), None
+
+
+def _source(tensor: Tensor, recording: Recording) -> Value:
+    value = Value(blank_like(tensor), recording.device, Layout(0))
+    if tensor.device == recording.device:
+        value.whole, value.version = tensor.detach(), tensor._version
+    else:
+        value.pieces = Sliced(tensor.detach(), Layout(0), recording.device)
+    return value
+
+
+class _Watching(TorchDispatchMode):
+    """Sees operations on real tensors too: buffers that wait to be written are so before they are used."""
+
+    def __init__(self, batch: VirtualBatch) -> None:
+        super().__init__()
+        self._batch = batch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # compiled models run eagerly here; this would cost 2 us for each operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        recording = self._batch._recording
+        if recording is None:
+            return func(*args, **kwargs)
+        if VirtualTensor in types:
+            return dispatch(recording, func, args, kwargs)
+        recording.settle_writes(args)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def virtual_batch(
+    model: nn.Module | Sequence[nn.Module],
+    microbatch_size: int,
+    *,
+    rng: RandomNumbers = "microbatch",
+    device: torch.device | str | None = None,
+    device_budget: int | None = None,
+    on_gather: OnGather = "ok",
+    paranoid: bool = False,
+) -> Iterator[VirtualBatch]:
+    r"""Compute with a whole batch in the memory of a micro-batch: the exact gradient of any loss.
+
+    In the block the batch is of its full size N for model, loss and backward, which run once, unchanged.
+    Operations on it are recorded, and run micro-batch by micro-batch once numbers are needed; where samples
+    meet (BatchNorm, a contrastive loss, a mean), what meets is summed over all of them first. What an
+    operator without a rule needs is gathered: that costs memory, never exactness. When the block ends, every
+    ``.grad`` is the real gradient of the real batch, added to what was there before.
+
+    Args:
+        model: or several: whose parameters get gradients.
+        microbatch_size: most samples that are worked on at a time, at least 1.
+        rng: what random operators (dropout) draw. ``"microbatch"``: each operator and micro-batch from a seed
+            of its own, so that nothing is kept: equal to the large batch in law. ``"batch"``: the numbers
+            that the large batch would draw, kept for all samples: equal to it number for number.
+        device: where to compute; None: where the parameters are.
+        device_budget: most bytes of what has to be kept for all samples that stay on the device; the rest
+            goes to the host's memory. None: all stays.
+        on_gather: what to do when an operator without a rule needs the whole batch: ``"ok"``, ``"warn"`` or
+            ``"error"``.
+        paranoid: compare every operation with the same on whole tensors: slow, takes all memory, and finds a
+            wrong rule.
+
+    Yields:
+        A function that takes the batch and returns its virtual tensors; its `report` says what happened.
+
+    Raises:
+        InputError: a wrong argument.
+        CoupledSamplesError: with ``on_gather="error"``.
+        WindowError: a tensor was written in place between its use in the block and the end of the block; the
+            memory of a virtual tensor was asked for.
+
+    After an exception gradients, buffers and random state are as before the block. Compiled models run
+    eagerly in it.
+
+    Examples:
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)).double()
+        >>> x, y = torch.randn(20, 3).double(), torch.randn(20, 1).double()
+        >>> nn.functional.mse_loss(model(x), y).backward()
+        >>> real, model[0].weight.grad = model[0].weight.grad, None
+        >>> with virtual_batch(model, microbatch_size=8) as batch:
+        ...     nn.functional.mse_loss(model(batch(x)), y).backward()
+        >>> bool((model[0].weight.grad - real).norm() < 1e-14 * real.norm())
+        True
+    """
+    models = _checked(model, rng, on_gather, device_budget)
+    size = positive_int("microbatch_size", microbatch_size)
+    parameters = [parameter for one in models for parameter in one.parameters()]
+    where = torch.device(device) if device is not None else _device_of(parameters)
+    batch = VirtualBatch(
+        models, size, where, rng=rng, device_budget=device_budget, on_gather=on_gather, paranoid=paranoid
+    )
+    buffers = BufferKeeper(models)
+    buffers.take()
+    randomness = random_state({where})
+    failed = True
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(run_eagerly())
+            # A view that is written is then differentiated as the view it is, and not by its strides.
+            stack.enter_context(_force_original_view_tracking(mode=True))
+            stack.enter_context(batch._log.following())
+            stack.enter_context(_Watching(batch))
+            yield batch
+        batch._settle()
+        failed = False
+    finally:
+        batch._end(failed=failed)
+        if failed:
+            buffers.restore()
+            restore_random_state(randomness)
+
+
+def _device_of(parameters: Sequence[Tensor]) -> torch.device:
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def _checked(model: Any, rng: Any, on_gather: Any, device_budget: Any) -> list[nn.Module]:
+    models = (
+        [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, (list, tuple)) else []
+    )
+    if not models or not all(isinstance(one, nn.Module) for one in models):
+        raise InputError(
+            explain(
+                f"model={model!r}", "it is no module and no list of modules", "give an nn.Module or several"
+            )
+        )
+    for name, value, known in (
+        ("rng", rng, ("microbatch", "batch")),
+        ("on_gather", on_gather, ("ok", "warn", "error")),
+    ):
+        if value not in known:
+            raise InputError(explain(f"{name}={value!r}", "it is unknown", f"use one of {', '.join(known)}"))
+    if device_budget is not None and (isinstance(device_budget, bool) or not isinstance(device_budget, int)):
+        raise InputError(
+            explain(f"device_budget={device_budget!r}", "it is no number of bytes", "give an int")
+        )
+    return models

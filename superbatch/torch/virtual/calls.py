@@ -1,0 +1,238 @@
+"""One operator's call, with values in the place of tensors, and what a rule answers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .layout import Layout, Part
+from .reductions import Sums
+from .values import Operand, Reduction, Run, Value
+
+Path = tuple[Any, ...]  # ("name",), (position,) or (position, position in a list)
+
+
+class Call(NamedTuple):
+    """An operator with its arguments.
+
+    Attributes:
+        func: the operator.
+        args: positional, with a `Value` for each tensor.
+        kwargs: by name.
+        tensors: all values, in order.
+        paths: where each is.
+        samples: of the whole batch.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Value]
+    paths: list[Path]
+    samples: int
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """Return an argument by its name in the operator's schema."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        for position, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                if position < len(self.args):
+                    return self.args[position]
+                return argument.default_value if argument.default_value is not None else default
+        return default
+
+    def replaced(self, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return args and kwargs with some arguments replaced, by name."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for position, argument in enumerate(self.func._schema.arguments):
+            if argument.name in changes:
+                if position < len(args):
+                    args[position] = changes.pop(argument.name)
+                else:
+                    kwargs[argument.name] = changes.pop(argument.name)
+        assert not changes
+        return tuple(args), kwargs
+
+
+class Recipe(NamedTuple):
+    """How to do a call micro-batch by micro-batch.
+
+    Attributes:
+        operands: what it reads, in the order in which `run` takes it.
+        outputs: layout of each output; None: whole.
+        run: does it for one micro-batch.
+        reduce: combines whole outputs.
+        view: the output takes no memory of its own.
+        light: about as fast as reading its inputs.
+    """
+
+    operands: Sequence[Operand]
+    outputs: Sequence[Layout | None]
+    run: Run
+    reduce: Callable[[], Reduction] = Sums
+    view: bool = False
+    light: bool = False
+
+
+def collect(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Value], list[Path]]:
+    """Return all values of a call, and where they are."""
+    tensors: list[Value] = []
+    paths: list[Path] = []
+    for position, arg in enumerate(args):
+        if isinstance(arg, Value):
+            tensors.append(arg)
+            paths.append((position,))
+        elif isinstance(arg, (list, tuple)):
+            for inner, item in enumerate(arg):
+                if isinstance(item, Value):
+                    tensors.append(item)
+                    paths.append((position, inner))
+    for name, arg in kwargs.items():
+        if isinstance(arg, Value):
+            tensors.append(arg)
+            paths.append((name,))
+    return tensors, paths
+
+
+_RESHAPE: Any = torch.ops.aten.reshape.default
+_VIEWS = {
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_copy.default,
+}
+
+
+def filled(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Run:
+    """Return a function that makes the call on real tensors, those of the micro-batch.
+
+    Args:
+        call: whose tensors, in order, are what the function is given.
+        args: instead of the call's own; tensors are at the same places.
+        kwargs: likewise.
+    """
+    # Strides of a micro-batch may be others than those of the batch, and no result depends on them.
+    func = _RESHAPE if call.func in _VIEWS else call.func
+    args = call.args if args is None else args
+    kwargs = call.kwargs if kwargs is None else kwargs
+    paths = call.paths
+    if all(len(path) == 1 and isinstance(path[0], int) for path in paths):
+        positions = [path[0] for path in paths]
+        if positions == list(range(len(args))) and not kwargs:
+            return lambda part, tensors: func(*tensors)
+        template = list(args)
+
+        def run(part: Part, tensors: list[Tensor]) -> Any:
+            filled = template.copy()
+            for position, tensor in zip(positions, tensors, strict=True):
+                filled[position] = tensor
+            return func(*filled, **kwargs)
+
+        return run
+
+    def run_nested(part: Part, tensors: list[Tensor]) -> Any:
+        new_args, new_kwargs = substituted(args, kwargs, paths, tensors)
+        return func(*new_args, **new_kwargs)
+
+    return run_nested
+
+
+def substituted(
+    args: tuple[Any, ...], kwargs: dict[str, Any], paths: Iterable[Path], tensors: Iterable[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments with other tensors at the given places."""
+    new_args: list[Any] = [list(arg) if isinstance(arg, (list, tuple)) else arg for arg in args]
+    new_kwargs = dict(kwargs)
+    for path, tensor in zip(paths, tensors, strict=True):
+        if isinstance(path[0], str):
+            new_kwargs[path[0]] = tensor
+        elif len(path) == 1:
+            new_args[path[0]] = tensor
+        else:
+            new_args[path[0]][path[1]] = tensor
+    return new_args, new_kwargs
+
+
+# -- shapes of results --------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 14)
+def blank(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tensor:
+    """Return a tensor of that shape without memory; the same one each time."""
+    if not offset:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    reach = offset + 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True) if size)
+    return torch.empty(reach, dtype=dtype, device="meta").as_strided(shape, stride, offset)
+
+
+def blank_like(tensor: Tensor) -> Tensor:
+    """Return a tensor like the given one, without memory."""
+    return blank(tuple(tensor.shape), tensor.stride(), tensor.dtype, int(tensor.storage_offset()))
+
+
+def shapes(call: Call) -> Any:
+    """Return what the operator returns for tensors without memory.
+
+    Raises:
+        NotImplementedError: the shape depends on values, or the operator does not say.
+    """
+    metas = [value.meta for value in call.tensors]
+    args, kwargs = substituted(call.args, call.kwargs, call.paths, metas)
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    kwargs.pop("generator", None)
+    key = _key(call.func, args, kwargs)
+    return _shapes(_Arguments(key, args, kwargs, call.func))
+
+
+def _key(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def part(arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return id(arg)
+        if isinstance(arg, (list, tuple)):
+            return tuple(part(item) for item in arg)
+        return (arg, type(arg))  # 1, 1.0 and True are equal, and give other dtypes
+
+    return (func, tuple(part(arg) for arg in args), tuple((name, part(arg)) for name, arg in kwargs.items()))
+
+
+class _Arguments:
+    """Arguments that compare by a key in which a tensor without memory counts by identity."""
+
+    __slots__ = ("args", "func", "hash", "key", "kwargs")
+
+    def __init__(self, key: tuple[Any, ...], args: list[Any], kwargs: dict[str, Any], func: Any) -> None:
+        self.key, self.args, self.kwargs, self.func = key, args, kwargs, func
+        self.hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Arguments) and self.key == other.key
+
+
+@lru_cache(maxsize=1 << 13)
+def _shapes(call: _Arguments) -> Any:
+    result = call.func(*call.args, **call.kwargs)
+    for item in [result] if isinstance(result, Tensor) else result:
+        if isinstance(item, Tensor) and item.layout is not torch.strided:
+            raise NotImplementedError(f"a result of {call.func} is {item.layout}")
+    if isinstance(result, Tensor):
+        return blank_like(result)
+    return [blank_like(item) if isinstance(item, Tensor) else item for item in result]
+
+
+def mapped(results: Any, function: Callable[[Any], Any], kind: Any = Tensor) -> Any:
+    """Apply a function to each item of a kind in what an operator returned."""
+    if isinstance(results, kind):
+        return function(results)
+    if isinstance(results, (list, tuple)):
+        # Not a named tuple, which some operators return: autograd takes any sequence.
+        made = [function(item) if isinstance(item, kind) else item for item in results]
+        return made if isinstance(results, list) else tuple(made)
+    return results

@@ -1,0 +1,185 @@
+"""Operators that are several operations on the batch: means, BatchNorm, lists of views."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import batch_norm
+from .aliases import view
+from .calls import Call, substituted
+from .layout import Layout
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+aten: Any = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _layout(recording: Recording, tensor: Any) -> Layout | None:
+    return recording.value(tensor).layout if isinstance(tensor, Tensor) else None
+
+
+# -- means --------------------------------------------------------------------------------------------------
+
+
+def _mean(recording: Recording, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """A mean over samples is their sum, divided once by the number of all."""
+    count = x.dim()
+    dims = (
+        range(count)
+        if dim is None or dim == []
+        else [d % count for d in ([dim] if isinstance(dim, int) else dim)]
+    )
+    layout = _layout(recording, x)
+    if layout is None:
+        return NotImplemented
+    wide = torch.float32 if (dtype or x.dtype) in _HALF else dtype
+    total = aten.sum.dim_IntList(x, list(dims), keepdim, dtype=wide)
+    return (total / math.prod(x.shape[d] for d in dims)).to(dtype or x.dtype)
+
+
+def _nll_loss_forward(
+    recording: Recording, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> Any:
+    """A mean over samples is the sum of losses, divided once by the sum of weights."""
+    if reduction != 1 or _layout(recording, x) is None:
+        return NotImplemented
+    forward = aten.nll_loss2d_forward if x.dim() == 4 else aten.nll_loss_forward
+    total, weights = forward(x, target, weight, 2, ignore_index)
+    return total / weights, weights
+
+
+# -- lists of views -----------------------------------------------------------------------------------------
+
+
+def _slices(recording: Recording, x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        view(recording, x, aten.slice.Tensor, (dim, start, start + size), {})
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _split(recording: Recording, x: Any, size: int, dim: int = 0) -> list[Any]:
+    rows = x.shape[dim]
+    return _slices(recording, x, [min(size, rows - start) for start in range(0, rows, size)] or [0], dim)
+
+
+def _split_with_sizes(recording: Recording, x: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    return _slices(recording, x, sizes, dim)
+
+
+def _unbind(recording: Recording, x: Any, dim: int = 0) -> list[Any]:
+    return [view(recording, x, aten.select.int, (dim, index), {}) for index in range(x.shape[dim])]
+
+
+LISTS: dict[Any, Callable[..., list[Any]]] = {
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unsafe_split.Tensor: _split,
+    aten.unsafe_split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: _unbind,
+}
+
+
+# -- indexing -----------------------------------------------------------------------------------------------
+
+
+def _index(recording: Recording, x: Any, indices: Sequence[Any]) -> Any:
+    """``x[arange(N), labels]``, and indices along other dimensions than that of the samples."""
+    value = recording.value(x)
+    layout = value.layout
+    if layout is None or layout[1:] != (1, 1) or layout.dim != 0 or not indices:
+        return NotImplemented
+    if indices[0] is None:
+        return _index_features(recording, x, indices)
+    if any(index is None or index.dim() != 1 for index in indices) or len(indices) < 2:
+        return NotImplemented
+    first = indices[0]
+    if first.dtype is torch.bool or first.shape[0] != x.shape[0]:
+        return NotImplemented
+    known = recording.value(first)
+    if known.layout is not None or known.whole is None:
+        return NotImplemented
+    if not torch.equal(known.whole, torch.arange(x.shape[0], device=known.whole.device)):
+        return NotImplemented
+    # One element per sample: gather along the flattened other dimensions.
+    flat = x.reshape(x.shape[0], math.prod(x.shape[1 : len(indices)]), *x.shape[len(indices) :])
+    place = indices[1] % x.shape[1]
+    for dim, index in enumerate(indices[2:], start=2):
+        place = place * x.shape[dim] + index % x.shape[dim]
+    shape = (x.shape[0], 1, *flat.shape[2:])
+    place = place.reshape(x.shape[0], *([1] * (flat.dim() - 1))).expand(shape)
+    return flat.gather(1, place).squeeze(1)
+
+
+def _index_features(recording: Recording, x: Any, indices: Sequence[Any]) -> Any:
+    """``x[:, index]`` with one index that is whole."""
+    told = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(told) != 1 or told[0][1].dtype is torch.bool or _layout(recording, told[0][1]) is not None:
+        return NotImplemented
+    dim, index = told[0]
+    chosen = x.index_select(dim, index.reshape(-1) % x.shape[dim])
+    return chosen.reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
+
+
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    aten.mean: _mean,
+    aten.nll_loss_forward: _nll_loss_forward,
+    aten.nll_loss2d_forward: _nll_loss_forward,
+    aten.index.Tensor: _index,
+    aten.native_batch_norm: batch_norm.forward,
+    aten.cudnn_batch_norm: batch_norm.cudnn_forward,
+    aten.native_batch_norm_backward: batch_norm.backward,
+    aten.cudnn_batch_norm_backward: batch_norm.cudnn_backward,
+}
+
+
+# Decompositions that put many small operations, or another order of random numbers, in the place of one.
+_WHOLE = {aten.native_batch_norm, aten.index_put, aten.embedding_dense_backward, aten.native_dropout}
+
+
+@cache
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """Return torch's own decomposition of an operator into simpler ones, if there is one.
+
+    None of an operator with several results: the others are what its kernel keeps for its backward, in a form
+    of its own, and a decomposition may give another.
+    """
+    if func.overloadpacket in _WHOLE or len(func._schema.returns) > 1:
+        return None
+    from torch._decomp import decomposition_table  # loads sympy: only where it is needed
+
+    return decomposition_table.get(func)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether torch defines the operator by others alone."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def attempt(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation as several, if it is one of these here; else return NotImplemented."""
+    composite = COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
+    return NotImplemented if composite is None else composite(recording, *args, **kwargs)
+
+
+def decomposed(recording: Recording, call: Call) -> Any:
+    """Do an operation by torch's own decomposition; NotImplemented if there is none that works."""
+    simpler = decomposition(call.func)
+    if simpler is None:
+        return NotImplemented
+    tensors = [recording.show(value) for value in call.tensors]
+    args, kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
+    try:
+        return simpler(*args, **kwargs)
+    except (NotImplementedError, RuntimeError, AssertionError):
+        return NotImplemented

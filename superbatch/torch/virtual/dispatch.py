@@ -1,0 +1,142 @@
+"""What becomes of an operation on virtual tensors: recorded, a view, a write, or an answer in numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+
+from ...errors import WindowError, explain
+from . import composites
+from .aliases import assign, functional_of, view
+from .calls import mapped
+from .tensor import VirtualTensor
+from .values import Value
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+aten: Any = torch.ops.aten
+
+
+def dispatch(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation of which an argument is a virtual tensor."""
+    if not recording.open:
+        return _with_numbers(recording, func, args, kwargs)
+    if torch.is_inference_mode_enabled():
+        # In which a tensor has no version counter, though autograd gives each view one.
+        with torch.inference_mode(mode=False):
+            return dispatch(recording, func, args, kwargs)
+    if func in _ANSWERS:
+        return _ANSWERS[func](recording, *args, **kwargs)
+    if composites.is_composite(func):  # met inside a decomposition; the program's own come in parts
+        return func.decompose(*args, **kwargs)
+    if func._schema.is_mutable:
+        return _write(recording, func, args, kwargs)
+    if func in composites.LISTS:
+        return composites.LISTS[func](recording, *args, **kwargs)
+    if func.is_view and isinstance(args[0], VirtualTensor):
+        return view(recording, args[0], func, args[1:], kwargs)
+    result = composites.attempt(recording, func, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    return recording.shown(recording.compute(func, *recording.values(args, kwargs)))
+
+
+def _with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any, given: Any = None) -> Any:
+    """Run an operation on real tensors: `given` ones by the id of the virtual tensor, or their numbers."""
+
+    def one(item: Any) -> Any:
+        if given and id(item) in given:
+            return given[id(item)]
+        return recording.numbers(item) if isinstance(item, VirtualTensor) else item
+
+    def each(arg: Any) -> Any:
+        return [one(item) for item in arg] if isinstance(arg, (list, tuple)) else one(arg)
+
+    return func(*(each(arg) for arg in args), **{name: each(arg) for name, arg in kwargs.items()})
+
+
+# -- writing in place ---------------------------------------------------------------------------------------
+
+
+def _write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    functional, target = functional_of(func), args[0] if args else None
+    if functional is None or not isinstance(target, VirtualTensor) or "out" in kwargs:
+        return _write_with_numbers(recording, func, args, kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        return _reshape(recording, func, functional, args, kwargs)
+    if recording.randomness.as_the_batch and torch.Tag.nondeterministic_seeded in func.tags:
+        # The operator in place: the one that returns its result may fill memory in another order.
+        drawn = recording.drawn_as_the_batch(func, *recording.values(args, kwargs))
+        if drawn is not None:
+            assign(recording, target, drawn)
+            return target
+    result = composites.attempt(recording, functional, args, kwargs)
+    if result is NotImplemented:
+        result = recording.compute(functional, *recording.values(args, kwargs))
+    assign(recording, target, result if isinstance(result, Value) else recording.value(result))
+    return target
+
+
+def _reshape(recording: Recording, func: Any, functional: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """`squeeze_`, `t_` and the like: the same memory in another shape."""
+    target: VirtualTensor = args[0]
+    other = view(recording, target, functional, args[1:], kwargs)
+    target._steps, target._handle, target._seen = other._steps, other._handle, other._seen
+    with no_dispatch():
+        func(*args, **kwargs)  # the shape that the program sees
+    return target
+
+
+def _write_with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """Write into real tensors, or several at once, or in a way that has no other form."""
+    written = [
+        kwargs.get(argument.name, args[place] if place < len(args) else None)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    flat = [item for arg in written for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
+    virtual = [item for item in flat if isinstance(item, VirtualTensor)]
+    # Copies: what was computed from the numbers before the write may still be read.
+    real = {id(item): recording.numbers(item).clone() for item in virtual}
+    result = _with_numbers(recording, func, args, kwargs, real)
+    for item in virtual:
+        assign(recording, item, recording.given(real[id(item)]))
+    returns = func._schema.returns
+    if len(written) == 1 and len(returns) == 1 and returns[0].alias_info is not None:
+        return written[0]
+    return recording.shown(mapped(result, recording.given)) if virtual else result
+
+
+# -- numbers ------------------------------------------------------------------------------------------------
+
+
+def _number(recording: Recording, tensor: Tensor) -> Any:
+    return recording.numbers(tensor).item()
+
+
+def _equal(recording: Recording, first: Tensor, second: Tensor) -> bool:
+    return torch.equal(recording.numbers(first), recording.numbers(second))
+
+
+def _refuse_memory(recording: Recording, *args: Any, **kwargs: Any) -> Any:
+    raise WindowError(
+        explain(
+            "an operation that changes the memory of a tensor of the virtual batch",
+            "such a tensor has no memory of its own",
+            "use an operation that returns a new tensor",
+        )
+    )
+
+
+_ANSWERS: dict[Any, Any] = {
+    aten._local_scalar_dense.default: _number,
+    aten.item.default: _number,
+    aten.equal.default: _equal,
+    aten.set_.source_Storage: _refuse_memory,
+    aten.set_.source_Tensor: _refuse_memory,
+    aten.resize_.default: _refuse_memory,
+}

@@ -1,0 +1,83 @@
+"""Where the samples of a batch lie in a tensor: one dimension, as ``[outer][samples][inner]``.
+
+A batch of N images has its samples in dimension 0, one row each. After ``x.view(N * T, F)`` each sample has
+`inner` = T rows; after ``torch.cat([view1, view2])`` the samples come twice, `outer` = 2. Rows of a
+micro-batch are then not in one piece, but a slice of ``[outer][samples][inner]`` all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """Where the samples are.
+
+    Attributes:
+        dim: the dimension, counted from the front.
+        outer: how often all samples come.
+        inner: rows of one sample, next to each other.
+
+    Examples:
+        >>> Layout(0).rows(5), Layout(0, outer=2, inner=3).rows(5)
+        (5, 30)
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def rows(self, samples: int) -> int:
+        """Return the size of the dimension for so many samples."""
+        return self.outer * samples * self.inner
+
+    def at(self, dim: int) -> Layout:
+        """Return the same in another dimension."""
+        return Layout(dim, self.outer, self.inner)
+
+
+class Part(NamedTuple):
+    """The samples of one micro-batch: those from `start` to before `stop`."""
+
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+def cut(tensor: Tensor, layout: Layout, part: Part) -> Tensor:
+    """Return the rows of a micro-batch.
+
+    Examples:
+        >>> cut(torch.arange(6), Layout(0, outer=2), Part(0, 1, 3))
+        tensor([1, 2, 4, 5])
+    """
+    dim, outer, inner = layout
+    if outer == 1:
+        return tensor.narrow(dim, part.start * inner, part.samples * inner)
+    blocks = tensor.unflatten(dim, (outer, -1)).narrow(dim + 1, part.start * inner, part.samples * inner)
+    return blocks.flatten(dim, dim + 1)
+
+
+def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
+    """Return the tensor of all samples; the inverse of `cut`.
+
+    Examples:
+        >>> join([torch.tensor([0, 3]), torch.tensor([1, 2, 4, 5])], Layout(0, outer=2))
+        tensor([0, 1, 2, 3, 4, 5])
+    """
+    dim, outer, _ = layout
+    if len(pieces) == 1:
+        return pieces[0]
+    if outer == 1:
+        return torch.cat(list(pieces), dim)
+    blocks = [piece.unflatten(dim, (outer, -1)) for piece in pieces]
+    return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)

@@ -1,0 +1,115 @@
+"""Notes while a block runs, of which the report is made."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from torch import nn
+from torch.nn.modules import module as all_modules
+
+from ...errors import CoupledSamplesError, explain
+from ...report.coupling import CouplingReport, MeetingPoint
+from .values import Node
+
+OnGather = Literal["ok", "warn", "error"]
+
+
+class Log:
+    """What happened so far.
+
+    Args:
+        models: whose modules are named by their paths.
+        on_gather: what to do when an operator without a rule needs whole tensors.
+
+    Attributes:
+        where: path of the module whose forward runs; "" outside.
+        sweeps, recorded, run, repeated: as in `CouplingReport`.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], on_gather: OnGather) -> None:
+        self._names = {
+            module: name if len(models) == 1 else f"{index}.{name}"
+            for index, model in enumerate(models)
+            for name, module in model.named_modules()
+        }
+        self._on_gather: OnGather = on_gather
+        self._path: list[str] = []
+        self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes
+        self._points: dict[int, MeetingPoint] = {}
+        self._backward: set[int] = set()
+        self.sweeps = self.recorded = self.run = self.repeated = 0
+
+    @property
+    def where(self) -> str:
+        """Path of the module whose forward runs; "" outside."""
+        return self._path[-1] if self._path else ""
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Know which module's forward runs, for as long as the context lasts."""
+
+        def enter(module: nn.Module, inputs: object) -> None:
+            self._path.append(self._names.get(module, self.where))
+
+        def leave(module: nn.Module, inputs: object, output: object) -> None:
+            self._path.pop()
+
+        handles = [
+            all_modules.register_module_forward_pre_hook(enter),
+            all_modules.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def unknown(self, operator: str, nbytes: int) -> None:
+        """Note that an operator without a rule needs whole tensors.
+
+        Raises:
+            CoupledSamplesError: with ``on_gather="error"``.
+        """
+        if self._on_gather == "ok":
+            return
+        text = explain(
+            f"{operator} in {self.where or 'no module'} on {nbytes} bytes of the virtual batch",
+            "no rule says how it acts on each sample, so it runs on the whole batch, which has to fit",
+            'use another operator, or on_gather="ok"',
+        )
+        if self._on_gather == "error":
+            raise CoupledSamplesError(text)
+        warnings.warn(text, UserWarning, stacklevel=2)
+
+    def met(self, node: Node, kept: int) -> None:
+        """Note an operation in which samples meet.
+
+        Args:
+            node: the operation; its results flow back into samples.
+            kept: bytes of its inputs that are kept.
+        """
+        if node.backward:
+            self._backward.add(node.serial)
+            return
+        gathered = sum(v.nbytes for v, layout in node.operands if layout) if node.gathers else 0
+        self._points[node.serial] = MeetingPoint(
+            node.where, node.name, node.gathers or "statistic", kept, gathered
+        )
+
+    def report(self, samples: int, microbatches: int, on_device: int, on_host: int) -> CouplingReport:
+        """Return the report."""
+        return CouplingReport(
+            samples=samples,
+            microbatches=microbatches,
+            points=tuple(self._points[serial] for serial in sorted(self._points)),
+            backward_points=len(self._backward),
+            sweeps=self.sweeps,
+            recorded=self.recorded,
+            run=self.run,
+            repeated=self.repeated,
+            kept_on_device=on_device,
+            kept_on_host=on_host,
+        )

@@ -1,0 +1,160 @@
+"""Which operations run in which sweep, and which results are kept from one sweep to the next.
+
+A sweep goes over all micro-batches once. What depends on a statistic of all samples has to wait for the sweep
+after the one in which the statistic is summed: its *stage*. Within a stage everything runs micro-batch by
+micro-batch. A result that a later stage reads too is either kept for all samples, or worked out again there
+from what was kept.
+
+Kept is what a coupling point itself reads (the input of a BatchNorm, an embedding), and what more than
+`PATIENCE` later stages would have to work out again. So a model whose samples meet in the loss only keeps its
+embeddings and runs its forward twice, as GradCache does; one with a BatchNorm in every block keeps their
+inputs and runs every convolution once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .values import Node, Value
+
+PATIENCE = {True: 3, False: 1}  # for light operations, and for others
+_LATER = 1 << 30  # a stage that nobody knows yet: a tensor of the program may still be used
+
+
+class Plan(NamedTuple):
+    """What to run.
+
+    Attributes:
+        once: by stage, what runs before the sweep, on whole values.
+        sweeps: by stage, what runs for each micro-batch, in order.
+        stage: of each node: where its whole outputs are worked out.
+        kept: the values that are kept, with the last stage that reads them.
+        meeting: operations whose whole results flow back into samples.
+    """
+
+    once: dict[int, list[Node]]
+    sweeps: dict[int, list[Node]]
+    stage: dict[Node, int]
+    kept: dict[Value, int]
+    meeting: list[Node]
+
+
+def plan(targets: Iterable[Value], asked_for: Iterable[Value]) -> Plan:
+    """Plan how to work out whole values.
+
+    Args:
+        targets: whole values.
+        asked_for: values that tensors of the program show, and that may be used later.
+
+    Returns:
+        The plan.
+    """
+    nodes = _ancestors(targets)
+    stage = _stages(nodes)
+    later = {id(node) for node in _ancestors(value for value in asked_for if not value.there)}
+    once: dict[int, list[Node]] = {}
+    sweeps: dict[int, list[Node]] = {}
+    wanted: dict[Value, set[int]] = {}
+    coupling: dict[Value, set[int]] = {}  # stages in which a value is read by what samples meet in
+    feeds = _feeding(nodes)
+    kept: dict[Value, int] = {}
+    for node in reversed(nodes):
+        if node.once:
+            once.setdefault(stage[node], []).append(node)
+            continue
+        runs = _runs(node, stage, wanted, coupling, kept, id(node) in later)
+        for number in runs:
+            sweeps.setdefault(number, []).append(node)
+        for value, layout in node.operands:
+            if value.layout is not None and layout is not None and not value.there:
+                wanted.setdefault(value, set()).update(runs)
+                if id(node) in feeds:
+                    coupling.setdefault(value, set()).add(stage[node])
+    for lists in (once, sweeps):
+        for found in lists.values():
+            found.reverse()
+    return Plan(once, sweeps, stage, kept, [node for node in nodes if id(node) in feeds])
+
+
+def _ancestors(values: Iterable[Value]) -> list[Node]:
+    """All operations that still have to run for the values, in the order of their recording."""
+    found: dict[int, Node] = {}
+    todo = [value.node for value in values if not value.there and value.node is not None]
+    while todo:
+        node = todo.pop()
+        if node.serial in found:
+            continue
+        found[node.serial] = node
+        todo += [v.node for v, _ in node.operands if not v.there and v.node is not None]
+    return [found[serial] for serial in sorted(found)]
+
+
+def _stages(nodes: list[Node]) -> dict[Node, int]:
+    stage: dict[Node, int] = {}
+    for node in nodes:
+        number = 0
+        for value, _ in node.operands:
+            if value.there or value.node is None:
+                continue
+            made = value.node
+            waits = value.layout is None and not made.once
+            number = max(number, stage[made] + waits)
+        stage[node] = number
+    return stage
+
+
+def _feeding(nodes: list[Node]) -> set[int]:
+    """Operations whose whole outputs flow back into samples."""
+    fed: set[int] = set()  # whole values, by id, that something per micro-batch reads
+    feeding: set[int] = set()
+    for node in reversed(nodes):
+        outputs = [output() for output in node.outputs]
+        whole = any(value is not None and id(value) in fed for value in outputs)
+        if whole and not node.once:
+            feeding.add(id(node))
+        if whole or not node.once:
+            fed.update(id(value) for value, _ in node.operands if value.layout is None and not value.there)
+    return feeding
+
+
+def _runs(
+    node: Node,
+    stage: dict[Node, int],
+    wanted: dict[Value, set[int]],
+    coupling: dict[Value, set[int]],
+    kept: dict[Value, int],
+    later: bool,
+) -> set[int]:
+    """Return the stages in which a node runs, and decide which of its outputs are kept."""
+    runs = {stage[node]} if any(layout is None for layout in node.layouts) else set[int]()
+    for output in node.outputs:
+        value = output()
+        if value is None or value.layout is None or not (stages := wanted.get(value)):
+            continue
+        first = min(stages)
+        again = stages - {first}
+        if later:
+            again = again | {_LATER}
+        met = first in coupling.get(value, ())
+        if again and (met or len(again) > PATIENCE[node.light]) and not _at_hand(node):
+            kept[value] = max(again)
+            runs.add(first)
+        else:
+            runs |= stages
+    return runs
+
+
+def _at_hand(node: Node) -> bool:
+    """Whether the output is as quickly worked out from what is there as it is read."""
+    while node.view or node.light:
+        batch = [value for value, layout in node.operands if layout is not None]
+        if len(batch) != 1:
+            return False
+        value = batch[0]
+        if value.there:
+            return True
+        if value.node is None or not node.view:
+            return False
+        node = value.node
+    return False

@@ -1,0 +1,90 @@
+"""Random operators: the same numbers each time a micro-batch is worked out, and no mask kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .calls import Call, Recipe
+from .layout import Part
+from .rules import elementwise
+
+aten: Any = torch.ops.aten
+
+
+class Randomness:
+    """How random operators draw.
+
+    Args:
+        how: ``"microbatch"``: each operator and micro-batch from a seed of its own, so that nothing is kept;
+            ``"batch"``: the numbers that the real large batch would draw, kept for all samples.
+        device: whose generator.
+    """
+
+    def __init__(self, how: Literal["microbatch", "batch"], device: torch.device) -> None:
+        self._how = how
+        self._device = device
+
+    @property
+    def as_the_batch(self) -> bool:
+        """Whether to draw the numbers of the real large batch."""
+        return self._how == "batch"
+
+    def reads_values(self, func: Any) -> bool:
+        """Whether what is drawn depends on the numbers of its input, and not on its shape alone."""
+        return func not in _SHAPE_ALONE
+
+    def recipe(self, call: Call) -> Recipe | None:
+        """Return how to draw, or None where that is not known."""
+        if call.func.overloadpacket in _DRAWS_WHOLE:
+            return None
+        leading = next((value for value in call.tensors if value.layout is not None), None)
+        if leading is None or leading.layout is None:
+            return None
+        layout = leading.layout
+        seed = int(torch.randint(2**62, ()))
+        recipe = elementwise(call)
+        if recipe is None:
+            return None
+        run = recipe.run
+
+        def drawn(part: Part, tensors: list[Tensor]) -> Any:
+            with self._seeded(seed + part.start):
+                return run(part, tensors)
+
+        outputs = [layout] * len(call.func._schema.returns)
+        return recipe._replace(run=drawn, outputs=outputs, light=False)
+
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        generator = (
+            torch.cuda.default_generators[self._device.index or 0]
+            if self._device.type == "cuda"
+            else torch.default_generator
+        )
+        state = generator.get_state()
+        generator.manual_seed(seed % 2**63)
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+
+_DRAWS_WHOLE = {aten.randperm, aten.multinomial}
+_SHAPE_ALONE = {
+    aten.bernoulli.p,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.exponential.default,
+    aten.random.default,
+    aten.random.to,
+    aten.geometric.default,
+}

@@ -1,0 +1,345 @@
+"""Record each operation on virtual tensors, and work out what the program asks for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import WindowError, explain
+from ...report.coupling import Meeting
+from . import composites, paranoia
+from .aliases import current, functional_of
+from .calls import Call, Recipe, blank, blank_like, collect, filled, mapped, shapes, substituted
+from .layout import Part
+from .log import Log
+from .plan import plan
+from .randomness import Randomness
+from .reductions import Joined
+from .rules import find
+from .shape_rules import LIKES
+from .store import Store
+from .sweep import run, unchanged
+from .tensor import VirtualTensor
+from .values import Node, Operand, Value
+
+aten: Any = torch.ops.aten
+_SMALL = 4096  # elements; copied when used, so that they may be written afterwards
+
+
+class Recording:
+    """All operations of one block.
+
+    Args:
+        parts: the micro-batches.
+        device: where they are worked out.
+        randomness: how random operators draw.
+        store: where results are kept from sweep to sweep.
+        log: is told what happens.
+        paranoid: compare every operation with the same on whole tensors.
+
+    Attributes:
+        open: false once the block has ended.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        device: torch.device,
+        *,
+        randomness: Randomness,
+        store: Store,
+        log: Log,
+        paranoid: bool = False,
+    ) -> None:
+        self.parts = parts
+        self.samples = parts[-1].stop
+        self.device = device
+        self.randomness = randomness
+        self.store = store
+        self.log = log
+        self.paranoid = paranoid
+        self.open = True
+        self._shown: weakref.WeakSet[Value] = weakref.WeakSet()
+        self._writes: list[tuple[Tensor, Value]] = []
+
+    # -- recording --------------------------------------------------------------------------------------
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operation on values, and return the values of its results."""
+        if self.paranoid:
+            func = paranoia.DEFINED.get(func, func)
+        call = self._call(func, args, kwargs)
+        if func in _AT_ONCE or any(value.meta is None for value in call.tensors):
+            return self._now(call)
+        batch = any(value.layout is not None for value in call.tensors)
+        if not batch and func.overloadpacket in LIKES:  # of a loss, say, that is not worked out yet
+            like = _empty_like(call.tensors[0].meta, call.tensors[0].device)
+            return self.given(func(like, *args[1:], **kwargs))
+        random = torch.Tag.nondeterministic_seeded in func.tags and call.argument("dropout_p") != 0.0
+        if not batch and (random or all(value.whole is not None for value in call.tensors)):
+            return self._spread(call) or self._now(call)
+        if random and batch and self.randomness.as_the_batch:
+            return self.drawn_as_the_batch(func, args, kwargs)
+        recipe = self.randomness.recipe(call) if random else find(call)
+        if recipe is None and batch:
+            results = composites.decomposed(self, call)
+            if results is not NotImplemented:
+                return mapped(results, self.value)
+        return self._recorded(call, recipe, check=self.paranoid and not random)
+
+    def _spread(self, call: Call) -> Any:
+        """A whole value that is repeated for each sample is so where the samples are; None for others."""
+        recipe = find(call) if call.func is aten.expand.default else None
+        return None if recipe is None else self.add(call.func, recipe, shapes(call))
+
+    def _recorded(self, call: Call, recipe: Recipe | None, *, check: bool) -> Any:
+        try:
+            metas = shapes(call)
+        except (NotImplementedError, RuntimeError, TypeError, AssertionError):
+            return self._now(call)  # its shape depends on numbers, or it does not say
+        items = [metas] if isinstance(metas, Tensor) else metas
+        if not all(isinstance(item, (Tensor, type(None))) for item in items):
+            return self._now(call)
+        if recipe is not None:
+            results = self.add(call.func, recipe, metas)
+            if check:
+                paranoia.check(self, call, results)
+            return results
+        whole = Recipe([Operand(value, None) for value in call.tensors], [None] * len(items), filled(call))
+        return self.add(call.func, whole, metas, once=True)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        tensors, paths = collect(args, kwargs)
+        return Call(func, args, kwargs, tensors, paths, self.samples)
+
+    def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False) -> Any:
+        """Record an operation with its recipe, and return the values of its results."""
+        gathers: Meeting = "unknown" if once else "gathered"
+        operands = [self._operand(operand, gathers, str(func)) for operand in recipe.operands]
+        self.log.recorded += 1
+        device = next(
+            (operand.value.device for operand in operands if operand.layout is not None), self.device
+        )
+        single = isinstance(metas, Tensor)
+        outputs = [
+            Value(blank((), (), torch.float32) if meta is None else meta, device, layout)
+            for meta, layout in zip([metas] if single else metas, recipe.outputs, strict=True)
+        ]
+        if not once and not any(operand.layout is not None for operand in operands):
+            once = all(layout is None for layout in recipe.outputs)
+        Node(
+            str(func),
+            operands,
+            recipe.run,
+            outputs,
+            reduce=None if once else recipe.reduce,
+            once=once,
+            view=recipe.view,
+            light=recipe.light,
+            where=self.log.where,
+        )
+        if single:
+            return outputs[0]
+        return [None if meta is None else output for meta, output in zip(metas, outputs, strict=True)]
+
+    def _operand(self, operand: Operand, kind: Meeting, why: str) -> Operand:
+        value, layout = operand
+        if value.layout is not None and value.layout != layout:
+            return Operand(self.gathered(value, kind, why), layout)
+        return operand
+
+    def gathered(self, value: Value, kind: Meeting = "gathered", why: str = "gather") -> Value:
+        """Return the value in one piece.
+
+        Args:
+            value: any.
+            kind: why: the operator needs it, or no rule knows the operator.
+            why: the operator.
+        """
+        if value.layout is None:
+            return value
+        known = None if value.gathered is None else value.gathered()
+        if known is not None:
+            return known
+        layout = value.layout
+        whole = Value(value.meta, value.device)
+        if value.whole is not None:
+            whole.whole, whole.version = value.whole, value.version
+        else:
+            if kind == "unknown":
+                self.log.unknown(why, value.nbytes)
+            Node(
+                why,
+                [Operand(value, layout)],
+                lambda part, tensors: tensors[0],
+                [whole],
+                reduce=lambda: Joined(layout),
+                view=True,
+                gathers=kind,
+                where=self.log.where,
+            )
+        value.gathered = weakref.ref(whole)
+        return whole
+
+    def _now(self, call: Call) -> Any:
+        """Run an operation at once, on real tensors."""
+        whole = [self.gathered(value, "unknown", str(call.func)) for value in call.tensors]
+        args, kwargs = substituted(call.args, call.kwargs, call.paths, self.there(whole))
+        return mapped(call.func(*args, **kwargs), self.given)
+
+    def drawn_as_the_batch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw the numbers of the real large batch, in tensors with its strides, and keep them.
+
+        Returns:
+            The values; None if no argument has the samples.
+        """
+        call = self._call(func, args, kwargs)
+        layout = next((value.layout for value in call.tensors if value.layout is not None), None)
+        if layout is None:
+            return None
+        if self.randomness.reads_values(functional_of(func) or func):
+            tensors = self.there([self.gathered(value) for value in call.tensors])
+        else:
+            tensors = [_empty_like(value.meta, value.device) for value in call.tensors]
+        new_args, new_kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
+
+        def kept(tensor: Tensor) -> Value:
+            value = self.given(tensor)
+            if tensor.dim() > layout.dim and tensor.shape[layout.dim] == layout.rows(self.samples):
+                value.layout = layout
+            return value
+
+        return mapped(call.func(*new_args, **new_kwargs), kept)
+
+    # -- tensors and values ---------------------------------------------------------------------------------
+
+    def value(self, tensor: Any) -> Any:
+        """Return the value of a tensor, virtual or not."""
+        if isinstance(tensor, VirtualTensor):
+            if tensor._recording is not self:
+                return self.given(tensor._recording.numbers(tensor))
+            return current(self, tensor)
+        return self.given(tensor)
+
+    def given(self, tensor: Tensor) -> Value:
+        """Return a value for a real tensor."""
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            value = Value(None, tensor.device)  # type: ignore[arg-type]
+            value.whole = tensor
+            return value
+        self.settle_writes([tensor])
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        value = Value(blank_like(tensor), tensor.device)
+        if tensor.numel() <= _SMALL and not tensor.requires_grad:
+            value.whole = tensor.clone()
+        else:
+            value.whole = tensor
+            value.version = None if tensor.is_inference() else tensor._version
+        return value
+
+    def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with a value in place of each tensor."""
+
+        def one(arg: Any) -> Any:
+            if isinstance(arg, Tensor):
+                return self.value(arg)
+            if isinstance(arg, (list, tuple)) and any(isinstance(item, Tensor) for item in arg):
+                return [self.value(item) if isinstance(item, Tensor) else item for item in arg]
+            return arg
+
+        return tuple(one(arg) for arg in args), {name: one(arg) for name, arg in kwargs.items()}
+
+    def shown(self, results: Any) -> Any:
+        """Return tensors that show values; what torch has no wrapper for (sparse tensors) as it is."""
+
+        def one(item: Any) -> Any:
+            if not isinstance(item, Value):
+                return item
+            if item.meta is None or (
+                item.layout is None and item.whole is not None and not _has_gradient(item)
+            ):
+                return item.whole
+            return self.show(item)
+
+        return mapped(results, one, Value)
+
+    def show(self, value: Value) -> VirtualTensor:
+        """Return a tensor that shows a value."""
+        self._shown.add(value)
+        return VirtualTensor(self, value)
+
+    def watch(self, value: Value) -> None:
+        """Remember a value that a tensor of the program shows."""
+        self._shown.add(value)
+
+    # -- numbers --------------------------------------------------------------------------------------------
+
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """Return a real tensor with the numbers of a virtual one."""
+        if not isinstance(tensor, VirtualTensor):
+            return tensor
+        owner = tensor._recording
+        value = owner.gathered(current(owner, tensor))
+        if value.whole is None and not owner.open:
+            raise WindowError(
+                explain(
+                    f"a tensor of shape {tuple(tensor.shape)} of a virtual batch whose block has ended",
+                    "its numbers were not asked for in the block, and are not there",
+                    "use it in the block (metrics, backward), or take its numbers there: tensor.numpy()",
+                )
+            )
+        (whole,) = owner.there([value])
+        return whole
+
+    def there(self, values: Iterable[Value]) -> list[Tensor]:
+        """Return the tensors of whole values, worked out if need be."""
+        values = list(values)
+        if any(value.whole is None for value in values):
+            self.work_out(values)
+        return [unchanged(value) for value in values]
+
+    def work_out(self, targets: Iterable[Value]) -> None:
+        """Run what the targets need, and write the buffers that wait."""
+        writes, self._writes = self._writes, []
+        wanted = [*targets, *(self.gathered(value) for _, value in writes)]
+        wanted = [value for value in wanted if value.whole is None]
+        asked_for = [value for value in self._shown if value.asked_for]
+        todo = plan(wanted, asked_for)
+        for node in todo.meeting:
+            self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
+        run(todo, self.parts, self.store, self.log)
+        with torch.no_grad():
+            for tensor, value in writes:
+                tensor.copy_(unchanged(self.gathered(value)))
+
+    def write_later(self, tensor: Tensor, value: Value) -> None:
+        """Write a buffer once its new value is there."""
+        self._writes.append((tensor, value))
+
+    def settle_writes(self, args: Iterable[Any]) -> None:
+        """Write the buffers that wait, if one of them is about to be used."""
+        if self._writes and any(arg is waiting for arg in args for waiting, _ in self._writes):
+            self.work_out([])
+
+    def pending(self) -> list[Value]:
+        """Return the whole values that the program may still ask for."""
+        return [
+            value for value in self._shown if value.asked_for and value.layout is None and value.whole is None
+        ]
+
+
+def _has_gradient(value: Value) -> bool:
+    return value.meta.dtype.is_floating_point or value.meta.dtype.is_complex
+
+
+def _empty_like(meta: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+
+
+# Their results are read by what looks at memory itself.
+_AT_ONCE = {aten._pack_padded_sequence.default}

@@ -1,0 +1,388 @@
+"""Operators that work along dimensions which they are told: sums, softmax, sorting, normalisation.
+
+Along another dimension than that of the samples they act on each sample. Along it, those that can be put
+together from micro-batches are (sums, extremes); the others are left to their decomposition, or gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import Call, Recipe, filled, substituted
+from .layout import Layout, Part
+from .reductions import First, Folded, Moments, Sums
+from .values import Operand, Run, Value
+
+aten: Any = torch.ops.aten
+
+
+def _dims(call: Call, name: str = "dim") -> set[int]:
+    """The dimensions that the operator was told, counted from the front; all if none."""
+    value: Value = call.tensors[0]
+    told = call.argument(name)
+    if told is None or (isinstance(told, (list, tuple)) and not told):
+        return set(range(value.meta.dim()))
+    return {dim % max(value.meta.dim(), 1) for dim in (told if isinstance(told, (list, tuple)) else [told])}
+
+
+def _after(layout: Layout, dims: set[int], keep: bool) -> Layout:
+    """The layout of a result in which `dims` are gone, or of size 1."""
+    return layout if keep else layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
+
+
+def _reduction(reduce: Callable[[], Any]) -> Callable[[Call], Recipe | None]:
+    def rule(call: Call) -> Recipe | None:
+        value = call.tensors[0]
+        if value.layout is None or len(call.tensors) > 1:
+            return None
+        dims = _dims(call) if call.argument("dim") is not None else set(range(value.meta.dim()))
+        operands = [Operand(value, value.layout)]
+        if value.layout.dim in dims:
+            return Recipe(operands, [None], filled(call), reduce)
+        output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
+        return Recipe(operands, [output], filled(call))
+
+    return rule
+
+
+def _per_sample(outputs: int = 1, name: str = "dim") -> Callable[[Call], Recipe | None]:
+    """Keeps the dimensions; works along one that must not be that of the samples."""
+
+    def rule(call: Call) -> Recipe | None:
+        first = next((value for value in call.tensors if value.layout is not None), None)
+        if first is None or first.layout is None or first.layout.dim in _dims(call, name):
+            return None
+        return _all_alike(call, first.layout, [first.layout] * outputs)
+
+    return rule
+
+
+def _all_alike(call: Call, layout: Layout, outputs: list[Layout | None]) -> Recipe | None:
+    """Every tensor has its samples in the same dimension."""
+    rows = layout.rows(call.samples)
+    for value in call.tensors:
+        if value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows:
+            return None
+    return Recipe([Operand(value, layout) for value in call.tensors], outputs, filled(call))
+
+
+def _extreme_with_index(call: Call) -> Recipe | None:
+    value = call.tensors[0]
+    dims = _dims(call)
+    if value.layout is None or value.layout.dim in dims:
+        return None
+    output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
+    return Recipe([Operand(value, value.layout)], [output, output], filled(call))
+
+
+def _moments(call: Call) -> Recipe | None:
+    """var, std, var_mean, std_mean."""
+    value, dims = call.tensors[0], _dims(call)
+    with_mean = call.func.overloadpacket in (aten.var_mean, aten.std_mean)
+    if value.layout is None:
+        return None
+    keep = bool(call.argument("keepdim", False))
+    if value.layout.dim not in dims:
+        output = _after(value.layout, dims, keep)
+        return Recipe([Operand(value, value.layout)], [output] * (1 + with_mean), filled(call))
+    correction = call.argument("correction")
+    if correction is None:
+        correction = 1 if call.argument("unbiased", True) else 0
+    root = call.func.overloadpacket in (aten.std, aten.std_mean)
+    along = sorted(dims)
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        (x,) = tensors
+        count = math.prod(x.shape[dim] for dim in along)
+        variance, mean = torch.var_mean(x, along, correction=0, keepdim=keep)
+        moments = (mean, variance * count, count)
+        return (moments, None) if with_mean else moments
+
+    def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
+        variance = squares / max(count - correction, 0)
+        return [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
+
+    return Recipe([Operand(value, value.layout)], [None] * (1 + with_mean), run, lambda: Moments(finish))
+
+
+def _vector_norm(call: Call) -> Recipe | None:
+    value, dims = call.tensors[0], _dims(call)
+    if value.layout is None or value.layout.dim in dims:
+        return None  # its decomposition is sums
+    output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
+    return Recipe([Operand(value, value.layout)], [output], filled(call))
+
+
+# -- normalisation over the last dimensions -----------------------------------------------------------------
+
+
+def _layer_norm(call: Call) -> Recipe | None:
+    value = call.tensors[0]
+    own = len(call.argument("normalized_shape"))
+    if value.layout is None or value.layout.dim >= value.meta.dim() - own:
+        return None
+    if any(other.layout is not None for other in call.tensors[1:]):
+        return None
+    operands = [Operand(value, value.layout), *(Operand(other, None) for other in call.tensors[1:])]
+    return Recipe(operands, [value.layout] * len(_results(call)), filled(call))
+
+
+def _results(call: Call) -> Any:
+    return call.func._schema.returns
+
+
+def _layer_norm_backward(call: Call) -> Recipe | None:
+    grad, x = call.tensors[:2]
+    own = len(call.argument("normalized_shape"))
+    layout = x.layout or grad.layout
+    if layout is None or layout.dim >= x.meta.dim() - own:
+        return None
+    rows, operands = layout.rows(call.samples), []
+    for value in call.tensors:
+        batched = value.meta.dim() == x.meta.dim() and value.meta.shape[layout.dim] == rows
+        operands.append(Operand(value, layout if batched else None))
+    sums = len(_results(call)) - 1
+    return Recipe(operands, [layout] + [None] * sums, filled(call))
+
+
+def _group_norm(call: Call) -> Recipe | None:
+    """Told the number of samples."""
+    x = call.tensors[0]
+    if x.layout is None or x.layout.dim != 0 or any(other.layout is not None for other in call.tensors[1:]):
+        return None
+    operands = [Operand(x, x.layout), *(Operand(other, None) for other in call.tensors[1:])]
+    return Recipe(operands, [x.layout] * 3, _told_rows(call, x.layout))
+
+
+def _group_norm_backward(call: Call) -> Recipe | None:
+    layout = call.tensors[1].layout or call.tensors[0].layout
+    if layout is None or layout.dim != 0 or any(other.layout is not None for other in call.tensors[4:]):
+        return None
+    operands = [Operand(value, layout) for value in call.tensors[:4]]
+    operands += [Operand(other, None) for other in call.tensors[4:]]
+    return Recipe(operands, [layout, None, None], _told_rows(call, layout))
+
+
+def _told_rows(call: Call, layout: Layout) -> Run:
+    position = next(i for i, argument in enumerate(call.func._schema.arguments) if argument.name == "N")
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        args = list(call.args)
+        args[position] = layout.rows(part.samples)
+        args, kwargs = substituted(tuple(args), call.kwargs, call.paths, tensors)
+        return call.func(*args, **kwargs)
+
+    return run
+
+
+# -- attention ----------------------------------------------------------------------------------------------
+
+
+def _attention(outputs: int) -> Callable[[Call], Recipe | None]:
+    """Samples in the dimension 0 of all but the mask, which is broadcast."""
+
+    def rule(call: Call) -> Recipe | None:
+        if call.argument("dropout_p"):
+            return None
+        mask = call.argument("attn_mask") or call.argument("attn_bias")
+        main = [value for value in call.tensors if value is not mask]
+        layout = next((value.layout for value in main if value.layout is not None), None)
+        if layout is None or layout.dim != 0 or any(v.meta.shape[0] != main[0].meta.shape[0] for v in main):
+            return None
+        spread = mask is None or mask.meta.dim() < main[0].meta.dim() or mask.meta.shape[0] == 1
+        operands = [Operand(v, None if v is mask and spread else layout) for v in call.tensors]
+        return Recipe(operands, [layout] * outputs, filled(call))
+
+    return rule
+
+
+# -- losses -------------------------------------------------------------------------------------------------
+
+
+def _nll_loss_forward(call: Call) -> Recipe | None:
+    """Returns (loss, sum of weights); means are made of sums by a composite (see `composites`)."""
+    x, target = call.tensors[:2]
+    if x.layout is None or x.layout.dim != 0:
+        return None
+    reduction = call.argument("reduction")
+    rows = x.layout.rows(call.samples)
+    if target.meta.shape[:1] != (rows,) or (target.layout is not None and target.layout != x.layout):
+        return None
+    if any(value.layout is not None for value in call.tensors[2:]) or reduction == 1:
+        return None
+    operands = [
+        Operand(x, x.layout),
+        Operand(target, x.layout),
+        *(Operand(w, None) for w in call.tensors[2:]),
+    ]
+    if reduction == 0:
+        return Recipe(operands, [x.layout, None], filled(call), First)
+    return Recipe(operands, [None, None], filled(call))
+
+
+# -- indexing -----------------------------------------------------------------------------------------------
+
+
+def _gather(call: Call) -> Recipe | None:
+    """gather, scatter and their kin, along another dimension: everything is cut alike."""
+    first = next((value for value in call.tensors if value.layout is not None), None)
+    if first is None or first.layout is None or first.layout.dim in _dims(call):
+        return None
+    return _all_alike(call, first.layout, [first.layout])
+
+
+def _gather_backward(call: Call) -> Recipe | None:
+    return _gather(call)
+
+
+def _index_select(call: Call) -> Recipe | None:
+    x, index = call.tensors[:2]
+    if x.layout is None or x.layout.dim in _dims(call) or index.layout is not None:
+        return None
+    operands = [Operand(x, x.layout), *(Operand(other, None) for other in call.tensors[1:])]
+    return Recipe(operands, [x.layout], filled(call))
+
+
+def _distances(call: Call) -> Recipe | None:
+    """cdist: rows of each with rows of the other, for each leading index."""
+    first, second = call.tensors[:2]
+    layout = first.layout
+    if layout is not None and layout.dim < first.meta.dim() - 2:
+        return _all_alike(call, layout, [layout])
+    if layout is not None and layout.dim == first.meta.dim() - 2:
+        return Recipe([Operand(first, layout), Operand(second, None)], [layout], filled(call))
+    layout = second.layout
+    if layout is not None and first.layout is None and layout.dim == second.meta.dim() - 2:
+        operands = [Operand(first, None), Operand(second, layout)]
+        return Recipe(operands, [layout.at(layout.dim + 1)], filled(call))
+    return None
+
+
+def _constant_pad(call: Call) -> Recipe | None:
+    x = call.tensors[0]
+    if x.layout is None or x.layout.dim >= x.meta.dim() - len(call.argument("pad")) // 2:
+        return None
+    return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
+
+
+def _upsample_backward(call: Call) -> Recipe | None:
+    """Told the shape of the input, the samples included."""
+    grad = call.tensors[0]
+    if grad.layout is None or grad.layout.dim != 0:
+        return None
+    layout = grad.layout
+    size = list(call.argument("input_size"))
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        args, kwargs = call.replaced(input_size=[layout.rows(part.samples), *size[1:]])
+        return call.func(tensors[0], *args[1:], **kwargs)
+
+    return Recipe([Operand(grad, layout)], [layout], run)
+
+
+def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], Recipe | None]:
+    """Works on the last dimensions, and on every leading index alike (matrix functions, transforms)."""
+
+    def rule(call: Call) -> Recipe | None:
+        first = next((value for value in call.tensors if value.layout is not None), None)
+        if first is None or first.layout is None or first.layout.dim >= first.meta.dim() - count:
+            return None
+        return _all_alike(call, first.layout, [first.layout] * outputs)
+
+    return rule
+
+
+_MAXIMUM, _MINIMUM = lambda: Folded(torch.maximum), lambda: Folded(torch.minimum)
+
+RULES: dict[Any, Callable[[Call], Recipe | None]] = {
+    aten.sum: _reduction(Sums),
+    aten.nansum: _reduction(Sums),
+    aten.count_nonzero: _reduction(Sums),
+    aten.amax: _reduction(_MAXIMUM),
+    aten.amin: _reduction(_MINIMUM),
+    aten.max.default: _reduction(_MAXIMUM),
+    aten.min.default: _reduction(_MINIMUM),
+    aten.prod: _reduction(lambda: Folded(torch.mul)),
+    aten.any: _reduction(lambda: Folded(torch.logical_or)),
+    aten.all: _reduction(lambda: Folded(torch.logical_and)),
+    aten.max.dim: _extreme_with_index,
+    aten.min.dim: _extreme_with_index,
+    aten.median.dim: _extreme_with_index,
+    aten.nanmedian.dim: _extreme_with_index,
+    aten.mode: _extreme_with_index,
+    aten.kthvalue: _extreme_with_index,
+    aten.var.correction: _moments,
+    aten.std.correction: _moments,
+    aten.var_mean.correction: _moments,
+    aten.std_mean.correction: _moments,
+    aten.linalg_vector_norm: _vector_norm,
+    aten._softmax: _per_sample(),
+    aten._log_softmax: _per_sample(),
+    aten._safe_softmax: _per_sample(),
+    aten._softmax_backward_data: _per_sample(),
+    aten._log_softmax_backward_data: _per_sample(),
+    aten.cumsum: _per_sample(),
+    aten.cumprod: _per_sample(),
+    aten.logcumsumexp: _per_sample(),
+    aten.cummax: _per_sample(2),
+    aten.cummin: _per_sample(2),
+    aten.sort: _per_sample(2),
+    aten.topk: _per_sample(2),
+    aten.argsort: _per_sample(),
+    aten.flip: _per_sample(name="dims"),
+    aten.roll: _per_sample(name="dims"),
+    aten.glu: _per_sample(),
+    aten.glu_backward: _per_sample(),
+    aten.renorm: _per_sample(),
+    aten.tril: _last_dims(2),
+    aten.triu: _last_dims(2),
+    aten.linalg_inv_ex: _last_dims(2, 2),
+    aten._fft_r2c: _per_sample(),
+    aten._fft_c2r: _per_sample(),
+    aten._fft_c2c: _per_sample(),
+    aten._cdist_forward: _distances,
+    aten.native_layer_norm: _layer_norm,
+    aten.native_group_norm: _group_norm,
+    aten.native_group_norm_backward: _group_norm_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention(2),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(3),
+    aten._fused_rms_norm: _layer_norm,
+    aten.native_layer_norm_backward: _layer_norm_backward,
+    aten._fused_rms_norm_backward: _layer_norm_backward,
+    aten.nll_loss_forward: _nll_loss_forward,
+    aten.nll_loss2d_forward: _nll_loss_forward,
+    aten.gather: _gather,
+    aten.scatter: _gather,
+    aten.scatter_add: _gather,
+    aten.scatter_reduce: _gather,
+    aten.index_select: _index_select,
+    aten.constant_pad_nd: _constant_pad,
+    aten.upsample_nearest1d_backward: _upsample_backward,
+    aten.upsample_nearest2d_backward: _upsample_backward,
+    aten.upsample_nearest3d_backward: _upsample_backward,
+    aten._upsample_nearest_exact1d_backward: _upsample_backward,
+    aten._upsample_nearest_exact2d_backward: _upsample_backward,
+    aten.upsample_linear1d_backward: _upsample_backward,
+    aten.upsample_bilinear2d_backward: _upsample_backward,
+    aten.upsample_trilinear3d_backward: _upsample_backward,
+    aten.upsample_bicubic2d_backward: _upsample_backward,
+    aten.argmax: _reduction(Sums),
+    aten.argmin: _reduction(Sums),
+}
+
+
+def _argument_extreme(call: Call) -> Recipe | None:
+    value = call.tensors[0]
+    dim = call.argument("dim")
+    if value.layout is None or dim is None or dim % value.meta.dim() == value.layout.dim:
+        return None
+    output = _after(value.layout, _dims(call), bool(call.argument("keepdim", False)))
+    return Recipe([Operand(value, value.layout)], [output], filled(call))
+
+
+RULES[aten.argmax] = RULES[aten.argmin] = _argument_extreme

@@ -1,0 +1,105 @@
+"""How operators act along the batch: a row of the table, a rule of their own, or elementwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .calls import Call, Recipe, filled
+from .reduce_rules import RULES as REDUCTIONS
+from .shape_rules import RULES as SHAPES
+from .table import ROWS
+from .values import Operand, Value
+
+Rule = Callable[[Call], "Recipe | None"]
+OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS}
+
+
+def find(call: Call) -> Recipe | None:
+    """Return how to do a call micro-batch by micro-batch, or None if no rule knows.
+
+    The operands of the recipe may be values that have a layout, to be read whole: these have to be gathered.
+    """
+    func = call.func
+    own = OWN.get(func) or OWN.get(func.overloadpacket)
+    if own is not None:
+        recipe = own(call)
+        if recipe is not None:
+            return recipe
+    rows = ROWS.get(func) or ROWS.get(func.overloadpacket)
+    if rows is not None:
+        return _by_row(call, rows)
+    if torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
+        return elementwise(call)
+    return None
+
+
+# -- rows of the table --------------------------------------------------------------------------------------
+
+
+def _by_row(call: Call, rows: list[tuple[str, str]]) -> Recipe | None:
+    """Take the row that needs the fewest bytes gathered."""
+    best: tuple[int, Recipe] | None = None
+    for inputs, outputs in rows:
+        found = _fit(call, inputs, outputs)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+    return None if best is None else best[1]
+
+
+def _fit(call: Call, inputs: str, outputs: str) -> tuple[int, Recipe] | None:
+    codes = inputs.ljust(len(call.tensors), "_")
+    # Layouts of the values that the row takes by micro-batch: they have to agree.
+    layouts = [
+        value.layout
+        for code, value in zip(codes, call.tensors, strict=False)
+        if code != "_" and value.layout is not None and value.layout.dim == int(code)
+    ]
+    if not layouts or len({layout[1:] for layout in layouts}) > 1:
+        return None
+    common, gathered, operands = layouts[0], 0, []
+    rows = common.rows(call.samples)
+    for code, value in zip(codes, call.tensors, strict=False):
+        if code == "_":
+            if value.layout is not None:
+                gathered += value.nbytes
+            operands.append(Operand(value, None))
+            continue
+        layout = common.at(int(code))
+        if value.layout != layout and value.layout is not None:
+            gathered += value.nbytes
+        if value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows:
+            return None
+        operands.append(Operand(value, layout))
+    kinds = [None if code == "+" else common.at(int(code)) for code in outputs]
+    return gathered, Recipe(operands, kinds, filled(call))
+
+
+# -- elementwise --------------------------------------------------------------------------------------------
+
+
+def elementwise(call: Call) -> Recipe | None:
+    """Broadcast, and cut what has as many rows as the batch."""
+    dims = max((value.meta.dim() for value in call.tensors), default=0)
+    leading = _leading(call)
+    if leading is None or leading.layout is None:
+        return None
+    from_end = leading.layout.dim - leading.meta.dim()
+    rows = leading.layout.rows(call.samples)
+    operands = []
+    for value in call.tensors:
+        dim = value.meta.dim() + from_end
+        if dim < 0 or (value.meta.shape[dim] == 1 != rows):
+            operands.append(Operand(value, None))
+        else:
+            operands.append(Operand(value, leading.layout.at(dim)))
+    output = leading.layout.at(dims + from_end)
+    return Recipe(operands, [output], filled(call), light=True)
+
+
+def _leading(call: Call) -> Value | None:
+    """The largest value with a layout: the others are gathered if theirs is another."""
+    batch = [value for value in call.tensors if value.layout is not None]
+    return max(batch, key=lambda value: (value.meta.numel(), value.meta.dim()), default=None)

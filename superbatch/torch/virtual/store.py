@@ -1,0 +1,93 @@
+"""Where rows are kept that a later sweep reads: on the device up to a budget, then in the host's memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .layout import Part
+
+
+class Store:
+    """Counts what is kept, and decides where.
+
+    Args:
+        parts: number of micro-batches.
+        device: where the rows are worked out.
+        budget: most bytes that stay there; None: all do. On a CPU both places are the same memory, and what
+            is beyond the budget is only counted as the host's.
+
+    Attributes:
+        on_device, on_host: bytes that are kept now.
+        most_on_device, most_on_host: the most at a time.
+    """
+
+    def __init__(self, parts: int, device: torch.device, budget: int | None) -> None:
+        self.parts = parts
+        self._device = device
+        self._budget = budget
+        self.on_device = self.on_host = 0
+        self.most_on_device = self.most_on_host = 0
+
+    def keep(self, piece: Tensor) -> tuple[Tensor, bool]:
+        """Return the rows, where they are to be kept, and whether that is the host."""
+        # A slice would keep alive all that it is a slice of.
+        if piece.untyped_storage().nbytes() > 2 * piece.nbytes:
+            piece = piece.clone()
+        host = self._budget is not None and self.on_device + piece.nbytes > self._budget
+        if host:
+            self.on_host += piece.nbytes
+            self.most_on_host = max(self.most_on_host, self.on_host)
+            if self._device.type != "cpu":
+                kept = torch.empty_like(piece, device="cpu", pin_memory=self._device.type == "cuda")
+                piece = kept.copy_(piece, non_blocking=True)
+        else:
+            self.on_device += piece.nbytes
+            self.most_on_device = max(self.most_on_device, self.on_device)
+        return piece, host
+
+    def fetch(self, piece: Tensor) -> Tensor:
+        """Return rows that were kept, on the device."""
+        return piece.to(self._device, non_blocking=True)
+
+    def forget(self, piece: Tensor, host: bool) -> None:
+        """Count rows that are kept no longer."""
+        if host:
+            self.on_host -= piece.nbytes
+        else:
+            self.on_device -= piece.nbytes
+
+
+class Kept:
+    """Rows of a value that were worked out and kept, by micro-batch.
+
+    Args:
+        store: where.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pieces: list[tuple[Tensor, bool] | None] = [None] * store.parts
+
+    def put(self, part: Part, piece: Tensor) -> None:
+        """Keep the rows of a micro-batch."""
+        self._pieces[part.number] = self._store.keep(piece)
+
+    def get(self, part: Part) -> Tensor:
+        """Return the rows."""
+        kept = self._pieces[part.number]
+        assert kept is not None
+        return self._store.fetch(kept[0])
+
+    def drop(self, part: Part) -> None:
+        """Forget the rows: nothing reads them again."""
+        kept = self._pieces[part.number]
+        if kept is not None:
+            self._store.forget(*kept)
+        self._pieces[part.number] = None
+
+    def __del__(self) -> None:
+        """Count what is let go with the value."""
+        for kept in self._pieces:
+            if kept is not None:
+                self._store.forget(*kept)

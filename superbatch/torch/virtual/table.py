@@ -1,0 +1,105 @@
+"""The table of operators: where the samples are in what they take, and in what they give.
+
+One character for each tensor, in the order of the operator's arguments: a digit is the dimension of the
+samples, ``_`` a tensor that is used whole, ``+`` a result that is summed over the samples. The row that needs
+the fewest bytes gathered is used. `tests/torch/virtual` holds each row against the operator on whole tensors.
+
+The operators of CUDA (``cudnn_*``, flash and efficient attention, fused cells) are here by their schemas, and
+were never run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten: Any = torch.ops.aten
+
+_TABLE = """
+mm                                      0_ 0     _1 1     10 +
+bmm                                     00 0     1_ 1     _2 2     21 +
+addmm                                   _0_ 0    00_ 0
+baddbmm                                 000 0
+mv                                      0_ 0     10 +
+dot                                     00 +
+linear                                  0__ 0
+linear_backward                         00_ 0++
+convolution                             0__ 0
+_convolution                            0__ 0
+convolution_backward                    00_ 0++
+mkldnn_convolution                      0__ 0
+cudnn_convolution                       0_ 0
+cudnn_convolution_transpose             0_ 0
+embedding                               _0 0     _1 1
+embedding_dense_backward                00 +     11 +
+max_pool2d_with_indices                 0 00
+max_pool2d_with_indices_backward        000 0
+max_pool3d_with_indices                 0 00
+max_pool3d_with_indices_backward        000 0
+_adaptive_avg_pool2d                    0 0
+_adaptive_avg_pool2d_backward           00 0
+_adaptive_avg_pool3d                    0 0
+_adaptive_avg_pool3d_backward           00 0
+adaptive_max_pool2d                     0 00
+adaptive_max_pool2d_backward            000 0
+adaptive_max_pool3d                     0 00
+adaptive_max_pool3d_backward            000 0
+avg_pool2d                              0 0
+avg_pool2d_backward                     00 0
+avg_pool3d                              0 0
+avg_pool3d_backward                     00 0
+upsample_nearest1d                      0 0
+upsample_nearest2d                      0 0
+upsample_nearest3d                      0 0
+_upsample_nearest_exact1d               0 0
+_upsample_nearest_exact2d               0 0
+_upsample_nearest_exact3d               0 0
+upsample_linear1d                       0 0
+upsample_bilinear2d                     0 0
+upsample_trilinear3d                    0 0
+upsample_bicubic2d                      0 0
+_upsample_bilinear2d_aa                 0 0
+_upsample_bicubic2d_aa                  0 0
+grid_sampler_2d                         00 0
+grid_sampler_2d_backward                000 00
+grid_sampler_3d                         00 0
+grid_sampler_3d_backward                000 00
+pixel_shuffle                           0 0
+pixel_unshuffle                         0 0
+channel_shuffle                         0 0
+reflection_pad1d                        0 0
+reflection_pad2d                        0 0
+reflection_pad3d                        0 0
+replication_pad1d                       0 0
+replication_pad2d                       0 0
+replication_pad3d                       0 0
+reflection_pad1d_backward               00 0
+reflection_pad2d_backward               00 0
+reflection_pad3d_backward               00 0
+replication_pad1d_backward              00 0
+replication_pad2d_backward              00 0
+replication_pad3d_backward              00 0
+im2col                                  0 0
+col2im                                  0 0
+nll_loss2d_backward                     000__ 0    _00__ 0
+nll_loss_backward                       000__ 0    _00__ 0
+_fused_rms_norm                         0_ 00
+_prelu_kernel                           0_ 0
+_prelu_kernel_backward                  00_ 00
+_thnn_fused_lstm_cell                   000__ 000
+_thnn_fused_gru_cell                    000__ 00
+"""
+
+
+def _parse(text: str) -> dict[Any, list[tuple[str, str]]]:
+    rows: dict[Any, list[tuple[str, str]]] = {}
+    for line in text.split("\n"):
+        words = line.split()
+        if len(words) < 3 or not hasattr(aten, words[0]):  # another release of torch may lack it
+            continue
+        rows[getattr(aten, words[0])] = list(zip(words[1::2], words[2::2], strict=True))
+    return rows
+
+
+ROWS = _parse(_TABLE)

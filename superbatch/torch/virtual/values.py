@@ -1,0 +1,208 @@
+"""What is recorded: values, and the operations that make them.
+
+A `Value` stands for a tensor of the whole batch. It has a layout if it is worked out micro-batch by
+micro-batch, and none if it is whole: a parameter, a statistic of all samples, the loss. A `Node` is one
+operation: values in, values out, and a function that works out the rows of one micro-batch.
+
+A value keeps its node alive, and a node its inputs; nodes know their outputs weakly. So what no tensor of the
+program and no later operation needs is gone, without anybody's count of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...report.coupling import Meeting
+from .layout import Layout, Part, cut
+
+
+class Handle:
+    """Held by every tensor of the program that shows a value: while it lives, the value may be asked for."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
+
+
+class Pieces(Protocol):
+    """The rows of each micro-batch of a value that is there."""
+
+    def get(self, part: Part) -> Tensor:
+        """Return the rows of a micro-batch, on the device."""
+        ...
+
+
+class Sliced(NamedTuple):
+    """Pieces of a tensor that is there whole, on the device or on the host."""
+
+    tensor: Tensor
+    layout: Layout
+    device: torch.device
+
+    def get(self, part: Part) -> Tensor:
+        """Cut the rows out, and copy them to the device."""
+        return cut(self.tensor, self.layout, part).to(self.device, non_blocking=True)
+
+
+class Value:
+    """A tensor of the whole batch.
+
+    Attributes:
+        meta: its shape, strides and dtype, as a tensor without memory.
+        device: where it is worked with.
+        layout: where its samples are; None if it is whole.
+        node: what makes it; None if it is given, or kept.
+        index: which output of the node.
+        whole: the tensor itself, where it is there in one piece.
+        pieces: its rows by micro-batch, where they are there.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_handle",
+        "device",
+        "gathered",
+        "index",
+        "layout",
+        "meta",
+        "node",
+        "pieces",
+        "version",
+        "whole",
+    )
+
+    def __init__(self, meta: Tensor, device: torch.device, layout: Layout | None = None) -> None:
+        self.meta = meta
+        self.device = device
+        self.layout = layout
+        self.node: Node | None = None
+        self.index = 0
+        self.whole: Tensor | None = None
+        self.pieces: Pieces | None = None
+        self.version: int | None = None
+        self.gathered: weakref.ref[Value] | None = None
+        self._handle: weakref.ref[Handle] | None = None
+
+    @property
+    def there(self) -> bool:
+        """Whether it need not be worked out."""
+        return self.whole is not None or self.pieces is not None
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether a tensor of the program shows it."""
+        return self._handle is not None and self._handle() is not None
+
+    def handle(self) -> Handle:
+        """Return what a tensor of the program has to hold."""
+        handle = None if self._handle is None else self._handle()
+        if handle is None:
+            handle = Handle(self)
+            self._handle = weakref.ref(handle)
+        return handle
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.meta.numel() * self.meta.element_size()
+
+
+class Operand(NamedTuple):
+    """What an operation reads of a value.
+
+    Attributes:
+        value: which.
+        layout: rows of the micro-batch; None: all of it.
+    """
+
+    value: Value
+    layout: Layout | None
+
+
+class Reduction(Protocol):
+    """How whole outputs come from those of the micro-batches."""
+
+    def add(self, part: Part, outputs: list[Any]) -> None:
+        """Take the outputs of one micro-batch; they come in order."""
+        ...
+
+    def result(self) -> list[Any]:
+        """Return the outputs for all samples."""
+        ...
+
+
+Run = Callable[[Part, list[Tensor]], Any]
+_serial = itertools.count()
+
+
+class Node:
+    """One operation.
+
+    Attributes:
+        name: of the operator.
+        serial: a number that grows; inputs have smaller ones.
+        operands: what it reads.
+        run: works out the outputs for one micro-batch; a tuple if `outputs` has several.
+        outputs: the values, weakly: None once nobody needs one.
+        layouts: of each output; None: whole.
+        reduce: makes a `Reduction` of the whole outputs; None if there are none, or if it runs once.
+        once: it reads whole values only, and runs once.
+        view: its output takes no memory of its own.
+        light: about as fast as reading its inputs, so that it may be done again.
+        gathers: it puts a whole tensor together; "unknown": because an operator has no rule.
+        where: path of the module that it belongs to.
+        backward: it belongs to a backward pass.
+    """
+
+    __slots__ = (
+        "backward",
+        "gathers",
+        "layouts",
+        "light",
+        "name",
+        "once",
+        "operands",
+        "outputs",
+        "reduce",
+        "run",
+        "serial",
+        "view",
+        "where",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        operands: Sequence[Operand],
+        run: Run,
+        outputs: Sequence[Value],
+        *,
+        reduce: Callable[[], Reduction] | None = None,
+        once: bool = False,
+        view: bool = False,
+        light: bool = False,
+        gathers: Meeting | None = None,
+        where: str = "",
+    ) -> None:
+        self.name = name
+        self.serial = next(_serial)
+        self.operands = tuple(operands)
+        self.run = run
+        self.outputs = [weakref.ref(value) for value in outputs]
+        self.layouts = [value.layout for value in outputs]
+        self.reduce = reduce
+        self.once = once
+        self.view = view
+        self.light = light
+        self.gathers: Meeting | None = gathers
+        self.where = where
+        self.backward = torch._C._current_graph_task_id() != -1
+        for index, value in enumerate(outputs):
+            value.node, value.index = self, index
