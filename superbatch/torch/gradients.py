@@ -19,7 +19,7 @@ itself, or its float32 master copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -172,7 +172,7 @@ def foreign_gradient(name: str) -> WindowError:
     )
 
 
-def unshare(owned: list[Owned]) -> None:
+def unshare(parameters: Iterable[Tensor]) -> None:
     """Give each parameter a gradient of its own.
 
     Autograd hands one tensor to two parameters whose sum it went through; the next micro-batch would be added
@@ -180,12 +180,12 @@ def unshare(owned: list[Owned]) -> None:
     it twice.
     """
     seen: set[int] = set()
-    for entry in owned:
-        gradient = entry.parameter.grad
+    for parameter in parameters:
+        gradient = parameter.grad
         if gradient is not None:
             place = (gradient._values() if gradient.is_sparse else gradient).untyped_storage().data_ptr()
             if place in seen and place:
-                entry.parameter.grad = gradient.clone()
+                parameter.grad = gradient.clone()
             seen.add(place)
 
 

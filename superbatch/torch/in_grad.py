@@ -40,7 +40,7 @@ class InGrad:
             gradient = self._factors[key] = torch.full_like(loss, factor, requires_grad=False)
         run_backward(loss, gradient, self.inputs, retain_graph=retain_graph)
         if not self._unshared:
-            unshare(self._owned)
+            unshare(entry.parameter for entry in self._owned)
             self._unshared = True
         self._marks.set()
 

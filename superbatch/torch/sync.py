@@ -10,7 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,19 +25,27 @@ BUCKET_BYTES = 25 << 20  # as DDP's default: large enough for bandwidth, small e
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share a batch: the process group of the models' DDP wrappers, or this process alone."""
+    """The ranks that share a batch: those of a process group, or this process alone.
+
+    Attributes:
+        wrappers: the models' DDP wrappers.
+        group: their process group, or one that was named; None: this process alone.
+        device: where numbers are exchanged.
+    """
 
     wrappers: tuple[DistributedDataParallel, ...]
+    group: Any = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def count(self) -> int:
         """Number of ranks."""
-        return dist.get_world_size(self.wrappers[0].process_group) if self.wrappers else 1
+        return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def index(self) -> int:
         """Number of this rank."""
-        return dist.get_rank(self.wrappers[0].process_group) if self.wrappers else 0
+        return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def shared(self) -> bool:
@@ -63,10 +72,9 @@ class Ranks:
         """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53)."""
         if not self.shared:
             return list(numbers)
-        device = next(iter(self.wrappers[0].parameters())).device
-        dtype = torch.float64 if device.type != "mps" else torch.float32
-        total = torch.tensor(list(numbers), dtype=dtype, device=device)
-        dist.all_reduce(total, group=self.wrappers[0].process_group)
+        dtype = torch.float64 if self.device.type != "mps" else torch.float32
+        total = torch.tensor(list(numbers), dtype=dtype, device=self.device)
+        dist.all_reduce(total, group=self.group)
         return total.tolist()
 
     def first(self, number: int) -> int:
@@ -92,8 +100,16 @@ class Ranks:
     def sum_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor's sum over the ranks (in place)."""
         if self.shared:
-            dist.all_reduce(tensor, group=self.wrappers[0].process_group)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def gather(self, message: Any) -> list[Any]:
+        """Return what each rank sends, any object that can be pickled, in the order of the ranks."""
+        if not self.shared:
+            return [message]
+        messages: list[Any] = [None] * self.count
+        dist.all_gather_object(messages, message, group=self.group)
+        return messages
 
     def sum_gradients(
         self, gradients: list[Tensor | None], zeros: Callable[[int], Tensor]
@@ -110,13 +126,12 @@ class Ranks:
             _present(zeros(index) if gradient is None else gradient, ranks) if ranks else None
             for index, (gradient, ranks) in enumerate(zip(gradients, held, strict=True))
         ]
-        group = self.wrappers[0].process_group
         for gradient in summed:
             if gradient is not None and gradient.is_sparse:
-                dist.all_reduce(gradient, group=group)
+                dist.all_reduce(gradient, group=self.group)
         for bucket in buckets([g for g in summed if g is not None and not g.is_sparse]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat, group=group)
+            dist.all_reduce(flat, group=self.group)
             for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(total.view_as(gradient))
         return summed
@@ -139,8 +154,12 @@ def _present(gradient: Tensor, ranks: float) -> Tensor:
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
-def find_ranks(models: Iterable[nn.Module]) -> Ranks:
+def find_ranks(models: Iterable[nn.Module], group: Any = None) -> Ranks:
     """Return the ranks over which the models are replicated.
+
+    Args:
+        models: those that share a batch.
+        group: the process group, where the models are not wrapped in DDP; None: that of their wrappers.
 
     Raises:
         InputError: the models' DDP wrappers use different process groups, or parameters are sharded.
@@ -152,7 +171,8 @@ def find_ranks(models: Iterable[nn.Module]) -> Ranks:
         for module in model.modules()
         if isinstance(module, DistributedDataParallel)
     )
-    if len({id(wrapper.process_group) for wrapper in wrappers}) > 1:
+    groups = [wrapper.process_group for wrapper in wrappers] + [group] * (group is not None)
+    if len(set(map(id, groups))) > 1:
         raise InputError(
             explain(
                 "models wrapped in DDP over different process groups",
@@ -171,7 +191,7 @@ def find_ranks(models: Iterable[nn.Module]) -> Ranks:
                         "wrap the model in DistributedDataParallel",
                     )
                 )
-    if not wrappers and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if not groups and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
             f"{dist.get_world_size()} ranks are initialised, but no model given to the Accumulator is "
             f"wrapped in "
@@ -181,7 +201,8 @@ def find_ranks(models: Iterable[nn.Module]) -> Ranks:
             UserWarning,
             stacklevel=3,
         )
-    return Ranks(wrappers)
+    first = next((parameter for model in wrappers or models for parameter in model.parameters()), None)
+    return Ranks(wrappers, *groups[:1], device=torch.device("cpu") if first is None else first.device)
 
 
 def buckets(tensors: list[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
