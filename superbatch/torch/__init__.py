@@ -5,6 +5,7 @@ from ..split import TokenBudget as TokenBudget
 from ..window import Window as Window
 from ..window import windows as windows
 from .accumulator import Accumulator as Accumulator
+from .cached import cached_gradients as cached_gradients
 from .in_flight import WindowInFlight as WindowInFlight
 from .limits import memory_limit as memory_limit
 from .masters import fp32_masters as fp32_masters
