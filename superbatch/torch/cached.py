@@ -17,7 +17,9 @@ Limited Setup", arXiv:2101.06983.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ from ..split import TokenBudget
 from .encoders import Encode, Encoder, all_models, as_encoders
 from .new_gradients import NewGradients, leaves_of, outside_autocast
 from .one_pass import OnePass, refuse_batch_statistics
-from .snapshot import BufferKeeper, random_state, restore_random_state
+from .replay import Replay
+from .snapshot import BufferKeeper
 from .sync import Ranks, find_ranks
 
 
@@ -36,7 +39,7 @@ def cached_gradients(
     encode: Encode | Mapping[str, Encode],
     loss_fn: Callable[[Any], Tensor],
     batch: Any,
-    microbatch_size: int | TokenBudget | Mapping[str, int | TokenBudget],
+    microbatch_size: int | TokenBudget | Mapping[str, int | TokenBudget] | None = None,
     *,
     models: nn.Module | list[nn.Module] | tuple[nn.Module, ...] | None = None,
     whole: Collection[str] = (),
@@ -61,8 +64,10 @@ def cached_gradients(
         loss_fn: from the embeddings of all samples, in the same structure (a dict of them for several
             encoders), to one loss of any kind: nothing is averaged afterwards.
         batch: the batch, any nested structure; for several encoders a mapping of the same names.
-            Micro-batches are moved to the device of their encoder.
+            Micro-batches are moved to the device of their encoder. A Window of micro-batches (`windows`) is
+            taken as it is.
         microbatch_size: most samples of a micro-batch, or a TokenBudget; for several encoders also a mapping.
+            None for a Window alone.
         models: every module that takes part. They need not be named where encoders and loss are modules or
             their methods. Parameters outside of modules: ``nn.ParameterList([p])``.
         whole: paths of the batch that every micro-batch gets whole; for several encoders they begin with the
@@ -131,7 +136,8 @@ class _Call:
 
     def run(self) -> Tensor:
         """Make the passes; afterwards everything is as after one forward and backward, or as before."""
-        before, buffers = random_state(self._devices), OnePass(self._models)
+        before, buffers = Replay(self._devices), OnePass(self._models)
+        before.note()
         self._gradients = NewGradients(self._models)
         try:
             with self._ranks.hold_back():
@@ -139,21 +145,26 @@ class _Call:
         except BaseException:
             self._gradients.discard()
             buffers.put_back()
-            restore_random_state(before)
+            before.back_to(0)
             raise
         self._gradients.add()
         return loss
 
     def _passes(self, buffers: OnePass) -> Tensor:
         moved = _together(self._ranks, lambda: self._first_pass(buffers))
-        loss = _together(self._ranks, self._loss_pass)
+        value = _together(self._ranks, self._loss_pass)
+        loss = value.detach()
+        _check_agreement(self._ranks.gather(float(loss)) if self._ranks.shared else [])
         if not torch.is_grad_enabled():
             return loss
-        afterwards, kept = random_state(self._devices), BufferKeeper(self._models if moved else [])
+        _together(self._ranks, partial(self._back_from, value))
+        del value  # and its graph
+        afterwards, kept = Replay(self._devices), BufferKeeper(self._models if moved else [])
+        afterwards.note()
         kept.take()
         _together(self._ranks, self._second_pass)
         kept.restore()
-        restore_random_state(afterwards)
+        afterwards.back_to(0)
         if self._ranks.shared:
             self._gradients.reduce(self._ranks)
         return loss
@@ -172,20 +183,18 @@ class _Call:
         return moved
 
     def _loss_pass(self) -> Tensor:
-        """Step 2."""
+        """Step 2: the loss."""
         parts = [encoder.embeddings for encoder in self._encoders]
         messages = self._ranks.gather([part.message() for part in parts])
         joined = [part.join(self._ranks, [m[i] for m in messages]) for i, part in enumerate(parts)]
         loss = self._loss_fn(
             joined[0] if self._names is None else dict(zip(self._names, joined, strict=True))
         )
-        del joined
         _check_loss(loss)
-        if torch.is_grad_enabled():
-            self._back_from(loss)
-        return loss.detach()
+        return loss
 
     def _back_from(self, loss: Tensor) -> None:
+        """Step 2: its gradient."""
         pieces = [piece for encoder in self._encoders for piece in encoder.embeddings.leaves()]
         for leaf in set(leaves_of([loss])).difference(pieces):
             self._gradients.hold(leaf)
@@ -283,5 +292,17 @@ def _check_loss(loss: Any) -> None:
         raise InputError(
             explain(
                 given, wrong, "return one number computed from the embeddings: a mean or a sum of the losses"
+            )
+        )
+
+
+def _check_agreement(losses: list[float]) -> None:
+    """Every rank takes its part of the gradient of one loss, so they must have computed the same."""
+    if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses if loss == loss):
+        raise InputError(
+            explain(
+                f"losses {losses} of the same embeddings on the ranks that share a batch",
+                "each rank goes back from its own, so the gradients would not be those of one loss",
+                "compute the same loss on every rank: no random numbers, and the same parameters",
             )
         )

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from ..errors import InputError, explain
 from ..split import TokenBudget, positive_int
 from ..tree import map_arrays, take
+from ..window import Window
 from .batches import Paths, microbatches_of
 from .checks import as_models
 from .embeddings import Embeddings, tensors_of
 from .one_pass import OnePass
-from .snapshot import random_state, restore_random_state
+from .replay import Replay
 from .transfer import Transfer
 
 Encode = Callable[[Any], Any]
@@ -30,7 +31,7 @@ class Encoder:
         where: its name, for errors.
         encode: from a micro-batch to embeddings.
         batch: what to split.
-        microbatch_size: most samples of a micro-batch, or a TokenBudget.
+        microbatch_size: most samples of a micro-batch, or a TokenBudget; a Window needs none.
         paths: `whole` and `per_sample` declarations, relative to its batch.
         device: where micro-batches are moved; None: nowhere.
 
@@ -50,11 +51,11 @@ class Encoder:
         where: str,
         encode: Encode,
         batch: Any,
-        microbatch_size: MicrobatchSize,
+        microbatch_size: MicrobatchSize | None,
         paths: Paths,
         device: torch.device | None,
     ) -> None:
-        if not isinstance(microbatch_size, TokenBudget):
+        if not isinstance(microbatch_size, TokenBudget) and not isinstance(batch, Window):
             microbatch_size = positive_int("microbatch_size", microbatch_size)
         _refuse_graph(batch, where)
         self._where, self._encode = where, encode
@@ -62,7 +63,7 @@ class Encoder:
         assert counts is not None
         self._counts, self._paths = counts, paths
         self._transfer = Transfer(device)
-        self._random: list[dict[str, Any]] = []
+        self._replay: Replay | None = None
         self._buffers: OnePass | None = None
         self._last: list[Tensor] = []
         self._kept: Any = None
@@ -90,10 +91,10 @@ class Encoder:
             look: called with the outputs of the first micro-batch that have a graph.
             keep: the graph of the only micro-batch, which then need not be repeated.
         """
-        self._buffers = buffers
+        self._buffers, self._replay = buffers, (replay := Replay(devices))
         for index in range(len(self)):
             buffers.rewind()
-            self._random.append(random_state(devices))
+            replay.note()
             with torch.set_grad_enabled(torch.is_grad_enabled() and not index):
                 output = self._run(index)
             self.embeddings.add(output)
@@ -104,7 +105,7 @@ class Encoder:
                 self._kept = output
             del output  # and its graph, before the next forward
         if buffers.moved and len(self) > 1 and len(set(self._counts)) == 1:
-            self._look_at_fewer(buffers, devices)
+            self._look_at_fewer(buffers, replay)
 
     def take_gradients(self) -> None:
         """Take over what the loss's backward left for each micro-batch, and let the embeddings go."""
@@ -145,25 +146,25 @@ class Encoder:
         if self._kept is not None:
             kept, self._kept = self._kept, None
             return kept
-        assert self._buffers is not None
+        assert self._buffers is not None and self._replay is not None
         self._buffers.rewind()
-        restore_random_state(self._random[index])
+        self._replay.back_to(index)
         return self._run(index)
 
     def _run(self, index: int) -> Any:
         return self._encode(self._transfer.take(self._pieces, index))
 
-    def _look_at_fewer(self, buffers: OnePass, devices: Collection[torch.device]) -> None:
+    def _look_at_fewer(self, buffers: OnePass, replay: Replay) -> None:
         """See whether what buffers become depends on the number of samples, where it is always the same."""
         if self._counts[0] == 1:
             return
-        after = random_state(devices)
+        replay.note()
         buffers.rewind()
-        restore_random_state(self._random[0])
+        replay.back_to(0)
         with torch.no_grad():
             self._encode(take(self._transfer.take(self._pieces, 0), 0, 1, **self._paths))
         buffers.check(-1)
-        restore_random_state(after)
+        replay.back_to(-1)
 
     def _not_repeated(self, what: str) -> InputError:
         return InputError(
@@ -204,7 +205,8 @@ def _refuse_graph(batch: Any, where: str) -> None:
             )
         return leaf
 
-    map_arrays(look, batch)
+    for part in batch if isinstance(batch, Window) else [batch]:
+        map_arrays(look, part)
 
 
 def modules_of(*things: Any) -> list[nn.Module]:
@@ -233,7 +235,7 @@ def all_models(encoders: Iterable[Encode], loss_fn: Any, models: Any) -> list[nn
         models: a module, several, or None where the encoders are modules or methods of modules.
 
     Returns:
-        The modules, each once.
+        The modules, each once, without those that are parts of others.
 
     Raises:
         InputError: an encoder is something else, and no models are named.
@@ -255,7 +257,8 @@ def all_models(encoders: Iterable[Encode], loss_fn: Any, models: Any) -> list[nn
             )
         )
     found = [*named, *modules_of(*encoders, loss_fn)]
-    return list({id(model): model for model in found}.values())
+    parts = {id(part) for model in found for part in model.modules() if part is not model}
+    return list({id(model): model for model in found if id(model) not in parts}.values())
 
 
 def as_encoders(

@@ -138,6 +138,6 @@ def outside_autocast(devices: Iterable[torch.device]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for kind in sorted({"cpu", *(device.type for device in devices)}):
-            if torch.is_autocast_enabled(kind):
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield

@@ -42,7 +42,11 @@ class OnePass:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models = models
+        self._modules = [
+            (_path(number, path), module)
+            for number, model in enumerate(models)
+            for path, module in model.named_modules()
+        ]
         self._keeper = BufferKeeper(models)
         self._keeper.take()
         self._marks = self._mark()
@@ -79,23 +83,21 @@ class OnePass:
     def _changed(self) -> dict[str, Tensor]:
         return {
             path: buffer
-            for path, (module, buffer) in _buffers(self._models).items()
+            for path, (module, buffer) in self._buffers().items()
             # The kernels of normalisations write without moving the version counter.
             if self._marks.get(path) != (id(buffer), buffer._version) or changes_state(module)
         }
 
     def _mark(self) -> dict[str, tuple[int, int]]:
-        return {path: (id(buffer), buffer._version) for path, (_, buffer) in _buffers(self._models).items()}
+        return {path: (id(buffer), buffer._version) for path, (_, buffer) in self._buffers().items()}
 
-
-def _buffers(models: Sequence[nn.Module]) -> dict[str, tuple[nn.Module, Tensor]]:
-    return {
-        _path(number, path, name): (module, buffer)
-        for number, model in enumerate(models)
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
+    def _buffers(self) -> dict[str, tuple[nn.Module, Tensor]]:
+        return {
+            f"{path}.{name}" if path else name: (module, buffer)
+            for path, module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
 
 
 def _path(number: int, *names: str) -> str:

@@ -85,7 +85,7 @@ class RandomKeeper:
         A second normal number that the generator still holds back does not show: then copy it always.
         """
         numpy_random = sys.modules["numpy"].random
-        memory = _mt19937_memory(numpy_random)
+        memory = numpy_memory(numpy_random)
         if memory is None:
             return numpy_random.get_state()
         seen, state = self._numpy
@@ -98,8 +98,19 @@ class RandomKeeper:
 _MT19937_BYTES = 624 * 4 + 4
 
 
-def _mt19937_memory(numpy_random: Any) -> bytes | None:
-    """The bytes of NumPy's global generator, None if it is of another kind."""
+def numpy_memory(numpy_random: Any) -> bytes | None:
+    """Return the bytes of NumPy's global generator, None if it is of another kind.
+
+    Args:
+        numpy_random: the module ``numpy.random``.
+
+    Examples:
+        >>> import numpy
+        >>> before = numpy_memory(numpy.random)
+        >>> _ = numpy.random.rand()
+        >>> numpy_memory(numpy.random) == before
+        False
+    """
     get_bit_generator = getattr(numpy_random, "get_bit_generator", None)  # from NumPy 1.24 on
     bits = None if get_bit_generator is None else get_bit_generator()
     if bits is None or type(bits).__name__ != "MT19937":

@@ -193,8 +193,7 @@ def find_ranks(models: Iterable[nn.Module], group: Any = None) -> Ranks:
                 )
     if not groups and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
-            f"{dist.get_world_size()} ranks are initialised, but no model given to the Accumulator is "
-            f"wrapped in "
+            f"{dist.get_world_size()} ranks are initialised, but no model given is wrapped in "
             "DistributedDataParallel: each rank makes updates of its own. Pass the wrapped model (not "
             "its .module) to "
             "share a batch over the ranks.",

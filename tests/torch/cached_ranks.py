@@ -170,11 +170,25 @@ def a_parameter_outside(rank: int, group: Any) -> dict[str, Any]:
     return {"error": None}
 
 
+def losses_that_differ(rank: int, group: Any) -> dict[str, Any]:
+    """Dropout in the loss: every rank has random numbers of its own."""
+    torch.manual_seed(rank)
+    clip = Clip()
+    torch.manual_seed(rank)
+    dropped = lambda z: clip.loss({name: nn.functional.dropout(x) for name, x in z.items()})  # noqa: E731
+    try:
+        cached_gradients(clip, dropped, part(pairs(13), rank), 3, group=group)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": None}
+
+
 CASES: dict[str, Callable[[int, Any], dict[str, Any]]] = {
     "cached_wrapped": wrapped,
     "cached_in_group": in_group,
     "cached_counted_on_every_rank": counted_on_every_rank,
     "cached_outside": a_parameter_outside,
+    "cached_losses_differ": losses_that_differ,
     **{
         f"cached_fails_{where.replace(' ', '_')}": lambda rank, group, where=where: fails(
             rank, group, where=where

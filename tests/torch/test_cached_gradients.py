@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.split import TokenBudget
-from superbatch.torch import cached_gradients
+from superbatch.torch import cached_gradients, windows
 from superbatch.torch.memory import peak_bytes
 from tests.torch.embedding_tasks import (
     F64,
@@ -174,6 +174,19 @@ def test_sorted_and_trimmed_by_a_token_budget():
     batch["mask"] = batch["mask"].long()
     check([Text()], encode, lambda _, z: info_nce(*z), batch, budget)
     assert len({length for _, length in shapes[1:]}) > 1, "premise: micro-batches are trimmed"
+
+
+def test_a_window_of_micro_batches_from_a_loader():
+    """They are taken as they are, of unequal sizes; the samples are all of theirs."""
+    loader = [
+        {name: x[i : i + size] for name, x in pairs(11).items()} for i, size in ((0, 2), (2, 5), (7, 4))
+    ]
+    (window,) = windows(loader, 3)
+    model = Pair()
+    reference = copy.deepcopy(model)
+    reference.loss(reference.encode(pairs(11))).backward()
+    cached_gradients(model.encode, model.loss, window)
+    assert_same_gradients(gradients(reference), gradients(model))
 
 
 def test_parts_kept_whole_and_lists_by_sample():
@@ -716,7 +729,7 @@ def test_without_shared_negatives_the_gradient_is_another():
 @pytest.mark.parametrize(
     ("name", "replacement", "case"),
     [
-        ("encoders.restore_random_state", lambda state: None, "randomness"),
+        ("encoders.Replay.back_to", lambda self, number: None, "randomness"),
         ("one_pass.OnePass.rewind", lambda self: None, "buffers"),
         ("new_gradients.unshare", lambda tensors: None, "shared"),
         ("cached.torch.clear_autocast_cache", lambda: None, "autocast"),

@@ -94,3 +94,8 @@ def test_embeddings_of_different_forms_are_refused_on_both(results: Any):
 def test_a_parameter_outside_of_all_models_is_refused(results: Any):
     for result in both(results, "outside"):
         assert "models without it" in result["error"]
+
+
+def test_losses_that_differ_between_ranks_are_refused(results: Any):
+    for result in both(results, "losses_differ"):
+        assert "on the ranks that share a batch" in result["error"] and "no random numbers" in result["error"]
