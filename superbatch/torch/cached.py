@@ -151,7 +151,7 @@ class _Call:
         return loss
 
     def _passes(self, buffers: OnePass) -> Tensor:
-        moved = _together(self._ranks, lambda: self._first_pass(buffers))
+        _together(self._ranks, partial(self._first_pass, buffers))
         value = _together(self._ranks, self._loss_pass)
         loss = value.detach()
         _check_agreement(self._ranks.gather(float(loss)) if self._ranks.shared else [])
@@ -159,7 +159,7 @@ class _Call:
             return loss
         _together(self._ranks, partial(self._back_from, value))
         del value  # and its graph
-        afterwards, kept = Replay(self._devices), BufferKeeper(self._models if moved else [])
+        afterwards, kept = Replay(self._devices), BufferKeeper(self._models if buffers.touched() else [])
         afterwards.note()
         kept.take()
         _together(self._ranks, self._second_pass)
@@ -171,16 +171,15 @@ class _Call:
 
     # -- the three steps ------------------------------------------------------------------------------------
 
-    def _first_pass(self, buffers: OnePass) -> bool:
-        """Step 1; returns whether a forward has changed a buffer."""
-        moved, only = False, sum(map(len, self._encoders)) == 1
+    def _first_pass(self, buffers: OnePass) -> None:
+        """Step 1."""
+        only = sum(map(len, self._encoders)) == 1
         for encoder in self._encoders:
             encoder.first_pass(buffers, self._devices, look=self._look, keep=only)
             if buffers.moved:  # the next encoder begins with what this one has left
-                moved, buffers = True, OnePass(self._models)
+                buffers = OnePass(self._models)
         # Weights that autocast has cast without a graph must not be found by the second pass.
         torch.clear_autocast_cache()
-        return moved
 
     def _loss_pass(self) -> Tensor:
         """Step 2: the loss."""

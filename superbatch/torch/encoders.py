@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..containers import is_flat
 from ..errors import InputError, explain
 from ..split import TokenBudget, positive_int
 from ..tree import map_arrays, take
@@ -152,7 +155,7 @@ class Encoder:
         return self._run(index)
 
     def _run(self, index: int) -> Any:
-        return self._encode(self._transfer.take(self._pieces, index))
+        return self._encode(_fresh(self._transfer.take(self._pieces, index)))
 
     def _look_at_fewer(self, buffers: OnePass, replay: Replay) -> None:
         """See whether what buffers become depends on the number of samples, where it is always the same."""
@@ -172,9 +175,22 @@ class Encoder:
                 f"{what} from the second pass of {self._where}",
                 "the cached gradients belong to the first pass, which the second one must repeat",
                 "let encode depend on its micro-batch, the models and the global generators (torch, Python, "
-                "NumPy) alone: no torch.Generator, counter or cache of its own",
+                "NumPy) alone, and leave these as they are: no torch.Generator or counter of its own, no "
+                "operation in place on the micro-batch",
             )
         )
+
+
+def _fresh(node: Any) -> Any:
+    """A micro-batch in containers of its own: what encode takes out of a dict must be there again."""
+    if isinstance(node, dict | UserDict):
+        new = copy.copy(node)
+        for name, value in node.items():
+            new[name] = _fresh(value)
+        return new
+    if type(node) in (list, tuple) and not is_flat(node):
+        return type(node)(map(_fresh, node))
+    return list(node) if type(node) is list else node
 
 
 def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:

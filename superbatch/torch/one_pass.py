@@ -55,9 +55,13 @@ class OnePass:
 
     def rewind(self) -> None:
         """Put the buffers back as they were, if they are not."""
-        if self.moved:
+        if self.touched():
             self._keeper.restore()
             self._marks = self._mark()
+
+    def touched(self) -> bool:
+        """Whether a buffer has been written since it was as at the start, by whomever."""
+        return self._mark() != self._marks
 
     def put_back(self) -> None:
         """Put the buffers back as they were, whatever happened."""

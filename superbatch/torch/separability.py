@@ -31,7 +31,10 @@ from .resample import change_floats, same_values, select
 from .untouched import seed_all
 
 _SEED = 0
-_COUPLED_LOSS = "use the whole batch as one micro-batch, or a loss that is a weighted mean over samples"
+_COUPLED_LOSS = (
+    "use cached_gradients if the loss is one over embeddings, the whole batch as one micro-batch, or a loss "
+    "that is a weighted mean over samples"
+)
 
 
 class Mixed(NamedTuple):

@@ -411,6 +411,62 @@ def test_a_loss_that_changes_embeddings_in_place():
         check([tower()], lambda m, b: {"a": m[0](b), "b": m[0](b * 2)}, loss, normal(7, 6), size)
 
 
+def test_an_encoder_that_empties_its_micro_batch():
+    """`labels = batch.pop("labels")`: they are there again in the second pass, and in the caller's batch."""
+
+    def encode(m: Any, b: Any) -> Any:
+        label = b["rest"].pop("label")
+        return m[0](b.pop("x")), label, b["rest"]["names"].pop()["n"] * torch.ones(len(label))
+
+    batch = {"x": normal(7, 6), "rest": {"label": torch.arange(7), "names": [{"n": n} for n in range(7)]}}
+    model = tower()
+    for _ in range(2):
+        cached_gradients(
+            lambda b: encode([model], b),
+            lambda z: nn.functional.cross_entropy(z[0], z[1] % 4),
+            batch,
+            3,
+            models=model,
+            per_sample=["rest.names"],
+        )
+    assert sorted(batch) == ["rest", "x"] and len(batch["rest"]["names"]) == 7
+    assert model[0].weight.grad is not None and model[0].weight.grad.any()
+
+
+def test_an_encoder_that_writes_to_its_micro_batch_is_noticed():
+    model = tower()
+    refused(
+        InputError,
+        "in place on the micro-batch",
+        lambda b: model(b.mul_(2)),
+        ring,
+        normal(7, 6),
+        models=model,
+    )
+
+
+def test_a_buffer_that_the_loss_writes_and_the_encoder_reads():
+    """As the large batch's forward, the second pass must see it as it was before the loss."""
+
+    class Centred(nn.Module):
+        centre: Tensor
+        tower: nn.Module
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = tower()
+            self.register_buffer("centre", normal(4, seed=9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.tower(x) - self.centre)
+
+    def loss(m: Any, z: Tensor) -> Tensor:
+        m[0].centre.lerp_(z.detach().mean(0), 0.5)
+        return ring(z)
+
+    check([Centred()], lambda m, b: m[0](b), loss, normal(7, 6), 3)
+
+
 def test_batches_that_are_not_contiguous():
     batch = (normal(6, 7).T, normal(7, 12)[:, ::2], normal(1, 6).expand(7, 6))
     check([tower()], lambda m, b: [m[0](x + b[2]) for x in b[:2]], lambda _, z: info_nce(*z), batch, 3)
