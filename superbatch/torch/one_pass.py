@@ -46,6 +46,7 @@ class OnePass:
             (_path(number, path), module)
             for number, model in enumerate(models)
             for path, module in model.named_modules()
+            if module._buffers  # this is walked for every micro-batch
         ]
         self._keeper = BufferKeeper(models)
         self._keeper.take()
