@@ -54,7 +54,8 @@ def cached_gradients(
     stays and is added to. An error leaves gradients, buffers and random state as before the call. Under
     ``torch.no_grad()`` the loss alone is computed.
 
-    Each sample must be encoded by itself: BatchNorm in training mode is refused. Buffers and random state are
+    Each sample must be encoded by itself: BatchNorm in training mode is refused, mixing by hand is not seen
+    (`verify` finds it). Buffers and random state are
     left as by one forward; every micro-batch sees the buffers as they were before it, as in the large batch.
 
     Args:
