@@ -127,7 +127,6 @@ class AutoSize:
             self._room.look(known)
         self._samples, self._place = samples, 0
         self._planned = self._sizes(samples)
-        known.used = max(self._planned)
         return list(self._planned)
 
     def rest(self, left: int) -> list[int] | None:
@@ -140,7 +139,6 @@ class AutoSize:
         if new == self._planned:
             return None
         self._planned = new
-        known.used = max(new)
         return list(new)
 
     def measure(self, samples: int) -> AbstractContextManager[None]:
@@ -150,8 +148,7 @@ class AutoSize:
         self._place += 1
         if known is None:
             return nullcontext()
-        seen = samples in known.runs or len(known.runs) >= _MOST_SIZES
-        if self._is_steady(known) and seen and not self._is_due():
+        if self._is_steady(known) and _is_seen(known, samples) and not self._is_due():
             return nullcontext()
         if known.how == "small real runs" and not known.needed:
             return self._room.probed(known, samples, first=first)
@@ -205,6 +202,7 @@ class AutoSize:
             return None
         most = min(self._room.largest(known), self._smaller.most or self._samples, self._samples)
         chosen, why = self._choice(known, most)
+        dared = self._room.reach(known, iter(self._known.values()))
         return MemoryReport(
             device=str(self._device),
             how=known.how,
@@ -212,7 +210,7 @@ class AutoSize:
             error=known.curve.error,
             measured=tuple(Measured(samples, size) for samples, size in sorted(known.measured.items())),
             limit=limit,
-            largest=min(self._room.largest_alone(known), self._smaller.most or self._samples, self._samples),
+            largest=min(most, dared),  # a batch of so many samples would be run in one piece
             chosen=chosen,
             why=why,
         )
@@ -224,37 +222,28 @@ class AutoSize:
         known = self._here
         assert known is not None
         self._target = 0
-        most = min(self._smaller.most or self._samples, self._samples, self._room.largest(known))
+        room = self._room.largest(known)
+        size = min(room, self._smaller.most or self._samples, self._samples)
         if known.how == "small real runs" and not known.needed:
             return _begin_with(min(left, self._next_probe(known)), left, left)
-        allowed = max(
-            self._room.reach(known, iter(self._known.values())), min(known.tried, max(most, known.size))
-        )
+        allowed = self._room.reach(known, iter(self._known.values()))
         if self._compiled:
             # Each size compiles anew: one guess that is safe, and it stays.
-            self._settle(known, known.size or min(allowed, near_equal(left, most)[0]))
+            self._settle(known, known.size or min(allowed, near_equal(left, size)[0]))
             return near_equal(left, min(known.size, self._smaller.most or left))
-        size = most
         if self._mode == "fastest":
             # Of the whole window, not of its rest: what is left may be less than any size worth a thought.
-            best = min(self._smaller.most or self._samples, self._room.largest(known))
-            size, trial = self._fastest(known, best, allowed)
+            size, trial = self._fastest(known, min(self._smaller.most or self._samples, room), allowed)
             if trial and left >= 0.75 * trial:
                 self._target = trial
                 return _begin_with(min(trial, left), left, size)
-        elif not known.size:
-            later = near_equal(self._samples, most)[0]
-            if known.tried > later or (known.tried == later and known.runs.get(later, 2) > 1):
-                self._settle(known, most)
-        if known.size:  # it stays until it no longer fits (`Room` says so), whatever is estimated meanwhile
-            size = min(known.size, self._smaller.most or known.size, self._samples)
-        later = near_equal(self._samples, size)[0]
-        if left < self._samples and later <= allowed:
-            return _equal(left, later)
-        pieces = near_equal(left, self._room.with_new(known, near_equal(left, size)))
-        if pieces[0] <= allowed:
-            return pieces
-        return _begin_with(allowed, left, size)
+        size = self._room.with_new(known, near_equal(self._samples, size))
+        pieces = near_equal(self._samples, size)  # of this window, or of the next ones
+        if pieces[0] > allowed:
+            return _begin_with(allowed, left, pieces[0])
+        while sum(pieces) > left:
+            del pieces[0]
+        return pieces if sum(pieces) == left else _equal(left, near_equal(self._samples, size)[0])
 
     def _fastest(self, known: Known, most: int, allowed: int) -> tuple[int, int]:
         """The size to use where nothing is tried, and the size to try (0 for none)."""
@@ -289,8 +278,10 @@ class AutoSize:
         known.size, known.total = size, self._room.total
 
     def _is_steady(self, known: Known) -> bool:
-        """Whether nothing is being tried: sizes are settled, and were measured."""
-        return bool(known.size) and (self._compiled or max(self._planned, default=0) <= known.tried)
+        """Whether nothing is being tried: all sizes in use were measured."""
+        if self._compiled or (self._mode == "fastest" and not known.size):
+            return bool(known.size)
+        return bool(known.runs) and all(_is_seen(known, size) for size in self._planned)
 
     def _is_due(self) -> bool:
         return time.perf_counter() - self._room.checked >= _EVERY
@@ -370,9 +361,15 @@ class AutoSize:
     def _shrink_if_thrashing(self) -> None:
         """An allocator that has to empty its caches over and over is slow, and near its end."""
         retries = self._instruments.retries()
-        if retries > self._retries and self._here is not None and self._here.size > 1:
-            self._here.size = max(1, int(0.9 * self._here.size))
+        if retries > self._retries and self._here is not None:
+            self._room.leave_more(self._here)
+            self._here.size = -(-9 * self._here.size // 10)
         self._retries = retries
+
+
+def _is_seen(known: Known, size: int) -> bool:
+    """Whether a size need not be measured at its first run."""
+    return size in known.runs or len(known.runs) >= _MOST_SIZES
 
 
 def _equal(left: int, size: int) -> list[int]:

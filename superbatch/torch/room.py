@@ -31,6 +31,9 @@ HOLES = 3.0
 _HOLED = 0.25
 _LEAST_HOLES = 2**24
 
+_MUCH = 1.25  # so much more room, and sizes are looked for anew
+_LESS = 0.9  # of what was used, where there is less room than it seems
+
 
 class Room:
     """The bytes that there is room for, kept up to date by every measured micro-batch.
@@ -57,9 +60,9 @@ class Room:
         self.checked = 0.0  # when, by time.perf_counter
         self._state = 0  # bytes of optimizer state that does not exist yet
         self._held = 0  # bytes of the last window's gradients, which are kept until the next one
-        self._each = 0  # bytes that stay in use with each new size: kernels that were made for it
-        self._kernels: list[int] = []  # bytes that do so for the sizes that were run
+        self._kept: list[int] = []  # bytes that each new size has left in use: kernels that were made for it
         self._holed = False
+        self._share = 1.0  # that may be used of the total
 
     # -- how large ---------------------------------------------------------------------------------------
 
@@ -69,45 +72,57 @@ class Room:
         if self._holed:
             return int(self.total / HOLES)
         deadly = self._device.type == "cpu" and not self.limit.by.startswith("RLIMIT")
-        return int(self.total * (1 - max(self._margin, DEADLY if deadly else 0.0))) - LEAST_MARGIN
+        margin = max(self._margin, DEADLY if deadly else 0.0)
+        return int(self.total * self._share * (1 - margin)) - LEAST_MARGIN
+
+    def _bound(self) -> int:
+        """How much a size that is in use may need, a part of the margin: readings are not all alike."""
+        assert self.total is not None
+        return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
 
     def largest(self, known: Known) -> int:
-        """The largest size that fits, as far as is known; a size that was not run yet costs its kernels."""
-        size = largest(known, self.top())
-        return size if size <= known.tried else max(known.tried, largest(known, self.top() - 2 * self._each))
+        """The largest size that may be run: one that was not run yet needs room for its kernels too.
+
+        It stays until a new size was run, it no longer fits, or much more does, so that sizes do not change
+        with every reading.
+        """
+        demand, bound, kernels = known.demand(), self._bound(), self._kernels(known)
+        now = known.largest
+        stays = now and demand.at(now) + (now not in known.runs) * kernels <= bound
+        run = max((size for size in known.runs if demand.at(size) <= bound), default=0)
+        found = max(largest(known, self.top() - kernels), run)
+        if not stays or found > _MUCH * now:
+            known.largest = found
+        return known.largest
 
     def with_new(self, known: Known, sizes: Sequence[int]) -> int:
         """The largest of these sizes, or less if there is no room for it and for kernels of new ones."""
-        new = sum(size not in known.runs for size in set(sizes))
-        if not known.runs or self._holed:
+        kernels = self._kernels(known) * sum(size not in known.runs for size in set(sizes))
+        if known.demand().at(max(sizes)) + kernels <= self._bound():
             return max(sizes)
-        kernels = max(self._kernels[1:], default=self._each)
-        budget = self.top() - new * kernels if new else self._bound()
-        return max(1, min(max(sizes), largest(known, budget)))
+        return largest(known, self.top() - kernels)
 
-    def _bound(self) -> int:
-        """How much a size that was settled on may need: a part of the margin is left."""
-        assert self.total is not None
-        return self.total - (self.total - self.top()) // 3
-
-    def largest_alone(self, known: Known) -> int:
-        """The largest size that would fit if no other had been run: kernels of trials stay in memory."""
-        # The first one includes what any size needs once; one size stays, whichever it is.
-        kernels = min(self._kernels[1:], default=0) * len(self._kernels[1:])
-        return max(self.largest(known), largest(known, self.top() + kernels))
+    def _kernels(self, known: Known) -> int:
+        """The bytes that a new size is taken to keep."""
+        return max(self._kept[-3:], default=0) if known.runs and not self._holed else 0
 
     def reach(self, known: Known, others: Iterator[Known]) -> int:
-        """The largest micro-batch that may be run next (see `trials.reach`)."""
+        """The largest micro-batch that what was measured so far lets one dare (see `trials.reach`)."""
         assert self.total is not None
         ratios = [max(o.needed.values()) / max(1, o.curve.at(o.tried)) for o in others if o.needed]
         return reach(
             known,
             total=self.total,
-            top=self.top() - 2 * self._each,
+            top=self._bound(),
             at_first=0 if ratios else AT_FIRST.get(self._device.type, 0),
-            each=self._each,
+            each=self._kernels(known),
             ratio=max(ratios, default=0.0),
         )
+
+    def leave_more(self, known: Known) -> None:
+        """Use less from now on: the allocator has trouble although there seems to be room."""
+        self._share *= _LESS
+        known.largest = 0
 
     # -- the limit ---------------------------------------------------------------------------------------
 
@@ -134,12 +149,7 @@ class Room:
     def _note(self, known: Known, free: int) -> None:
         """Note what is free at the beginning of a window; a size that no longer fits is looked for anew."""
         self.total = free - self._state
-        if not known.size:
-            return
-        if (
-            known.demand().at(min(known.size, known.used or known.size)) > self._bound()
-            or self.total > 1.25 * known.total
-        ):
+        if known.demand().at(known.size or 1) > self._bound() or self.total > _MUCH * known.total:
             known.size = 0
 
     # -- measuring ---------------------------------------------------------------------------------------
@@ -170,13 +180,14 @@ class Room:
         if fresh and not self._holed:
             kept = max(0, free - tools.limit().bytes - (known.gradients if first else 0))
             if not first:
-                self._kernels.append(kept)
-                self._each = kept
+                self._kept.append(kept)
         if self._holed:
             known.needed = {size: known.curve.at(size) for size in known.needed}
             known.note(samples, None, first=first)
         else:
             known.note(samples, peak, first=first, kept=kept)
+        if fresh:
+            known.largest = 0
         self._note(known, (free if first else free + known.gradients) - kept)
         timed(start, end)
 

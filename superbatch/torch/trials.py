@@ -30,6 +30,7 @@ _NEAR = 0.15
 _STRAIGHT = 0.05
 _FAR = 0.35
 _ROUGH = 0.02
+_APART = 0.7  # two sizes that say how memory rises
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Known:
         timings: seconds per sample, by target size, in order.
         size: the size that was settled on; 0 before.
         total: bytes that there was room for then.
-        used: the largest size of the last plan.
+        largest: the largest size that there is room for, as last estimated; 0 before.
     """
 
     peaks: list[Peak]
@@ -66,7 +67,7 @@ class Known:
     timings: dict[int, list[float]] = field(default_factory=dict[int, "list[float]"])
     size: int = 0
     total: int = 0
-    used: int = 0
+    largest: int = 0
 
     @property
     def tried(self) -> int:
@@ -79,7 +80,7 @@ class Known:
 
     def missing(self, samples: int) -> int:
         """What the first micro-batch of a window does not need yet: its successors find gradients there."""
-        return max(0, self.curve.at(samples) - self.first.at(samples))
+        return min(self.gradients, max(0, self.curve.at(samples) - self.first.at(samples)))
 
     def note(self, samples: int, peak: int | None, *, first: bool, kept: int = 0) -> None:
         """Note a real micro-batch.
@@ -201,7 +202,7 @@ def reach(known: Known, *, total: int, top: int, at_first: int, each: int = 0, r
 
 def _rises_as_predicted(known: Known, each: int) -> bool:
     low, high = min(known.needed), known.tried
-    if low > high / 2:
+    if low > _APART * high:
         return False
     rise = known.curve.at(high) - known.curve.at(low)
     return abs(known.needed[high] - known.needed[low] - rise) <= _STRAIGHT * rise + each
@@ -240,6 +241,7 @@ def state_of(known: Known) -> dict[str, Any]:
         "timings": {size: list(seconds) for size, seconds in known.timings.items()},
         "size": known.size,
         "total": known.total,
+        "largest": known.largest,
     }
 
 
@@ -263,4 +265,5 @@ def known_of(state: dict[str, Any]) -> Known:
         timings={size: list(seconds) for size, seconds in state["timings"].items()},
         size=state["size"],
         total=state["total"],
+        largest=state["largest"],
     )

@@ -231,6 +231,37 @@ def test_no_micro_batch_ever_fails(
         for _ in range(3):
             window(sizing, machine, samples)
     assert machine.failures == 0
+    report = sizing.report()
+    assert report is not None
+    assert window(sizing, machine, report.largest) == [report.largest]
+    if report.largest < batches[-1]:  # a limit, and not only the batch
+        assert window(sizing, machine, 2 * report.largest) == 2 * [report.largest]
+    assert machine.failures == 0
+
+
+@pytest.mark.parametrize("kernels", [0, 1, 4], ids=lambda kernels: f"{kernels} MiB for each size")
+@pytest.mark.parametrize("batch", [1.0, 1.9, 5.3, 40.0], ids=lambda batch: f"{batch} x the limit")
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_the_size_that_is_told_is_run_in_one_piece(kernels: int, batch: float, pieces: int):
+    machine = Machine(kernels=kernels * MIB, once=30 * MIB)
+    sizing = sizing_on(machine)
+    for _ in range(3):
+        window(sizing, machine, int(batch * machine.true_largest()))
+    report = sizing.report()
+    assert report is not None
+    true = machine.true_largest(sizes=len(machine.sizes_run))
+    assert 0.97 * true <= report.largest <= true
+    assert window(sizing, machine, pieces * report.largest) == pieces * [report.largest]
+    assert window(sizing, machine, pieces * report.largest) == pieces * [report.largest]
+    assert machine.failures == 0
+
+
+def test_small_batches_first_do_not_fix_a_small_size():
+    machine = Machine()
+    sizing = sizing_on(machine)
+    for samples in (100, 100, 100, 100, 8000, 8000):
+        window(sizing, machine, samples)
+    assert max(machine.log[-1]) > 0.9 * machine.true_largest()
 
 
 def test_kernels_that_every_size_leaves_behind_are_counted():
@@ -242,8 +273,10 @@ def test_kernels_that_every_size_leaves_behind_are_counted():
     assert len(machine.sizes_run) <= 8
     report = sizing.report()
     assert report is not None
-    alone = machine.true_largest(sizes=1)
-    assert 0.97 * alone <= report.largest <= alone
+    true = machine.true_largest(sizes=len(machine.sizes_run) + 1)
+    assert 0.97 * true <= report.largest <= true
+    assert window(sizing, machine, 2 * report.largest) == 2 * [report.largest]
+    assert machine.failures == 0
 
 
 def test_a_split_that_is_near_equal_does_not_use_all_that_fits():
