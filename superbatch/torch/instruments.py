@@ -73,8 +73,8 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
             predict=predict,
             limit=limit,
             meter=meter,
-            now=time.perf_counter,
-            seconds=lambda start, end: end - start,
+            now=_now,
+            seconds=_seconds,
             retries=lambda: 0,
             holes=free_in_heap,
         )
@@ -92,6 +92,16 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
         return torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
 
     return Instruments(predict, limit, meter, now, seconds, retries, holes=lambda: 0)
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()
+
+
+def _seconds(start: tuple[float, float], end: tuple[float, float]) -> float:
+    """Between two points in time; where torch has one thread, what others do meanwhile does not count."""
+    wall, alone = (after - before for before, after in zip(start, end, strict=True))
+    return alone if torch.get_num_threads() == 1 else wall
 
 
 def is_compiled(models: Sequence[nn.Module]) -> bool:

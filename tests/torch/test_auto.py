@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from superbatch.report.memory import Limit, Peak
 from superbatch.split import near_equal
 from superbatch.torch.auto import AutoSize, Mode
 from superbatch.torch.fake import PredictionError
-from superbatch.torch.instruments import Instruments, is_compiled
+from superbatch.torch.instruments import Instruments, instruments_for, is_compiled
 from superbatch.torch.sizing import Smaller
 
 MIB = 2**20
@@ -429,6 +430,26 @@ def test_a_fastest_size_that_does_not_fit_is_approached_and_never_run():
         window(sizing, machine, 8000)
     assert machine.failures == 0
     assert 0.85 * machine.true_largest() <= max(machine.log[-1]) <= machine.true_largest()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_others_do_meanwhile_counts_only_where_torch_has_several_threads(threads: int):
+    clock = instruments_for(torch.device("cpu"), lambda microbatch, samples: pytest.fail("no prediction"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        start = clock.now()
+        time.sleep(0.1)  # as where another process has the core
+        waited = clock.seconds(start, clock.now())
+        start = clock.now()
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        worked = clock.seconds(start, clock.now())
+    finally:
+        torch.set_num_threads(before)
+    assert waited < 0.05 if threads == 1 else waited >= 0.1
+    assert worked >= 0.05
 
 
 def test_a_compiled_model_sees_two_sizes():
