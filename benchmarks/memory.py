@@ -19,7 +19,10 @@ failures  200 windows in each of which memory runs out once (see failures.py): t
 
 One case, with a true limit that is known from before:
 
-    python benchmarks/memory.py --parts limits --work convnet --finders ours-largest --true convnet=748
+    python benchmarks/memory.py --parts limits --work convnet --finders ours-largest --true convnet=5002
+
+The same trainings under limits that are hard, because they are so small, are "mlp-tiny", "convnet-tiny" and
+"transformer-tiny" (see memory_work.py).
 """
 
 import argparse
@@ -250,7 +253,7 @@ def main() -> int:
     parser.add_argument("--parts", default="limits,peaks,failures")
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--finders", default="all", help='"all", "none" (ours) or names separated by commas')
-    parser.add_argument("--true", default="", help="true limits that are known: convnet=748,mlp:plain=914")
+    parser.add_argument("--true", default="", help="true limits that are known: convnet=5002,mlp-tiny:plain=914")
     parser.add_argument("--malloc", choices=["mapped", "default"], default="mapped")
     parser.add_argument("--quick", action="store_true", help="one small training: tests the benchmark")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

@@ -10,7 +10,7 @@ from .finders import Found, Stopwatch, Watch
 from .task import Batch
 from .work import Work
 
-WINDOWS = 8
+WINDOWS = {"largest": 4, "auto": 8}
 """The last of them shows what the search settled on."""
 
 
@@ -25,7 +25,7 @@ def find(work: Work, watch: Watch, variant: str | None) -> Found:
     size = cast("Literal['auto', 'largest']", variant)
     accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=size)
     kept, seconds = 0, []
-    for _ in range(WINDOWS):
+    for _ in range(WINDOWS[size]):
         clock = Stopwatch()
         update = accumulate(work.batch)
         seconds.append(clock.seconds())
