@@ -253,7 +253,7 @@ def main() -> int:
     parser.add_argument("--parts", default="limits,peaks,failures")
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--finders", default="all", help='"all", "none" (ours) or names separated by commas')
-    parser.add_argument("--true", default="", help="true limits that are known: convnet=5002,mlp-tiny:plain=914")
+    parser.add_argument("--true", default="", help="true limits that are known: convnet=5002,mlp:plain=914")
     parser.add_argument("--malloc", choices=["mapped", "default"], default="mapped")
     parser.add_argument("--quick", action="store_true", help="one small training: tests the benchmark")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

@@ -31,7 +31,9 @@ HOLES = 3.0
 _HOLED = 0.25
 _LEAST_HOLES = 2**24
 
-_MUCH = 1.25  # so much more room, and sizes are looked for anew
+# So much more room, and sizes are looked for anew: the fastest, and after a start; the largest.
+_MUCH = 1.25
+_MORE = 1.05
 _LESS = 0.9  # of what was used, where there is less room than it seems
 
 
@@ -83,15 +85,16 @@ class Room:
     def largest(self, known: Known) -> int:
         """The largest size that may be run: one that was not run yet needs room for its kernels too.
 
-        It stays until a new size was run, it no longer fits, or much more does, so that sizes do not change
-        with every reading.
+        It stays until a new size was run, it no longer fits, or clearly more does, so that sizes do not
+        change with every reading.
         """
         demand, bound, kernels = known.demand(), self._bound(), self._kernels(known)
         now = known.largest
         stays = now and demand.at(now) + (now not in known.runs) * kernels <= bound
         run = max((size for size in known.runs if demand.at(size) <= bound), default=0)
         found = max(largest(known, self.top() - kernels), run)
-        if not stays or found > _MUCH * now:
+        # What everything needs once is not there yet while nothing was run, so there seems to be more room.
+        if not stays or found > (_MORE if known.runs else _MUCH) * now:
             known.largest = found
         return known.largest
 

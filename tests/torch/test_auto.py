@@ -330,6 +330,19 @@ def test_memory_that_others_take_makes_micro_batches_smaller_before_they_fail(
     assert machine.failures == 0 and max(machine.log[-1]) >= before
 
 
+def test_a_tenth_more_room_is_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("superbatch.torch.auto._EVERY", 0.0)
+    machine = Machine(alive=100 * MIB)
+    sizing = sizing_on(machine)
+    for _ in range(3):
+        window(sizing, machine, 80_000)
+    machine.alive = 0
+    for _ in range(3):
+        window(sizing, machine, 80_000)
+    assert machine.failures == 0
+    assert 0.97 * machine.true_largest() <= max(machine.log[-1]) <= machine.true_largest()
+
+
 def test_after_a_failure_sizes_are_halved_and_grow_back_and_each_failure_doubles_the_wait():
     machine = Machine()
     sizing = sizing_on(machine)
