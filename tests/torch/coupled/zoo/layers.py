@@ -146,7 +146,7 @@ def spectrum_2d(net: Any, h: Tensor) -> Tensor:
 
 
 def activations(net: Any, h: Tensor) -> Tensor:
-    # Not hardsigmoid and hardswish: torch's vectorised kernels, and only these, round 1/6 to single precision.
+    # Not hardsigmoid and hardswish: the vectorised kernels, and only these, round 1/6 to single precision.
     functions: list[Callable[[Tensor], Tensor]] = [
         F.relu, F.relu6, F.elu, F.selu, F.celu, F.leaky_relu, F.gelu, F.silu, F.mish, F.softplus, F.softsign,
         F.tanhshrink, F.hardtanh, F.logsigmoid, F.softshrink, F.hardshrink,
