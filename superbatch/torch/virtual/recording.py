@@ -304,9 +304,13 @@ class Recording:
         return [unchanged(value) for value in values]
 
     def work_out(self, targets: Iterable[Value]) -> None:
-        """Run what the targets need, and write the buffers that wait."""
+        """Run what the targets need, and what else is pending, and write the buffers that wait.
+
+        All that is pending: a gradient that is worked out later would do the same sweeps again, or be another
+        if an optimizer has changed the parameters meanwhile.
+        """
         writes, self._writes = self._writes, []
-        wanted = [*targets, *(self.gathered(value) for _, value in writes)]
+        wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
         wanted = [value for value in wanted if value.whole is None]
         asked_for = [value for value in self._shown if value.asked_for]
         todo = plan(wanted, asked_for)
