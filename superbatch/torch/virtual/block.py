@@ -67,6 +67,7 @@ class VirtualBatch:
         self._recording: Recording | None = None
         self._log = Log(models, on_gather)
         self._gradients = [(p, p.grad) for model in models for p in model.parameters()]
+        self._added_to = self._gradients
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch with virtual tensors in place of its tensors.
@@ -128,7 +129,9 @@ class VirtualBatch:
             log=self._log,
             paranoid=self._paranoid,
         )
-        for parameter, grad in self._gradients:
+        # Those of now: the program may have set them to zero or to None since the block began.
+        self._added_to = [(parameter, parameter.grad) for parameter, _ in self._gradients]
+        for parameter, grad in self._added_to:
             # Autograd adds to what is there, in place: into a real tensor only once the sum is worked out.
             if grad is not None and grad.layout is torch.strided:
                 parameter.grad = recording.show(recording.given(grad))
@@ -140,7 +143,7 @@ class VirtualBatch:
         if recording is None:
             return
         recording.work_out(recording.pending())
-        for parameter, old in self._gradients:
+        for parameter, old in self._added_to:
             grad = parameter.grad
             if not isinstance(grad, VirtualTensor):
                 continue
