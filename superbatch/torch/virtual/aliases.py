@@ -27,6 +27,13 @@ _OTHER_NAMES: dict[Any, Any] = {
     aten.uniform_.default: aten.uniform.default,
     aten.normal_.default: aten.normal_functional.default,
     aten.transpose_.default: aten.transpose.int,
+    aten.copy_.Tensor: aten.copy.default,
+    aten.floor_divide_.Tensor: aten.floor_divide.default,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar,  # of the same name is a number to the power of a tensor
+    aten.pow_.Tensor: aten.pow.Tensor_Tensor,
+    aten.float_power_.Scalar: aten.float_power.Tensor_Scalar,
+    aten.float_power_.Tensor: aten.float_power.Tensor_Tensor,
+    aten.ldexp_.default: aten.ldexp.Tensor,
 }
 
 

@@ -181,12 +181,29 @@ def shapes(call: Call) -> Any:
         NotImplementedError: the shape depends on values, or the operator does not say.
     """
     metas = [value.meta for value in call.tensors]
+    if call.func.overloadpacket in _SHAPES:
+        return _SHAPES[call.func.overloadpacket](metas)
     args, kwargs = substituted(call.args, call.kwargs, call.paths, metas)
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
     kwargs.pop("generator", None)
     key = _key(call.func, args, kwargs)
     return _shapes(_Arguments(key, args, kwargs, call.func))
+
+
+def _ctc_shapes(metas: list[Tensor]) -> list[Tensor]:
+    steps, samples, _ = metas[0].shape
+    table = (samples, steps, 2 * metas[1].shape[-1] + 1)
+    return [torch.empty(shape, dtype=metas[0].dtype, device="meta") for shape in ((samples,), table)]
+
+
+# Operators that do not work without memory, whose shapes are plain all the same.
+_SHAPES: dict[Any, Callable[[list[Tensor]], Any]] = {
+    torch.ops.aten._ctc_loss: _ctc_shapes,
+    torch.ops.aten._ctc_loss_backward: lambda metas: torch.empty_like(metas[1]),
+    torch.ops.aten.multi_margin_loss_backward: lambda metas: torch.empty_like(metas[1]),
+    torch.ops.aten.multilabel_margin_loss_backward: lambda metas: torch.empty_like(metas[1]),
+}
 
 
 def _key(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:

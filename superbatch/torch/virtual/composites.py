@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import batch_norm
+from . import batch_norm, indexing
 from .aliases import view
 from .calls import Call, substituted
 from .layout import Layout
@@ -89,52 +89,12 @@ LISTS: dict[Any, Callable[..., list[Any]]] = {
 }
 
 
-# -- indexing -----------------------------------------------------------------------------------------------
-
-
-def _index(recording: Recording, x: Any, indices: Sequence[Any]) -> Any:
-    """``x[arange(N), labels]``, and indices along other dimensions than that of the samples."""
-    value = recording.value(x)
-    layout = value.layout
-    if layout is None or layout[1:] != (1, 1) or layout.dim != 0 or not indices:
-        return NotImplemented
-    if indices[0] is None:
-        return _index_features(recording, x, indices)
-    if any(index is None or index.dim() != 1 for index in indices) or len(indices) < 2:
-        return NotImplemented
-    first = indices[0]
-    if first.dtype is torch.bool or first.shape[0] != x.shape[0]:
-        return NotImplemented
-    known = recording.value(first)
-    if known.layout is not None or known.whole is None:
-        return NotImplemented
-    if not torch.equal(known.whole, torch.arange(x.shape[0], device=known.whole.device)):
-        return NotImplemented
-    # One element per sample: gather along the flattened other dimensions.
-    flat = x.reshape(x.shape[0], math.prod(x.shape[1 : len(indices)]), *x.shape[len(indices) :])
-    place = indices[1] % x.shape[1]
-    for dim, index in enumerate(indices[2:], start=2):
-        place = place * x.shape[dim] + index % x.shape[dim]
-    shape = (x.shape[0], 1, *flat.shape[2:])
-    place = place.reshape(x.shape[0], *([1] * (flat.dim() - 1))).expand(shape)
-    return flat.gather(1, place).squeeze(1)
-
-
-def _index_features(recording: Recording, x: Any, indices: Sequence[Any]) -> Any:
-    """``x[:, index]`` with one index that is whole."""
-    told = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(told) != 1 or told[0][1].dtype is torch.bool or _layout(recording, told[0][1]) is not None:
-        return NotImplemented
-    dim, index = told[0]
-    chosen = x.index_select(dim, index.reshape(-1) % x.shape[dim])
-    return chosen.reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
-
-
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.mean: _mean,
     aten.nll_loss_forward: _nll_loss_forward,
     aten.nll_loss2d_forward: _nll_loss_forward,
-    aten.index.Tensor: _index,
+    aten.index.Tensor: indexing.index,
+    aten.index_put: indexing.index_put,
     aten.native_batch_norm: batch_norm.forward,
     aten.cudnn_batch_norm: batch_norm.cudnn_forward,
     aten.native_batch_norm_backward: batch_norm.backward,
@@ -143,7 +103,15 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 
 # Decompositions that put many small operations, or another order of random numbers, in the place of one.
-_WHOLE = {aten.native_batch_norm, aten.index_put, aten.embedding_dense_backward, aten.native_dropout}
+_WHOLE = {
+    aten.native_batch_norm,
+    aten.index_put,
+    aten.embedding_dense_backward,
+    aten.native_dropout,
+    aten.cumprod,
+    aten.cumsum,
+    aten.logcumsumexp,
+}
 
 
 @cache

@@ -24,6 +24,10 @@ DEFINED: dict[Any, Any] = {
 }
 
 
+# What a kernel keeps for its backward, and the rule of the backward works out again.
+UNREAD = {(torch.ops.aten._ctc_loss, 1)}
+
+
 class WrongRuleError(SuperbatchError, AssertionError):
     """An operation on micro-batches gave something else than on the whole batch."""
 
@@ -43,7 +47,11 @@ def check(recording: Recording, call: Call, results: Any) -> None:
     scale = max([*sizes, math.prod(size for size in sizes if size)], default=0.0)
     pairs = [(results, expected)] if isinstance(results, Value) else list(zip(results, expected, strict=True))
     for index, (value, whole) in enumerate(pairs):
-        if not isinstance(value, Value) or not isinstance(whole, Tensor):
+        if (
+            not isinstance(value, Value)
+            or not isinstance(whole, Tensor)
+            or (call.func.overloadpacket, index) in UNREAD
+        ):
             continue
         (ours,) = recording.there([recording.gathered(value)])
         where = [tuple(v.meta.shape) for v in call.tensors], [v.layout for v in call.tensors]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .calls import Call, Recipe
+from .calls import Call, Recipe, shapes
 from .layout import Part
 from .rules import elementwise
 
@@ -42,22 +42,17 @@ class Randomness:
         """Return how to draw, or None where that is not known."""
         if call.func.overloadpacket in _DRAWS_WHOLE:
             return None
-        leading = next((value for value in call.tensors if value.layout is not None), None)
-        if leading is None or leading.layout is None:
-            return None
-        layout = leading.layout
-        seed = int(torch.randint(2**62, ()))
         recipe = elementwise(call)
-        if recipe is None:
+        if recipe is None or not _draws_each(call):
             return None
+        seed = int(torch.randint(2**62, ()))
         run = recipe.run
 
         def drawn(part: Part, tensors: list[Tensor]) -> Any:
             with self._seeded(seed + part.start):
                 return run(part, tensors)
 
-        outputs = [layout] * len(call.func._schema.returns)
-        return recipe._replace(run=drawn, outputs=outputs, light=False)
+        return recipe._replace(run=drawn, light=False)
 
     @contextmanager
     def _seeded(self, seed: int) -> Iterator[None]:
@@ -72,6 +67,17 @@ class Randomness:
             yield
         finally:
             generator.set_state(state)
+
+
+def _draws_each(call: Call) -> bool:
+    """Whether each result has a number for each of its inputs: nothing else is known to draw by sample."""
+    shape = torch.broadcast_shapes(*(value.meta.shape for value in call.tensors))
+    try:
+        metas = shapes(call)
+    except (NotImplementedError, RuntimeError, TypeError, AssertionError):
+        return False
+    metas = [metas] if isinstance(metas, Tensor) else metas
+    return all(isinstance(meta, Tensor) and meta.shape == shape for meta in metas)
 
 
 _DRAWS_WHOLE = {aten.randperm, aten.multinomial}

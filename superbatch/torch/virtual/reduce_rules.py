@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .calls import Call, Recipe, filled, substituted
 from .layout import Layout, Part
-from .reductions import First, Folded, Moments, Sums
+from .reductions import Extremes, Folded, Moments, Sums
 from .values import Operand, Run, Value
 
 aten: Any = torch.ops.aten
@@ -96,8 +96,10 @@ def _moments(call: Call) -> Recipe | None:
     root = call.func.overloadpacket in (aten.std, aten.std_mean)
     along = sorted(dims)
 
+    half = value.meta.dtype in (torch.float16, torch.bfloat16)
+
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        (x,) = tensors
+        x = tensors[0].float() if half else tensors[0]  # rounded once, at the end
         count = math.prod(x.shape[dim] for dim in along)
         variance, mean = torch.var_mean(x, along, correction=0, keepdim=keep)
         moments = (mean, variance * count, count)
@@ -105,7 +107,8 @@ def _moments(call: Call) -> Recipe | None:
 
     def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
         variance = squares / max(count - correction, 0)
-        return [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
+        found = [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
+        return [tensor.to(value.meta.dtype) for tensor in found] if half else found
 
     return Recipe([Operand(value, value.layout)], [None] * (1 + with_mean), run, lambda: Moments(finish))
 
@@ -201,66 +204,7 @@ def _attention(outputs: int) -> Callable[[Call], Recipe | None]:
     return rule
 
 
-# -- losses -------------------------------------------------------------------------------------------------
-
-
-def _nll_loss_forward(call: Call) -> Recipe | None:
-    """Returns (loss, sum of weights); means are made of sums by a composite (see `composites`)."""
-    x, target = call.tensors[:2]
-    if x.layout is None or x.layout.dim != 0:
-        return None
-    reduction = call.argument("reduction")
-    rows = x.layout.rows(call.samples)
-    if target.meta.shape[:1] != (rows,) or (target.layout is not None and target.layout != x.layout):
-        return None
-    if any(value.layout is not None for value in call.tensors[2:]) or reduction == 1:
-        return None
-    operands = [
-        Operand(x, x.layout),
-        Operand(target, x.layout),
-        *(Operand(w, None) for w in call.tensors[2:]),
-    ]
-    if reduction == 0:
-        return Recipe(operands, [x.layout, None], filled(call), First)
-    return Recipe(operands, [None, None], filled(call))
-
-
-# -- indexing -----------------------------------------------------------------------------------------------
-
-
-def _gather(call: Call) -> Recipe | None:
-    """gather, scatter and their kin, along another dimension: everything is cut alike."""
-    first = next((value for value in call.tensors if value.layout is not None), None)
-    if first is None or first.layout is None or first.layout.dim in _dims(call):
-        return None
-    return _all_alike(call, first.layout, [first.layout])
-
-
-def _gather_backward(call: Call) -> Recipe | None:
-    return _gather(call)
-
-
-def _index_select(call: Call) -> Recipe | None:
-    x, index = call.tensors[:2]
-    if x.layout is None or x.layout.dim in _dims(call) or index.layout is not None:
-        return None
-    operands = [Operand(x, x.layout), *(Operand(other, None) for other in call.tensors[1:])]
-    return Recipe(operands, [x.layout], filled(call))
-
-
-def _distances(call: Call) -> Recipe | None:
-    """cdist: rows of each with rows of the other, for each leading index."""
-    first, second = call.tensors[:2]
-    layout = first.layout
-    if layout is not None and layout.dim < first.meta.dim() - 2:
-        return _all_alike(call, layout, [layout])
-    if layout is not None and layout.dim == first.meta.dim() - 2:
-        return Recipe([Operand(first, layout), Operand(second, None)], [layout], filled(call))
-    layout = second.layout
-    if layout is not None and first.layout is None and layout.dim == second.meta.dim() - 2:
-        operands = [Operand(first, None), Operand(second, layout)]
-        return Recipe(operands, [layout.at(layout.dim + 1)], filled(call))
-    return None
+# -- shapes that are told ------------------------------------------------------------------------------------
 
 
 def _constant_pad(call: Call) -> Recipe | None:
@@ -297,7 +241,64 @@ def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], Recipe | None]:
     return rule
 
 
+def _images(dims: int) -> Callable[[Call], Recipe | None]:
+    """Told by the number of dimensions whether the first is that of samples, or of channels."""
+
+    def rule(call: Call) -> Recipe | None:
+        (x,) = call.tensors
+        if x.layout is None or x.layout.dim != 0 or x.meta.dim() != dims:
+            return None
+        return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
+
+    return rule
+
+
+def _addmm(call: Call) -> Recipe | None:
+    """Rows times a matrix; what is added is one row for all, or one for each."""
+    added, rows, matrix = call.tensors
+    layout = rows.layout
+    if layout is None or layout.dim != 0:
+        return None
+    each = added.meta.dim() == 2 and added.meta.shape[0] == layout.rows(call.samples)
+    operands = [Operand(added, layout if each else None), Operand(rows, layout), Operand(matrix, None)]
+    return Recipe(operands, [layout], filled(call))
+
+
+def _both_extremes(call: Call) -> Recipe | None:
+    """Aminmax."""
+    x, dim = call.tensors[0], call.argument("dim")
+    if x.layout is None:
+        return None
+    dims = set(range(x.meta.dim())) if dim is None else {dim % max(x.meta.dim(), 1)}
+    if x.layout.dim in dims:
+        return Recipe([Operand(x, x.layout)], [None, None], filled(call), Extremes)
+    output = _after(x.layout, dims, bool(call.argument("keepdim", False)))
+    return Recipe([Operand(x, x.layout)], [output] * 2, filled(call))
+
+
 _MAXIMUM, _MINIMUM = lambda: Folded(torch.maximum), lambda: Folded(torch.minimum)
+
+# Functions of matrices, and how many results they have.
+_MATRICES = {
+    "_cholesky_solve_helper": 1,
+    "_linalg_det": 3,
+    "_linalg_eigh": 2,
+    "_linalg_slogdet": 4,
+    "_linalg_solve_ex": 4,
+    "_linalg_svd": 3,
+    "cholesky_inverse": 1,
+    "linalg_cholesky_ex": 2,
+    "linalg_eig": 2,
+    "linalg_householder_product": 1,
+    "linalg_inv_ex": 2,
+    "linalg_lu": 3,
+    "linalg_lu_factor_ex": 3,
+    "linalg_lu_solve": 1,
+    "linalg_matrix_exp": 1,
+    "linalg_qr": 2,
+    "linalg_solve_triangular": 1,
+    "lu_unpack": 3,
+}
 
 RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.sum: _reduction(Sums),
@@ -339,13 +340,24 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.glu: _per_sample(),
     aten.glu_backward: _per_sample(),
     aten.renorm: _per_sample(),
+    aten.aminmax: _both_extremes,
+    aten._aminmax: _both_extremes,
+    aten.addmm: _addmm,
+    aten.im2col: _images(4),
+    aten.col2im: _images(3),
+    aten.pixel_shuffle: _images(4),
+    aten.pixel_unshuffle: _images(4),
+    aten.channel_shuffle: _images(4),
+    **{
+        getattr(aten, name): _last_dims(2, outputs)
+        for name, outputs in _MATRICES.items()
+        if hasattr(aten, name)
+    },
     aten.tril: _last_dims(2),
     aten.triu: _last_dims(2),
-    aten.linalg_inv_ex: _last_dims(2, 2),
     aten._fft_r2c: _per_sample(),
     aten._fft_c2r: _per_sample(),
     aten._fft_c2c: _per_sample(),
-    aten._cdist_forward: _distances,
     aten.native_layer_norm: _layer_norm,
     aten.native_group_norm: _group_norm,
     aten.native_group_norm_backward: _group_norm_backward,
@@ -354,19 +366,15 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten._fused_rms_norm: _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
     aten._fused_rms_norm_backward: _layer_norm_backward,
-    aten.nll_loss_forward: _nll_loss_forward,
-    aten.nll_loss2d_forward: _nll_loss_forward,
-    aten.gather: _gather,
-    aten.scatter: _gather,
-    aten.scatter_add: _gather,
-    aten.scatter_reduce: _gather,
-    aten.index_select: _index_select,
     aten.constant_pad_nd: _constant_pad,
     aten.upsample_nearest1d_backward: _upsample_backward,
     aten.upsample_nearest2d_backward: _upsample_backward,
     aten.upsample_nearest3d_backward: _upsample_backward,
     aten._upsample_nearest_exact1d_backward: _upsample_backward,
     aten._upsample_nearest_exact2d_backward: _upsample_backward,
+    aten._upsample_nearest_exact3d_backward: _upsample_backward,
+    aten._upsample_bilinear2d_aa_backward: _upsample_backward,
+    aten._upsample_bicubic2d_aa_backward: _upsample_backward,
     aten.upsample_linear1d_backward: _upsample_backward,
     aten.upsample_bilinear2d_backward: _upsample_backward,
     aten.upsample_trilinear3d_backward: _upsample_backward,

@@ -69,6 +69,28 @@ class Folded:
         return [self._total]
 
 
+class Extremes:
+    """The smallest and the largest: two outputs."""
+
+    def __init__(self) -> None:
+        self._found: list[Tensor] | None = None
+
+    def add(self, part: Part, outputs: list[Any]) -> None:
+        """Compare with what there is."""
+        if self._found is None:
+            self._found = outputs
+        else:
+            self._found = [
+                torch.minimum(self._found[0], outputs[0]),
+                torch.maximum(self._found[1], outputs[1]),
+            ]
+
+    def result(self) -> list[Tensor]:
+        """Return both."""
+        assert self._found is not None
+        return self._found
+
+
 class Joined:
     """Puts the rows together again: a gathered value."""
 

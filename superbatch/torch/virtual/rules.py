@@ -8,13 +8,34 @@ from typing import Any
 import torch
 
 from .calls import Call, Recipe, filled
+from .index_rules import RULES as INDEXING
+from .loss_rules import RULES as LOSSES
 from .reduce_rules import RULES as REDUCTIONS
 from .shape_rules import RULES as SHAPES
 from .table import ROWS
 from .values import Operand, Value
 
 Rule = Callable[[Call], "Recipe | None"]
-OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS}
+_aten: Any = torch.ops.aten
+# Elementwise too, though torch does not say so.
+_ELEMENTWISE = {
+    _aten.complex,
+    _aten.elu_backward,
+    _aten.fake_quantize_per_tensor_affine_cachemask,
+    _aten.fill,
+    _aten.floor_divide,
+    _aten.hardshrink_backward,
+    _aten.hardsigmoid_backward,
+    _aten.hardswish,
+    _aten.hardswish_backward,
+    _aten.hardtanh_backward,
+    _aten.leaky_relu_backward,
+    _aten.masked_fill,
+    _aten.polar,
+    _aten.softplus_backward,
+    _aten.softshrink_backward,
+}
+OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS, **INDEXING, **LOSSES}
 
 
 def find(call: Call) -> Recipe | None:
@@ -31,7 +52,8 @@ def find(call: Call) -> Recipe | None:
     rows = ROWS.get(func) or ROWS.get(func.overloadpacket)
     if rows is not None:
         return _by_row(call, rows)
-    if torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
+    pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE
+    if pointwise and torch.Tag.nondeterministic_seeded not in func.tags:
         return elementwise(call)
     return None
 
@@ -93,10 +115,12 @@ def elementwise(call: Call) -> Recipe | None:
         dim = value.meta.dim() + from_end
         if dim < 0 or (value.meta.shape[dim] == 1 != rows):
             operands.append(Operand(value, None))
-        else:
+        elif value.meta.shape[dim] == rows:
             operands.append(Operand(value, leading.layout.at(dim)))
+        else:  # a batch of one sample that is repeated
+            return None
     output = leading.layout.at(dims + from_end)
-    return Recipe(operands, [output], filled(call), light=True)
+    return Recipe(operands, [output] * len(call.func._schema.returns), filled(call), light=True)
 
 
 def _leading(call: Call) -> Value | None:

@@ -33,8 +33,7 @@ def _view_of(
 def _same(call: Call) -> Recipe | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
-    return _view_of(value, layout, layout, lambda part, tensors: tensors[0])
+    return _view_of(*found, found[1], lambda part, tensors: tensors[0])
 
 
 def reshaped(old: Sequence[int], layout: Layout, new: Sequence[int], samples: int) -> Layout | None:
@@ -243,9 +242,8 @@ def _cat(call: Call) -> Recipe | None:
 def _clone(call: Call) -> Recipe | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
-    args, kwargs = call.args, {k: v for k, v in call.kwargs.items() if k != "memory_format"}
-    return Recipe([Operand(value, layout)], [layout], filled(call, args, kwargs), light=True)
+    kwargs = {name: arg for name, arg in call.kwargs.items() if name != "memory_format"}
+    return Recipe([Operand(*found)], [found[1]], filled(call, call.args, kwargs), light=True)
 
 
 def _new(call: Call) -> Recipe | None:
@@ -302,20 +300,22 @@ def _told_sizes(call: Call) -> Recipe | None:
     if (found := _batch(call)) is None:
         return None
     value, layout = found
-    name = (
-        "input_sizes" if any(a.name == "input_sizes" for a in call.func._schema.arguments) else "input_size"
-    )
-    sizes = list(call.argument(name))
+    sizes = list(call.argument("input_sizes"))
     packet = call.func.overloadpacket
-    dim = (call.argument("dim") or 0) % len(sizes)
-    place = layout.dim + (packet is aten.select_backward and dim <= layout.dim)
-    if dim == place or sizes[place] != layout.rows(call.samples):
+    if packet is aten.diagonal_backward:
+        dims = sorted(call.argument(name) % len(sizes) for name in ("dim1", "dim2"))
+        place = layout.dim + (dims[0] <= layout.dim)
+        place += dims[1] <= place
+    else:
+        dims = [(call.argument("dim") or 0) % len(sizes)]
+        place = layout.dim + (packet is aten.select_backward and dims[0] <= layout.dim)
+    if place in dims or place >= len(sizes) or sizes[place] != layout.rows(call.samples):
         return None
     output = layout.at(place)
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         sizes[place] = layout.rows(part.samples)
-        args, kwargs = call.replaced(**{name: sizes})
+        args, kwargs = call.replaced(input_sizes=sizes)
         return call.func(tensors[0], *args[1:], **kwargs)
 
     return Recipe([Operand(value, layout)], [output], run)
@@ -333,33 +333,28 @@ def _diagonal(call: Call) -> Recipe | None:
 
 
 def _unfold(call: Call) -> Recipe | None:
-    if (found := _batch(call)) is None:
+    found = _batch(call)
+    if found is None or call.argument("dimension") % found[0].meta.dim() == found[1].dim:
         return None
-    value, layout = found
-    if call.argument("dimension") % value.meta.dim() == layout.dim:
-        return None
-    return _view_of(value, layout, layout, filled(call))
+    return _view_of(*found, found[1], filled(call))
 
 
 def _complex_view(call: Call) -> Recipe | None:
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
-    if layout.dim == value.meta.dim() - 1 and call.func.overloadpacket is aten.view_as_complex:
+    last = found[1].dim == found[0].meta.dim() - 1
+    if last and call.func.overloadpacket is aten.view_as_complex:
         return None
-    return _view_of(value, layout, layout, filled(call))
+    return _view_of(*found, found[1], filled(call))
 
 
 def _resolved(call: Call) -> Recipe | None:
     """Conjugates and negatives that torch marks with a bit are worked out: a wrapper has no such bit."""
     if (found := _batch(call)) is None:
         return None
-    value, layout = found
     run = filled(call)
     return Recipe(
-        [Operand(value, layout)],
-        [layout],
-        lambda part, tensors: run(part, tensors).resolve_conj().resolve_neg(),
+        [Operand(*found)], [found[1]], lambda part, tensors: run(part, tensors).resolve_conj().resolve_neg()
     )
 
 
@@ -400,4 +395,6 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.repeat: _repeat,
     aten.select_backward: _told_sizes,
     aten.slice_backward: _told_sizes,
+    aten.diagonal_backward: _told_sizes,
+    aten.unfold_backward: _told_sizes,
 }

@@ -19,7 +19,6 @@ aten: Any = torch.ops.aten
 _TABLE = """
 mm                                      0_ 0     _1 1     10 +
 bmm                                     00 0     1_ 1     _2 2     21 +
-addmm                                   _0_ 0    00_ 0
 baddbmm                                 000 0
 mv                                      0_ 0     10 +
 dot                                     00 +
@@ -32,7 +31,6 @@ mkldnn_convolution                      0__ 0
 cudnn_convolution                       0_ 0
 cudnn_convolution_transpose             0_ 0
 embedding                               _0 0     _1 1
-embedding_dense_backward                00 +     11 +
 max_pool2d_with_indices                 0 00
 max_pool2d_with_indices_backward        000 0
 max_pool3d_with_indices                 0 00
@@ -49,6 +47,12 @@ avg_pool2d                              0 0
 avg_pool2d_backward                     00 0
 avg_pool3d                              0 0
 avg_pool3d_backward                     00 0
+fractional_max_pool2d                   00 00
+fractional_max_pool2d_backward          000 0
+fractional_max_pool3d                   00 00
+fractional_max_pool3d_backward          000 0
+max_unpool2d                            00 0
+max_unpool3d                            00 0
 upsample_nearest1d                      0 0
 upsample_nearest2d                      0 0
 upsample_nearest3d                      0 0
@@ -65,9 +69,6 @@ grid_sampler_2d                         00 0
 grid_sampler_2d_backward                000 00
 grid_sampler_3d                         00 0
 grid_sampler_3d_backward                000 00
-pixel_shuffle                           0 0
-pixel_unshuffle                         0 0
-channel_shuffle                         0 0
 reflection_pad1d                        0 0
 reflection_pad2d                        0 0
 reflection_pad3d                        0 0
@@ -80,8 +81,6 @@ reflection_pad3d_backward               00 0
 replication_pad1d_backward              00 0
 replication_pad2d_backward              00 0
 replication_pad3d_backward              00 0
-im2col                                  0 0
-col2im                                  0 0
 nll_loss2d_backward                     000__ 0    _00__ 0
 nll_loss_backward                       000__ 0    _00__ 0
 _fused_rms_norm                         0_ 00

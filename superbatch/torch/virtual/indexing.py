@@ -1,0 +1,101 @@
+"""``x[arange(N), labels]`` and ``x[:, index]``, and their gradients, as simpler operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+
+def index(recording: Recording, x: Any, indices: Sequence[Any]) -> Any:
+    """``x[indices]``, where each sample is read by itself; else NotImplemented."""
+    if not _by_sample(recording, x) or not indices:
+        return NotImplemented
+    if indices[0] is None:
+        told = _one_of_features(recording, x, indices)
+        if told is None:
+            return NotImplemented
+        dim, chosen = told
+        found = x.index_select(dim, chosen.reshape(-1))
+        return found.reshape(*x.shape[:dim], *chosen.shape, *x.shape[dim + 1 :])
+    place = _one_of_each(recording, x, indices)
+    if place is None:
+        return NotImplemented
+    return _flat(x, len(indices)).gather(1, place).squeeze(1)
+
+
+def index_put(
+    recording: Recording, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
+) -> Any:
+    """Write, or add, where `index` would read."""
+    if not _by_sample(recording, x) or not indices or recording.value(values).meta.dtype != x.dtype:
+        return NotImplemented
+    if indices[0] is None:
+        told = _one_of_features(recording, x, indices)
+        if told is None:
+            return NotImplemented
+        dim, chosen = told
+        values = values.expand(*x.shape[:dim], *chosen.shape, *x.shape[dim + 1 :])
+        values = values.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        write = x.index_add if accumulate else x.index_copy
+        return write(dim, chosen.reshape(-1), values)
+    place = _one_of_each(recording, x, indices)
+    if place is None:
+        return NotImplemented
+    flat = _flat(x, len(indices))
+    values = values.expand(x.shape[0], *flat.shape[2:]).unsqueeze(1)
+    write = flat.scatter_add if accumulate else flat.scatter
+    return write(1, place, values).reshape(x.shape)
+
+
+def _by_sample(recording: Recording, x: Any) -> bool:
+    """Whether each row is one sample."""
+    layout = recording.value(x).layout
+    return layout is not None and tuple(layout) == (0, 1, 1)
+
+
+def _one_of_each(recording: Recording, x: Any, indices: Sequence[Any]) -> Any:
+    """Of ``x[arange(N), a, b, ...]``: where to gather along the flattened other dimensions; else None."""
+    first = indices[0]
+    if len(indices) < 2 or any(item is None or item.dim() != 1 or _is_mask(item) for item in indices):
+        return None
+    known = recording.value(first)
+    if known.layout is not None or known.whole is None or first.shape[0] != x.shape[0]:
+        return None
+    if not torch.equal(known.whole, torch.arange(x.shape[0], device=known.whole.device)):
+        return None
+    place = indices[1] % x.shape[1]
+    for dim, item in enumerate(indices[2:], start=2):
+        place = place * x.shape[dim] + item % x.shape[dim]
+    rest = x.shape[len(indices) :]
+    return place.reshape(-1, *([1] * (1 + len(rest)))).expand(x.shape[0], 1, *rest)
+
+
+def _flat(x: Any, count: int) -> Any:
+    return x.reshape(x.shape[0], math.prod(x.shape[1:count]), *x.shape[count:])
+
+
+def _one_of_features(recording: Recording, x: Any, indices: Sequence[Any]) -> tuple[int, Tensor] | None:
+    """Of ``x[:, index]`` with one index that is whole: its dimension, and the index."""
+    told = [(dim, item) for dim, item in enumerate(indices) if item is not None]
+    if len(told) != 1:
+        return None
+    dim, item = told[0]
+    known = recording.value(item)
+    if known.layout is not None:
+        return None
+    if not _is_mask(item):
+        return dim, item % x.shape[dim]
+    if known.whole is None or item.dim() != 1:
+        return None
+    return dim, known.whole.nonzero().squeeze(1)
+
+
+def _is_mask(item: Tensor) -> bool:
+    return item.dtype in (torch.bool, torch.uint8)

@@ -1,0 +1,91 @@
+"""Every case of the zoo on a virtual batch: loss, gradients and buffers are those of the real batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import SuperbatchError
+from superbatch.torch import virtual_batch
+from tests.torch.coupled.case import Case, Loss
+from tests.torch.coupled.cases import ALL
+from tests.torch.coupled.compare import Backend, Result, assert_equal, reference, run_with
+
+Wrap = Literal["all", "inputs"]
+
+
+@cache
+def expected(case: Case) -> Result:
+    return reference(case)
+
+
+def virtual(microbatch: int, *, paranoid: bool = False) -> Backend:
+    def run(model: nn.Module, batch: Any, loss_fn: Loss) -> Tensor:
+        with virtual_batch(model, microbatch, rng="batch", paranoid=paranoid) as virtual:
+            loss = loss_fn(model, virtual(batch))
+            loss.backward()
+        report = virtual.report()
+        assert report.microbatches == -(-report.samples // microbatch), "premise: it was cut"
+        return loss
+
+    return run
+
+
+def check(case: Case, microbatch: int, wrap: Wrap, *, paranoid: bool = False) -> None:
+    try:
+        found = run_with(case, None, virtual(microbatch, paranoid=paranoid), wrap=wrap)
+    except SuperbatchError:
+        if not case.may_refuse:
+            raise
+        return
+    assert_equal(expected(case), found, case.tolerance)
+
+
+each_case = pytest.mark.parametrize("case", ALL, ids=str)
+
+
+@each_case
+def test_a_virtual_batch_is_the_real_batch(case: Case) -> None:
+    check(case, case.microbatch, "all")
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if case.wrap == "inputs"], ids=str)
+def test_labels_may_be_plain_tensors(case: Case) -> None:
+    check(case, case.microbatch, "inputs")
+
+
+@pytest.mark.parametrize("case", ALL[::3], ids=str)
+def test_micro_batches_of_one_sample_and_one_of_all(case: Case) -> None:
+    check(case, 1, "all")
+    check(case, case.n, "all")
+
+
+@pytest.mark.slow
+@each_case
+def test_micro_batches_of_every_size(case: Case) -> None:
+    for microbatch in (1, 2, 3, 5, case.n - 1, case.n):
+        check(case, microbatch, case.wrap)
+
+
+@pytest.mark.slow
+@each_case
+def test_every_operation_on_micro_batches_is_that_on_whole_tensors(case: Case) -> None:
+    check(case, case.microbatch, "all", paranoid=True)
+
+
+def test_a_case_can_fail() -> None:
+    """The comparison sees a factor of 1 + 1e-9 in one gradient."""
+    case = ALL[0]
+
+    def wrong(model: nn.Module, batch: Any, loss_fn: Loss) -> Tensor:
+        loss = virtual(case.microbatch)(model, batch, loss_fn)
+        with torch.no_grad():
+            next(p.grad for p in model.parameters() if p.grad is not None).mul_(1 + 1e-9)
+        return loss
+
+    with pytest.raises(AssertionError, match="not the gradient of the real batch"):
+        assert_equal(expected(case), run_with(case, None, wrong), case.tolerance)
