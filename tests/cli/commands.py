@@ -30,19 +30,19 @@ def run(*arguments: str) -> int:
 
 
 def process(*arguments: str, **options: object) -> subprocess.Popen[str]:
-    """The command line as a process of its own, in a session of its own."""
-
-    def hear_interrupts() -> None:  # tests that were started in the background may not, and hand that on
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    return subprocess.Popen(
-        [sys.executable, "-m", "superbatch", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        preexec_fn=hear_interrupts if os.name == "posix" else None,
-        text=True,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},  # pyright: ignore[reportArgumentType, reportCallIssue]  (keyword arguments by name)
-    )
+    """The command line as a process of its own, in a session of its own, that hears interrupts."""
+    # Tests that run in the background may ignore interrupts, and a child inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "superbatch", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},  # pyright: ignore[reportArgumentType, reportCallIssue]  (keyword arguments by name)
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
