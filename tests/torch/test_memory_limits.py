@@ -190,6 +190,33 @@ def test_rlimit_as_in_a_child_process() -> None:
     assert (fits, fits_more) == (True, False)
 
 
+@needs_linux
+def test_what_is_found_free_in_the_heap_counts_as_used() -> None:
+    """As it counts as free in the limit: a heap full of holes takes a micro-batch without growing."""
+    if limits.free_in_heap() == 0:
+        pytest.skip("this C library does not tell what its heap has free (glibc does from 2.33 on)")
+    free, limit, peak = child(
+        """
+        import json, torch
+        from superbatch.torch.limits import PeakMeter, free_in_heap, memory_limit
+        cpu = torch.device("cpu")
+        def blocks(count):
+            return [torch.ones(2**16, dtype=torch.uint8) for _ in range(count)]
+        meter = PeakMeter(cpu)
+        many, last = blocks(1024), blocks(1)  # behind the last one the heap could shrink
+        del many
+        free, limit = free_in_heap(), memory_limit(cpu)
+        meter.start()
+        found = blocks(512)
+        print(json.dumps([free, limit.bytes, meter.stop()]))
+        """,
+        mapped=False,
+    )
+    assert free > 60 * MIB, "premise: there are holes"
+    assert limit > free
+    assert peak >= 32 * MIB
+
+
 METERED = """
     import json, sys, torch
     from torch import nn
