@@ -34,13 +34,13 @@ print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
     return set(python(code)) - layers.STANDARD_LIBRARY
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package, to plant mistakes in."""
-    shutil.copytree(
-        ROOT / "superbatch", tmp_path / "superbatch", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    return tmp_path
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "superbatch", folder / "superbatch", ignore=shutil.ignore_patterns("__pycache__"))
+    assert layers.check(folder) == [], "the premise: the copy is clean"
+    return folder
 
 
 def core_modules() -> list[str]:
@@ -112,9 +112,13 @@ def test_importing_every_module_changes_nothing() -> None:
     ],
 )
 def test_a_planted_import_is_found(copy: Path, file: str, code: str, message: str) -> None:
-    assert layers.check(copy) == [], "the premise: the copy is clean"
-    (copy / "superbatch" / file).write_text(code + "\n", encoding="utf-8")
-    found = layers.check(copy)
+    planted = copy / "superbatch" / file
+    assert not planted.exists(), "the premise: what is found is the plant"
+    planted.write_text(code + "\n", encoding="utf-8")
+    try:
+        found = layers.check(copy)
+    finally:
+        planted.unlink()
     assert any(message in line and file in line for line in found), found
 
 
