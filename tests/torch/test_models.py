@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import OptimizerError
@@ -389,6 +390,10 @@ def test_a_compiled_model_given_as_the_model(compiler: Any) -> None:
     assert len(graphs) == 1, "one size, one graph"
 
 
+@pytest.mark.skipif(
+    not hasattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals"),
+    reason="this release of torch compiles nothing after dispatch modes that overlapped in two threads",
+)
 def test_checks_that_overlap_in_two_threads_leave_the_compiler_on() -> None:
     """The stance on compiling is of the whole process: the last of them to end must not leave its own."""
     graphs: list[Any] = []
