@@ -42,7 +42,8 @@ def test_the_search_asks_for_few_sizes(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS limits memory on Linux only")
-@pytest.mark.parametrize("loop", ["accumulate", "plain"])
+# "plain" only serves finders of other libraries.
+@pytest.mark.parametrize("loop", ["accumulate", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_real_limit_separates_sizes(loop):
     answers = []
     for size in ("32", "1024"):
