@@ -182,7 +182,7 @@ class _Enter(torch.autograd.Function):
 def _source(tensor: Tensor, recording: Recording) -> Value:
     value = Value(blank_like(tensor), recording.device, Layout(0))
     if tensor.device == recording.device:
-        value.whole, value.version = tensor.detach(), tensor._version
+        recording.read(value, tensor.detach())
     else:
         value.pieces = Sliced(tensor.detach(), Layout(0), recording.device)
     return value
@@ -207,6 +207,8 @@ class _Watching(TorchDispatchMode):
         if VirtualTensor in types:
             return dispatch(recording, func, args, kwargs)
         recording.settle_writes(args)
+        if func._schema.is_mutable:
+            recording.before_writing(func, args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -13,7 +13,18 @@ from ...errors import WindowError, explain
 from ...report.coupling import Meeting
 from . import composites, paranoia
 from .aliases import current, functional_of
-from .calls import Call, Recipe, blank, blank_like, collect, filled, mapped, shapes, substituted
+from .calls import (
+    Call,
+    Recipe,
+    blank,
+    blank_like,
+    collect,
+    filled,
+    mapped,
+    shapes,
+    substituted,
+    written_by,
+)
 from .layout import Part
 from .log import Log
 from .plan import plan
@@ -65,6 +76,7 @@ class Recording:
         self.open = True
         self._shown: weakref.WeakSet[Value] = weakref.WeakSet()
         self._writes: list[tuple[Tensor, Value]] = []
+        self._read: dict[int, weakref.WeakSet[Value]] = {}  # by the memory that they are in
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -82,7 +94,7 @@ class Recording:
         random = torch.Tag.nondeterministic_seeded in func.tags and call.argument("dropout_p") != 0.0
         if not batch and (random or all(value.whole is not None for value in call.tensors)):
             return self._spread(call) or self._now(call)
-        if random and batch and self.randomness.as_the_batch:
+        if random and batch and (self.randomness.as_the_batch or call.argument("generator") is not None):
             return self.drawn_as_the_batch(func, args, kwargs)
         recipe = self.randomness.recipe(call) if random else find(call)
         if recipe is None and batch:
@@ -238,9 +250,23 @@ class Recording:
         if tensor.numel() <= _SMALL and not tensor.requires_grad:
             value.whole = tensor.clone()
         else:
-            value.whole = tensor
-            value.version = None if tensor.is_inference() else tensor._version
+            self.read(value, tensor)
         return value
+
+    def read(self, value: Value, tensor: Tensor) -> None:
+        """Let a value be a real tensor, as it is now: it is copied if the program writes into it later."""
+        value.whole = tensor
+        value.version = None if tensor.is_inference() else tensor._version
+        self._read.setdefault(tensor.untyped_storage()._cdata, weakref.WeakSet()).add(value)
+
+    def before_writing(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+        """Copy what is about to be written, where operations that have not run yet read it."""
+        for tensor in written_by(func, args, kwargs):
+            if isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
+                continue
+            for value in self._read.pop(tensor.untyped_storage()._cdata, ()):
+                if value.whole is not None:
+                    value.whole, value.version = value.whole.clone(), None
 
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with a value in place of each tensor."""
