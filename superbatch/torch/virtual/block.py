@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import InputError, explain
 from ...integers import positive_int
 from ...report.coupling import CouplingReport
-from ...split import near_equal
 from ...tree import count_samples, map_arrays
 from ..looking import run_eagerly
 from ..snapshot import BufferKeeper, random_state, restore_random_state
 from .calls import blank_like
 from .dispatch import dispatch
-from .layout import Layout, Part
+from .layout import Layout
 from .log import Log, OnGather
 from .randomness import Randomness
 from .recording import Recording
@@ -36,7 +35,7 @@ class VirtualBatch:
 
     Args:
         models: whose parameters get gradients.
-        microbatch_size: most samples of a micro-batch.
+        microbatch_size: most samples of a micro-batch, or "auto".
         device: where to compute.
         rng, device_budget, on_gather, paranoid: as in `virtual_batch`.
 
@@ -51,7 +50,7 @@ class VirtualBatch:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        microbatch_size: int,
+        microbatch_size: int | Literal["auto"],
         device: torch.device,
         *,
         rng: RandomNumbers,
@@ -117,15 +116,12 @@ class VirtualBatch:
         )
 
     def _begin(self, samples: int) -> Recording:
-        parts: list[Part] = []
-        for size in near_equal(samples, self._size):
-            start = parts[-1].stop if parts else 0
-            parts.append(Part(len(parts), start, start + size))
         recording = Recording(
-            parts,
+            samples,
+            self._size,
             self._device,
             randomness=Randomness(self._rng, self._device),
-            store=Store(len(parts), self._device, self._budget),
+            store=Store(self._device, self._budget),
             log=self._log,
             paranoid=self._paranoid,
         )
@@ -215,7 +211,7 @@ class _Watching(TorchDispatchMode):
 @contextmanager
 def virtual_batch(
     model: nn.Module | Sequence[nn.Module],
-    microbatch_size: int,
+    microbatch_size: int | Literal["auto"],
     *,
     rng: RandomNumbers = "microbatch",
     device: torch.device | str | None = None,
@@ -233,7 +229,8 @@ def virtual_batch(
 
     Args:
         model: or several: whose parameters get gradients.
-        microbatch_size: most samples that are worked on at a time, at least 1.
+        microbatch_size: most samples that are worked on at a time, at least 1; ``"auto"``: as many as there
+            is memory for, by the sizes of what is recorded when the first numbers are needed.
         rng: what random operators (dropout) draw. ``"microbatch"``: each operator and micro-batch from a seed
             of its own, so that nothing is kept: equal to the large batch in law. ``"batch"``: the numbers
             that the large batch would draw, kept for all samples: equal to it number for number.
@@ -269,7 +266,9 @@ def virtual_batch(
         True
     """
     models = _checked(model, rng, on_gather, device_budget)
-    size = positive_int("microbatch_size", microbatch_size)
+    size: int | Literal["auto"] = "auto"
+    if microbatch_size != "auto":
+        size = positive_int("microbatch_size", microbatch_size)
     parameters = [parameter for one in models for parameter in one.parameters()]
     where = torch.device(device) if device is not None else _device_of(parameters)
     batch = VirtualBatch(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...errors import WindowError, explain
 from ...report.coupling import Meeting
+from ..limits import memory_limit
 from . import composites, paranoia
 from .aliases import current, functional_of
+from .auto_size import largest_size
 from .calls import (
     Call,
     Recipe,
@@ -25,9 +27,9 @@ from .calls import (
     substituted,
     written_by,
 )
-from .layout import Part
+from .layout import Part, parts_of
 from .log import Log
-from .plan import plan
+from .plan import Plan, plan
 from .randomness import Randomness
 from .reductions import Joined
 from .rules import find
@@ -45,7 +47,8 @@ class Recording:
     """All operations of one block.
 
     Args:
-        parts: the micro-batches.
+        samples: of the batch.
+        size: most samples of a micro-batch; "auto": what fits, known once something has to be worked out.
         device: where they are worked out.
         randomness: how random operators draw.
         store: where results are kept from sweep to sweep.
@@ -58,7 +61,8 @@ class Recording:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        samples: int,
+        size: int | Literal["auto"],
         device: torch.device,
         *,
         randomness: Randomness,
@@ -66,8 +70,9 @@ class Recording:
         log: Log,
         paranoid: bool = False,
     ) -> None:
-        self.parts = parts
-        self.samples = parts[-1].stop
+        self.samples = samples
+        self.size = size
+        self.parts: list[Part] = []
         self.device = device
         self.randomness = randomness
         self.store = store
@@ -340,12 +345,19 @@ class Recording:
         wanted = [value for value in wanted if value.whole is None]
         asked_for = [value for value in self._shown if value.asked_for]
         todo = plan(wanted, asked_for)
+        if not self.parts:
+            self.parts = parts_of(
+                self.samples, self.size if isinstance(self.size, int) else self._fitting(todo)
+            )
         for node in todo.meeting:
             self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
         run(todo, self.parts, self.store, self.log)
         with torch.no_grad():
             for tensor, value in writes:
                 tensor.copy_(unchanged(self.gathered(value)))
+
+    def _fitting(self, todo: Plan) -> int:
+        return largest_size(todo, self.samples, memory_limit(self.device).bytes, self.store.budget)
 
     def write_later(self, tensor: Tensor, value: Value) -> None:
         """Write a buffer once its new value is there."""
