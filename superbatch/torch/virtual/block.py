@@ -58,7 +58,7 @@ class VirtualBatch:
         on_gather: OnGather,
         paranoid: bool,
     ) -> None:
-        self._size = microbatch_size
+        self._size: int | Literal["auto"] = microbatch_size
         self._device = device
         self._rng: RandomNumbers = rng
         self._budget = device_budget
