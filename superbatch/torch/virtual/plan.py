@@ -50,9 +50,11 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value]) -> Plan:
     Returns:
         The plan.
     """
+    targets = set(targets)
     nodes = _ancestors(targets)
     stage = _stages(nodes, {})
-    later = {id(node) for node in _ancestors(value for value in asked_for if not value.there)}
+    others = (value for value in asked_for if not value.there and value not in targets)
+    later = {id(node) for node in _ancestors(others)}
     feeds = _feeding(nodes)
     sweeps: dict[int, list[Node]] = {}
     wanted: dict[Value, set[int]] = {}
