@@ -135,6 +135,10 @@ def test_a_real_limit_in_this_process_is_read() -> None:
 # -- what is read later is as it was ------------------------------------------------------------------------
 
 
+def relative(ours: Tensor, reference: Tensor) -> float:
+    return float(torch.linalg.vector_norm(ours - reference) / torch.linalg.vector_norm(reference))
+
+
 def exact(model: nn.Module, other: nn.Module) -> None:
     for ours, reference in zip(model.parameters(), other.parameters(), strict=True):
         assert ours.grad is not None and reference.grad is not None
