@@ -57,6 +57,17 @@ def functional_of(func: Any) -> Any:
     return found
 
 
+def with_defaults(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return positional arguments with the defaults that were left out.
+
+    The operator that returns its result may have none: ``bernoulli_(p=0.5)`` beside ``bernoulli(x, p)``.
+    """
+    if func not in _OTHER_NAMES:
+        return args
+    told = func._schema.arguments[len(args) :]
+    return (*args, *(arg.default_value for arg in told if not arg.kwarg_only and arg.name not in kwargs))
+
+
 _SCATTERS: dict[Any, Any] = {
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.select.int: aten.select_scatter.default,

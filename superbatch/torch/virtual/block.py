@@ -17,6 +17,7 @@ from ...report.coupling import CouplingReport
 from ...tree import count_samples, map_arrays
 from ..looking import run_eagerly
 from ..snapshot import BufferKeeper, random_state, restore_random_state
+from .aliases import current
 from .calls import blank_like
 from .dispatch import dispatch
 from .layout import Layout
@@ -64,6 +65,7 @@ class VirtualBatch:
         self._budget = device_budget
         self._paranoid = paranoid
         self._recording: Recording | None = None
+        self._models = models
         self._log = Log(models, on_gather)
         self._gradients = [(p, p.grad) for model in models for p in model.parameters()]
         self._added_to = self._gradients
@@ -148,12 +150,34 @@ class VirtualBatch:
             # The tensor that was there stays the same object, as in plain PyTorch.
             parameter.grad = new if old is None else old if new is old else old.copy_(new)
 
+        for leaf in recording.leaves.values():  # a loss's own parameters, say
+            if isinstance(leaf.grad, VirtualTensor):
+                new, leaf.grad = recording.numbers(leaf.grad).detach(), None
+                leaf.grad = new
+        recording.leaves.clear()
+        for model in self._models:
+            _leave_real(model, recording)
+
     def _end(self, *, failed: bool) -> None:
         if self._recording is not None:
             self._recording.open = False
         if failed:
             for parameter, grad in self._gradients:
                 parameter.grad = grad
+
+
+def _leave_real(model: nn.Module, recording: Recording) -> None:
+    """Put real tensors in the place of virtual ones that a model's forward left in it.
+
+    An attribute of all samples is left virtual: to gather it would cost the memory of the whole batch.
+    """
+    for module in model.modules():
+        for owned in (module._buffers, module.__dict__):
+            for name, item in list(owned.items()):
+                if not isinstance(item, VirtualTensor) or item._recording is not recording:
+                    continue
+                if owned is module._buffers or current(recording, item).layout is None:
+                    owned[name] = recording.numbers(item).detach()
 
 
 def _wrapped(tensor: Tensor, recording: Recording) -> Any:
@@ -203,6 +227,9 @@ class _Watching(TorchDispatchMode):
         if VirtualTensor in types:
             return dispatch(recording, func, args, kwargs)
         recording.settle_writes(args)
+        for arg in args:
+            if isinstance(arg, Tensor):
+                recording.note_leaf(arg)
         if func._schema.is_mutable:
             recording.before_writing(func, args, kwargs)
         return func(*args, **kwargs)

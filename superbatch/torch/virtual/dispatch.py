@@ -10,7 +10,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from ...errors import WindowError, explain
 from . import composites
-from .aliases import assign, functional_of, view
+from .aliases import assign, functional_of, view, with_defaults
 from .calls import mapped, written_by
 from .tensor import VirtualTensor
 from .values import Value
@@ -66,6 +66,7 @@ def _write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[
     functional, target = functional_of(func), args[0] if args else None
     if functional is None or not isinstance(target, VirtualTensor) or "out" in kwargs:
         return _write_with_numbers(recording, func, args, kwargs)
+    args = with_defaults(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         return _reshape(recording, func, functional, args, kwargs)
     drawn_whole = recording.randomness.as_the_batch or kwargs.get("generator") is not None

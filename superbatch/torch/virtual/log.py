@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Literal
 
 from torch import nn
@@ -50,12 +51,15 @@ class Log:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Know which module's forward runs, for as long as the context lasts."""
+        thread = get_ident()  # the hooks are called in others too, and at the end of what began before
 
         def enter(module: nn.Module, inputs: object) -> None:
-            self._path.append(self._names.get(module, self.where))
+            if get_ident() == thread:
+                self._path.append(self._names.get(module, self.where))
 
         def leave(module: nn.Module, inputs: object, output: object) -> None:
-            self._path.pop()
+            if get_ident() == thread and self._path:
+                self._path.pop()
 
         handles = [
             all_modules.register_module_forward_pre_hook(enter),

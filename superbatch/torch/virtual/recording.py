@@ -57,6 +57,7 @@ class Recording:
 
     Attributes:
         open: false once the block has ended.
+        leaves: real tensors that may get a gradient, by id.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Recording:
         self.log = log
         self.paranoid = paranoid
         self.open = True
+        self.leaves: dict[int, Tensor] = {}
         self._shown: weakref.WeakSet[Value] = weakref.WeakSet()
         self._writes: list[tuple[Tensor, Value]] = []
         self._read: dict[int, weakref.WeakSet[Value]] = {}  # by the memory that they are in
@@ -249,6 +251,7 @@ class Recording:
             value.whole = tensor
             return value
         self.settle_writes([tensor])
+        self.note_leaf(tensor)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         value = Value(blank_like(tensor), tensor.device)
@@ -257,6 +260,11 @@ class Recording:
         else:
             self.read(value, tensor)
         return value
+
+    def note_leaf(self, tensor: Tensor) -> None:
+        """Remember a tensor that may get a gradient, whether it is a parameter of the model or not."""
+        if tensor.requires_grad and tensor.is_leaf:
+            self.leaves[id(tensor)] = tensor
 
     def read(self, value: Value, tensor: Tensor) -> None:
         """Let a value be a real tensor, as it is now: it is copied if the program writes into it later."""
@@ -384,4 +392,9 @@ def _empty_like(meta: Tensor, device: torch.device) -> Tensor:
 
 
 # Their results are read by what looks at memory itself.
-_AT_ONCE = {aten._pack_padded_sequence.default}
+# The recurrent kernel keeps a form of its own for its backward, which leaves out what nobody wants.
+_AT_ONCE = {
+    aten._pack_padded_sequence.default,
+    aten.mkldnn_rnn_layer.default,
+    aten.mkldnn_rnn_layer_backward.default,
+}
