@@ -68,6 +68,9 @@ def forward(
     value = recording.value(x)
     layout = _layout_of(value)
     affine = [_given(recording, weight), _given(recording, bias)]
+    across = recording.across
+    if across is not None and across.now is not None and training:
+        layout = layout or across.layout_of(recording, value)
     if layout is None or any(v is not None and v.layout is not None for v in affine):
         return _elsewhere(recording, x, (weight, bias, running_mean, running_var, training, momentum, eps))
     if not training:
@@ -113,6 +116,10 @@ def _statistics(
         squares = _by_channel((x - mean.view(shape)).square_())
         return (mean, squares, count), None, None, None
 
+    across = recording.across
+    if across is not None and across.now is not None:
+        return across.statistics(recording, Operand(value, layout), moments, (channels, dtype), eps)
+
     def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
         var = squares / count
         return [mean, (var + eps).rsqrt(), var, squares / max(count - 1, 1)]
@@ -151,6 +158,9 @@ def backward(
     value, given = recording.value(x), recording.value(grad)
     layout = _layout_of(value) or _layout_of(given)
     w = _given(recording, weight)
+    across = recording.across
+    if across is not None and layout is None and across.normalised(recording.value(save_mean)):
+        layout = across.layout_of(recording, value)
     if layout is None or (w is not None and w.layout is not None):
         return _elsewhere_backward(
             recording,
@@ -177,7 +187,7 @@ def backward(
     mean, invstd = recording.value(save_mean), recording.value(save_invstd)
     operands, places = _options([w, mean, invstd])
 
-    def sums(part: Part, tensors: list[Tensor]) -> Any:
+    def add_up(part: Part, tensors: list[Tensor]) -> Any:
         scale, mean, invstd = _picked(tensors, places, 2)
         dy, x = tensors[:2]
         return aten.native_batch_norm_backward(
@@ -185,11 +195,15 @@ def backward(
         )[1:]
 
     d_weight, d_bias = recording.add(
-        "batch_norm sums", Recipe([*inputs, *operands], [None, None], sums), [channel] * 2
+        "batch_norm sums", Recipe([*inputs, *operands], [None, None], add_up), [channel] * 2
     )
     results = [None, d_weight if mask[1] else None, d_bias if mask[2] else None]
     if mask[0]:
-        results[0] = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], layout)
+        sums = [d_weight, d_bias]
+        if across is not None:
+            count = value.meta.numel() // max(value.meta.shape[1], 1)
+            sums = across.sums(recording, mean, sums, count)
+        results[0] = _input_gradient(recording, inputs, w, [mean, invstd, *sums], layout)
     return recording.shown(results)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from .sweep import run, unchanged
 from .tensor import VirtualTensor
 from .values import Node, Operand, Value
 
+if TYPE_CHECKING:
+    from .ranks import Across
+
 aten: Any = torch.ops.aten
 _SMALL = 4096  # elements; copied when used, so that they may be written afterwards
 
@@ -43,6 +46,7 @@ class Recording:
 
     Attributes:
         open: false once the block has ended.
+        across: what is done together with other ranks, if anything.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Recording:
         self.log = log
         self.paranoid = paranoid
         self.open = True
+        self.across: Across | None = None
         self._shown: weakref.WeakSet[Value] = weakref.WeakSet()
         self._writes: list[tuple[Tensor, Value]] = []
 
