@@ -339,7 +339,7 @@ def copied(rank: int, group: Any) -> dict[str, Any]:
     loaded = torch.load(saved, weights_only=False)
     with virtual_batch(twin, MICROBATCH, group=group) as batch:
         means(twin, batch(part(images(64), rank, COUNTS))).backward()
-    own = [m.forward.__self__ is m for one in (twin, loaded) for m in one.modules()]
+    own = [getattr(m.forward, "__self__", None) is m for one in (twin, loaded) for m in one.modules()]
     return {"own": own, "left": ["forward" in vars(m) for m in model.modules()]}
 
 

@@ -158,9 +158,8 @@ def backward(
     value, given = recording.value(x), recording.value(grad)
     layout = _layout_of(value) or _layout_of(given)
     w = _given(recording, weight)
-    across = recording.across
-    if across is not None and layout is None and across.normalised(recording.value(save_mean)):
-        layout = across.layout_of(recording, value)
+    if layout is None and recording.across is not None:
+        layout = recording.across.layout_back(recording, value, recording.value(save_mean))
     if layout is None or (w is not None and w.layout is not None):
         return _elsewhere_backward(
             recording,
@@ -187,7 +186,7 @@ def backward(
     mean, invstd = recording.value(save_mean), recording.value(save_invstd)
     operands, places = _options([w, mean, invstd])
 
-    def add_up(part: Part, tensors: list[Tensor]) -> Any:
+    def sums(part: Part, tensors: list[Tensor]) -> Any:
         scale, mean, invstd = _picked(tensors, places, 2)
         dy, x = tensors[:2]
         return aten.native_batch_norm_backward(
@@ -195,15 +194,11 @@ def backward(
         )[1:]
 
     d_weight, d_bias = recording.add(
-        "batch_norm sums", Recipe([*inputs, *operands], [None, None], add_up), [channel] * 2
+        "batch_norm sums", Recipe([*inputs, *operands], [None, None], sums), [channel] * 2
     )
     results = [None, d_weight if mask[1] else None, d_bias if mask[2] else None]
     if mask[0]:
-        sums = [d_weight, d_bias]
-        if across is not None:
-            count = value.meta.numel() // max(value.meta.shape[1], 1)
-            sums = across.sums(recording, mean, sums, count)
-        results[0] = _input_gradient(recording, inputs, w, [mean, invstd, *sums], layout)
+        results[0] = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], layout)
     return recording.shown(results)
 
 
@@ -213,6 +208,8 @@ def _input_gradient(
     value = inputs[1].value
     count = value.meta.numel() // max(value.meta.shape[1], 1)
     shape = [1, -1] + [1] * (value.meta.dim() - 2)
+    if recording.across is not None:
+        whole = [*whole[:2], *recording.across.sums(recording, whole[0], whole[2:], count)]
 
     def coefficients(part: Part, tensors: list[Tensor]) -> Any:
         mean, invstd, d_weight, d_bias, *scale = tensors

@@ -18,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from .aliases import assign
 from .calls import Recipe, blank, mapped
 from .layout import Layout, Part
 from .reductions import Moments
+from .sync_norm import routed, synchronised_layers
 from .tensor import VirtualTensor
 from .values import Operand, Value
 
@@ -59,7 +59,7 @@ class Across:
         # The user's own `no_sync` says that the gradients are reduced later.
         self._reduces = self.ranks.shared and all(w.require_backward_grad_sync for w in self.ranks.wrappers)
         self._device = device
-        self._layers = [module for model in models for module in model.modules() if _is_synchronised(module)]
+        self._layers = synchronised_layers(models)
         self._groups = _different([*(self.group_of(layer) for layer in self._layers), self.ranks])
         self._recording: weakref.ref[Recording] | None = None
         self._last: Value | None = None
@@ -81,15 +81,8 @@ class Across:
             # As in DDP's own forward, which may not wait for the others inside the block.
             if torch.is_grad_enabled() and wrapper.will_sync_module_buffers():
                 wrapper._sync_buffers()
-        routed = [layer for layer in self._layers if _has_own_forward(layer)]
-        with self.ranks.hold_back():
-            try:
-                for layer in routed:
-                    layer.forward = _Forward(layer)
-                yield
-            finally:
-                for layer in routed:
-                    vars(layer).pop("forward", None)
+        with self.ranks.hold_back(), routed(self._layers):
+            yield
 
     # -- statistics -----------------------------------------------------------------------------------------
 
@@ -153,9 +146,9 @@ class Across:
         self._totals[found[0]] = ranks, count
         return found
 
-    def normalised(self, mean: Value) -> bool:
-        """Whether this is the mean of a BatchNorm over ranks."""
-        return mean in self._totals
+    def layout_back(self, recording: Recording, value: Value, mean: Value) -> Layout | None:
+        """Return the same for its backward; None if it was not over ranks."""
+        return self.layout_of(recording, value) if mean in self._totals else None
 
     def sums(self, recording: Recording, mean: Value, sums: list[Value], count: int) -> list[Value]:
         """Return what the sums of a backward are over all ranks, for the count of this one.
@@ -336,59 +329,3 @@ def _waited(result: Any) -> Any:
 
             c10d.Work.unbox(item).wait()  # pyright: ignore[reportAttributeAccessIssue]  (not in torch's stubs)
     return result
-
-
-# -- SyncBatchNorm ------------------------------------------------------------------------------------------
-
-
-def _is_synchronised(module: nn.Module) -> bool:
-    """Whether it is torch's, and not a class with a forward of its own."""
-    return isinstance(module, nn.SyncBatchNorm) and type(module).forward is nn.SyncBatchNorm.forward
-
-
-def _has_own_forward(layer: nn.SyncBatchNorm) -> bool:
-    """Whether the forward is its class's, also if that was put in its place (in a copy made in a block)."""
-    own = type(layer).forward.__get__(layer)
-    return vars(layer).get("forward", own) == own
-
-
-class _Forward:
-    """Stands for a SyncBatchNorm's forward in a block: torch's own refuses tensors that are on no GPU.
-
-    Copies of the module, and what is saved of it, have torch's.
-    """
-
-    def __init__(self, layer: nn.SyncBatchNorm) -> None:
-        self._layer = layer
-
-    def __call__(self, input: Tensor) -> Tensor:
-        layer = self._layer
-        across = input._recording.across if isinstance(input, VirtualTensor) else None
-        ranks = None if across is None else across.group_of(layer)
-        if across is None or ranks is None or not (layer.training and ranks.shared):
-            return type(layer).forward(layer, input)
-        layer._check_input_dim(input)
-        layer._check_non_zero_input_channels(input)
-        momentum = layer.momentum
-        if layer.track_running_stats:
-            assert layer.num_batches_tracked is not None
-            layer.num_batches_tracked.add_(1)
-            if momentum is None:  # the mean of all updates so far
-                momentum = 1.0 / float(layer.num_batches_tracked)
-        running = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
-        before, across.now = across.now, ranks
-        try:
-            # Not `nn.functional.batch_norm`, which refuses a rank with one value per channel.
-            return torch.batch_norm(
-                input, layer.weight, layer.bias, *running, True, momentum or 0.0, layer.eps, False
-            )
-        finally:
-            across.now = before
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the forward of the copied layer."""
-        return deepcopy(self._layer, memo).__class__.forward.__get__(memo[id(self._layer)])
-
-    def __reduce__(self) -> Any:
-        """Save the layer's forward."""
-        return getattr, (self._layer, "forward")
