@@ -103,6 +103,9 @@ EXACT: list[Case] = [
     ("conv_paranoid", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("conv_broadcast", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("conv_group", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
+    ("find_unused", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
+    ("bucket_view", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
+    ("static_graph", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("resnet", resnet20, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("small", ranks.small, of_rows, ranks.means, ranks.COUNTS),
     ("one_sample", ranks.small, of_rows, ranks.means, (1, 5)),
@@ -144,13 +147,18 @@ def test_without_a_sum_over_the_ranks_it_is_another_gradient(name: str, results:
 
 
 def test_batchnorm_without_a_group_stays_within_its_rank(results: Any):
+    assert_within_ranks(both(results, "conv_local"))
+
+
+def assert_within_ranks(found: list[dict[str, Any]]) -> None:
+    """Statistics of each rank by itself, and the mean of the gradients."""
     models = [ranks.model_of(conv_net) for _ in range(2)]
     for rank, model in enumerate(models):
         ranks.cross_entropy(model, ranks.part(ranks.images(64), rank, ranks.COUNTS)).backward()
     for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert mine.grad is not None and other.grad is not None
         mine.grad = other.grad = (mine.grad + other.grad) / 2
-    for model, result in zip(models, both(results, "conv_local"), strict=True):
+    for model, result in zip(models, found, strict=True):
         assert_same(model, result)
 
 
@@ -183,15 +191,56 @@ def test_ranks_that_look_at_other_times_keep_the_order_of_collectives(results: A
     assert first["collectives"] == second["collectives"] and len(first["collectives"]) == 3 + 2 * 8
 
 
-def test_embeddings_of_all_ranks_with_their_gradient(results: Any):
-    """`torch.distributed.nn.functional.all_gather`, of a tower with BatchNorm."""
+@pytest.mark.parametrize("name", ["gathered", "functional"])
+def test_embeddings_of_all_ranks_with_their_gradient(name: str, results: Any):
+    """Both of torch's all-gathers with a gradient, of a tower with BatchNorm."""
     model, batch = ranks.model_of(ranks.TwoTowers), ranks.images(64)
     a, b = model(batch)
     mine = [ranks.contrastive(rows, b, 32 * rank) for rank, rows in enumerate(a.split(32))]
     ((mine[0] + mine[1]) / 2).backward()
-    for loss, result in zip(mine, both(results, "gathered"), strict=True):
-        assert result["loss"] == pytest.approx(float(loss.detach()), rel=1e-12)
+    for result in both(results, name):
         assert_same(model, result)
+
+
+def test_collectives_of_the_program_come_after_what_is_recorded(results: Any):
+    model = ranks.model_of(conv_net)
+    losses = backward(model, of_images(ranks.images(64)), ranks.cross_entropy)
+    for loss, result in zip(losses, both(results, "metrics"), strict=True):
+        assert_same(model, result)
+        assert result["seen"] == 64 and result["texts"] == ["rank 0", "rank 1"]
+        assert result["total"] == pytest.approx(sum(losses), rel=1e-12)
+        assert result["every"] == pytest.approx(losses, rel=1e-12)
+        assert result["loss"] == pytest.approx(loss, rel=1e-12)
+
+
+def test_without_ddp_the_gradients_stay_those_of_the_rank(results: Any):
+    """Statistics are those of all, so the ranks' gradients are parts of that of the sum of their losses."""
+    model = ranks.model_of(conv_net)
+    backward(model, of_images(ranks.images(64)), ranks.cross_entropy)
+    first, second = both(results, "statistics_only")
+    assert not torch.allclose(first["gradients"]["0.weight"], second["gradients"]["0.weight"])
+    for name, gradient in first["gradients"].items():
+        first["gradients"][name] = (gradient + second["gradients"][name]) / 2
+    assert_same(model, first)
+
+
+def test_checkpoints_do_their_statistics_again(results: Any):
+    model = ranks.model_of(conv_net)
+    backward(model, of_images(ranks.images(64)), ranks.cross_entropy)
+    once = dict(model.named_buffers())
+    for result in both(results, "again"):
+        assert all(int(n) == 2 for name, n in result["buffers"].items() if "tracked" in name)
+        assert_same(model, {**result, "buffers": once})
+        assert [kind for kind, _ in result["collectives"]].count("all_gather") == 2 * 3
+
+
+def test_a_layer_over_one_rank_is_one_within_it(results: Any):
+    assert_within_ranks(both(results, "alone"))
+
+
+def test_nothing_is_left_of_a_block(results: Any):
+    for result in both(results, "let_go"):
+        assert len(result["gone"]) == 9 and all(result["gone"])
 
 
 def test_gradients_accumulate_over_blocks_and_are_reduced_where_ddp_would(results: Any):
@@ -203,7 +252,8 @@ def test_gradients_accumulate_over_blocks_and_are_reduced_where_ddp_would(result
         assert result["reduced_first"] == 0 and result["same"]
 
 
-def test_training_and_then_ddp_without_a_block(results: Any):
+@pytest.mark.parametrize("name", ["training", "training_views"])
+def test_training_and_then_ddp_without_a_block(name: str, results: Any):
     model = ranks.model_of(ranks.small)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for seed in (1, 4, 7):
@@ -212,7 +262,7 @@ def test_training_and_then_ddp_without_a_block(results: Any):
         optimizer.zero_grad()
     model.eval()
     backward(model, of_rows(ranks.images(64, 8)), ranks.means, seed=8)
-    for result in both(results, "training"):
+    for result in both(results, name):
         assert_same(model, result)
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from superbatch.torch import virtual_batch
 from superbatch.torch.virtual.ranks import Across
@@ -158,10 +162,12 @@ def synchronise(model: nn.Module, group: Any) -> None:
     assert nn.SyncBatchNorm.convert_sync_batchnorm(model, group) is model
 
 
-def wrapped(make: Callable[[], nn.Module], group: Any) -> tuple[nn.Module, DistributedDataParallel]:
+def wrapped(
+    make: Callable[[], nn.Module], group: Any, **ddp: Any
+) -> tuple[nn.Module, DistributedDataParallel]:
     """A model with BatchNorm over ranks, and its shell."""
     model = model_of(make)
-    shell = DistributedDataParallel(model, process_group=group)
+    shell = DistributedDataParallel(model, process_group=group, **ddp)
     synchronise(model, group)
     return model, shell
 
@@ -177,24 +183,22 @@ def block(
     wrap: bool = True,
     look: tuple[int, ...] = (),
     over: bool = False,
+    paranoid: bool = False,
     before: Callable[[nn.Module], None] | None = None,
-    **options: Any,
+    **ddp: Any,
 ) -> dict[str, Any]:
     """One block on this rank."""
     model, watch = model_of(make), Watch()
     shell: nn.Module = model
     if wrap:
-        shell = DistributedDataParallel(model, process_group=group)
+        shell = DistributedDataParallel(model, process_group=group, **ddp)
         shell.register_comm_hook(None, watch.hook)
     if synchronised:
         synchronise(model, group)
     if before is not None:
         before(shell)
     batch_of = part(images(sum(counts)), rank, counts)
-    with (
-        watch,
-        virtual_batch(shell, MICROBATCH, group=group if over else None, **options) as b,
-    ):
+    with watch, virtual_batch(shell, MICROBATCH, paranoid=paranoid, group=group if over else None) as b:
         loss = loss_of(shell, b(batch_of))
         if rank in look:
             float(loss.detach())
@@ -243,9 +247,9 @@ def other_buffers(shell: nn.Module) -> None:
             buffer.add_(5.0)
 
 
-def training(rank: int, group: Any) -> dict[str, Any]:
-    """Three updates, the last of them by DDP itself without a block."""
-    model, shell = wrapped(small, group)
+def training(rank: int, group: Any, **ddp: Any) -> dict[str, Any]:
+    """Three updates, and then a backward by DDP itself without a block."""
+    model, shell = wrapped(small, group, **ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for seed in (1, 4, 7):
         with virtual_batch(shell, MICROBATCH) as batch:
@@ -255,6 +259,87 @@ def training(rank: int, group: Any) -> dict[str, Any]:
     shell.eval()
     means(shell, part(images(64, 8), rank, COUNTS)).backward()
     return found(model)
+
+
+def metrics(rank: int, group: Any) -> dict[str, Any]:
+    """Collectives of the program in the block, after one rank alone has looked at the loss."""
+    model, shell = wrapped(conv_net, group)
+    with virtual_batch(shell, MICROBATCH) as batch:
+        loss = cross_entropy(shell, batch(part(images(64), rank, COUNTS)))
+        if rank == 0:
+            float(loss.detach())
+        seen = torch.tensor(COUNTS[rank])
+        dist.all_reduce(seen, group=group)
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        every = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
+        dist.all_gather(every, loss.detach(), group=group)
+        texts: list[Any] = [None, None]
+        dist.all_gather_object(texts, f"rank {rank}", group=group)
+    numbers = {"seen": int(seen), "total": float(total), "every": [float(one) for one in every]}
+    return {**found(model), **numbers, "texts": texts, "loss": float(loss.detach())}
+
+
+def functional(rank: int, group: Any) -> dict[str, Any]:
+    """The collectives that return their result, with gradient."""
+    model, shell = wrapped(TwoTowers, group)
+    names = ("all_gather_single_autograd", "all_gather_tensor_autograd")  # the second before torch 2.13
+    gather = next(getattr(functional_collectives, n) for n in names if hasattr(functional_collectives, n))
+    with virtual_batch(shell, MICROBATCH) as batch:
+        a, b = shell(batch(part(images(64), rank, EVEN)))
+        contrastive(a, gather(b, 0, group), 32 * rank).backward()
+    return found(model)
+
+
+def statistics_only(rank: int, group: Any) -> dict[str, Any]:
+    """SyncBatchNorm without DDP: nobody averages the gradients, as in plain PyTorch."""
+    model = model_of(conv_net)
+    synchronise(model, group)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="2 ranks are initialised")
+        with virtual_batch(model, MICROBATCH) as batch:
+            cross_entropy(model, batch(part(images(64), rank, COUNTS))).backward()
+    return found(model)
+
+
+def let_go(rank: int, group: Any) -> dict[str, Any]:
+    """What a block leaves behind, without the garbage collector."""
+    _, shell = wrapped(small, group)
+    gone = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            with virtual_batch(shell, MICROBATCH) as batch:
+                means(shell, batch(part(images(64), rank, COUNTS))).backward()
+            kept = [weakref.ref(batch), weakref.ref(batch._recording), weakref.ref(batch._across)]
+            del batch
+            gone += [one() is None for one in kept]
+    finally:
+        gc.enable()
+    return {"gone": gone}
+
+
+def alone(rank: int, group: Any) -> dict[str, Any]:
+    """A layer over the ranks of a group with one rank is one within it."""
+    groups = [dist.new_group([one]) for one in range(2)]
+    model = model_of(conv_net)
+    shell = DistributedDataParallel(model, process_group=group)
+    synchronise(model, groups[rank])
+    with virtual_batch(shell, MICROBATCH) as batch:
+        cross_entropy(shell, batch(part(images(64), rank, COUNTS))).backward()
+    return found(model)
+
+
+def again(rank: int, group: Any) -> dict[str, Any]:
+    """Checkpoints: the forward is done again in the backward, its statistics too."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        assert isinstance(model, nn.Sequential)
+        first = checkpoint(model[:4], batch["x"], use_reentrant=False)
+        return F.cross_entropy(checkpoint(model[4:], first, use_reentrant=False), batch["y"])
+
+    return block(conv_net, loss, rank, group, wrap=False, over=True, synchronised=False)
 
 
 class Experts(nn.Module):
@@ -395,8 +480,18 @@ CASES: dict[str, Run] = {
     "virtual_opaque": lambda r, g: block(Opaque, means, r, g),
     "virtual_gathered": gathered,
     "virtual_one_sample": one_sample,
+    "virtual_metrics": metrics,
+    "virtual_functional": functional,
+    "virtual_statistics_only": statistics_only,
+    "virtual_let_go": let_go,
+    "virtual_alone": alone,
+    "virtual_again": again,
+    "virtual_find_unused": lambda r, g: block(conv_net, cross_entropy, r, g, find_unused_parameters=True),
+    "virtual_bucket_view": lambda r, g: block(conv_net, cross_entropy, r, g, gradient_as_bucket_view=True),
+    "virtual_static_graph": lambda r, g: block(conv_net, cross_entropy, r, g, static_graph=True),
     "virtual_accumulated": accumulated,
     "virtual_training": training,
+    "virtual_training_views": lambda r, g: training(r, g, gradient_as_bucket_view=True),
     "virtual_experts": experts,
     "virtual_fails_start": lambda r, g: fails("start", r, g),
     "virtual_fails_forward": lambda r, g: fails("forward", r, g),

@@ -23,7 +23,7 @@ from .dispatch import dispatch
 from .layout import Layout, Part
 from .log import Log, OnGather
 from .randomness import Randomness
-from .ranks import COLLECTIVES, Across
+from .ranks import Across, is_collective
 from .recording import Recording
 from .store import Store
 from .tensor import VirtualTensor
@@ -216,7 +216,7 @@ class _Watching(TorchDispatchMode):
         recording = self._batch._recording
         if recording is None:
             return func(*args, **kwargs)
-        if func.namespace in COLLECTIVES:
+        if is_collective(func):
             return self._batch._across.user_collective(recording, func, args, kwargs)
         if VirtualTensor in types:
             return dispatch(recording, func, args, kwargs)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,16 @@ from .values import Operand, Value
 if TYPE_CHECKING:
     from .recording import Recording
 
-COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators
+
+@cache
+def is_collective(func: Any) -> bool:
+    """Whether an operator communicates.
+
+    Examples:
+        >>> is_collective(torch.ops.aten.add.Tensor)
+        False
+    """
+    return func.namespace in ("c10d", "_c10d_functional")
 
 
 class Across:
@@ -81,7 +91,12 @@ class Across:
             # As in DDP's own forward, which may not wait for the others inside the block.
             if torch.is_grad_enabled() and wrapper.will_sync_module_buffers():
                 wrapper._sync_buffers()
-        with self.ranks.hold_back(), routed(self._layers):
+        with self.ranks.hold_back(), routed(self._layers), ExitStack() as stack:
+            for wrapper in self.ranks.wrappers:
+                name = "_static_graph_delay_allreduce_enqueued"
+                if wrapper.static_graph:  # DDP would queue its reduction in the backward, no_sync or not
+                    stack.callback(setattr, wrapper, name, getattr(wrapper, name))
+                    setattr(wrapper, name, True)
             yield
 
     # -- statistics -----------------------------------------------------------------------------------------

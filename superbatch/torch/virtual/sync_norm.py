@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .tensor import VirtualTensor
@@ -68,8 +69,7 @@ class _Forward:
     def __call__(self, input: Tensor) -> Tensor:
         layer = self._layer
         across = input._recording.across if isinstance(input, VirtualTensor) else None
-        ranks = None if across is None else across.group_of(layer)
-        if across is None or ranks is None or not (layer.training and ranks.shared):
+        if across is None or not (layer.training and dist.is_available() and dist.is_initialized()):
             return type(layer).forward(layer, input)
         layer._check_input_dim(input)
         layer._check_non_zero_input_channels(input)
@@ -80,7 +80,8 @@ class _Forward:
             if momentum is None:  # the mean of all updates so far
                 momentum = 1.0 / float(layer.num_batches_tracked)
         running = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
-        before, across.now = across.now, ranks
+        ranks = across.group_of(layer)
+        before, across.now = across.now, ranks if ranks.shared else None
         try:
             # Not `nn.functional.batch_norm`, which refuses a rank with one value per channel.
             return torch.batch_norm(
