@@ -170,6 +170,7 @@ def test_collectives(results: Any):
         ("all_reduce", 2),  # has a rank failed?
         *[("all_gather", 2 * channels + 1) for channels in (4, 6, 6)],
         *[("all_reduce", 2 * channels) for channels in (6, 6, 4)],
+        ("all_reduce", 2),  # has one since?
         ("all_reduce", tensors),  # which rank has which gradient?
         ("all_reduce", size),
     ]
@@ -188,7 +189,7 @@ def test_nothing_is_worked_out_before_it_is_asked_for(results: Any):
 
 def test_ranks_that_look_at_other_times_keep_the_order_of_collectives(results: Any):
     first, second = both(results, "towers_looked_at")
-    assert first["collectives"] == second["collectives"] and len(first["collectives"]) == 3 + 2 * 8
+    assert first["collectives"] == second["collectives"] and len(first["collectives"]) == 4 + 2 * 8
 
 
 @pytest.mark.parametrize("name", ["gathered", "functional"])
@@ -288,6 +289,17 @@ def test_where_one_rank_fails_both_do_and_are_as_before(results: Any, where: str
     for result in (first, second):
         assert_unchanged(result["before"], result["after"])
         assert result["seconds"] < 5
+
+
+@pytest.mark.parametrize("where", ["sweep", "backward"])
+def test_where_a_rank_has_no_memory_in_the_middle_the_others_do_not_wait(results: Any, where: str):
+    first, second = both(results, f"fails_{where}")
+    assert first["error"].startswith("WindowError: Given: ranks that share a batch")
+    assert second["error"].startswith("OutOfMemoryError: no memory")
+    for result in (first, second):
+        assert_unchanged(result["before"], result["after"])
+        assert result["seconds"] < 5
+        assert len(result["collectives"]) == 1 + 6 + 1
 
 
 def test_where_no_rank_fails_the_same_program_runs(results: Any):

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from superbatch.torch import virtual_batch
 from superbatch.torch.virtual.ranks import Across
+from superbatch.torch.virtual.store import Store
 from tests.torch.coupled.models import conv_net, encoder, head, resnet20
 from tests.torch.embedding_tasks import normal
 from tests.torch.states import fingerprint
@@ -363,6 +364,30 @@ def experts(rank: int, group: Any) -> dict[str, Any]:
     return block(Experts, loss, rank, group, wrap=False, synchronised=False, over=True)
 
 
+def no_memory_at(count: int) -> Any:
+    """In place of keeping what a later sweep reads: the memory runs out."""
+    keep, calls = Store.keep, [0]
+
+    def keeping(self: Store, piece: Tensor) -> Any:
+        calls[0] += 1
+        if calls[0] > count:
+            raise torch.OutOfMemoryError("no memory")
+        return keep(self, piece)
+
+    return keeping
+
+
+def fails_in_a_sweep(rank: int, group: Any, count: int) -> dict[str, Any]:
+    """The second rank has no memory, after some collectives."""
+    kept = Store.keep
+    try:
+        if rank:
+            Store.keep = no_memory_at(count)
+        return fails("", rank, group)
+    finally:
+        Store.keep = kept
+
+
 def fails(where: str, rank: int, group: Any) -> dict[str, Any]:
     """The second rank raises."""
     model, shell = wrapped(conv_net, group)
@@ -371,9 +396,9 @@ def fails(where: str, rank: int, group: Any) -> dict[str, Any]:
     with torch.no_grad():
         shell.eval()(images(2)["x"])  # DDP notes that it has begun
     shell.train()
-    before, error = fingerprint(shell), ""
+    before, error, watch = fingerprint(shell), "", Watch()
     try:
-        with virtual_batch(shell, MICROBATCH) as batch:
+        with watch, virtual_batch(shell, MICROBATCH) as batch:
             if rank and where == "start":
                 raise KeyError("user code")
             data = batch(part(images(64), rank, COUNTS))
@@ -387,7 +412,7 @@ def fails(where: str, rank: int, group: Any) -> dict[str, Any]:
             loss.backward()
     except Exception as raised:  # noqa: BLE001  (the test looks at it)
         error = f"{type(raised).__name__}: {raised}"
-    return {"before": before, "after": fingerprint(shell), "error": error}
+    return {"before": before, "after": fingerprint(shell), "error": error, "collectives": watch.seen}
 
 
 def refused(rank: int, group: Any) -> dict[str, Any]:
@@ -496,6 +521,8 @@ CASES: dict[str, Run] = {
     "virtual_fails_start": lambda r, g: fails("start", r, g),
     "virtual_fails_forward": lambda r, g: fails("forward", r, g),
     "virtual_fails_looked": lambda r, g: fails("looked", r, g),
+    "virtual_fails_sweep": lambda r, g: fails_in_a_sweep(r, g, 10),
+    "virtual_fails_backward": lambda r, g: fails_in_a_sweep(r, g, 24),
     "virtual_fails_nowhere": lambda r, g: fails("", r, g),
     "virtual_refused": refused,
     "virtual_copied": copied,

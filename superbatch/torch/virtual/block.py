@@ -142,6 +142,7 @@ class VirtualBatch:
     def _settle(self) -> None:
         """Work out what the program may still ask for, and leave real gradients."""
         recording = self._recording
+        self._across.ending = True
         if recording is not None:
             recording.work_out(recording.pending())
         self._across.catch_up()
@@ -160,7 +161,6 @@ class VirtualBatch:
             parameter.grad = new
 
     def _end(self, *, failed: bool) -> None:
-        self._across.end()
         if self._recording is not None:
             self._recording.open = False
         if failed:
@@ -277,8 +277,9 @@ def virtual_batch(
     ``.grad`` of all parameters given is averaged over the ranks once, as DDP defines it (each rank's loss
     counts the same; not inside ``no_sync``; hooks for DDP's communication are not called). Collectives that
     the program calls on virtual tensors (``torch.distributed.nn.functional.all_gather``) work on their
-    numbers, so that these are whole. A rank that fails before the first collective of a block makes the
-    others raise; one that fails later leaves them to wait for the group's time-out, as DDP does.
+    numbers, so that these are whole. A rank that fails before it has sent anything, or when the
+    block has ended (out of memory), makes the others raise; one that fails between the two, in a block in
+    which it has asked for numbers, leaves them to wait for the group's time-out, as DDP does.
 
     After an exception gradients, buffers and random state are as before the block. Compiled models run
     eagerly in it.
@@ -328,6 +329,8 @@ def virtual_batch(
         if isinstance(error, Exception):  # and not an interrupt: to tell the others is to wait for them
             batch._across.fail()
         raise
+    finally:
+        batch._across.end()
     batch._end(failed=False)
 
 

@@ -16,6 +16,7 @@ gradients of weight and bias are this rank's, like those of every parameter.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -61,6 +62,7 @@ class Across:
     Attributes:
         ranks: those over which gradients are averaged.
         now: the ranks over which a BatchNorm in training mode normalises; None: this one alone.
+        ending: the program has come to the end of the block, so that all collectives are recorded.
     """
 
     def __init__(self, models: Sequence[nn.Module], group: Any, device: torch.device) -> None:
@@ -68,6 +70,7 @@ class Across:
         self.now = self.ranks if group is not None and self.ranks.shared else None
         # The user's own `no_sync` says that the gradients are reduced later.
         self._reduces = self.ranks.shared and all(w.require_backward_grad_sync for w in self.ranks.wrappers)
+        self.ending = False
         self._device = device
         self._layers = synchronised_layers(models)
         self._groups = _different([*(self.group_of(layer) for layer in self._layers), self.ranks])
@@ -75,7 +78,8 @@ class Across:
         self._last: Value | None = None
         self._totals: weakref.WeakKeyDictionary[Value, tuple[Ranks, Value]] = weakref.WeakKeyDictionary()
         # Without gradients a block may well be one rank's alone (a validation).
-        self._agreed = not (self._groups and torch.is_grad_enabled())
+        self._agreed = self._over = not (self._groups and torch.is_grad_enabled())
+        self._pending: deque[Callable[[], object]] = deque()
         self._issuing = False
 
     def group_of(self, layer: nn.SyncBatchNorm) -> Ranks:
@@ -146,10 +150,13 @@ class Across:
         recipe = Recipe([x], [None], lambda part, tensors: moments(part, tensors)[0], lambda: Moments(finish))
         packed = recording.add("batch_norm", recipe, blank((2 * channels + 1,), (1,), dtype))
 
+        def gather(mine: Tensor) -> Tensor:
+            rows = [torch.empty_like(mine) for _ in range(ranks.count)]
+            dist.all_gather(rows, mine, group=ranks.group)
+            return torch.stack(rows)
+
         def combine(part: Part, tensors: list[Tensor]) -> Any:
-            rows = [torch.empty_like(tensors[0]) for _ in range(ranks.count)]
-            dist.all_gather(rows, tensors[0], group=ranks.group)
-            means, squares, counts = torch.stack(rows).split([channels, channels, 1], dim=1)
+            means, squares, counts = gather(tensors[0]).split([channels, channels, 1], dim=1)
             count = counts.sum()
             mean = (means * (counts / count)).sum(0)
             total = (squares + counts * (means - mean).square()).sum(0)
@@ -157,6 +164,7 @@ class Across:
             return mean, (var + eps).rsqrt(), var, total / (count - 1).clamp(min=1), count
 
         metas = [blank((channels,), (1,), dtype)] * 4 + [blank((), (), dtype)]
+        self._pending.append(lambda: gather(self._nothing(packed)))
         *found, count = self._collective(recording, "batch_norm over ranks", [packed], combine, metas)
         self._totals[found[0]] = ranks, count
         return found
@@ -199,7 +207,14 @@ class Across:
                 for piece, meta in zip(flat.split([len(m) for m in mine]), metas, strict=True)
             )
 
+        self._pending.append(
+            lambda: ranks.sum_tensor(torch.cat([*map(self._nothing, sums)]).to(total.meta.dtype))
+        )
         return self._collective(recording, "batch_norm sums over ranks", [*sums, total], reduce, metas)
+
+    def _nothing(self, value: Value) -> Tensor:
+        """Stands for what a rank that has failed would have sent."""
+        return torch.full(value.meta.shape, torch.nan, dtype=value.meta.dtype, device=self._device)
 
     def _collective(
         self,
@@ -214,6 +229,7 @@ class Across:
         def issue(part: Part, tensors: list[Tensor]) -> Any:
             with self._issued():
                 self.agree()
+                self._pending.popleft()
                 return run(part, tensors)
 
         operands = [
@@ -277,29 +293,45 @@ class Across:
         Raises:
             WindowError: another rank has.
         """
-        if self._agreed:
-            return
-        self._agreed = True
+        if not self._agreed:
+            self._agreed = True
+            self._exchange(failed)
+
+    def _agree_at_the_end(self, *, failed: bool = False) -> None:
+        """Learn whether a rank has failed after its first collective."""
+        if not self._over:
+            self._over = True
+            if self._last is not None:  # else there has been none since
+                self._exchange(failed)
+
+    def _exchange(self, failed: bool) -> None:
         somewhere = failed
         for group in self._groups:  # that of the gradients last, so that it learns of every other
             somewhere = bool(group.max(int(somewhere)))
+        self._over = self._over or somewhere
         if somewhere and not failed:
             raise WindowError(
                 explain("ranks that share a batch", "another rank has failed", "see the error on that rank")
             )
 
     def fail(self) -> None:
-        """Tell the others that this rank has failed, if they have not gone on without it."""
+        """Tell the others that this rank has failed, if it knows what they wait for."""
         with suppress(RuntimeError):  # the error that is being raised says more
             self.agree(failed=True)
+            if self.ending and not self._over:
+                while self._pending:
+                    self._pending.popleft()()
+                self._agree_at_the_end(failed=True)
 
     def end(self) -> None:
         """Let go of what was recorded."""
         self._last = None
+        self._pending.clear()
 
     def mean(self, parameters: Sequence[Tensor], gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Return the means of gradients over the ranks, as DDP defines them; those given are left alone."""
         self.agree()
+        self._agree_at_the_end()
         if not (self._reduces and torch.is_grad_enabled()):
             return gradients
         with torch.no_grad():
