@@ -179,6 +179,9 @@ def test_collectives(results: Any):
             assert result["collectives"] == expected
             assert result["by_ddp"] == 0
             assert result["microbatches"] == microbatches
+            shell = "" if name == "conv_group" else "module."
+            layers = [(f"{shell}{number}", "batch_norm") for number in (1, 5, 8)]
+            assert [point for point in result["points"] if point[0]] == layers
 
 
 def test_nothing_is_worked_out_before_it_is_asked_for(results: Any):

@@ -211,10 +211,10 @@ def block(
         "loss": float(loss.detach()),
         "sweeps": sweeps,
         "microbatches": b.report().microbatches,
+        "points": [(point.module, point.operation) for point in b.report().points],
         "collectives": watch.seen,
         "by_ddp": watch.by_ddp,
         "left": state,
-        "size": sum(p.numel() for p in model.parameters()),
     }
 
 

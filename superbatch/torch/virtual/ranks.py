@@ -164,7 +164,7 @@ class Across:
             return mean, (var + eps).rsqrt(), var, total / (count - 1).clamp(min=1), count
 
         metas = [blank((channels,), (1,), dtype)] * 4 + [blank((), (), dtype)]
-        self._pending.append(lambda: gather(self._nothing(packed)))
+        self._pending.append(lambda: gather(self._nothing(2 * channels + 1, dtype)))
         *found, count = self._collective(recording, "batch_norm over ranks", [packed], combine, metas)
         self._totals[found[0]] = ranks, count
         return found
@@ -207,14 +207,13 @@ class Across:
                 for piece, meta in zip(flat.split([len(m) for m in mine]), metas, strict=True)
             )
 
-        self._pending.append(
-            lambda: ranks.sum_tensor(torch.cat([*map(self._nothing, sums)]).to(total.meta.dtype))
-        )
+        size, dtype = sum(map(len, metas)), total.meta.dtype
+        self._pending.append(lambda: ranks.sum_tensor(self._nothing(size, dtype)))
         return self._collective(recording, "batch_norm sums over ranks", [*sums, total], reduce, metas)
 
-    def _nothing(self, value: Value) -> Tensor:
+    def _nothing(self, size: int, dtype: torch.dtype) -> Tensor:
         """Stands for what a rank that has failed would have sent."""
-        return torch.full(value.meta.shape, torch.nan, dtype=value.meta.dtype, device=self._device)
+        return torch.full((size,), torch.nan, dtype=dtype, device=self._device)
 
     def _collective(
         self,
@@ -260,6 +259,7 @@ class Across:
         if self._issuing:
             return func(*args, **kwargs)
         self.catch_up()
+        recording.settle_writes(_flat(args))
         with self._issued():
             self.agree()
         real: dict[int, tuple[VirtualTensor, Tensor]] = {}
@@ -281,9 +281,7 @@ class Across:
         for item, tensor in real.values():
             if _is_written(item, func, args):
                 assign(recording, item, recording.given(tensor))
-        if not real or func.namespace == "c10d":
-            return (args[0], result[-1]) if isinstance(result, (list, tuple)) else result
-        return mapped(result, lambda tensor: recording.show(recording.given(tensor)))
+        return _shown(recording, func, args, result) if real else result
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -315,7 +313,11 @@ class Across:
             )
 
     def fail(self) -> None:
-        """Tell the others that this rank has failed, if it knows what they wait for."""
+        """Tell the others that this rank has failed, if it knows what they wait for.
+
+        At the end of the block all collectives are recorded: in those that are left it takes part with NaN,
+        and says so after them.
+        """
         with suppress(RuntimeError):  # the error that is being raised says more
             self.agree(failed=True)
             if self.ending and not self._over:
@@ -344,6 +346,13 @@ def _different(all_ranks: Iterable[Ranks]) -> list[Ranks]:
     """Those with several ranks, each group once, the last of them last."""
     shared = {id(ranks.group): ranks for ranks in reversed(list(all_ranks)) if ranks.shared}
     return list(reversed(shared.values()))
+
+
+def _shown(recording: Recording, func: Any, args: Any, result: Any) -> Any:
+    """What the program gets of a collective: the tensors that it gave to be written, or new ones."""
+    if func.namespace == "c10d":
+        return (args[0], result[-1]) if isinstance(result, (list, tuple)) else result
+    return mapped(result, lambda tensor: recording.show(recording.given(tensor)))
 
 
 def _is_written(item: VirtualTensor, func: Any, args: Any) -> bool:
