@@ -119,7 +119,8 @@ class Recording:
     def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False) -> Any:
         """Record an operation with its recipe, and return the values of its results."""
         gathers: Meeting = "unknown" if once else "gathered"
-        operands = [self._operand(operand, gathers, str(func)) for operand in recipe.operands]
+        name = str(func)
+        operands = [self._operand(operand, gathers, name) for operand in recipe.operands]
         self.log.recorded += 1
         device = next(
             (operand.value.device for operand in operands if operand.layout is not None), self.device
@@ -132,7 +133,7 @@ class Recording:
         if not once and not any(operand.layout is not None for operand in operands):
             once = all(layout is None for layout in recipe.outputs)
         Node(
-            str(func),
+            name,
             operands,
             recipe.run,
             outputs,
@@ -308,7 +309,9 @@ class Recording:
         writes, self._writes = self._writes, []
         wanted = [*targets, *(self.gathered(value) for _, value in writes)]
         wanted = [value for value in wanted if value.whole is None]
-        asked_for = [value for value in self._shown if value.asked_for]
+        # What is worked out here is there afterwards, and asks for nothing again.
+        known = set(wanted)
+        asked_for = [value for value in self._shown if value.asked_for and value not in known]
         todo = plan(wanted, asked_for)
         for node in todo.meeting:
             self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
