@@ -11,8 +11,8 @@ CPU ms      median over rounds; in each round every way runs once, in random ord
 device      peak of the live tensor bytes beyond parameters and data: what would lie on a GPU.
 host        peak of what is kept beside it in the host's memory (see coupled_memory.py). A CPU has one:
             sizes are right, and copies, which a GPU overlaps or waits for, are in no time of virtual_batch.
-error       distance of the gradient from that of the full batch in float64, in its lengths; in float64, and in
-            float32, where that of the full batch itself says what rounding does.
+error       distance of the gradient from that of the full batch in float64, in its lengths: computed in
+            float64, and in float32, where that of the full batch itself says what rounding does.
 overhead    the share of an update that is neither an operator on a micro-batch nor a sum of such results:
             recording, planning, dispatch (wall time, median of rounds, with a clock around each operation).
 
