@@ -55,7 +55,7 @@ def measure(run: Callable[[], Any]) -> tuple[int, int]:
         return (host.put(piece), True) if away else (piece, False)
 
     def fetched(store: Store, piece: Tensor) -> Tensor:
-        return piece.clone() if store._budget is not None else piece
+        return piece.clone() if store.budget is not None else piece
 
     with (
         mock.patch.object(torch.autograd.graph, "save_on_cpu", return_value=_saving_to(host)),

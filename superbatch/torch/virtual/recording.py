@@ -344,9 +344,7 @@ class Recording:
         writes, self._writes = self._writes, []
         wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
         wanted = [value for value in wanted if value.whole is None]
-        # What is worked out here is there afterwards, and asks for nothing again.
-        known = set(wanted)
-        asked_for = [value for value in self._shown if value.asked_for and value not in known]
+        asked_for = [value for value in self._shown if value.asked_for]
         todo = plan(wanted, asked_for)
         if not self.parts:
             self.parts = parts_of(
