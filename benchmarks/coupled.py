@@ -232,7 +232,7 @@ def main() -> int:
     tables = [options.samples, 1024] if options.large else [options.samples]
     growth = [int(samples) for samples in options.growth.split(",") if samples]
     if options.quick:
-        tables, sizes, rounds, growth = [12], [5], 1, []
+        tables, sizes, rounds, growth = [12], [5], 1, [8, 16] if options.plot else []
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     found: list[Row] = []

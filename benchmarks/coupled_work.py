@@ -194,48 +194,45 @@ def _info_nce(embeddings: Sequence[Tensor], scale: Any) -> Tensor:
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
+def _classifier(name: str, title: str, model: Callable[[], nn.Module]) -> Work:
+    return Work(
+        name=name,
+        title=f"{title}, cross entropy",
+        model=model,
+        data=_images,
+        encode=_classified,
+        loss=_cross_entropy,
+        embeds=False,
+        normalises=True,
+    )
+
+
 def works() -> dict[str, Work]:
     """By name."""
+    views = Work(
+        name="views",
+        title="encoder and head with BatchNorm, InfoNCE of two views",
+        model=projected,
+        data=_views,
+        encode=lambda model, batch: (model(batch["first"]), model(batch["second"])),
+        loss=lambda model, z: _info_nce(z, 10.0),
+        embeds=True,
+        normalises=True,
+    )
+    towers = Work(
+        name="towers",
+        title="image and text tower without BatchNorm, InfoNCE",
+        model=Towers,
+        data=_pairs,
+        encode=lambda model, batch: (model.image(batch["image"]), model.text(batch["text"])),
+        loss=lambda model, z: _info_nce(z, model.scale.exp()),
+        embeds=True,
+        normalises=False,
+    )
     made = (
-        Work(
-            name="resnet20",
-            title="ResNet-20, cross entropy",
-            model=resnet20,
-            data=_images,
-            encode=_classified,
-            loss=_cross_entropy,
-            embeds=False,
-            normalises=True,
-        ),
-        Work(
-            name="convnet",
-            title="three convolutions with BatchNorm, cross entropy",
-            model=convnet,
-            data=_images,
-            encode=_classified,
-            loss=_cross_entropy,
-            embeds=False,
-            normalises=True,
-        ),
-        Work(
-            name="views",
-            title="encoder and head with BatchNorm, InfoNCE of two views",
-            model=projected,
-            data=_views,
-            encode=lambda model, batch: (model(batch["first"]), model(batch["second"])),
-            loss=lambda model, z: _info_nce(z, 10.0),
-            embeds=True,
-            normalises=True,
-        ),
-        Work(
-            name="towers",
-            title="image and text tower without BatchNorm, InfoNCE, learnt temperature",
-            model=Towers,
-            data=_pairs,
-            encode=lambda model, batch: (model.image(batch["image"]), model.text(batch["text"])),
-            loss=lambda model, z: _info_nce(z, model.scale.exp()),
-            embeds=True,
-            normalises=False,
-        ),
+        _classifier("resnet20", "ResNet-20", resnet20),
+        _classifier("convnet", "three convolutions with BatchNorm", convnet),
+        views,
+        towers,
     )
     return {work.name: work for work in made}
