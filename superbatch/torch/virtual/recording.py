@@ -143,7 +143,8 @@ class Recording:
     def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False) -> Any:
         """Record an operation with its recipe, and return the values of its results."""
         gathers: Meeting = "unknown" if once else "gathered"
-        operands = [self._operand(operand, gathers, str(func)) for operand in recipe.operands]
+        name = str(func)
+        operands = [self._operand(operand, gathers, name) for operand in recipe.operands]
         self.log.recorded += 1
         device = next(
             (operand.value.device for operand in operands if operand.layout is not None), self.device
@@ -156,7 +157,7 @@ class Recording:
         if not once and not any(operand.layout is not None for operand in operands):
             once = all(layout is None for layout in recipe.outputs)
         Node(
-            str(func),
+            name,
             operands,
             recipe.run,
             outputs,
