@@ -30,7 +30,7 @@ from .joining import joined
 from .losses import alone
 from .out_of_memory import out_of_memory, release_caches
 from .pieces import Pieces
-from .sizing import Fixed
+from .sizing import Fixed, Sizing
 from .sync import Ranks
 from .virtual import virtual_batch
 
@@ -56,7 +56,7 @@ class WholeBatch:
         self._now = 0
         self.report: CouplingReport | None = None
 
-    def pieces(self, batch: Any, sizing: Fixed) -> Pieces:
+    def pieces(self, batch: Any, sizing: Sizing) -> Pieces:
         """Return the batch as one piece, and settle how much of it is worked on at a time.
 
         Args:
@@ -66,6 +66,7 @@ class WholeBatch:
         Raises:
             SplitError: samples cannot be counted, or micro-batches not put together.
         """
+        assert isinstance(sizing, Fixed)
         size = self._size
         if isinstance(batch, Window):
             microbatches = list(batch)
@@ -160,7 +161,7 @@ def _check_length(leaf: Any, samples: int) -> Any:
     if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != samples:
         raise SplitError(
             explain(
-                f'a packed batch of {samples} samples with a tensor of length {len(leaf)} with coupled="exact"',
+                f'a batch of {samples} samples with a tensor of length {len(leaf)}, with coupled="exact"',
                 "what is worked through in micro-batches has one row for each sample",
                 "give a padded batch",
             )

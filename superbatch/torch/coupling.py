@@ -31,7 +31,8 @@ _REMEDIES = {
     "batchnorm": 'use coupled="exact" (the statistics of the whole batch), freeze it (module.eval() or '
     'batchnorm="frozen"), use GroupNorm or LayerNorm instead, or accept the statistics of micro-batches with '
     'batchnorm="per_microbatch", which is another function',
-    "coupled": 'use coupled="exact", or compute per sample here',
+    "coupled": 'use coupled="exact" (the whole batch, in the memory of micro-batches), or compute per sample '
+    "here",
     "state": "let this state change once for each update and outside the forward, or put the module into "
     "evaluation mode",
 }
