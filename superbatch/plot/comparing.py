@@ -165,7 +165,7 @@ def _draw_metric(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
             )
     unit = f", {report.unit}" if report.unit else ""
     axes.set_xlabel(f"{report.metric}{unit}")
-    axes.set_title(f"Mean ± sd, runs as dots; band: real batch {margin_text(report)}", fontsize=10)
+    axes.set_title(f"Mean ± sd, runs as dots; band: {margin_text(report)}", fontsize=10)
 
 
 def _draw_differences(axes: Axes, report: Comparison, styles: Sequence[Style], theme: Theme) -> None:

@@ -39,7 +39,7 @@ def pairs() -> Recipe:
 
     return Recipe(
         name="pairs",
-        description="contrastive representations of scikit-learn's digits from two views (samples see each other)",
+        description="representations of scikit-learn's digits from pairs of views (samples see each other)",
         model=seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))),
         samples=len(data.labels),
         batch=lambda indices: {"first": first[indices], "second": second[indices]},

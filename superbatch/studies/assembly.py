@@ -23,7 +23,7 @@ COUPLED = (
 )
 BESIDE = (
     "Samples of a batch see each other here. The splits that stand alone compute the loss of the whole "
-    'batch, in micro-batches of their size (coupled="exact"). Plain accumulation takes micro-batches one by one: '
+    'batch, in micro-batches of their size (coupled="exact"). Plain accumulation takes them one by one: '
     "BatchNorm normalises by the samples of a micro-batch, and a contrastive loss has the negatives of one. "
     "That is another objective, and these arms do not claim to give the real batch's weights."
 )
