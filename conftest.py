@@ -5,10 +5,12 @@ It lies beside the package, not in tests/, because the doctests of the package a
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -32,6 +34,11 @@ TORCH_DEFAULT = {
     "autocast on the CPU": False,
     "process group": False,
 }
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now is no garbage: no collection has to look through it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +67,7 @@ def nothing_compiled() -> None:
     """Forget what earlier tests compiled: after eight backends dynamo runs the next one eagerly, silently."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+        # torch notes for the whole process that a dispatch mode is on, and takes two that overlap in two
+        # threads for one that never ends; with torch 2.6 nothing is compiled from then on.
+        dispatch: Any = sys.modules["torch.utils._python_dispatch"]
+        dispatch._is_in_torch_dispatch_mode = dispatch._is_in_non_infra_torch_dispatch_mode = False

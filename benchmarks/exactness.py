@@ -23,6 +23,7 @@ from types import ModuleType
 import torch
 from cases import CASES, Case, references
 from peers import Peer, choose
+from peers.libraries import load, version_of
 from peers.task import NotApplicable, Parameters, Task, parameters_of, relative_error
 from tables import print_table
 
@@ -89,7 +90,7 @@ def _load(peers: list[Peer]) -> dict[str, ModuleType]:
     """The modules of the installed columns; what they print at import and in use is of no interest here."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    return {peer.name: peer.load() for peer in peers if peer.version() is not None}
+    return {peer.name: load(peer.module) for peer in peers if version_of(peer.package) is not None}
 
 
 def measure(
@@ -190,7 +191,7 @@ def _print_notes(rows: list[Row], peers: list[Peer], modules: dict[str, ModuleTy
     """Versions, reasons and what each case is about."""
     versions = {
         "torch": torch.__version__,
-        **{p.package: p.version() for p in peers if p.package and p.version()},
+        **{p.package: found for p in peers if p.package and (found := version_of(p.package))},
     }
     print("\nVersions:", ", ".join(f"{package} {version}" for package, version in versions.items()))
     missing = sorted({peer.package or "" for peer in peers if peer.name not in modules})

@@ -7,6 +7,7 @@ in float64.
 """
 
 import copy
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -269,6 +270,7 @@ def _result(model: nn.Module) -> tuple[Parameters, int]:
 def measure(windows: int) -> list[Outcome]:
     """Every model, ours and the loop by hand that only tries again."""
     outcomes = []
+    gc.freeze()  # after each failure garbage is collected: let it not look through all of torch each time
     for name in MODELS:
         start = parameters_of(_build(name)[0])
         truth, seen = ours(name, windows, None)

@@ -38,6 +38,7 @@ import peaks
 import torch
 from memory_work import LIMITED, Limited
 from peers.finders import FINDERS, Finder
+from peers.libraries import version_of
 from tables import print_table
 from true_limit import ChildError, TrueLimit, child, fits_by_hand, search
 
@@ -97,7 +98,7 @@ def true_limits(
 
 def run(finder: Finder, name: str, limited: Limited, true: int, *, mapped: bool) -> Row:
     """One finder in a process of its own."""
-    version = finder.version()
+    version = version_of(finder.package)
     assert version is not None
     head = {"work": name, "finder": finder.name, "version": version, "true": true}
     batch = limited.work.samples
@@ -240,9 +241,9 @@ def installed(names: str) -> list[Finder]:
         )
     chosen = [finder for name, finder in FINDERS.items() if name in wanted]
     for finder in chosen:
-        if finder.version() is None:
+        if version_of(finder.package) is None:
             print(f"{finder.title}: not installed (pip install {finder.package})")
-    return [finder for finder in chosen if finder.version() is not None]
+    return [finder for finder in chosen if version_of(finder.package) is not None]
 
 
 def main() -> int:

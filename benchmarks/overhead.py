@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 from peers import Peer, by_hand, choose
+from peers.libraries import load, version_of
 from peers.work import Timing, TrainerWindow, Window, Work
 from tables import print_table
 from workloads import workloads
@@ -94,13 +95,15 @@ def entries(peers: list[Peer]) -> list[Entry]:
     for peer in peers:
         if peer.name == "tutorial" or peer.name.endswith("-items") or peer.name == "fabric":
             continue  # the usual loop is above; second ways cost the same; Fabric's docstring does less work
-        if peer.version() is None:
+        if version_of(peer.package) is None:
             print(f"{peer.title}: not installed (pip install 'superbatch[peers]')")
             continue
-        rows.append(Entry(peer.title, peer.load().window))
+        rows.append(Entry(peer.title, load(peer.module).window))
         if peer.name == "ours":
             rows.append(
-                Entry("superbatch, whole batch", peer.load().window, "slices", "by hand, cuts the batch")
+                Entry(
+                    "superbatch, whole batch", load(peer.module).window, "slices", "by hand, cuts the batch"
+                )
             )
     return rows
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from peers import PEERS, by_hand
+from peers.libraries import load, version_of
 from peers.work import Clock, Timing, TrainerWindow, Window, Work
 from workloads import Transformer, text, workloads
 
@@ -58,9 +59,9 @@ def contestants(peers: bool) -> list[tuple[str, Callable[[Work], Window | Traine
     ]
     wanted = {"accelerate": "documented", "fabric-fixed": "documented", "hf": None, "lightning": None}
     for peer in PEERS if peers else ():
-        if peer.name in wanted and peer.version() is not None:
-            rows += [(peer.title, lambda work, p=peer: p.load().window(work, wanted[p.name]))]
-    ours = next(peer for peer in PEERS if peer.name == "ours").load()
+        if peer.name in wanted and version_of(peer.package) is not None:
+            rows += [(peer.title, lambda work, p=peer: load(p.module).window(work, wanted[p.name]))]
+    ours = load(next(peer.module for peer in PEERS if peer.name == "ours"))
     return [
         *rows,
         ("superbatch", ours.window),

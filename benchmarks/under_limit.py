@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from memory_work import LIMITED, samples_of
 from peers.finders import FINDERS, UPDATES, Watch, endless
+from peers.libraries import load
 from peers.work import Work, loss_of
 from torch import nn
 from torch.utils.data import DataLoader
@@ -100,7 +101,7 @@ def try_size(work: Work, limit: int, loop: str, size: int) -> dict[str, object]:
 
 def find(work: Work, limit: int, name: str) -> dict[str, object]:
     """What a finder does, counted by us from outside."""
-    module = FINDERS[name].load()  # before the limit: its libraries are not what is searched for
+    module = load(FINDERS[name].module)  # before the limit: its libraries are not what is searched for
     watch = Watch()
     with limited_to(limit):
         found = module.find(work, watch, FINDERS[name].variant)

@@ -79,7 +79,7 @@ def _as_int(value: Any) -> int | None:
         return value
     if (
         isinstance(value, (bool, float))
-        or type(value).__name__ == "bool_"
+        or type(value).__name__ in ("bool", "bool_")  # NumPy's, from 2.0 on and before
         or array_shape(value) not in (None, ())
     ):
         return None

@@ -22,13 +22,15 @@ ENVIRONMENT_OF_LIBRARIES = {
     "TRITON_CACHE_DIR",  # the first torch.compile
     "TORCH_NCCL_AVOID_RECORD_STREAMS",  # importing torch.distributed.fsdp
 }
-# Threads that a library keeps for the life of the process, by the start of the name.
+# Threads that a library keeps for the life of the process, by the start of the name ...
 THREADS_OF_LIBRARIES = (
     "ThreadPoolExecutor-",  # torch.compile's pool of compilers
     "Thread-Subproc",
     "Dummy-",  # a thread that was not started from Python (autograd's, where a hook runs in it)
     "pydevd",
 )
+# ... or by what the thread runs, where it was given no name.
+THREADS_WITHOUT_A_NAME = ("(_read_thread)",)  # torch.compile's pool of compilers, torch 2.6
 PATIENCE = 2.0  # seconds for a thread that is about to end
 
 
@@ -71,7 +73,9 @@ def _new_threads(before: State) -> list[str]:
         new = [
             thread.name
             for thread in set(threading.enumerate()) - before.threads
-            if thread.is_alive() and not thread.name.startswith(THREADS_OF_LIBRARIES)
+            if thread.is_alive()
+            and not thread.name.startswith(THREADS_OF_LIBRARIES)
+            and not thread.name.endswith(THREADS_WITHOUT_A_NAME)
         ]
         if not new or time.monotonic() > end:
             return sorted(new)

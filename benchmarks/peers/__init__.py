@@ -6,14 +6,10 @@ Every file has three functions with one signature, so that a case means the same
 * ``resume(task)``: the same, killed after ``task.stop_after`` micro-batches and continued from a checkpoint;
 * ``leave(task)``: the first of two epochs is left by `break` after ``task.stop_after`` micro-batches.
 
-Each returns the parameters after training. A file imports its library at the top: `Peer.load` imports the
-file only when the column is asked for, so that a missing library costs one column and not the program.
+Each returns the parameters after training (`libraries` loads the file of a column that is asked for).
 """
 
-import importlib
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 
 
 @dataclass(frozen=True)
@@ -25,19 +21,6 @@ class Peer:
     module: str
     package: str | None  # the distribution that has to be installed; None: only torch and superbatch
     variants: tuple[str | None, ...] = (None,)  # ways to run it: the cell shows the worst
-
-    def version(self) -> str | None:
-        """The installed version, "" if nothing is needed, None if the library is missing."""
-        if self.package is None:
-            return ""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return None
-
-    def load(self) -> ModuleType:
-        """Import the file that drives this library."""
-        return importlib.import_module(f"peers.{self.module}")
 
 
 PEERS = (

@@ -5,12 +5,9 @@ updates with the size that was found, in the same process. Trials are counted by
 model from outside.
 """
 
-import importlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,19 +30,6 @@ class Finder:
     package: str | None
     variant: str | None = None
     loop: str = "plain"  # the loop by hand that is like its training (see under_limit.py)
-
-    def version(self) -> str | None:
-        """The installed version, "" if nothing is needed, None if the library is missing."""
-        if self.package is None:
-            return ""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return None
-
-    def load(self) -> ModuleType:
-        """Import the file that drives this library."""
-        return importlib.import_module(f"peers.{self.module}")
 
 
 FINDERS = {

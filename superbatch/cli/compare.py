@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 
 from superbatch.cli.aliases import in_our_words, recipe_of
-from superbatch.cli.printing import check_folder, print_table, write_file
-from superbatch.cli.progress import duration, progress
+from superbatch.cli.printing import check_folder, print_sentences, print_table
+from superbatch.cli.progress import progress
+from superbatch.cli.publish import publish
 from superbatch.recipes import RECIPES
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
@@ -127,7 +128,13 @@ def compare(
         data=data,
     )
     report = measure(name, options)
-    publish(report, folder, as_json=as_json)
+    publish(
+        report,
+        folder,
+        as_json=as_json,
+        show=lambda console: show_report(report, console),
+        draw=lambda: _draw(report),
+    )
     raise typer.Exit(_exit_code(report, check=check))
 
 
@@ -159,46 +166,26 @@ def measure(recipe: str, options: Options) -> Comparison:
             return stopped.report
 
 
-def publish(report: Comparison, folder: Path | None, *, as_json: bool) -> None:
-    """Print a report and write its files.
+def show_report(report: Comparison, console: Console) -> None:
+    """Print the table of a comparison, and below it what it shows.
 
     Args:
         report: whole or partial.
-        folder: for the files; None writes none.
-        as_json: print JSON and nothing else on the standard output.
+        console: where to.
     """
-    from superbatch.report.json import to_json
     from superbatch.report.table import comparison_table
     from superbatch.report.verdict import verdict
 
-    text = to_json(report)
-    if folder is not None:
-        # First of all the numbers: whatever happens to the drawing, they are kept.
-        write_file(folder / "report.json", text + "\n")
-    if as_json:
-        print(text)
-    else:
-        console = Console()
-        print_table(comparison_table(report), console)
-        for sentence in verdict(report):
-            console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
-    if report.partial:
-        print("superbatch: interrupted, the report is partial", file=sys.stderr)
-    if folder is not None:
-        _draw(report, folder)
-        print(
-            f"{duration(report.seconds)}; wrote {folder / 'report.html'}, plot.png and report.json",
-            file=sys.stderr,
-        )
+    print_table(comparison_table(report), console)
+    print_sentences(verdict(report), console)
 
 
-def _draw(report: Comparison, folder: Path) -> None:
+def _draw(report: Comparison) -> dict[str, str | bytes]:
     from superbatch import plot
     from superbatch.report.html import comparison_page
 
     light, dark = (plot.png(plot.comparison(report, dark=dark)) for dark in (False, True))
-    write_file(folder / "plot.png", light)
-    write_file(folder / "report.html", comparison_page(report, light=light, dark=dark))
+    return {"report.html": comparison_page(report, light=light, dark=dark), "plot.png": light}
 
 
 def _exit_code(report: Comparison, *, check: bool) -> int:

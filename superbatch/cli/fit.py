@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from superbatch.cli.printing import check_folder, print_table, write_file
-from superbatch.cli.progress import duration, progress
+from superbatch.cli.printing import check_folder, print_sentences, print_table
+from superbatch.cli.progress import progress
+from superbatch.cli.publish import publish
 from superbatch.cli.quantities import parse_bytes, parse_sizes
 from superbatch.recipes import RECIPES
 
@@ -91,7 +91,13 @@ def fit(
         data=data,
     )
     report = measure(recipe, options)
-    publish(report, folder, as_json=as_json)
+    publish(
+        report,
+        folder,
+        as_json=as_json,
+        show=lambda console: show_report(report, console),
+        draw=lambda: _draw(report),
+    )
     raise typer.Exit(INTERRUPTED if report.partial else 0)
 
 
@@ -119,36 +125,6 @@ def measure(recipe: str, options: Options) -> Fitting:
             return stopped.report
 
 
-def publish(report: Fitting, folder: Path | None, *, as_json: bool) -> None:
-    """Print a report and write its files.
-
-    Args:
-        report: whole or partial.
-        folder: for the files; None writes none.
-        as_json: print JSON and nothing else on the standard output.
-    """
-    from superbatch.report.json import to_json
-
-    text = to_json(report)
-    if folder is not None:
-        # First of all the numbers: whatever happens to the drawing, they are kept.
-        write_file(folder / "report.json", text + "\n")
-    if as_json:
-        print(text)
-    else:
-        show_report(report, Console())
-    if report.partial:
-        print("superbatch: interrupted, the report is partial", file=sys.stderr)
-    if folder is not None:
-        from superbatch import plot
-
-        write_file(folder / "plot.png", plot.png(plot.fitting(report)))
-        print(
-            f"{duration(report.seconds)}; wrote {folder / 'plot.png'} and report.json",
-            file=sys.stderr,
-        )
-
-
 def show_report(report: Fitting, console: Console) -> None:
     """Print the tables of a fit, and below them what they show: there a terminal is read first.
 
@@ -164,5 +140,10 @@ def show_report(report: Fitting, console: Console) -> None:
     for table in tables:
         print_table(table, console)
         print(file=console.file)
-    for sentence in findings(report):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+    print_sentences(findings(report), console)
+
+
+def _draw(report: Fitting) -> dict[str, bytes]:
+    from superbatch import plot
+
+    return {"plot.png": plot.png(plot.fitting(report))}

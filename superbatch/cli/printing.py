@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich import box
@@ -38,6 +39,17 @@ def print_table(table: Table, console: Console) -> None:
     for row in table.rows:
         rich.add_row(*map(Text, row))
     console.print(rich)
+
+
+def print_sentences(sentences: Iterable[str], console: Console) -> None:
+    """Print sentences, one below the other: folded on a terminal, a line each elsewhere.
+
+    Args:
+        sentences: taken as text, not as markup.
+        console: where to.
+    """
+    for sentence in sentences:
+        console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def check_folder(folder: Path) -> None:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from superbatch.report.memory import Limit, Peak, Saving
 
+DRAWN_ON = 100
+"""How many times the batch a curve is drawn on, to say which larger batch would fit."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
@@ -95,7 +98,8 @@ class Fitting:
         curve_error: how far the predicted points are from a straight line, relative.
         sizes: ascending; those above the limit are only predicted.
         largest: the largest micro-batch that fits, at most the batch; 0 if not even one sample does.
-        beyond: the largest that would fit if the batch were larger, by the curve; None where it is not known.
+        beyond: the largest that would fit if the batch were larger, by the curve, which is drawn on to
+            `DRAWN_ON` times the batch; None where it is not known.
         fastest: the fastest of the sizes that were timed; None if none was.
         reach: effective batches, with micro-batches of the fastest size; none where batches are not split.
         savings: what would lower the peak at the fastest size, largest first.

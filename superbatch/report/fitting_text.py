@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # pyright: strict
-from superbatch.report.fitting import Fitting, Reach, Size
+from superbatch.report.fitting import DRAWN_ON, Fitting, Reach, Size
 from superbatch.report.memory import binary_text
 from superbatch.report.table import Column, Table
 
@@ -141,6 +141,8 @@ def _largest(report: Fitting, limit: str) -> str:
     said = f"The whole batch fits in {limit}"
     if report.beyond is None:
         return f"{said}."
+    if report.beyond >= DRAWN_ON * report.batch_size:
+        return f"{said}; so would one {DRAWN_ON} times as large, and more."
     return f"{said}; so would a batch of about {_round(report.beyond)} samples."
 
 

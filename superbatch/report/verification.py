@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .coupling import MeetingPoint
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -116,6 +118,7 @@ class Verification:
         causes: what breaks exactness, the first to be mended first; empty when exact.
         findings: what the detection tests saw, whether or not it mattered here.
         notes: what could not be measured, and why.
+        meetings: where samples meet, if that is a cause.
 
     Examples:
         >>> print(Verification(True, 4, (), (), (), ()))
@@ -128,6 +131,7 @@ class Verification:
     causes: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+    meetings: tuple[MeetingPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, numbers and strings, for JSON.
@@ -176,6 +180,8 @@ class Verification:
             verdict = "NOT exact: accumulated gradients differ from"
         lines = [f"{verdict} the batch's ({self.samples} samples)"]
         lines += [f"  cause: {cause}" for cause in self.causes]
+        for point in self.meetings:
+            lines.append(f"  samples meet in {point.module or 'loss_fn'}: {point.operation} ({point.kind})")
         return lines + [f"  note: {note}" for note in self.notes]
 
     def __str__(self) -> str:

@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from superbatch.report.fitting import Reach, Size
+from superbatch.report.fitting import DRAWN_ON, Reach, Size
 from superbatch.report.memory import Limit, Peak, Saving
 from superbatch.search import MemoryCurve, corrected, fastest, fit_curve, halvings, time_per_sample
 from superbatch.split import near_equal
 
 BATCHES = (1, 4, 16, 64, 256)
 """Effective batches that are shown, as multiples of the batch."""
-
-FAR = 2**40
-"""No micro-batch is larger: where the limit is never met."""
 
 
 @dataclass
@@ -95,12 +92,12 @@ class Findings:
         """The largest that would fit, were the batch larger; None where that is not known.
 
         The curve is drawn on as a line, as it is for samples that do not meet in the loss: a loss over all
-        pairs of a batch grows faster.
+        pairs of a batch grows faster. It is drawn to `DRAWN_ON` times the batch: a number from
+        farther off would say more than is known.
         """
         if self.curve is None or self.refused is not None:
             return None
-        found = self.curve.largest(self.usable, FAR)
-        return None if found == FAR else found
+        return self.curve.largest(self.usable, DRAWN_ON * self.batch_size)
 
     @property
     def timed(self) -> dict[int, list[float]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,37 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def run_eagerly() -> AbstractContextManager[Any]:
+class _Stance:
+    """torch's stance on compiling while somebody looks. It is of the whole process, and so is this.
+
+    Each of two looks that overlap in two threads would put back what it found: the second one to begin finds
+    the first one's, and from its end on nothing would be compiled any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._looks = 0
+        self._eager: Any = None
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._looks:
+                self._eager = torch.compiler.set_stance("force_eager")
+                self._eager.__enter__()
+            self._looks += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._looks -= 1
+            if not self._looks:
+                self._eager.__exit__(None, None, None)
+
+
+_STANCE = _Stance()
+
+
+@contextmanager
+def run_eagerly() -> Iterator[None]:
     """Run compiled models eagerly: the odd sizes and the hooks of a look are not to be compiled.
 
     Examples:
@@ -19,8 +51,16 @@ def run_eagerly() -> AbstractContextManager[Any]:
         ...     torch.ones(2).sum().item()
         2.0
     """
-    # Importing dynamo takes seconds; while nobody has, nothing is compiled.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    if (
+        "torch._dynamo" not in sys.modules
+    ):  # importing it takes seconds; while nobody has, nothing is compiled
+        yield
+        return
+    _STANCE.begin()
+    try:
+        yield
+    finally:
+        _STANCE.end()
 
 
 class FloatingDtypes(TorchDispatchMode):

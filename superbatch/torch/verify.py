@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import InputError, SuperbatchError, explain
 from ..normalize import Reduction, check_reduction
+from ..report.coupling import MeetingPoint
 from ..report.verification import Finding, GradientComparison, Verification
 from ..split import TokenBudget, sizes
 from ..tree import count_samples, take
@@ -18,8 +19,10 @@ from .coupling import probe_coupling
 from .diagnose import Diagnosis, diagnose
 from .looking import FloatingDtypes
 from .measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
+from .meetings import find_meetings
 from .out_of_memory import out_of_memory
 from .problem import LossFn, Problem, WeightOption, evaluate
+from .separability import failure_of
 from .untouched import held_parameter, untouched
 
 Against = Literal["auto", "batch", "splits"]
@@ -28,6 +31,8 @@ Dtype = Literal["both", "own", "float64"]
 # Relative rounding that a correct accumulation may show, and the most that is put down to rounding where the
 # large batch itself is further from the float64 gradient (activations near a kink of the model).
 _ROUNDING = {torch.float32: (1e-5, 1e-2), torch.bfloat16: (3e-2, 0.3), torch.float16: (5e-3, 0.1)}
+
+MIXING = ("batchnorm", "coupled", "coupled_loss", "unknown")
 
 
 class _Outcome(NamedTuple):
@@ -162,7 +167,18 @@ def _report(request: _Request) -> Verification:
         causes,
         diagnosis.findings,
         (*notes, *diagnosis.notes),
+        _meetings(request, causes),
     )
+
+
+def _meetings(request: _Request, causes: tuple[Finding, ...]) -> tuple[MeetingPoint, ...]:
+    """Of coupled samples, where they meet: a second opinion, which fails silently."""
+    problem = request.problem
+    if not any(cause.kind in MIXING for cause in causes) or problem.whole or problem.per_sample:
+        return ()
+    found: list[MeetingPoint] = []
+    failure_of(lambda: found.extend(find_meetings(problem, request.batch)))
+    return tuple(found)
 
 
 def _measure(request: _Request, notes: list[str]) -> list[_Outcome]:

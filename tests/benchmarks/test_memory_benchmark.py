@@ -42,7 +42,8 @@ def test_the_search_asks_for_few_sizes(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS limits memory on Linux only")
-@pytest.mark.parametrize("loop", ["accumulate", "plain"])
+# "plain" only serves finders of other libraries.
+@pytest.mark.parametrize("loop", ["accumulate", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_real_limit_separates_sizes(loop):
     answers = []
     for size in ("32", "1024"):
@@ -54,11 +55,20 @@ def test_a_real_limit_separates_sizes(loop):
     assert "memory" in answers[1]["error"].lower() or "primitive" in answers[1]["error"]
 
 
-def test_peaks_of_ours_are_those_of_the_best_loop_by_hand(tmp_path):
-    path = tmp_path / "peaks.json"
-    result = run("memory.py", "--parts", "peaks", "--finders", "none", "--json", str(path))
-    assert result.returncode == 0, result.stderr
-    peaks = {row["name"]: row for row in json.loads(path.read_text())["peaks"]}
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What one quick run of all parts writes: ours alone, on the small training whose true limit is known."""
+    path = tmp_path_factory.mktemp("memory") / "measured.json"
+    options = ["--finders", "none", "--quick", "--true", "small=263", "--json", str(path)]
+    if sys.platform != "linux":
+        options += ["--parts", "peaks,failures"]
+    result = run("memory.py", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(path.read_text())
+
+
+def test_peaks_of_ours_are_those_of_the_best_loop_by_hand(measured):
+    peaks = {row["name"]: row for row in measured["peaks"]}
     best, usual = peaks["by hand, best"], peaks["by hand, usual"]
     assert usual["units"] - best["units"] == pytest.approx(1, abs=1e-3), "the premise: an output lives on"
     assert 3 < best["units"] < 3.13
@@ -66,11 +76,8 @@ def test_peaks_of_ours_are_those_of_the_best_loop_by_hand(tmp_path):
         assert peaks[name]["bytes"] <= best["bytes"] + 1024
 
 
-def test_failures_change_nothing_and_the_comparison_can_fail(tmp_path):
-    path = tmp_path / "failures.json"
-    result = run("memory.py", "--parts", "failures", "--finders", "none", "--quick", "--json", str(path))
-    rows = json.loads(path.read_text())["failures"]
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_failures_change_nothing_and_the_comparison_can_fail(measured):
+    rows = measured["failures"]
     ours = [row for row in rows if row["how"] == "superbatch"]
     assert {row["model"] for row in ours} == {"mlp", "convnet", "transformer"}
     for row in ours:
@@ -86,12 +93,8 @@ def test_failures_change_nothing_and_the_comparison_can_fail(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS limits memory on Linux only")
 @pytest.mark.parametrize("finder", ["ours-largest", "ours-auto"])
-def test_ours_finds_a_size_under_a_real_limit_that_trains(tmp_path, finder):
-    path = tmp_path / "limits.json"
-    command = ["--parts", "limits", "--finders", finder, "--quick", "--true", "small=263"]
-    result = run("memory.py", *command, "--json", str(path))
-    (row,) = json.loads(path.read_text())["limits"]["rows"]
-    assert result.returncode == 0, result.stderr
+def test_ours_finds_a_size_under_a_real_limit_that_trains(measured, finder):
+    (row,) = [row for row in measured["limits"]["rows"] if row["finder"] == finder]
     assert not row["error"]
     assert row["trains"]
     assert 0 < row["chosen"] <= 266  # the largest that was ever seen to fit
@@ -99,10 +102,18 @@ def test_ours_finds_a_size_under_a_real_limit_that_trains(tmp_path, finder):
     assert row["failed"] == 0
 
 
-def test_an_unknown_finder_and_an_unknown_part_are_refused_with_the_known_ones():
-    result = run("memory.py", "--finders", "lightening")
-    assert result.returncode == 2
-    assert "unknown finders lightening; known: all, none (ours alone), accelerate" in result.stderr
-    result = run("memory.py", "--parts", "limit")
-    assert result.returncode == 2
-    assert "unknown parts; known: limits, peaks, failures" in result.stderr
+def test_an_unknown_finder_and_an_unknown_part_are_refused_with_the_known_ones(tmp_path):
+    out = program(
+        tmp_path,
+        "import contextlib, memory\n"
+        "for arguments in (['--finders', 'lightening'], ['--parts', 'limit']):\n"
+        "    sys.argv[1:] = arguments\n"
+        "    with contextlib.redirect_stderr(sys.stdout):\n"
+        "        try:\n"
+        "            memory.main()\n"
+        "        except SystemExit as error:\n"
+        "            print('exit code', error.code)\n",
+    )
+    finders, parts, _ = out.split("exit code 2\n")
+    assert "unknown finders lightening; known: all, none (ours alone), accelerate" in finders
+    assert "unknown parts; known: limits, peaks, failures" in parts

@@ -6,12 +6,9 @@ import io
 import json
 import os
 import re
-import select
 import signal
-import struct
-import subprocess
-import sys
 import time
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -27,38 +24,27 @@ from superbatch.report.json import from_json
 from superbatch.report.table import Column, Table
 from superbatch.studies import arms as arms_module
 from superbatch.studies.arms import ArmPlan
-from tests.studies import own_recipe
+from tests.cli import commands
+from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal, without_colours
 
-ROOT = Path(__file__).resolve().parents[2]
-PLANE = f"{own_recipe.__file__}:plane"
-CROWD = f"{own_recipe.__file__}:crowd"
+CROWD = PLANE.replace(":plane", ":crowd")
 QUICK = ("--runs", "2", "--updates", "4", "--workers", "1")
-COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-PNG = b"\x89PNG\r\n\x1a\n"
 
-
-def run(*arguments: str) -> int:
-    """The exit code of the command line, run in this process."""
-    return main(["compare", *arguments])
-
-
-def process(*arguments: str, **options: object) -> subprocess.Popen[str]:
-    """The command line as a process of its own, in a session of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "superbatch", "compare", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        text=True,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},  # pyright: ignore[reportArgumentType, reportCallIssue]  (keyword arguments by name)
-    )
-
-
-def read(folder: Path) -> Comparison:
-    return from_json(Comparison, (folder / "report.json").read_text(encoding="utf-8"))
+run = partial(commands.run, "compare")
+process = partial(commands.process, "compare")
+read = partial(commands.read, Comparison)
 
 
 # ------------------------------------------------------------------------------------------------- what it
 # shows
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of one comparison with everything in it."""
+    folder = tmp_path_factory.mktemp("compare")
+    assert run(PLANE, *QUICK, "--include-wrong", "--out", str(folder)) == 0
+    return folder
 
 
 def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,9 +88,8 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_the_page_stands_alone(tmp_path: Path) -> None:
-    assert run(PLANE, *QUICK, "--include-wrong", "--out", str(tmp_path)) == 0
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+def test_the_page_stands_alone(written: Path) -> None:
+    text = (written / "report.html").read_text(encoding="utf-8")
     page = Page()
     page.feed(text)
     assert page.asked == []
@@ -115,7 +100,7 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     assert page.tags.count("source") == 1, "a picture for a dark screen"
     assert "prefers-color-scheme: dark" in text
     words = " ".join(page.words)
-    report = read(tmp_path)
+    report = read(written)
     for expected in (
         *(arm.name for arm in report.arms),
         *(arm.how for arm in report.arms),
@@ -129,11 +114,10 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
         assert expected in words
 
 
-def test_names_of_a_recipe_cannot_break_the_page(tmp_path: Path) -> None:
+def test_names_of_a_recipe_cannot_break_the_page(written: Path) -> None:
     from superbatch.report.html import comparison_page
 
-    assert run(PLANE, *QUICK, "--out", str(tmp_path)) == 0
-    text = (tmp_path / "report.json").read_text(encoding="utf-8")
+    text = (written / "report.json").read_text(encoding="utf-8")
     report = from_json(
         Comparison, text.replace("a plane through noisy points", "<script>alert(1)</script> & co")
     )
@@ -318,13 +302,6 @@ def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch:
 # ------------------------------------------------------------------------------------------------- Ctrl-C
 
 
-def first_line(stream, *, seconds: float) -> str:
-    """The next line of a pipe, or a failure if none comes in time."""
-    ready, _, _ = select.select([stream], [], [], seconds)
-    assert ready, "nothing was said in time"
-    return stream.readline()
-
-
 def ended(group: int, *, seconds: float) -> bool:
     """Whether every process of a session is gone in time."""
     end = time.monotonic() + seconds
@@ -340,7 +317,7 @@ def ended(group: int, *, seconds: float) -> bool:
 @pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
 @pytest.mark.parametrize(("workers", "whole_group"), [("2", True), ("1", False)], ids=["terminal", "kill"])
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_group: bool) -> None:
-    long = ("--updates", "400", "--runs", "500", "--splits", "4x5", "--workers", workers)
+    long = ("--updates", "40", "--runs", "5000", "--splits", "4x5", "--workers", workers)
     started = process(PLANE, *long, "--out", str(tmp_path))
     try:
         assert first_line(started.stderr, seconds=60).startswith("compare own_recipe.py:plane: seed ")
@@ -354,8 +331,8 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_grou
         assert "superbatch: interrupted, the report is partial" in err
         report = read(tmp_path)
         assert report.partial
-        assert 1 <= len(report.arms[0].runs) < 500
-        assert re.match(r"plane: \d+ of 500 runs", out)
+        assert 1 <= len(report.arms[0].runs) < 5000
+        assert re.match(r"plane: \d+ of 5000 runs", out)
         assert "Partial:" in (tmp_path / "report.html").read_text(encoding="utf-8")
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
         assert ended(started.pid, seconds=10), "a worker process is left"
@@ -369,27 +346,10 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_grou
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")
 def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path) -> None:
-    import fcntl
-    import pty
-    import termios
-
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
-    long = ("--updates", "300", "--runs", "3", "--splits", "4x5", "--workers", "1", "--out", str(tmp_path))
-    started = process(PLANE, *long, stdout=theirs, stderr=theirs, stdin=theirs)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(ours, 65536)
-        except OSError:  # how Linux says that the other end is closed
-            break
-        if not piece:
-            break
-        shown += piece
-    os.close(ours)
-    assert started.wait(timeout=60) == 0
-    bar, table = COLOURS.sub("", shown.decode()).split("plane: 3 runs")
+    long = ("--updates", "20", "--runs", "3", "--splits", "4x5", "--workers", "1", "--out", str(tmp_path))
+    code, shown = on_a_terminal(120, "compare", PLANE, *long)
+    assert code == 0, shown
+    bar, table = shown.split("plane: 3 runs")
     assert re.search(r"compare own_recipe.py:plane .+ \d+ %.+left:", bar)
     assert "━" in bar
     assert "1x20 (real batch)" in table
@@ -402,7 +362,7 @@ def test_a_table_is_folded_and_not_cut_on_a_narrow_terminal(columns: int) -> Non
     table = Table("digits", tuple(Column(head, "") for head in heads), (row,))
     shown = io.StringIO()
     print_table(table, Console(file=shown, force_terminal=True, width=columns))
-    text = COLOURS.sub("", shown.getvalue())
+    text = without_colours(shown.getvalue())
     assert max(map(len, text.splitlines())) <= columns
     assert "…" not in text
     assert {word for cell in (*heads, *row) for word in cell.split()} <= set(text.split())
@@ -419,7 +379,7 @@ assert main(["--help"]) == 0 and main(["compare", "--help"]) == 0
 heavy = {"torch", "matplotlib", "numpy", "scipy", "sklearn"} & set(sys.modules)
 print("heavy:", *heavy)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = commands.python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].strip() == "heavy:"
     assert "--include-wrong" in done.stdout
@@ -431,9 +391,10 @@ def test_a_missing_package_is_named(package: str, tmp_path: Path) -> None:
 import sys
 sys.modules[{package!r}] = None
 from superbatch.cli import main
-sys.exit(main(["compare", {PLANE!r}, "--runs", "1", "--updates", "1", "--out", {str(tmp_path)!r}]))
+short = ["--runs", "1", "--updates", "1", "--splits", "4x5", "--workers", "1"]
+sys.exit(main(["compare", {PLANE!r}, *short, "--out", {str(tmp_path)!r}]))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = commands.python(code)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith(
         f"Wrong: the package {package} is not installed. Do: install superbatch[torch,cli]."
@@ -448,9 +409,8 @@ def test_version_and_unknown_command(capsys: pytest.CaptureFixture[str]) -> None
     assert "No such command 'compere'" in capsys.readouterr().err
 
 
-def test_json_of_a_report_is_strict(tmp_path: Path) -> None:
-    assert run(PLANE, *QUICK, "--out", str(tmp_path)) == 0
-    text = (tmp_path / "report.json").read_text(encoding="utf-8")
+def test_json_of_a_report_is_strict(written: Path) -> None:
+    text = (written / "report.json").read_text(encoding="utf-8")
 
     def refuse(word: str) -> object:
         raise AssertionError(word)

@@ -34,13 +34,13 @@ print(*sorted({{name.split(".")[0] for name in set(sys.modules) - before}}))
     return set(python(code)) - layers.STANDARD_LIBRARY
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the package, to plant mistakes in."""
-    shutil.copytree(
-        ROOT / "superbatch", tmp_path / "superbatch", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    return tmp_path
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "superbatch", folder / "superbatch", ignore=shutil.ignore_patterns("__pycache__"))
+    assert layers.check(folder) == [], "the premise: the copy is clean"
+    return folder
 
 
 def core_modules() -> list[str]:
@@ -112,9 +112,13 @@ def test_importing_every_module_changes_nothing() -> None:
     ],
 )
 def test_a_planted_import_is_found(copy: Path, file: str, code: str, message: str) -> None:
-    assert layers.check(copy) == [], "the premise: the copy is clean"
-    (copy / "superbatch" / file).write_text(code + "\n", encoding="utf-8")
-    found = layers.check(copy)
+    planted = copy / "superbatch" / file
+    assert not planted.exists(), "the premise: what is found is the plant"
+    planted.write_text(code + "\n", encoding="utf-8")
+    try:
+        found = layers.check(copy)
+    finally:
+        planted.unlink()
     assert any(message in line and file in line for line in found), found
 
 
@@ -124,19 +128,40 @@ def test_a_planted_import_is_found(copy: Path, file: str, code: str, message: st
         ("import os\nos.environ['PLANTED'] = '1'", "environment variable PLANTED"),
         ("import warnings\nwarnings.simplefilter('ignore')", "warnings filters"),
         ("import random\nrandom.seed(1)", "random state"),
-        ("import torch\ntorch.manual_seed(1)", "random state of torch"),
-        ("import torch\ntorch.set_default_dtype(torch.float64)", "torch, default dtype"),
-        ("import torch\ntorch.set_num_threads(torch.get_num_threads() + 1)", "torch, number of threads"),
-        ("import torch\ntorch.Tensor.backward = lambda self: None", "Tensor.backward: patched"),
         ("import logging\nlogging.basicConfig()", "log handlers"),
         ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "thread"),
     ],
 )
 def test_a_planted_effect_is_found(tmp_path: Path, code: str, message: str) -> None:
-    (tmp_path / "superbatch").mkdir()
-    (tmp_path / "superbatch" / "__init__.py").touch()
-    assert effects(tmp_path) == ["0 modules"], "the premise: without the plant nothing is found"
-    (tmp_path / "superbatch" / "planted.py").write_text(code + "\n", encoding="utf-8")
-    count, *found = effects(tmp_path)
-    assert count == "1 modules"
+    found = effects_of(code, tmp_path)
     assert any(message in line for line in found), found
+
+
+def test_planted_effects_on_torch_are_found(tmp_path: Path) -> None:
+    """All in one process, for to load torch takes long; each is another line of what is found."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    plants = {
+        "torch.manual_seed(1)": "random state of torch: changed",
+        "torch.set_default_dtype(torch.float64)": "torch, default dtype: torch.float32 became torch.float64",
+        "torch.set_num_threads(torch.get_num_threads() + 1)": "torch, number of threads: ",
+        "torch.Tensor.backward = lambda self: None": "Tensor.backward: patched",
+    }
+    assert effects_of("import torch", tmp_path) == [], "the premise: to import torch is no effect"
+    found = effects_of("import torch\n" + "\n".join(plants), tmp_path)
+    assert len(found) == len(plants), found
+    assert all(any(line.startswith(message) for line in found) for message in plants.values()), found
+
+
+def effects_of(code: str, folder: Path) -> list[str]:
+    """What is found of a package that consists of this code."""
+    package = folder / "superbatch"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").touch()
+    (package / "planted.py").write_text(code + "\n", encoding="utf-8")
+    count, *found = effects(folder)
+    assert count == "1 modules"
+    return found
+
+
+def test_a_package_without_effects_has_none(tmp_path: Path) -> None:
+    assert effects_of("import os, random, warnings, logging, threading", tmp_path) == []

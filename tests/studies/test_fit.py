@@ -448,9 +448,22 @@ def test_more_than_the_machine_has_is_not_run(monkeypatch: pytest.MonkeyPatch) -
     assert any("do not fit on this machine" in note for note in report.notes)
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [(1000, "so would a batch of about 320 samples."), (2**40, "so would one 100 times as large, and more.")],
+)
+def test_a_larger_batch_is_named_only_as_far_as_the_curve_is_believed(limit: int, said: str) -> None:
+    report = fit(wide(), quick(limit=limit * KIB))
+    assert report.beyond is not None and 100 < report.beyond <= 100 * 100
+    assert findings(report)[1].startswith("The whole batch fits in ")
+    assert findings(report)[1].endswith(said)
+
+
 def test_without_measurements_the_limit_is_read_from_the_curve() -> None:
     found = Findings(limit=Limit(10**6, "a test"), batch_size=64)
     found.measured = {1: 1000, 2: 2000}
     assert (found.largest, found.beyond) == (64, 1000)
     assert found.fastest is None
+    found.limit = Limit(10**12, "a test")
+    assert found.beyond == 6400, "a hundred times the batch, not a number that nobody believes"
     assert fit_module.PROBES >= 3

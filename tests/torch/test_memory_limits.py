@@ -165,25 +165,56 @@ def test_rlimit_as_in_a_child_process() -> None:
     """What the limit leaves can be allocated, and not 2 MiB more."""
     found = child("""
         import json, resource, torch
-        from superbatch.torch.limits import memory_limit
+        from superbatch.torch.limits import free_in_heap, memory_limit
         cpu = torch.device("cpu")
         memory_limit(cpu)
         torch.empty(1 << 20, dtype=torch.uint8)
         size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + 200 * 2**20,) * 2)
-        limit = memory_limit(cpu)
+        limit, free = memory_limit(cpu), free_in_heap()
         def fits(count):
             try:
                 torch.empty(count, dtype=torch.uint8)
             except RuntimeError:
                 return False
             return True
-        print(json.dumps([limit.bytes, limit.by, fits(limit.bytes - 2**21), fits(limit.bytes + 2**21)]))
+        both = fits(limit.bytes - 2**21), fits(limit.bytes + 2**21)
+        print(json.dumps([limit.bytes, free, limit.by, *both]))
     """)
-    size, by, fits, fits_more = found
-    assert 190 * MIB < size < 201 * MIB
+    size, free, by, fits, fits_more = found
+    assert free < 4 * MIB, (
+        "premise: what the heap has free, which counts, is little (how much: by the release)"
+    )
+    assert 190 * MIB < size < 200.5 * MIB + free
     assert by.startswith("RLIMIT_AS of")
     assert (fits, fits_more) == (True, False)
+
+
+@needs_linux
+def test_what_is_found_free_in_the_heap_counts_as_used() -> None:
+    """As it counts as free in the limit: a heap full of holes takes a micro-batch without growing."""
+    if limits.free_in_heap() == 0:
+        pytest.skip("this C library does not tell what its heap has free (glibc does from 2.33 on)")
+    free, limit, peak = child(
+        """
+        import json, torch
+        from superbatch.torch.limits import PeakMeter, free_in_heap, memory_limit
+        cpu = torch.device("cpu")
+        def blocks(count):
+            return [torch.ones(2**16, dtype=torch.uint8) for _ in range(count)]
+        meter = PeakMeter(cpu)
+        many, last = blocks(1024), blocks(1)  # behind the last one the heap could shrink
+        del many
+        free, limit = free_in_heap(), memory_limit(cpu)
+        meter.start()
+        found = blocks(512)
+        print(json.dumps([free, limit.bytes, meter.stop()]))
+        """,
+        mapped=False,
+    )
+    assert free > 60 * MIB, "premise: there are holes"
+    assert limit > free
+    assert peak >= 32 * MIB
 
 
 METERED = """

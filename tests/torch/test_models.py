@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import OptimizerError
@@ -385,6 +388,42 @@ def test_a_compiled_model_given_as_the_model(compiler: Any) -> None:
         accumulate(batch)
     assert_same_parameters(reference, model, 1e-12, start=start)
     assert len(graphs) == 1, "one size, one graph"
+
+
+@pytest.mark.skipif(
+    not hasattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals"),
+    reason="this release of torch compiles nothing after dispatch modes that overlapped in two threads",
+)
+def test_checks_that_overlap_in_two_threads_leave_the_compiler_on() -> None:
+    """The stance on compiling is of the whole process: the last of them to end must not leave its own."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled: Any = torch.compile(mlp(), backend=backend)
+    first_is_in, second_is_in, first_is_over = (threading.Event() for _ in range(3))
+
+    def train(is_in: threading.Event, wait_for: threading.Event) -> None:
+        model = mlp()
+
+        def loss_fn(mb: Any) -> Tensor:
+            is_in.set()  # in the check of the statement, before the first window
+            assert wait_for.wait(60)
+            return mse(model, mb)
+
+        Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=3)(rows(10)[0])
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(train, first_is_in, second_is_in)
+        assert first_is_in.wait(60)
+        second = pool.submit(train, second_is_in, first_is_over)
+        first.result(60)
+        first_is_over.set()
+        second.result(60)
+    compiled(rows(10)[0][0])
+    assert graphs, "what is compiled is compiled"
 
 
 def test_a_compiled_loss_function(compiler: Any) -> None:

@@ -21,6 +21,8 @@ from superbatch.torch import Accumulator, Window, WindowInFlight, windows
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 BATCHES = rows(9, updates=3)
 
 

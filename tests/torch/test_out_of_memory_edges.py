@@ -15,6 +15,8 @@ from superbatch.torch.out_of_memory import out_of_memory
 from tests.torch.helpers import assert_same_parameters, mlp, mse, rows, sgd, start_of
 from tests.torch.test_out_of_memory import TEXT, FailAt, quiet
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 
 def make(model: nn.Module, **options: Any) -> Accumulator:
     return Accumulator(
@@ -358,3 +360,51 @@ def test_a_fused_step_of_one_group_of_two_is_told() -> None:
     with pytest.raises(OutOfMemoryError, match="some parameters or states have moved"):
         accumulate(rows(4)[0])
     assert not torch.equal(before, first) and first._version == version, "premise: it does not show"
+
+
+def test_a_smaller_size_is_remembered_by_the_run_that_goes_on() -> None:
+    model, seen, most = mlp(), [], 2
+
+    def loss(mb: Any) -> Tensor:
+        seen.append(len(mb[0]))
+        if len(mb[0]) > most:
+            raise RuntimeError(TEXT)
+        return mse(model, mb)
+
+    def new() -> Accumulator:
+        return Accumulator(model, sgd(model.parameters()), loss, check=False, microbatch_size=8)
+
+    accumulate, resumed = new(), new()
+    with quiet():
+        assert accumulate(rows(8)[0]).failures == 2
+    resumed.load_state_dict(accumulate.state_dict())
+    seen.clear()
+    assert resumed(rows(8)[0]).failures == 0 and set(seen) == {2}
+
+
+@pytest.mark.parametrize(("size", "asks"), [("largest", True), (4, False)])
+def test_memory_for_every_update_is_made_sure_of_where_micro_batches_fill_the_machine(
+    size: Any, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stated size only for the first one, which makes the optimizer's state."""
+    model = nn.Sequential(nn.Linear(300, 1000), nn.Linear(1000, 300))
+    optimizer = torch.optim.AdamW(model.parameters())
+    accumulate = Accumulator(
+        model, optimizer, lambda x: model(x).square().mean(), microbatch_size=size, check=False
+    )
+    batch = torch.randn(8, 300)
+    assert accumulate(batch).made
+    before, empty = start_of(model), torch.empty
+
+    def limited(*shape: Any, **options: Any) -> Tensor:
+        if options.get("dtype") is torch.uint8:  # what is asked for to make sure
+            raise RuntimeError(TEXT)
+        return empty(*shape, **options)
+
+    monkeypatch.setattr("superbatch.torch.reserve.torch.empty", limited)
+    if asks:
+        with pytest.raises(OutOfMemoryError, match=r"an update that needs .* MiB for the optimizer's state"):
+            accumulate(batch)
+        assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+    else:
+        assert accumulate(batch).made

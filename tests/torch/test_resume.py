@@ -302,6 +302,58 @@ def test_a_loaded_state_can_be_saved_again(tmp_path: Path):
     assert_unchanged(straight.fingerprint(), again.fingerprint())
 
 
+@pytest.mark.parametrize("size", [3, None, "largest"])
+def test_a_window_goes_on_in_the_micro_batches_in_which_it_was_saved(size: Any):
+    """Whatever size is stated by then: what is in the sums came from these."""
+
+    def train(resume_with: Any, *, stop: bool) -> tuple[nn.Module, list[int]]:
+        seed(4)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss_fn(microbatch: Any) -> Tensor:
+            return (model(microbatch[0]) - microbatch[1]).square().mean()
+
+        def run(microbatch_size: Any, state: Any, last: int | None) -> tuple[Any, list[int]]:
+            accumulator = Accumulator(model, optimizer, loss_fn, microbatch_size=microbatch_size, check=False)
+            if state is not None:
+                accumulator.load_state_dict(state)
+            saved, sizes = None, []
+            with accumulator.window(BATCHES[0]) as window:
+                for number, microbatch in enumerate(window):
+                    window.backward(loss_fn(microbatch))
+                    sizes.append(len(microbatch[0]))
+                    if number == last:
+                        saved = accumulator.state_dict()
+                        break
+            return saved, sizes
+
+        state, sizes = run(3, None, 1 if stop else None)
+        if stop:
+            sizes += run(resume_with, state, None)[1]
+        return model, sizes
+
+    straight, resumed = train(3, stop=False), train(size, stop=True)
+    assert straight[1] == resumed[1] == [3, 3, 2, 2]
+    for a, b in zip(straight[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_micro_batches_that_cannot_be_cut_as_the_saved_ones_are_refused():
+    task = Task("plain")
+    state: Any = None
+    saving = Accumulator(task.model, task.optimizer, microbatch_size=3)
+    with saving.window(BATCHES[0]) as window:
+        for microbatch in window:
+            window.backward(task.loss(microbatch))
+            state = saving.state_dict()
+            break
+    resuming = Accumulator(task.model, task.optimizer, microbatch_size=5)
+    resuming.load_state_dict(state)
+    with pytest.raises(WindowError, match=r"have \[5, 5\] samples.*window in flight has \[3, 3, 2, 2\]"):
+        resuming.window(BATCHES[0])
+
+
 def test_not_between_forward_and_backward():
     task = Task("dropout")
     with task.accumulate.window(BATCHES[0]) as window:

@@ -147,6 +147,34 @@ def test_a_refused_accumulator_can_be_called_again_and_is_checked_again() -> Non
     assert accumulate(full).made, "with equal token counts the statement holds"
 
 
+class Large(torch.autograd.Function):
+    """Its backward has memory for so many rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, most: int) -> Tensor:
+        ctx.most = most
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = grad_outputs
+        if len(gradient) > ctx.most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        return gradient, None
+
+
+@pytest.mark.parametrize("most", [8, 4])
+def test_a_wrong_gradient_is_refused_also_if_memory_runs_out_in_its_backward(most: int) -> None:
+    def right_in_its_value_alone(model: nn.Module, batch: Any) -> Tensor:
+        out = Large.apply(model(batch[0]), most)
+        assert isinstance(out, Tensor)
+        total = out.square().sum()
+        return nn.functional.mse_loss(out, batch[1]) + (total - total.detach()) * len(batch[0])
+
+    with pytest.raises((StatementError, CoupledSamplesError)):
+        first_window(mlp(), right_in_its_value_alone, rows(16)[0], microbatch_size=8)
+
+
 def test_check_false_lets_a_wrong_statement_through() -> None:
     """The promise is then the caller's; it shows that the check is what refuses."""
     for case, (make, loss, batch, options, _, _) in WRONG.items():

@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...errors import InputError, explain
 from ...integers import positive_int
 from ...report.coupling import CouplingReport
-from ...split import near_equal
 from ...tree import count_samples, map_arrays
 from ..looking import run_eagerly
 from ..snapshot import BufferKeeper, random_state, restore_random_state
 from .calls import blank_like
 from .dispatch import dispatch
-from .layout import Layout, Part
+from .layout import Layout
 from .log import Log, OnGather
 from .randomness import Randomness
 from .recording import Recording
@@ -36,7 +35,7 @@ class VirtualBatch:
 
     Args:
         models: whose parameters get gradients.
-        microbatch_size: most samples of a micro-batch.
+        microbatch_size: most samples of a micro-batch, or "auto".
         device: where to compute.
         rng, device_budget, on_gather, paranoid: as in `virtual_batch`.
 
@@ -51,7 +50,7 @@ class VirtualBatch:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        microbatch_size: int,
+        microbatch_size: int | Literal["auto"],
         device: torch.device,
         *,
         rng: RandomNumbers,
@@ -59,7 +58,7 @@ class VirtualBatch:
         on_gather: OnGather,
         paranoid: bool,
     ) -> None:
-        self._size = microbatch_size
+        self._size: int | Literal["auto"] = microbatch_size
         self._device = device
         self._rng: RandomNumbers = rng
         self._budget = device_budget
@@ -67,6 +66,7 @@ class VirtualBatch:
         self._recording: Recording | None = None
         self._log = Log(models, on_gather)
         self._gradients = [(p, p.grad) for model in models for p in model.parameters()]
+        self._added_to = self._gradients
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch with virtual tensors in place of its tensors.
@@ -116,19 +116,18 @@ class VirtualBatch:
         )
 
     def _begin(self, samples: int) -> Recording:
-        parts: list[Part] = []
-        for size in near_equal(samples, self._size):
-            start = parts[-1].stop if parts else 0
-            parts.append(Part(len(parts), start, start + size))
         recording = Recording(
-            parts,
+            samples,
+            self._size,
             self._device,
             randomness=Randomness(self._rng, self._device),
-            store=Store(len(parts), self._device, self._budget),
+            store=Store(self._device, self._budget),
             log=self._log,
             paranoid=self._paranoid,
         )
-        for parameter, grad in self._gradients:
+        # Those of now: the program may have set them to zero or to None since the block began.
+        self._added_to = [(parameter, parameter.grad) for parameter, _ in self._gradients]
+        for parameter, grad in self._added_to:
             # Autograd adds to what is there, in place: into a real tensor only once the sum is worked out.
             if grad is not None and grad.layout is torch.strided:
                 parameter.grad = recording.show(recording.given(grad))
@@ -140,7 +139,7 @@ class VirtualBatch:
         if recording is None:
             return
         recording.work_out(recording.pending())
-        for parameter, old in self._gradients:
+        for parameter, old in self._added_to:
             grad = parameter.grad
             if not isinstance(grad, VirtualTensor):
                 continue
@@ -179,7 +178,7 @@ class _Enter(torch.autograd.Function):
 def _source(tensor: Tensor, recording: Recording) -> Value:
     value = Value(blank_like(tensor), recording.device, Layout(0))
     if tensor.device == recording.device:
-        value.whole, value.version = tensor.detach(), tensor._version
+        recording.read(value, tensor.detach())
     else:
         value.pieces = Sliced(tensor.detach(), Layout(0), recording.device)
     return value
@@ -204,13 +203,15 @@ class _Watching(TorchDispatchMode):
         if VirtualTensor in types:
             return dispatch(recording, func, args, kwargs)
         recording.settle_writes(args)
+        if func._schema.is_mutable:
+            recording.before_writing(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 @contextmanager
 def virtual_batch(
     model: nn.Module | Sequence[nn.Module],
-    microbatch_size: int,
+    microbatch_size: int | Literal["auto"],
     *,
     rng: RandomNumbers = "microbatch",
     device: torch.device | str | None = None,
@@ -228,7 +229,8 @@ def virtual_batch(
 
     Args:
         model: or several: whose parameters get gradients.
-        microbatch_size: most samples that are worked on at a time, at least 1.
+        microbatch_size: most samples that are worked on at a time, at least 1; ``"auto"``: as many as there
+            is memory for, by the sizes of what is recorded when the first numbers are needed.
         rng: what random operators (dropout) draw. ``"microbatch"``: each operator and micro-batch from a seed
             of its own, so that nothing is kept: equal to the large batch in law. ``"batch"``: the numbers
             that the large batch would draw, kept for all samples: equal to it number for number.
@@ -264,7 +266,9 @@ def virtual_batch(
         True
     """
     models = _checked(model, rng, on_gather, device_budget)
-    size = positive_int("microbatch_size", microbatch_size)
+    size: int | Literal["auto"] = "auto"
+    if microbatch_size != "auto":
+        size = positive_int("microbatch_size", microbatch_size)
     parameters = [parameter for one in models for parameter in one.parameters()]
     where = torch.device(device) if device is not None else _device_of(parameters)
     batch = VirtualBatch(

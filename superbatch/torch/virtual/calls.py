@@ -227,6 +227,18 @@ def _shapes(call: _Arguments) -> Any:
     return [blank_like(item) if isinstance(item, Tensor) else item for item in result]
 
 
+def written_by(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operator writes in place."""
+    args = list(args)
+    places = [
+        kwargs.get(argument.name, args[place] if place < len(args) else None)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    flat = [item for place in places for item in (place if isinstance(place, (list, tuple)) else [place])]
+    return [item for item in flat if isinstance(item, Tensor)]
+
+
 def mapped(results: Any, function: Callable[[Any], Any], kind: Any = Tensor) -> Any:
     """Apply a function to each item of a kind in what an operator returned."""
     if isinstance(results, kind):

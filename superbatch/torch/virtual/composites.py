@@ -48,12 +48,23 @@ def _mean(recording: Recording, x: Any, dim: Any = None, keepdim: bool = False, 
 def _nll_loss_forward(
     recording: Recording, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> Any:
-    """A mean over samples is the sum of losses, divided once by the sum of weights."""
-    if reduction != 1 or _layout(recording, x) is None:
+    """A mean over samples is the sum of losses, divided once by the sum of weights.
+
+    That sum depends on the targets alone: the backward need not wait for the forward.
+    """
+    if reduction == 0 or _layout(recording, x) is None:
         return NotImplemented
     forward = aten.nll_loss2d_forward if x.dim() == 4 else aten.nll_loss_forward
-    total, weights = forward(x, target, weight, 2, ignore_index)
-    return total / weights, weights
+    total, _ = recording.shown(
+        recording.compute(forward.default, *recording.values((x, target, weight, 2, ignore_index), {}))
+    )
+    counts = target != ignore_index
+    if weight is None:
+        weights = counts.sum().to(x.dtype)
+    else:
+        of_each = aten.embedding(weight.unsqueeze(1), target.clamp(0, weight.shape[0] - 1)).squeeze(-1)
+        weights = (of_each * counts).sum()
+    return (total / weights if reduction == 1 else total), weights
 
 
 # -- lists of views -----------------------------------------------------------------------------------------

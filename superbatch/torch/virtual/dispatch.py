@@ -11,7 +11,7 @@ from torch.utils._mode_utils import no_dispatch
 from ...errors import WindowError, explain
 from . import composites
 from .aliases import assign, functional_of, view
-from .calls import mapped
+from .calls import mapped, written_by
 from .tensor import VirtualTensor
 from .values import Value
 
@@ -68,7 +68,8 @@ def _write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[
         return _write_with_numbers(recording, func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         return _reshape(recording, func, functional, args, kwargs)
-    if recording.randomness.as_the_batch and torch.Tag.nondeterministic_seeded in func.tags:
+    drawn_whole = recording.randomness.as_the_batch or kwargs.get("generator") is not None
+    if drawn_whole and torch.Tag.nondeterministic_seeded in func.tags:
         # The operator in place: the one that returns its result may fill memory in another order.
         drawn = recording.drawn_as_the_batch(func, *recording.values(args, kwargs))
         if drawn is not None:
@@ -93,13 +94,9 @@ def _reshape(recording: Recording, func: Any, functional: Any, args: tuple[Any, 
 
 def _write_with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     """Write into real tensors, or several at once, or in a way that has no other form."""
-    written = [
-        kwargs.get(argument.name, args[place] if place < len(args) else None)
-        for place, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    flat = [item for arg in written for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
-    virtual = [item for item in flat if isinstance(item, VirtualTensor)]
+    written = written_by(func, args, kwargs)
+    recording.before_writing(func, args, kwargs)
+    virtual = [item for item in written if isinstance(item, VirtualTensor)]
     # Copies: what was computed from the numbers before the write may still be read.
     real = {id(item): recording.numbers(item).clone() for item in virtual}
     result = _with_numbers(recording, func, args, kwargs, real)

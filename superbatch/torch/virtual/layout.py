@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...split import near_equal
+
 
 class Layout(NamedTuple):
     """Where the samples are.
@@ -51,6 +53,20 @@ class Part(NamedTuple):
     def samples(self) -> int:
         """How many."""
         return self.stop - self.start
+
+
+def parts_of(samples: int, size: int) -> list[Part]:
+    """Return the micro-batches of a batch: of near-equal sizes, at most the given one.
+
+    Examples:
+        >>> parts_of(5, 3)
+        [Part(number=0, start=0, stop=3), Part(number=1, start=3, stop=5)]
+    """
+    parts: list[Part] = []
+    for count in near_equal(samples, size):
+        start = parts[-1].stop if parts else 0
+        parts.append(Part(len(parts), start, start + count))
+    return parts
 
 
 def cut(tensor: Tensor, layout: Layout, part: Part) -> Tensor:

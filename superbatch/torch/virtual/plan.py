@@ -50,19 +50,21 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value]) -> Plan:
     Returns:
         The plan.
     """
+    targets = set(targets)
     nodes = _ancestors(targets)
-    stage = _stages(nodes)
-    later = {id(node) for node in _ancestors(value for value in asked_for if not value.there)}
-    once: dict[int, list[Node]] = {}
+    stage = _stages(nodes, {})
+    others = (value for value in asked_for if not value.there and value not in targets)
+    later = {id(node) for node in _ancestors(others)}
+    feeds = _feeding(nodes)
     sweeps: dict[int, list[Node]] = {}
     wanted: dict[Value, set[int]] = {}
     coupling: dict[Value, set[int]] = {}  # stages in which a value is read by what samples meet in
-    feeds = _feeding(nodes)
     kept: dict[Value, int] = {}
     for node in reversed(nodes):
         if node.once:
-            once.setdefault(stage[node], []).append(node)
             continue
+        if id(node) not in feeds:
+            stage[node] = _when_at_hand(node, stage[node], wanted)
         runs = _runs(node, stage, wanted, coupling, kept, id(node) in later)
         for number in runs:
             sweeps.setdefault(number, []).append(node)
@@ -71,10 +73,28 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value]) -> Plan:
                 wanted.setdefault(value, set()).update(runs)
                 if id(node) in feeds:
                     coupling.setdefault(value, set()).add(stage[node])
-    for lists in (once, sweeps):
-        for found in lists.values():
-            found.reverse()
-    return Plan(once, sweeps, stage, kept, [node for node in nodes if id(node) in feeds])
+    for found in sweeps.values():
+        found.reverse()
+    stage = _stages(nodes, stage)
+    meeting = [node for node in nodes if id(node) in feeds]
+    return Plan(_once(nodes, stage), sweeps, stage, kept, meeting)
+
+
+def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:
+    once: dict[int, list[Node]] = {}
+    for node in nodes:
+        if node.once:
+            once.setdefault(stage[node], []).append(node)
+    return once
+
+
+def _when_at_hand(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
+    """The stage for a sum that no sample waits for, such as a loss: when its inputs are worked out anyway."""
+    if any(layout is not None for layout in node.layouts):
+        return earliest
+    inputs = [v for v, layout in node.operands if v.layout is not None and layout is not None and not v.there]
+    stages = [min(numbers) for v in inputs if (numbers := wanted.get(v))]
+    return max([earliest, *stages])
 
 
 def _ancestors(values: Iterable[Value]) -> list[Node]:
@@ -90,10 +110,11 @@ def _ancestors(values: Iterable[Value]) -> list[Node]:
     return [found[serial] for serial in sorted(found)]
 
 
-def _stages(nodes: list[Node]) -> dict[Node, int]:
+def _stages(nodes: list[Node], least: dict[Node, int]) -> dict[Node, int]:
+    """The first stage in which each node can run, and not before that which it was given."""
     stage: dict[Node, int] = {}
     for node in nodes:
-        number = 0
+        number = 0 if node.once else least.get(node, 0)
         for value, _ in node.operands:
             if value.there or value.node is None:
                 continue

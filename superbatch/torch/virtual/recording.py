@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ...errors import WindowError, explain
 from ...report.coupling import Meeting
+from ..limits import memory_limit
 from . import composites, paranoia
 from .aliases import current, functional_of
-from .calls import Call, Recipe, blank, blank_like, collect, filled, mapped, shapes, substituted
-from .layout import Part
+from .auto_size import largest_size
+from .calls import (
+    Call,
+    Recipe,
+    blank,
+    blank_like,
+    collect,
+    filled,
+    mapped,
+    shapes,
+    substituted,
+    written_by,
+)
+from .layout import Part, parts_of
 from .log import Log
-from .plan import plan
+from .plan import Plan, plan
 from .randomness import Randomness
 from .reductions import Joined
 from .rules import find
@@ -34,7 +47,8 @@ class Recording:
     """All operations of one block.
 
     Args:
-        parts: the micro-batches.
+        samples: of the batch.
+        size: most samples of a micro-batch; "auto": what fits, known once something has to be worked out.
         device: where they are worked out.
         randomness: how random operators draw.
         store: where results are kept from sweep to sweep.
@@ -47,7 +61,8 @@ class Recording:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        samples: int,
+        size: int | Literal["auto"],
         device: torch.device,
         *,
         randomness: Randomness,
@@ -55,8 +70,9 @@ class Recording:
         log: Log,
         paranoid: bool = False,
     ) -> None:
-        self.parts = parts
-        self.samples = parts[-1].stop
+        self.samples = samples
+        self.size = size
+        self.parts: list[Part] = []
         self.device = device
         self.randomness = randomness
         self.store = store
@@ -65,6 +81,7 @@ class Recording:
         self.open = True
         self._shown: weakref.WeakSet[Value] = weakref.WeakSet()
         self._writes: list[tuple[Tensor, Value]] = []
+        self._read: dict[int, weakref.WeakSet[Value]] = {}  # by the memory that they are in
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -82,7 +99,7 @@ class Recording:
         random = torch.Tag.nondeterministic_seeded in func.tags and call.argument("dropout_p") != 0.0
         if not batch and (random or all(value.whole is not None for value in call.tensors)):
             return self._spread(call) or self._now(call)
-        if random and batch and self.randomness.as_the_batch:
+        if random and batch and (self.randomness.as_the_batch or call.argument("generator") is not None):
             return self.drawn_as_the_batch(func, args, kwargs)
         recipe = self.randomness.recipe(call) if random else find(call)
         if recipe is None and batch:
@@ -238,9 +255,23 @@ class Recording:
         if tensor.numel() <= _SMALL and not tensor.requires_grad:
             value.whole = tensor.clone()
         else:
-            value.whole = tensor
-            value.version = None if tensor.is_inference() else tensor._version
+            self.read(value, tensor)
         return value
+
+    def read(self, value: Value, tensor: Tensor) -> None:
+        """Let a value be a real tensor, as it is now: it is copied if the program writes into it later."""
+        value.whole = tensor
+        value.version = None if tensor.is_inference() else tensor._version
+        self._read.setdefault(tensor.untyped_storage()._cdata, weakref.WeakSet()).add(value)
+
+    def before_writing(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+        """Copy what is about to be written, where operations that have not run yet read it."""
+        for tensor in written_by(func, args, kwargs):
+            if isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
+                continue
+            for value in self._read.pop(tensor.untyped_storage()._cdata, ()):
+                if value.whole is not None:
+                    value.whole, value.version = value.whole.clone(), None
 
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with a value in place of each tensor."""
@@ -304,18 +335,29 @@ class Recording:
         return [unchanged(value) for value in values]
 
     def work_out(self, targets: Iterable[Value]) -> None:
-        """Run what the targets need, and write the buffers that wait."""
+        """Run what the targets need, and what else is pending, and write the buffers that wait.
+
+        All that is pending: a gradient that is worked out later would do the same sweeps again, or be another
+        if an optimizer has changed the parameters meanwhile.
+        """
         writes, self._writes = self._writes, []
-        wanted = [*targets, *(self.gathered(value) for _, value in writes)]
+        wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
         wanted = [value for value in wanted if value.whole is None]
         asked_for = [value for value in self._shown if value.asked_for]
         todo = plan(wanted, asked_for)
+        if not self.parts:
+            self.parts = parts_of(
+                self.samples, self.size if isinstance(self.size, int) else self._fitting(todo)
+            )
         for node in todo.meeting:
             self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
         run(todo, self.parts, self.store, self.log)
         with torch.no_grad():
             for tensor, value in writes:
                 tensor.copy_(unchanged(self.gathered(value)))
+
+    def _fitting(self, todo: Plan) -> int:
+        return largest_size(todo, self.samples, memory_limit(self.device).bytes, self.store.budget)
 
     def write_later(self, tensor: Tensor, value: Value) -> None:
         """Write a buffer once its new value is there."""

@@ -12,7 +12,6 @@ class Store:
     """Counts what is kept, and decides where.
 
     Args:
-        parts: number of micro-batches.
         device: where the rows are worked out.
         budget: most bytes that stay there; None: all do. On a CPU both places are the same memory, and what
             is beyond the budget is only counted as the host's.
@@ -22,10 +21,9 @@ class Store:
         most_on_device, most_on_host: the most at a time.
     """
 
-    def __init__(self, parts: int, device: torch.device, budget: int | None) -> None:
-        self.parts = parts
+    def __init__(self, device: torch.device, budget: int | None) -> None:
         self._device = device
-        self._budget = budget
+        self.budget = budget
         self.on_device = self.on_host = 0
         self.most_on_device = self.most_on_host = 0
 
@@ -34,7 +32,7 @@ class Store:
         # A slice would keep alive all that it is a slice of.
         if piece.untyped_storage().nbytes() > 2 * piece.nbytes:
             piece = piece.clone()
-        host = self._budget is not None and self.on_device + piece.nbytes > self._budget
+        host = self.budget is not None and self.on_device + piece.nbytes > self.budget
         if host:
             self.on_host += piece.nbytes
             self.most_on_host = max(self.most_on_host, self.on_host)
@@ -67,7 +65,7 @@ class Kept:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._pieces: list[tuple[Tensor, bool] | None] = [None] * store.parts
+        self._pieces: dict[int, tuple[Tensor, bool]] = {}
 
     def put(self, part: Part, piece: Tensor) -> None:
         """Keep the rows of a micro-batch."""
@@ -75,19 +73,15 @@ class Kept:
 
     def get(self, part: Part) -> Tensor:
         """Return the rows."""
-        kept = self._pieces[part.number]
-        assert kept is not None
-        return self._store.fetch(kept[0])
+        return self._store.fetch(self._pieces[part.number][0])
 
     def drop(self, part: Part) -> None:
         """Forget the rows: nothing reads them again."""
-        kept = self._pieces[part.number]
+        kept = self._pieces.pop(part.number, None)
         if kept is not None:
             self._store.forget(*kept)
-        self._pieces[part.number] = None
 
     def __del__(self) -> None:
         """Count what is let go with the value."""
-        for kept in self._pieces:
-            if kept is not None:
-                self._store.forget(*kept)
+        for kept in self._pieces.values():
+            self._store.forget(*kept)

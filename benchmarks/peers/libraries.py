@@ -1,0 +1,24 @@
+"""The libraries that the files of this folder drive: which are there, and how a file is loaded.
+
+A file imports its library at the top and is imported only when it is asked for, so that a missing library
+costs one row or column and not the program.
+"""
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+
+def version_of(package: str | None) -> str | None:
+    """The installed version of a distribution, "" if none is needed (None), None if it is missing."""
+    if package is None:
+        return ""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def load(module: str) -> ModuleType:
+    """Import a file of this folder, and with it the library that it drives."""
+    return importlib.import_module(f"peers.{module}")

@@ -1,0 +1,55 @@
+"""What becomes of a report: text or JSON on the standard output, and files in a folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from superbatch.cli.printing import write_file
+from superbatch.cli.progress import duration
+
+if TYPE_CHECKING:
+    from superbatch.report.comparison import Comparison
+    from superbatch.report.fitting import Fitting
+
+
+def publish(
+    report: Comparison | Fitting,
+    folder: Path | None,
+    *,
+    as_json: bool,
+    show: Callable[[Console], None],
+    draw: Callable[[], Mapping[str, str | bytes]],
+) -> None:
+    """Print a report and write its files.
+
+    Args:
+        report: whole or partial.
+        folder: for the files; None writes none.
+        as_json: print JSON and nothing else on the standard output.
+        show: prints the report for people.
+        draw: makes the files beside report.json, content by name; the one to look at first comes first.
+    """
+    from superbatch.report.json import to_json
+
+    text = to_json(report)
+    if folder is not None:
+        # First of all the numbers: whatever happens to the drawing, they are kept.
+        write_file(folder / "report.json", text + "\n")
+    if as_json:
+        print(text)
+    else:
+        show(Console())
+    if report.partial:
+        print("superbatch: interrupted, the report is partial", file=sys.stderr)
+    if folder is not None:
+        files = draw()
+        for name, content in files.items():
+            write_file(folder / name, content)
+        first, *others = files
+        names = ", ".join([str(folder / first), *others])
+        print(f"{duration(report.seconds)}; wrote {names} and report.json", file=sys.stderr)

@@ -1,0 +1,71 @@
+"""``microbatch_size="auto"``: as many samples at a time as a plan needs memory for, and there is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .plan import Plan
+from .values import Node, Value
+
+SHARE = (
+    0.8  # of the free memory: workspaces of kernels, and what the heap loses between blocks, are not counted
+)
+
+
+def largest_size(plan: Plan, samples: int, free: int, budget: int | None) -> int:
+    """Return how many samples fit.
+
+    Args:
+        plan: what is to be run.
+        samples: of the batch.
+        free: bytes that may still be allocated.
+        budget: most bytes of kept rows that stay on the device; None: all.
+
+    Returns:
+        From 1 to `samples`.
+    """
+    kept = sum(value.nbytes for value in plan.kept)
+    whole = sum(
+        value.nbytes
+        for node in plan.stage
+        for output in node.outputs
+        if (value := output()) is not None and value.layout is None
+    )
+    room = SHARE * free - (kept if budget is None else min(kept, budget)) - whole
+    each = max((_most_alive(nodes) for nodes in plan.sweeps.values()), default=0) / samples
+    return max(1, min(samples, int(room / each))) if each else samples
+
+
+def _most_alive(nodes: Sequence[Node]) -> int:
+    """The most bytes at a time that one sweep would need for all samples at once."""
+    last: dict[Value, int] = {}
+    for position in reversed(range(len(nodes))):
+        node = nodes[position]
+        # The memory of a view is that of its base.
+        until = max((last.get(value, 0) for value in _outputs(node)), default=0) if node.view else 0
+        for value in _inputs(node):
+            last[value] = max(last.get(value, 0), position, until)
+        for value in _outputs(node):
+            last.setdefault(value, position)
+    dies: dict[int, int] = {}
+    for value, position in last.items():
+        if not (value.node is not None and value.node.view):
+            dies[position] = dies.get(position, 0) + value.nbytes
+    alive = most = 0
+    seen: set[Value] = set()
+    for position, node in enumerate(nodes):
+        for value in (*_inputs(node), *_outputs(node)):
+            if value not in seen and not (value.node is not None and value.node.view):
+                alive += value.nbytes
+            seen.add(value)
+        most = max(most, alive)
+        alive -= dies.get(position, 0)
+    return most
+
+
+def _inputs(node: Node) -> list[Value]:
+    return [value for value, layout in node.operands if layout is not None]
+
+
+def _outputs(node: Node) -> list[Value]:
+    return [value for output in node.outputs if (value := output()) is not None and value.layout is not None]

@@ -1,0 +1,159 @@
+"""A machine that is made up, on which automatic sizes are tried: every byte and second of it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from superbatch.report.memory import Limit, Peak
+from superbatch.split import near_equal
+from superbatch.torch.auto import AutoSize, Mode
+from superbatch.torch.fake import PredictionError
+from superbatch.torch.instruments import Instruments
+
+MIB = 2**20
+
+
+class OutOfMemory(RuntimeError):
+    pass
+
+
+@dataclass
+class Machine:
+    """Memory and time of a training: what a micro-batch needs, what there is, how long it takes."""
+
+    limit: int = 1000 * MIB
+    alive: int = 0  # by others
+    each: int = MIB  # bytes per sample, truly
+    once: int = 0  # bytes taken at the first micro-batch for good
+    kernels: int = 0  # bytes taken by every new size for good
+    gradients: int = 20 * MIB
+    state: int = 40 * MIB
+    wrong: float = 1.0  # prediction / truth of what a sample needs
+    predictable: bool = True
+    by: str = "RLIMIT_AS of this machine"
+    speed: Callable[[int], float] = lambda n: 1e-3  # seconds per sample
+    holes: int = 0
+    retries: int = 0
+    # what happens
+    time: float = 0.0
+    summed: bool = False
+    updated: bool = False
+    peak: int = 0
+    sizes_run: set[int] = field(default_factory=set[int])
+    failures: int = 0
+    log: list[list[int]] = field(default_factory=list[list[int]])
+    predictions: int = 0
+
+    def used(self) -> int:
+        kept = self.once * bool(self.sizes_run) + self.kernels * len(self.sizes_run)
+        return self.alive + kept + self.gradients * self.summed + self.state * self.updated
+
+    def predict(self, microbatch: torch.Tensor, samples: int) -> Peak:
+        assert len(microbatch) == samples
+        self.predictions += 1
+        if not self.predictable:
+            raise PredictionError("not with fake tensors")
+        activations = int(self.each_of(microbatch) * samples * self.wrong)
+        state = 0 if self.updated else self.state
+        backward = activations + self.gradients
+        return Peak(
+            samples=samples,
+            bytes=backward + state,
+            phase="backward",
+            first=activations,
+            forward=backward,
+            backward=backward,
+            optimizer=self.gradients + state,
+            gradients=self.gradients,
+            optimizer_state=state,
+            activations=activations,
+        )
+
+    def each_of(self, microbatch: torch.Tensor) -> float:
+        return self.each * microbatch.shape[1] / 8
+
+    def run(self, microbatch: torch.Tensor) -> None:
+        samples = len(microbatch)
+        self.sizes_run.add(samples)
+        need = int(self.each_of(microbatch) * samples) if self.summed else self._first(microbatch)
+        if self.used() + need > self.limit:
+            raise OutOfMemory(f"{samples} samples")
+        self.peak = self.used() + need
+        self.summed = True
+        self.time += samples * self.speed(samples)
+
+    def _first(self, microbatch: torch.Tensor) -> int:
+        return max(int(self.each_of(microbatch) * len(microbatch)), self.gradients)
+
+    def true_largest(self, sizes: int = 0) -> int:
+        """The largest size that fits in the long run, after so many sizes have made their kernels."""
+        kept = self.once + self.kernels * sizes + self.gradients + self.state
+        return (self.limit - self.alive - kept) // self.each
+
+    def instruments(self) -> Instruments:
+        machine = self
+
+        class Difference:
+            before = 0
+
+            def start(self) -> None:
+                self.before = machine.used()
+
+            def stop(self) -> int:
+                return machine.peak - self.before
+
+        return Instruments(
+            predict=self.predict,
+            limit=lambda: Limit(self.limit - self.used(), self.by),
+            meter=Difference(),
+            now=lambda: self.time,
+            seconds=lambda start, end: end - start,
+            retries=lambda: self.retries,
+            holes=lambda: self.holes,
+        )
+
+
+def sizing_on(machine: Machine, mode: Mode = "largest", optimizers: Sequence[Any] = ()) -> AutoSize:
+    return AutoSize(
+        lambda microbatch: microbatch.sum(),
+        [nn.Linear(1, 1)],
+        optimizers,
+        device=None,
+        mode=mode,
+        instruments=machine.instruments(),
+    )
+
+
+def window(sizing: AutoSize, machine: Machine, samples: int, *, width: int = 8) -> list[int]:
+    """One window as an Accumulator works through it; returns the sizes that went through."""
+    batch = torch.zeros(samples, width)
+    sizes = sizing.plan(batch, samples)
+    assert sum(sizes) == samples and min(sizes) > 0
+    done: list[int] = []
+    while sizes:
+        start = sum(done)
+        try:
+            with sizing.measure(sizes[0]):
+                machine.run(batch[start : start + sizes[0]])
+        except OutOfMemory:
+            machine.failures += 1
+            most = sizing.failed(sizes[0])
+            if not most:
+                raise
+            sizes = near_equal(samples - start, most)
+            continue
+        done.append(sizes.pop(0))
+        left = samples - sum(done)
+        new = sizing.rest(left)
+        if new is not None:
+            assert sum(new) == left and min(new) > 0
+            sizes = new
+    machine.summed, machine.updated = False, True
+    sizing.closed(made=True)
+    machine.log.append(done)
+    return done
