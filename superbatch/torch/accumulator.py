@@ -185,7 +185,7 @@ class Accumulator:
         )
         self._of_windows = Fixed(None)
         self._sizing = sizing_of(
-            microbatch_size,
+            microbatch_size if self._whole is None else None,
             self._plan,
             self._paths,
             batchnorm=self._batchnorm if self._batchnorms else None,

@@ -33,8 +33,10 @@ from .pieces import Pieces
 from .sizing import Fixed, Sizing
 from .sync import Ranks
 from .virtual import virtual_batch
+from .virtual.block import VirtualBatch
 
 Coupled = Literal["error", "exact"]
+Size = int | Literal["auto"]
 
 
 class WholeBatch:
@@ -42,18 +44,19 @@ class WholeBatch:
 
     Args:
         loss_fn: of the whole batch, the user's.
-        size: most samples that are worked on at a time; None: all.
+        size: most samples that are worked on at a time; ``"auto"``: as many as there is memory for; None:
+            all.
         as_drawn: random operators draw the numbers of the large batch, number for number.
 
     Attributes:
         report: what the last update did; None before the first.
     """
 
-    def __init__(self, loss_fn: Callable[[Any], Any], size: int | None, *, as_drawn: bool) -> None:
+    def __init__(self, loss_fn: Callable[[Any], Any], size: Size | None, *, as_drawn: bool) -> None:
         self._loss_fn = loss_fn
         self._rng: Literal["microbatch", "batch"] = "batch" if as_drawn else "microbatch"
-        self._size = size
-        self._now = 0
+        self._size: Size | None = size
+        self._now: Size = "auto"
         self.report: CouplingReport | None = None
 
     def pieces(self, batch: Any, sizing: Sizing) -> Pieces:
@@ -67,14 +70,17 @@ class WholeBatch:
             SplitError: samples cannot be counted, or micro-batches not put together.
         """
         assert isinstance(sizing, Fixed)
-        size = self._size
+        size: Size | None = self._size
         if isinstance(batch, Window):
             microbatches = list(batch)
             size = max(count_samples(microbatch) for microbatch in microbatches)
             batch = joined(microbatches)
         samples = count_samples(batch)
         map_arrays(lambda leaf: _check_length(leaf, samples), batch)
-        self._now = min(filter(None, (size, sizing.most, samples)))
+        stated = None if size == "auto" else size
+        self._now = "auto"
+        if size != "auto" or sizing.most is not None:
+            self._now = min(filter(None, (stated, sizing.most, samples)))
         return Pieces([batch], [samples], None, {})
 
     def work_through(self, window: WindowInFlight) -> None:
@@ -112,14 +118,19 @@ class WholeBatch:
         plan, place = window._plan, window._place
         assert isinstance(place, InGrad)
         models = [*plan.models, *_others(plan.models, plan.owned)]
-        with virtual_batch(models, self._now, rng=self._rng, device=plan.device) as virtual:
-            value = self._backward(window, virtual(batch), place.inputs)
+        begun: list[VirtualBatch] = []
+        self.report = None
+        try:
+            with virtual_batch(models, self._now, rng=self._rng, device=plan.device) as virtual:
+                begun.append(virtual)
+                value = self._backward(window, virtual(batch), place.inputs)
+        finally:  # in how many micro-batches memory ran out, too
+            self.report = begun[0].report() if begun else None
         place.took()
         window._losses.load_state({0: value.item()})
         window._summed, window._next = True, 1
         if window._watch is not None:
             window._watch.check()
-        self.report = virtual.report()
 
     def _backward(self, window: WindowInFlight, batch: Any, inputs: list[Tensor] | None) -> Tensor:
         """Record forward and backward; return the loss without its graph."""
@@ -135,7 +146,11 @@ class WholeBatch:
         gc.collect()  # an exception and its frames may be a cycle
         release_caches(plan.device)
         samples = sum(window._pieces.samples or ())
-        failed = near_equal(samples, self._now)[0]
+        if self._now == "auto":  # chosen by the block, or not yet
+            parts = self.report.microbatches if self.report is not None else 0
+            failed = -(-samples // (parts or 1))
+        else:
+            failed = near_equal(samples, self._now)[0]
         most = window._sizing.failed(failed)
         if not most:
             raise OutOfMemoryError(
@@ -193,8 +208,8 @@ def whole_batch(
     """
     if check_choice(coupled, "coupled", Coupled) == "error":
         return None
-    auto = isinstance(microbatch_size, str | TokenBudget)
-    given = {**options, "microbatch_size": microbatch_size if auto else None}
+    by_tokens = isinstance(microbatch_size, TokenBudget)
+    given = {**options, "microbatch_size": microbatch_size if by_tokens else None}
     for name, (default, wrong, do) in _REFUSED.items():
         if given[name] not in default:
             raise _refusal(f"{name}={given[name]!r}", wrong, do)
@@ -206,7 +221,8 @@ def whole_batch(
             "the samples of other ranks would not be seen by those of this one",
             "train on one device, or use SyncBatchNorm and a loss that gathers, with batches in one piece",
         )
-    return WholeBatch(loss_fn, microbatch_size, as_drawn=as_drawn)
+    size = "auto" if isinstance(microbatch_size, str) else microbatch_size
+    return WholeBatch(loss_fn, size, as_drawn=as_drawn)
 
 
 def owned_loop() -> WindowError:
@@ -255,8 +271,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
     ),
     "microbatch_size": (
         (None,),
-        "sizes are found out, or counted in tokens, for losses of micro-batches, and there are none",
-        "state a number of samples; the update does not depend on it",
+        "a virtual batch is cut by samples",
+        'state a number of samples, or "auto"; the update does not depend on it',
     ),
 }
 

@@ -20,6 +20,7 @@ from superbatch.errors import (
     WindowError,
 )
 from superbatch.torch import Accumulator, TokenBudget, Window, count_tokens, fp32_masters, windows
+from superbatch.torch.virtual import recording
 from tests.torch.helpers import assert_same_parameters, sgd, start_of
 from tests.torch.states import assert_unchanged, fingerprint
 from tests.torch.test_out_of_memory import FailAt, quiet
@@ -470,9 +471,7 @@ def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
         ({"accumulate_into": "momentum"}, 'comes in one piece.*use accumulate_into="grad"'),
         ({"whole": ("view",)}, r"whole=\('view',\) with coupled.*let loss_fn close over"),
         ({"per_sample": ("view",)}, "all samples of a virtual batch are in tensors"),
-        ({"microbatch_size": "auto"}, "microbatch_size='auto' with coupled.*state a number of samples"),
-        ({"microbatch_size": "largest"}, "microbatch_size='largest' with coupled"),
-        ({"microbatch_size": TokenBudget(9)}, "TokenBudget.*counted in tokens.*state a number of samples"),
+        ({"microbatch_size": TokenBudget(9)}, "TokenBudget.*is cut by samples.*state a number of samples"),
         ({"coupled": "yes"}, "coupled='yes'.*pass one of 'error', 'exact'"),
     ],
 )
@@ -657,6 +656,35 @@ def test_memory_may_run_out_at_any_operation() -> None:
         else:
             at_the_update += 1
     assert recovered > 10 * at_the_update, "premise: most failures are in the sweeps"
+
+
+@pytest.mark.parametrize("size", ["auto", "largest"])
+def test_as_many_samples_at_a_time_as_there_is_memory_for(size: str) -> None:
+    twins = Twins("BatchNorm and InfoNCE", microbatch_size=size)
+    for batch in batches():
+        twins.large(batch)
+        assert twins.accumulate(batch).microbatches == 1, "there is plenty of memory"
+    twins.check()
+
+
+def test_memory_that_runs_out_although_it_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweeps fail, so what failed is known by its size: half of it is tried next."""
+    sweeps = []
+    original = recording.run
+
+    def run(todo: Any, parts: Any, *args: Any) -> Any:
+        sweeps.append(len(parts))
+        if len(sweeps) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(todo, parts, *args)
+
+    monkeypatch.setattr(recording, "run", run)
+    twins = Twins("BatchNorm", microbatch_size="auto")
+    with pytest.warns(UserWarning, match=r"with 22 samples at a time; .* again with at most 11\."):
+        update = twins.accumulate(batches()[0])
+    assert (update.failures, update.microbatches, set(sweeps[1:])) == (1, 2, {2})
+    twins.large(batches()[0])
+    twins.check()
 
 
 def test_a_sample_that_does_not_fit_is_a_typed_error_and_changes_nothing() -> None:
