@@ -92,3 +92,42 @@ def in_our_words(
         updates if iterations is None else iterations // average_gradients,
         None,
     )
+
+
+WITH_BATCHNORM = {"digits": "digits-bn", "digits-conv": "digits-conv-bn"}
+
+
+def recipe_of(named: str | None, option: str | None, *, batchnorm: bool) -> str:
+    """The recipe that was asked for.
+
+    Args:
+        named: as an argument.
+        option: by ``--recipe``.
+        batchnorm: ``--batchnorm``.
+
+    Returns:
+        Its name; digits where nothing was said.
+
+    Raises:
+        InputError: two recipes, or one that has no variant with BatchNorm.
+
+    Examples:
+        >>> recipe_of(None, None, batchnorm=False), recipe_of("digits-conv", None, batchnorm=True)
+        ('digits', 'digits-conv-bn')
+    """
+    if named is not None and option is not None and named != option:
+        raise InputError(
+            explain(f"the recipe {named} and --recipe {option}", "both say what is trained", "leave one out")
+        )
+    name = named or option or "digits"
+    if not batchnorm or name in WITH_BATCHNORM.values():
+        return name
+    if name not in WITH_BATCHNORM:
+        raise InputError(
+            explain(
+                f"--batchnorm with the recipe {name}",
+                "there is no variant of it with BatchNorm",
+                f"use it with {' or '.join(WITH_BATCHNORM)}, or leave it out",
+            )
+        )
+    return WITH_BATCHNORM[name]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from superbatch.cli.aliases import in_our_words
+from superbatch.cli.aliases import in_our_words, recipe_of
 from superbatch.cli.printing import check_folder, print_sentences, print_table
 from superbatch.cli.progress import progress
 from superbatch.cli.publish import publish
@@ -31,8 +31,14 @@ def _option(text: str, *flags: str) -> Any:
 
 
 Recipe = Annotated[
-    str, typer.Argument(help=f"{NAMES}; or your own package.module:function or file.py:function")
+    str | None,
+    typer.Argument(
+        help=f"{NAMES}; or your own package.module:function or file.py:function; digits if left out",
+        show_default=False,
+    ),
 ]
+RecipeName = Annotated[str | None, _option("alias: the recipe", "--recipe")]
+BatchNorm = Annotated[bool, _option("the recipe with BatchNorm: digits, digits-conv", "--batchnorm")]
 Splits = Annotated[
     str | None,
     _option(
@@ -67,7 +73,7 @@ Iterations = Annotated[int | None, _option("alias: micro-batches of a run, inste
 
 
 def compare(
-    recipe: Recipe = "digits",
+    recipe: Recipe = None,
     splits: Splits = None,
     updates: Updates = None,
     runs: Runs = 10,
@@ -85,6 +91,8 @@ def compare(
     check: Check = False,
     average_gradients: AverageGradients = None,
     iterations: Iterations = None,
+    recipe_name: RecipeName = None,
+    batchnorm: BatchNorm = False,
 ) -> None:
     """Train a recipe with the real batch and with each split of it, from the same weights and samples.
 
@@ -92,6 +100,7 @@ def compare(
     report, a plot and a page. Exit code: 0 done, 1 --check failed, 2 wrong input, 130 interrupted (a partial
     report is written).
     """
+    name = recipe_of(recipe, recipe_name, batchnorm=batchnorm)
     asked = in_our_words(
         splits=splits,
         updates=updates,
@@ -118,7 +127,7 @@ def compare(
         workers=min(2, os.cpu_count() or 1) if workers is None else workers,
         data=data,
     )
-    report = measure(recipe, options)
+    report = measure(name, options)
     publish(
         report,
         folder,

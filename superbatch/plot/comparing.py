@@ -31,7 +31,7 @@ from superbatch.report.comparison import Arm, Comparison
 from superbatch.report.table import margin_text
 
 SPLIT_COLOURS = (BLUE, GREEN, SKY, PURPLE, ORANGE)
-WRONG_COLOURS = (VERMILION, ORANGE)
+WRONG_COLOURS = (VERMILION, ORANGE, PURPLE)
 MARKERS = ("o", "s", "^", "D", "v")
 DASHES = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)))
 ZERO = 1e-19
@@ -88,11 +88,12 @@ def _styles(arms: Sequence[Arm], theme: Theme) -> list[Style]:
     """The real batch is a broad pale line under the others; each split is narrower than the one before."""
     styles: list[Style] = []
     splits = wrong = 0
+    beside = any(arm.claim == "exact" for arm in arms)
     for arm in arms:
         if arm.claim == "real":
             styles.append(Style(theme.ink, "o", "solid", 7.0))
-        elif arm.claim == "wrong":
-            styles.append(Style(WRONG_COLOURS[wrong % 2], "X", (0, (3, 1.5)), 1.6))
+        elif arm.claim == "wrong" or (arm.claim == "inexact" and beside):
+            styles.append(Style(WRONG_COLOURS[wrong % 3], "X", (0, (3, 1.5)), 1.6))
             wrong += 1
         else:
             k = splits % len(SPLIT_COLOURS)
@@ -164,7 +165,7 @@ def _draw_metric(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
             )
     unit = f", {report.unit}" if report.unit else ""
     axes.set_xlabel(f"{report.metric}{unit}")
-    axes.set_title(f"Mean ± sd, runs as dots; band: real batch {margin_text(report)}", fontsize=10)
+    axes.set_title(f"Mean ± sd, runs as dots; band: {margin_text(report)}", fontsize=10)
 
 
 def _draw_differences(axes: Axes, report: Comparison, styles: Sequence[Style], theme: Theme) -> None:

@@ -40,17 +40,15 @@ def digits() -> Recipe:
 
 
 def digits_bn() -> Recipe:
-    """The perceptron with BatchNorm: a *coupled* model, trained with the statistics of each micro-batch.
-
-    It is there to be seen: the weights are not those of the real batch, and the report says so.
+    """The perceptron with BatchNorm: a *coupled* model, each sample is normalised by all others of the batch.
 
     Examples:
-        >>> digits_bn().batchnorm
-        'per_microbatch'
+        >>> digits_bn().coupled
+        'exact'
     """
     return classification(
         "digits-bn",
-        "a 64-32-10 perceptron with BatchNorm (coupled: not exact) on scikit-learn's digits",
+        "a 64-32-10 perceptron with BatchNorm (samples see each other) on scikit-learn's digits",
         lambda: _perceptron(batchnorm=True),
         load_digits(),
         batchnorm=True,
@@ -77,15 +75,15 @@ def digits_conv() -> Recipe:
 
 
 def digits_conv_bn() -> Recipe:
-    """The convolutional network with BatchNorm: *coupled*, trained with the statistics of each micro-batch.
+    """The convolutional network with BatchNorm: a *coupled* model.
 
     Examples:
-        >>> digits_conv_bn().batchnorm
-        'per_microbatch'
+        >>> digits_conv_bn().coupled
+        'exact'
     """
     return classification(
         "digits-conv-bn",
-        "a small convolutional net with BatchNorm (coupled: not exact) on scikit-learn's digits",
+        "a small convolutional net with BatchNorm (samples see each other) on scikit-learn's digits",
         lambda: _convolutional(batchnorm=True),
         load_digits(),
         learning_rate=0.5,
@@ -110,7 +108,7 @@ def classification(
         build: makes the model; draws from torch's generator.
         data: training and test samples.
         learning_rate: of plain SGD.
-        batchnorm: the model has BatchNorm, which then uses the statistics of each micro-batch.
+        batchnorm: the model has BatchNorm.
 
     Returns:
         The recipe.
@@ -133,6 +131,7 @@ def classification(
         batch_size=min(100, len(data.labels)),
         learning_rates={"sgd": learning_rate, "momentum": learning_rate / 10, "adam": 2e-3, "adamw": 2e-3},
         batchnorm="per_microbatch" if batchnorm else "error",
+        coupled="exact" if batchnorm else "error",
     )
 
 

@@ -20,7 +20,7 @@ RECIPES: Mapping[str, tuple[str, str]] = {
     "digits-conv": ("superbatch.recipes.digits:digits_conv", "small convolutional net on the digits"),
     "digits-conv-bn": ("superbatch.recipes.digits:digits_conv_bn", "the same with BatchNorm (coupled)"),
     "text": ("superbatch.recipes.text:text", "byte language model, mean over tokens"),
-    "pairs": ("superbatch.recipes.pairs:pairs", "contrastive pairs of digits (coupled, refused)"),
+    "pairs": ("superbatch.recipes.pairs:pairs", "contrastive pairs of digits (coupled)"),
     "mnist": ("superbatch.recipes.mnist:mnist", "perceptron on a folder of IDX files (--data)"),
 }
 """Built-in recipes: name -> where it is made, and what it is in a few words."""

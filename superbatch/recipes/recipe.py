@@ -41,7 +41,9 @@ class Recipe:
         reduction: what `loss_fn` returns: a ``"mean"`` or a ``"sum"``.
         weight: how much a micro-batch counts, as `superbatch.torch.Accumulator` takes it; None: its samples.
         counts: what the weight counts, in words.
-        batchnorm: what happens to BatchNorm in training, as `superbatch.torch.Accumulator` takes it.
+        batchnorm: what happens to BatchNorm in training, as `superbatch.torch.Accumulator` takes it; with
+            ``coupled="exact"``: what accumulation without it does, which is shown beside it.
+        coupled: what happens to samples that see each other, as the Accumulator takes it.
 
     Raises:
         InputError: a value cannot be used.
@@ -82,6 +84,7 @@ class Recipe:
     weight: Callable[[Any], int | float] | Literal["returned"] | None = None
     counts: str = "samples"
     batchnorm: Literal["error", "per_microbatch", "frozen"] = "error"
+    coupled: Literal["error", "exact"] = "error"
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "updates"):

@@ -24,9 +24,10 @@ def verdict(report: Comparison) -> list[str]:
         sentences.append(_exact(report, exact))
     if inexact := _arms(report, "inexact"):
         least, most = (difference_text(bound(map(_apart, inexact))) for bound in (min, max))
+        which = "Plain accumulation does" if exact else "The splits do"
+        claim = "does not claim to: its weights" if exact else "do not claim to: they"
         sentences.append(
-            f"The splits do not give the real batch's weights, and do not claim to: they are {least} to "
-            f"{most} apart."
+            f"{which} not give the real batch's weights, and {claim} are {least} to {most} apart."
         )
     for arm in _arms(report, "wrong"):
         right = next((other for other in exact if other.sizes == arm.sizes), None)

@@ -2,14 +2,15 @@
 
 * ``real``: the batch in one piece, by a loop written out in plain PyTorch. It is the reference, so it shares
   no code with the accumulator.
-* ``exact`` (or ``inexact``, where the recipe's model is coupled): `superbatch.torch.Accumulator`.
+* ``exact``: `superbatch.torch.Accumulator`, where samples see each other with ``coupled="exact"``.
+* ``inexact``: the same where samples see each other and micro-batches are taken one by one all the same.
 * ``wrong``: two loops that are often written, kept to show what they cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -23,13 +24,14 @@ from superbatch.torch import Accumulator
 from superbatch.tree import count_samples, plan
 from superbatch.window import Window
 
-Way = Literal["real batch", "accumulator", "mean of means", "fixed tail divisor"]
+Way = Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
 UpdateFunction = Callable[[Any], float]
 """Makes one update with a batch and returns the batch's mean loss before it."""
 
 HOW = {
     "real batch": "the whole batch at once, plain PyTorch",
     "accumulator": "superbatch.torch.Accumulator",
+    "plain accumulation": "micro-batches one by one, weighted by their samples, though these see each other",
     "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
     "fixed tail divisor": "wrong: divides by the K of a full window where a window is shorter",
 }
@@ -52,7 +54,8 @@ class ArmPlan:
     @property
     def name(self) -> str:
         """The split, and the way where it is not the right one."""
-        return f"{self.split.name} {self.way}" if self.claim == "wrong" else self.split.name
+        right = self.way in ("real batch", "accumulator")
+        return self.split.name if right else f"{self.split.name} {self.way}"
 
 
 def update_function(
@@ -73,7 +76,22 @@ def update_function(
         return _real(recipe, model, optimizer)
     if arm.way == "accumulator":
         return _accumulator(arm.split, recipe, model, optimizer)
+    if arm.way == "plain accumulation":
+        return _accumulator(arm.split, without_coupling(recipe), model, optimizer, check=False)
     return _wrong(arm, recipe, model, optimizer)
+
+
+def without_coupling(recipe: Recipe) -> Recipe:
+    """A recipe as loops train it that know nothing of samples that see each other.
+
+    Args:
+        recipe: with ``coupled="exact"``.
+
+    Returns:
+        The same with micro-batches taken one by one: BatchNorm with the statistics of each.
+    """
+    frozen = recipe.batchnorm == "frozen"
+    return replace(recipe, coupled="error", batchnorm="frozen" if frozen else "per_microbatch")
 
 
 def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
@@ -108,8 +126,14 @@ def _real(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def _accumulator(
-    split: Split, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
+    split: Split,
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    check: bool = True,
 ) -> UpdateFunction:
+    whole = recipe.coupled == "exact"
     make_update = Accumulator(
         model,
         optimizer,
@@ -117,7 +141,10 @@ def _accumulator(
         microbatch_size=split.sizes[0] if split.equal else None,
         reduction=recipe.reduction,
         weight=recipe.weight,
-        batchnorm=recipe.batchnorm,
+        batchnorm="error" if whole and recipe.batchnorm == "per_microbatch" else recipe.batchnorm,
+        coupled=recipe.coupled,
+        sample_rng=whole,  # what the real batch draws
+        check=check,
     )
     if split.equal:
         return lambda batch: make_update(batch).loss

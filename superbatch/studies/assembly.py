@@ -21,6 +21,12 @@ COUPLED = (
     "of 20 is normalised by 20 samples, the real batch by all. No accumulation of micro-batches taken one by "
     "one can give the real batch's weights, and these arms do not claim to."
 )
+BESIDE = (
+    "Samples of a batch see each other here. The splits that stand alone compute the loss of the whole "
+    'batch, in micro-batches of their size (coupled="exact"). Plain accumulation takes them one by one: '
+    "BatchNorm normalises by the samples of a micro-batch, and a contrastive loss has the negatives of one. "
+    "That is another objective, and these arms do not claim to give the real batch's weights."
+)
 ROUNDING = (
     "In float32 the arms add the same numbers in another order. Differences of about 1e-7 are rounding; a "
     "unit that falls on the other side of a ReLU's kink can make it 1e-5 later in a run. --dtype float64 "
@@ -57,7 +63,9 @@ def arm_report(
     pairs = [run.metric - of_seed[run.seed] for run in runs if run.seed in of_seed]
     compared = arm.claim != "real"
     how = HOW[arm.way]
-    if arm.way == "accumulator" and recipe.batchnorm != "error":
+    if arm.way == "accumulator" and recipe.coupled == "exact":
+        how += ', coupled="exact"'
+    elif arm.claim == "inexact" and recipe.batchnorm != "error":
         how += f", batchnorm={recipe.batchnorm!r}"
     apart = [run.weight_difference for run in runs if run.weight_difference is not None]
     return Arm(
@@ -95,8 +103,9 @@ def notes_on(arms: Sequence[Arm], setting: Setting, workers: int) -> tuple[str, 
     notes = [PAIRED]
     if setting.dtype == "float32":
         notes.append(ROUNDING)
-    if any(arm.claim == "inexact" for arm in arms):
-        notes.append(COUPLED)
+    claims = {arm.claim for arm in arms}
+    if "inexact" in claims:
+        notes.append(BESIDE if "exact" in claims else COUPLED)
     if setting.tail is not None:
         notes.append(
             f"Now and then the data ends with a tail of {setting.tail} instead of {setting.batch_size} "

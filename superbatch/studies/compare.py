@@ -280,9 +280,11 @@ def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> li
         equal = next((split for split in parts if split.equal), parse_split(f"{size}x1"))
         wrong = [ArmPlan(uneven, "mean of means", "wrong"), ArmPlan(equal, "fixed tail divisor", "wrong")]
         parts = list(dict.fromkeys([*parts, uneven, equal]))
-    claim = "exact" if recipe.batchnorm == "error" else "inexact"
+    coupled = recipe.coupled == "exact"
+    claim = "exact" if coupled or recipe.batchnorm == "error" else "inexact"
     real = ArmPlan(Split(f"1x{size}", (size,)), "real batch", "real")
-    return [real, *(ArmPlan(split, "accumulator", claim) for split in parts), *wrong]
+    plain = [ArmPlan(split, "plain accumulation", "inexact") for split in parts if coupled]
+    return [real, *(ArmPlan(split, "accumulator", claim) for split in parts), *plain, *wrong]
 
 
 def _uneven(size: int) -> Split:

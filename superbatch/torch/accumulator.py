@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .. import normalize
 from ..errors import InputError, WindowError, explain
+from ..report.coupling import CouplingReport
 from ..report.memory import MemoryReport
 from ..report.update import Update
 from ..split import TokenBudget
@@ -18,6 +19,7 @@ from ..window import Window
 from . import batchnorm as norms
 from . import checks, options
 from .boundary import Step
+from .coupled_exact import Coupled, owned_loop, whole_batch
 from .first_check import check_first_window
 from .in_flight import WindowInFlight
 from .losses import alone, pair_of
@@ -29,7 +31,7 @@ from .recovery import work_through
 from .reserve import Reserve
 from .sizing import Fixed
 from .snapshot import BufferKeeper, RandomKeeper
-from .sync import Ranks, find_ranks
+from .sync import find_ranks
 from .transfer import Transfer
 
 BatchNorm = Literal["error", "per_microbatch", "frozen"]
@@ -64,8 +66,12 @@ class Accumulator:
         batchnorm: BatchNorm in training mode is an ``"error"``; or ``"per_microbatch"`` (inexact, as ghost
             batch normalisation; running statistics pooled over the batch); or ``"frozen"`` (running
             statistics, exact).
+        coupled: samples that see each other are an ``"error"``; or the update is ``"exact"``: `loss_fn` is
+            called once, with the whole batch, which is worked through in micro-batches below autograd (see
+            `virtual_batch`). Then nothing is weighted or checked, and there is no owned loop.
         sample_rng: give every sample its own random stream, so that dropout and noise do not depend on the
             split. By default each micro-batch draws on from the global generator, as a loop by hand does.
+            With ``coupled="exact"``: draw what the large batch would draw.
         accumulator_dtype: sum gradients of bfloat16/float16 parameters in this dtype. ``"auto"``: float32
             when a window has more than 16 micro-batches. None: in the parameters' dtype.
         accumulate_into: ``"grad"``, or ``"momentum"`` to sum straight into SGD's momentum buffer (exact).
@@ -110,6 +116,7 @@ class Accumulator:
         scaler: Any = None,
         nonfinite: NonFinite = "raise",
         batchnorm: BatchNorm = "error",
+        coupled: Coupled = "error",
         sample_rng: bool = False,
         accumulator_dtype: torch.dtype | Literal["auto"] | None = "auto",
         accumulate_into: Into = "grad",
@@ -138,6 +145,18 @@ class Accumulator:
         self._resume: dict[str, Any] | None = None
         self._first = True
         moved_to, ranks = options.as_device(device, self._owned), find_ranks(models)
+        self._whole = whole_batch(
+            coupled,
+            loss_fn,
+            microbatch_size,
+            as_drawn=options.check_bool(sample_rng, "sample_rng"),
+            ranks=ranks,
+            weight=weight,
+            nonfinite=nonfinite,
+            batchnorm=batchnorm,
+            accumulate_into=accumulate_into,
+            **self._paths,
+        )
         self._plan = Plan(
             models=models,
             owned=self._owned,
@@ -154,18 +173,19 @@ class Accumulator:
             reduction=normalize.check_reduction(reduction),
             weigh="samples" if weight is None else weight,
             nonfinite=checks.check_choice(nonfinite, "nonfinite", NonFinite),
-            sample_rng=options.check_bool(sample_rng, "sample_rng"),
-            norms=self._norms(ranks),
+            sample_rng=sample_rng and self._whole is None,
+            norms=norms.of_windows(self._batchnorms, self._batchnorm, ranks),
             buffers=BufferKeeper(models),
             random=RandomKeeper([] if moved_to is None else [moved_to]),
-            loss_fn=loss_fn,
-            transfer=Transfer(moved_to),
+            loss_fn=loss_fn if self._whole is None else None,
+            transfer=Transfer(moved_to if self._whole is None else None),
             until_next=[],
             reserve=Reserve(models, optimizers, self._owned),
+            whole=self._whole is not None,
         )
         self._of_windows = Fixed(None)
         self._sizing = sizing_of(
-            microbatch_size,
+            microbatch_size if self._whole is None else None,
             self._plan,
             self._paths,
             batchnorm=self._batchnorm if self._batchnorms else None,
@@ -175,7 +195,7 @@ class Accumulator:
         )
         self._plan.reserve.tight = not isinstance(self._sizing, Fixed)
         self._places = Places(self._plan, accumulator_dtype, momentum=self._into == "momentum")
-        self._check_combinations()
+        options.check_combinations(self._plan, momentum=self._into == "momentum")
         self._written = masters_written(self._owned)
 
     @property
@@ -187,6 +207,11 @@ class Accumulator:
     def memory(self) -> MemoryReport | None:
         """What ``microbatch_size="auto"`` or ``"largest"`` has found out; else None."""
         return self._sizing.report()
+
+    @property
+    def coupling(self) -> CouplingReport | None:
+        """Where samples met in the last window, with ``coupled="exact"``; else None."""
+        return None if self._whole is None else self._whole.report
 
     def __call__(self, batch: Any) -> Update:
         """Make one update from a batch, or from a `Window` of micro-batches.
@@ -203,6 +228,10 @@ class Accumulator:
             StatementError, CoupledSamplesError: the loss is not what was stated; nothing has changed.
             NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
         """
+        if self._whole is not None:
+            with self._open(batch) as window:
+                self._whole.work_through(window)
+            return self._whole.record(window)
         loss_fn = self._plan.loss_fn
         if loss_fn is None:
             raise InputError(
@@ -247,14 +276,22 @@ class Accumulator:
             >>> window.update.microbatches
             3
         """
+        if self._whole is not None:
+            raise owned_loop()
+        return self._open(batch)
+
+    def _open(self, batch: Any) -> WindowInFlight:
         self._require_closed()
         self._refresh_owned()
         take_over(self._owned, self._written)
         need = self._plan.weigh == "samples" or self._plan.sample_rng
-        if self._batchnorm == "error":
+        if self._batchnorm == "error" and self._whole is None:
             norms.refuse(self._batchnorms)
-        sizing = self._of_windows if isinstance(batch, Window) else self._sizing
-        pieces = pieces_of(batch, sizing, self._paths, need_samples=need)
+        sizing = self._of_windows if isinstance(batch, Window) and self._whole is None else self._sizing
+        if self._whole is None:
+            pieces = pieces_of(batch, sizing, self._paths, need_samples=need)
+        else:
+            pieces = self._whole.pieces(batch, self._sizing)
         if self._first and self._can_check():
             check_first_window(self._plan, pieces, frozen=list(self._batchnorms.values()))
         return WindowInFlight(
@@ -315,17 +352,7 @@ class Accumulator:
             self._of_windows.load_state_dict(state["sizing"]["of windows"])
         self._resume = state["window"]
 
-    # -- parts
-    # ------------------------------------------------------------------------------------------------
-
-    def _norms(self, ranks: Ranks) -> norms.Frozen | norms.Pooled | None:
-        if not self._batchnorms or self._batchnorm == "error":
-            return None
-        return (
-            norms.Frozen(self._batchnorms)
-            if self._batchnorm == "frozen"
-            else norms.Pooled(self._batchnorms, ranks)
-        )
+    # -- parts ---------------------------------------------------------------------------------------------
 
     def _can_check(self) -> bool:
         """Whether the loss of a micro-batch can be compared with those of its parts."""
@@ -363,27 +390,3 @@ class Accumulator:
         if update is not None and update.made:
             self._first = False
             self._updates += 1
-
-    def _check_combinations(self) -> None:
-        plan = self._plan
-        if self._into == "momentum":
-            checks.check_momentum(
-                plan.step.optimizers,
-                max_grad_norm=plan.step.max_grad_norm,
-                max_grad_value=plan.step.max_grad_value,
-                scaler=plan.step.scaler,
-                masters=bool(self._masters),
-                weight_returned=plan.weigh == "returned",
-                nonfinite_skip_microbatch=plan.nonfinite == "skip_microbatch",
-                ranks=plan.ranks.shared,
-            )
-        if plan.step.max_grad_value is not None and any(
-            entry.parameter.is_complex() for entry in self._owned
-        ):
-            raise InputError(
-                explain(
-                    "max_grad_value with complex parameters",
-                    "complex numbers have no order",
-                    "use max_grad_norm",
-                )
-            )

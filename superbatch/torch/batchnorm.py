@@ -59,12 +59,31 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
                 f"a model with BatchNorm in training mode ({named})",
                 "it normalises a sample by the other samples of what it sees, so micro-batches do not "
                 "give the gradient of the batch",
-                'choose batchnorm="per_microbatch" (another function: normalised per micro-batch, '
-                "running statistics "
-                'pooled over the batch), or batchnorm="frozen" (running statistics, exact); the exact '
-                "coupled mode (the batch's own statistics from micro-batches) is not in this version",
+                'choose coupled="exact" (the batch\'s own statistics, exact), batchnorm="frozen" (running '
+                'statistics, exact), or batchnorm="per_microbatch" (another function: normalised per '
+                "micro-batch, running statistics pooled over the batch)",
             )
         )
+
+
+def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, ranks: Ranks) -> Frozen | Pooled | None:
+    """Return what stands in for BatchNorms during windows, None for nothing.
+
+    Args:
+        batchnorms: from `find_batchnorms`.
+        choice: ``"error"``, ``"per_microbatch"`` or ``"frozen"``.
+        ranks: that share a batch.
+
+    Raises:
+        CoupledSamplesError: a BatchNorm cannot be used so.
+
+    Examples:
+        >>> of_windows({"1": nn.BatchNorm1d(2)}, "error", Ranks(())) is None
+        True
+    """
+    if not batchnorms or choice == "error":
+        return None
+    return Frozen(batchnorms) if choice == "frozen" else Pooled(batchnorms, ranks)
 
 
 class Frozen:

@@ -22,13 +22,16 @@ def by_loss(window: WindowInFlight, losses: list[float], bad: list[int]) -> Culp
         return Culprit()
     place = window._place
     sums = place.sums() if isinstance(place, InMomentum) else place.close()
-    return Culprit(bad[0], losses[bad[0]], first_bad_parameter(window._plan.owned, sums))
+    parameter = first_bad_parameter(window._plan.owned, sums)
+    return Culprit(bad[0], losses[bad[0]], parameter, whole=window._plan.whole)
 
 
 def by_gradient(window: WindowInFlight, losses: list[float], gradients: list[Tensor | None]) -> Culprit:
     """Return the first micro-batch with a gradient that is not finite, by running them once more."""
     plan = window._plan
     parameter = first_bad_parameter(plan.owned, gradients)
+    if plan.whole:  # there is but one
+        return Culprit(0, losses[0], parameter, whole=True)
     if plan.loss_fn is None:  # an owned loop cannot be run again
         return Culprit(parameter=parameter)
     plan.random.restore()

@@ -13,8 +13,9 @@ from .gradients import Marks, Owned, attach, clear, run_backward, unshare
 class InGrad:
     """Sum in ``.grad`` by autograd itself: no memory and no pass beyond plain PyTorch's."""
 
-    def __init__(self, owned: list[Owned], *, only_owned: bool) -> None:
+    def __init__(self, owned: list[Owned], *, only_owned: bool, whole: bool = False) -> None:
         self._owned = owned
+        self._whole = whole
         # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
         # are,
         # but reentrant checkpoints refuse it: so only where there are other parameters.
@@ -44,6 +45,11 @@ class InGrad:
             self._unshared = True
         self._marks.set()
 
+    def took(self) -> None:
+        """Take gradients that something else has put into ``.grad`` since `open` as the window's own."""
+        unshare(entry.parameter for entry in self._owned)
+        self._marks.set()
+
     def undo(self) -> bool:
         """Put the sums back as before the last backward, which broke; whether that was possible."""
         return self._marks.put_back()
@@ -69,7 +75,7 @@ class InGrad:
 
     def describe(self) -> str:
         """Say where and in what the sum is made, to go on with it only in the like."""
-        return ".grad"
+        return ".grad of the whole batch" if self._whole else ".grad"
 
     def state(self) -> dict[str, Any]:
         """Return the sums so far."""

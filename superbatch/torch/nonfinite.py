@@ -20,11 +20,13 @@ class Culprit:
         index: the micro-batch, or None where it is on another rank or cannot be told.
         loss: its loss.
         parameter: the first parameter with a gradient that is not finite.
+        whole: the loss was computed on the whole batch at once, which is then the only micro-batch.
     """
 
     index: int | None = None
     loss: float | None = None
     parameter: str | None = None
+    whole: bool = False
 
     def text(self, count: int) -> str:
         """Compose the error text for a window of `count` micro-batches.
@@ -33,7 +35,9 @@ class Culprit:
             >>> Culprit(1, math.nan, "fc.weight").text(4)[:52]
             'Given: micro-batch 1 of 0..3 with loss nan. Wrong: i'
         """
-        if self.index is None:
+        if self.whole:
+            given = f"a batch with loss {self.loss:g}"
+        elif self.index is None:
             given = (
                 "a window with a micro-batch that is not finite (on another rank, or one that cannot be told)"
             )
@@ -41,10 +45,11 @@ class Culprit:
             given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}"
         what = "its loss" if self.loss is not None and not math.isfinite(self.loss) else "its gradient"
         where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
+        leave_out = 'look at that micro-batch; nonfinite="skip_microbatch" leaves it (and its weight) out, '
         return explain(
             given,
             f"{what} is not finite{where}; nothing was updated, everything is as before the window",
-            'look at that micro-batch; nonfinite="skip_microbatch" leaves it (and its weight) out, '
+            f"{'look at that batch; ' if self.whole else leave_out}"
             'nonfinite="skip_update" gives up the whole update',
         )
 

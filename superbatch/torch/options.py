@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..errors import InputError, explain
 from ..split import TokenBudget
+from .checks import check_momentum
 from .gradients import Owned
+from .plan import Plan
 from .saving import WINDOW_KEYS
 
 
@@ -245,3 +247,35 @@ def check_state(state: object) -> Mapping[str, Any]:
             "pass what state_dict() returned",
         )
     )
+
+
+def check_combinations(plan: Plan, *, momentum: bool) -> None:
+    """Check options that may exclude each other.
+
+    Args:
+        plan: of the accumulator.
+        momentum: gradients are summed into the momentum buffer.
+
+    Raises:
+        OptimizerError, InputError: two of them do.
+    """
+    step = plan.step
+    if momentum:
+        check_momentum(
+            step.optimizers,
+            max_grad_norm=step.max_grad_norm,
+            max_grad_value=step.max_grad_value,
+            scaler=step.scaler,
+            masters=step.masters_copied,
+            weight_returned=plan.weigh == "returned",
+            nonfinite_skip_microbatch=plan.nonfinite == "skip_microbatch",
+            ranks=plan.ranks.shared,
+        )
+    if step.max_grad_value is not None and any(entry.parameter.is_complex() for entry in plan.owned):
+        raise InputError(
+            explain(
+                "max_grad_value with complex parameters",
+                "complex numbers have no order",
+                "use max_grad_norm",
+            )
+        )

@@ -39,6 +39,8 @@ class Places:
         if self._momentum:
             check_momentum(plan.step.optimizers)  # groups may have changed since the last window
             return InMomentum(plan.owned, plan.step.optimizers[0], only_owned=only_owned)
+        if plan.whole:
+            return InGrad(plan.owned, only_owned=only_owned, whole=True)
         dtype = self._sum_dtype(microbatches)
         isolated = plan.nonfinite == "skip_microbatch"
         if dtype is None and not isolated:

@@ -27,9 +27,11 @@ class Plan:
     """The options of an accumulator, checked, and what its windows use one after the other.
 
     Attributes:
+        loss_fn: of a micro-batch; None where it cannot be called with one.
         transfer: moves micro-batches to the device.
         reserve: makes sure of the memory that an update needs.
         until_next: gradients of the last window, whose memory the next one uses (see `boundary.zero_grad`).
+        whole: the loss is computed on the whole batch at once (see `coupled_exact`).
     """
 
     models: tuple[nn.Module, ...]
@@ -48,3 +50,4 @@ class Plan:
     transfer: Transfer
     until_next: list[Tensor]
     reserve: Reserve
+    whole: bool = False

@@ -32,8 +32,8 @@ from .untouched import seed_all
 
 _SEED = 0
 _COUPLED_LOSS = (
-    "use cached_gradients if the loss is one over embeddings, the whole batch as one micro-batch, or a loss "
-    "that is a weighted mean over samples"
+    'use coupled="exact" (the whole batch, in the memory of micro-batches), cached_gradients if the loss is '
+    "one over embeddings, or a loss that is a weighted mean over samples"
 )
 
 

@@ -329,8 +329,9 @@ def _mismatch(
             "influence each "
             "other (a contrastive loss, normalisation over the batch), the loss depends on the batch "
             "size, or it is a mean over a count that the stated weight does not have",
-            "run superbatch.torch.verify, which names the module; then state the right weight, use "
-            "cached_gradients for a loss over embeddings, or keep the batch whole",
+            "run superbatch.torch.verify, which names the module; then state the right weight, or use "
+            'coupled="exact" (the loss of the whole batch, in the memory of micro-batches), or '
+            "cached_gradients for a loss over embeddings",
         )
     )
 

@@ -27,6 +27,7 @@ from superbatch.studies.arms import ArmPlan
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal, without_colours
 
+CROWD = PLANE.replace(":plane", ":crowd")
 QUICK = ("--runs", "2", "--updates", "4", "--workers", "1")
 
 run = partial(commands.run, "compare")
@@ -158,6 +159,40 @@ def test_wrong_ways_are_shown_beside_the_right_one(capsys: pytest.CaptureFixture
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "recipe"),
+    [
+        (("--recipe", "digits", "--batchnorm"), "digits-bn"),
+        (("digits-conv", "--batchnorm"), "digits-conv-bn"),
+        (("--recipe", "pairs"), "pairs"),
+    ],
+)
+def test_coupled_recipes_are_exact_beside_plain_accumulation(
+    arguments: tuple[str, ...], recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = ("--runs", "2", "--updates", "4", "--workers", "1", "--splits", "5x20,20x5", "--dtype", "float64")
+    assert run(*arguments, *quick, "--check", "--out", str(tmp_path)) == 0, "every exact arm agrees"
+    shown = capsys.readouterr().out
+    report = read(tmp_path)
+    assert report.recipe == recipe
+    assert [(arm.name, arm.claim) for arm in report.arms] == [
+        ("1x100", "real"),
+        ("5x20", "exact"),
+        ("20x5", "exact"),
+        ("5x20 plain accumulation", "inexact"),
+        ("20x5 plain accumulation", "inexact"),
+    ]
+    _, *exact, first, second = (arm.weight_difference for arm in report.arms)
+    assert all(apart is not None and apart < 1e-12 for apart in exact)
+    assert all(apart is not None and apart > 1e-4 for apart in (first, second))
+    assert "5x20 plain accumulation (not exact)" in shown
+    assert "Plain accumulation does not give the real batch's weights" in shown
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "5x20 plain accumulation" in page
+    assert "coupled=&quot;exact&quot;" in page
+    assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+
+
 # ------------------------------------------------------------------------------------------------- flags
 
 
@@ -215,7 +250,9 @@ def test_contradictions_of_flags(flags: dict[str, int | str], message: str) -> N
         (("mnist",), "Given: the recipe mnist. Wrong: it needs a folder of data and downloads none"),
         (("--out", f"{__file__}/report"), r"test_compare.py' is a file. Do: give a folder"),
         (("nowhere.py:make",), "Given: the recipe file 'nowhere.py'"),
-        (("pairs", "--runs", "1"), "Wrong: .*samples influence each other"),
+        ((CROWD, "--runs", "1"), "Wrong: .*samples influence each other|BatchNorm in training mode"),
+        (("text", "--batchnorm"), "--batchnorm with the recipe text.*no variant.*digits or digits-conv"),
+        (("text", "--recipe", "digits"), "the recipe text and --recipe digits. Wrong: both say what is"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(

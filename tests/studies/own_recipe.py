@@ -66,6 +66,30 @@ def plane_returned() -> Recipe:
     return plane(name="plane-returned", loss_fn=loss_fn, weight="returned", counts="positive targets")
 
 
+def crowd(**changes: Any) -> Recipe:
+    """A loss that compares each sample with all others of the batch, BatchNorm, and dropout."""
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 3))
+
+    def loss_fn(model: nn.Module):
+        def loss(batch):
+            scores = (
+                nn.functional.normalize(model(batch["x"]), dim=1)
+                @ nn.functional.normalize(model(-2 * batch["x"]), dim=1).T
+            )
+            return nn.functional.cross_entropy(5 * scores, torch.arange(len(scores)))
+
+        return loss
+
+    def evaluate(model: nn.Module) -> float:
+        return float(sum(parameter.detach().sum() for parameter in model.parameters()))
+
+    values = {"name": "crowd", "description": "each against all", "batch_size": 100, **changes}
+    return plane(model=model, loss_fn=loss_fn, evaluate=evaluate, **values)
+
+
 def no_recipe() -> int:
     """Returns something else."""
     return 3

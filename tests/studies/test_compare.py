@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from superbatch import plot
 from superbatch.errors import CoupledSamplesError, InputError, StatementError, SuperbatchError
 from superbatch.recipes import Recipe, load_recipe
 from superbatch.report.comparison import Arm, Comparison
+from superbatch.report.table import comparison_table
 from superbatch.report.verdict import failures, verdict
 from superbatch.studies import arms as arms_module
 from superbatch.studies import training
@@ -98,8 +100,59 @@ def test_float32_differs_by_rounding_and_not_by_nothing() -> None:
     assert 0 < apart < 1e-6
 
 
-def test_batchnorm_is_trained_and_not_claimed_to_be_exact() -> None:
+@pytest.mark.parametrize(
+    ("name", "updates"), [("digits-bn", 40), ("digits-conv-bn", 10), ("pairs", 20), ("crowd", 20)]
+)
+def test_samples_that_see_each_other_train_like_the_real_batch_and_plainly_do_not(
+    name: str, updates: int
+) -> None:
+    """The last has dropout too: what is drawn is what the real batch draws."""
+    recipe = (
+        own_recipe.crowd(coupled="exact", batchnorm="per_microbatch")
+        if name == "crowd"
+        else load_recipe(name)
+    )
+    options = Options(splits="5x20,80/15/5", updates=updates, runs=2, dtype="float64")
+    real, *others = compare(recipe, options).arms
+    assert [each.name for each in others] == [
+        "5x20",
+        "80/15/5",
+        "5x20 plain accumulation",
+        "80/15/5 plain accumulation",
+    ]
+    assert real.runs[0].losses[-1] < 0.97 * real.runs[0].losses[0], "the premise: the recipe trains"
+    for exact in others[:2]:
+        assert (exact.claim, exact.how[-17:]) == ("exact", ', coupled="exact"')
+        assert exact.weight_difference is not None
+        assert exact.weight_difference <= ROUNDING, exact.name
+        assert [run.metric for run in exact.runs] == pytest.approx([run.metric for run in real.runs])
+        for ours, theirs in zip(exact.runs, real.runs, strict=True):
+            assert ours.losses == pytest.approx(theirs.losses)
+    for plain in others[2:]:
+        assert (plain.claim, plain.how[:24]) == ("inexact", "micro-batches one by one")
+        assert plain.weight_difference is not None
+        assert plain.weight_difference > 5e-3, plain.name
+
+
+def test_the_report_says_which_arms_are_exact() -> None:
     report = compare("digits-bn", Options(splits="5x20", updates=40, runs=2, dtype="float64"))
+    assert failures(report) == []
+    assert any('coupled="exact"' in note for note in report.notes)
+    first, second = verdict(report)
+    assert first.startswith("Every split trains like the real batch: weights within")
+    assert second.startswith(
+        "Plain accumulation does not give the real batch's weights, and does not claim to"
+    )
+    rows = [row[0] for row in comparison_table(report).rows]
+    assert rows == ["1x100 (real batch)", "5x20", "5x20 plain accumulation (not exact)"]
+    figure = plot.comparison(report)
+    drawn = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # pyright: ignore[reportOptionalMemberAccess]  (it is there, or the test fails)
+    assert drawn == ["1x100 (real batch)", "5x20", "5x20 plain accumulation"]
+
+
+def test_batchnorm_by_micro_batches_is_not_claimed_to_be_exact() -> None:
+    recipe = replace(load_recipe("digits-bn"), coupled="error")
+    report = compare(recipe, Options(splits="5x20", updates=40, runs=2, dtype="float64"))
     split = arm(report, "5x20")
     assert split.claim == "inexact"
     assert split.how.endswith("batchnorm='per_microbatch'")
@@ -116,7 +169,7 @@ def test_coupled_samples_are_refused_before_any_training(monkeypatch: pytest.Mon
     with pytest.raises(
         (CoupledSamplesError, StatementError), match=r"Wrong: .*samples influence each other.*Do: "
     ):
-        compare("pairs", Options(runs=1))
+        compare(replace(load_recipe("pairs"), coupled="error"), Options(runs=1))
     assert trained == []
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..out_of_memory import out_of_memory
 from . import batch_norm, indexing
 from .aliases import view
 from .calls import Call, substituted
@@ -160,5 +161,7 @@ def decomposed(recording: Recording, call: Call) -> Any:
     args, kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
     try:
         return simpler(*args, **kwargs)
-    except (NotImplementedError, RuntimeError, AssertionError):
+    except (NotImplementedError, RuntimeError, AssertionError) as error:
+        if out_of_memory(error):
+            raise
         return NotImplemented

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import WindowError, explain
 from ...report.coupling import Meeting
 from ..limits import memory_limit
+from ..out_of_memory import out_of_memory
 from . import composites, paranoia
 from .aliases import current, functional_of
 from .auto_size import largest_size
@@ -123,7 +124,9 @@ class Recording:
     def _recorded(self, call: Call, recipe: Recipe | None, *, check: bool) -> Any:
         try:
             metas = shapes(call)
-        except (NotImplementedError, RuntimeError, TypeError, AssertionError):
+        except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
+            if out_of_memory(error):
+                raise
             return self._now(call)  # its shape depends on numbers, or it does not say
         items = [metas] if isinstance(metas, Tensor) else metas
         if not all(isinstance(item, (Tensor, type(None))) for item in items):

@@ -1,0 +1,294 @@
+"""``Accumulator(coupled="exact")``: the loss runs once, on the whole batch, in the memory of micro-batches.
+
+To the window around it the batch is one micro-batch, so that all that surrounds the sum - scaling, clipping,
+what is not finite, schedulers, putting everything back - is what it always is. Only forward and backward are
+others: they run on a virtual batch (`superbatch.torch.virtual`), which leaves the gradient of the real one.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from ..errors import InputError, OutOfMemoryError, SplitError, WindowError, explain
+from ..report.coupling import CouplingReport
+from ..report.update import Update
+from ..split import TokenBudget, near_equal
+from ..tree import count_samples, map_arrays
+from ..window import Window
+from .checks import check_choice, check_loss
+from .gradients import Owned, run_backward
+from .in_flight import WindowInFlight
+from .in_grad import InGrad
+from .joining import joined
+from .losses import alone
+from .out_of_memory import out_of_memory, release_caches
+from .pieces import Pieces
+from .sizing import Fixed, Sizing
+from .sync import Ranks
+from .virtual import virtual_batch
+from .virtual.block import VirtualBatch
+
+Coupled = Literal["error", "exact"]
+Size = int | Literal["auto"]
+
+
+class WholeBatch:
+    """Makes the gradient of a window from the whole batch, a micro-batch at a time.
+
+    Args:
+        loss_fn: of the whole batch, the user's.
+        size: most samples that are worked on at a time; ``"auto"``: as many as there is memory for; None:
+            all.
+        as_drawn: random operators draw the numbers of the large batch, number for number.
+
+    Attributes:
+        report: what the last update did; None before the first.
+    """
+
+    def __init__(self, loss_fn: Callable[[Any], Any], size: Size | None, *, as_drawn: bool) -> None:
+        self._loss_fn = loss_fn
+        self._rng: Literal["microbatch", "batch"] = "batch" if as_drawn else "microbatch"
+        self._size: Size | None = size
+        self._now: Size = "auto"
+        self.report: CouplingReport | None = None
+
+    def pieces(self, batch: Any, sizing: Sizing) -> Pieces:
+        """Return the batch as one piece, and settle how much of it is worked on at a time.
+
+        Args:
+            batch: of the user, or a `Window`, whose micro-batches are put together.
+            sizing: knows whether memory ran out lately.
+
+        Raises:
+            SplitError: samples cannot be counted, or micro-batches not put together.
+        """
+        assert isinstance(sizing, Fixed)
+        size: Size | None = self._size
+        if isinstance(batch, Window):
+            microbatches = list(batch)
+            size = max(count_samples(microbatch) for microbatch in microbatches)
+            batch = joined(microbatches)
+        samples = count_samples(batch)
+        map_arrays(lambda leaf: _check_length(leaf, samples), batch)
+        stated = None if size == "auto" else size
+        self._now = "auto"
+        if size != "auto" or sizing.most is not None:
+            self._now = min(filter(None, (stated, sizing.most, samples)))
+        return Pieces([batch], [samples], None, {})
+
+    def work_through(self, window: WindowInFlight) -> None:
+        """Compute the gradient; where memory runs out, again in smaller micro-batches.
+
+        Args:
+            window: open, over one piece.
+
+        Raises:
+            OutOfMemoryError: a single sample at a time does not fit.
+        """
+        for batch in window:
+            while (failure := self._until_failure(window, batch)) is not None:
+                self._go_on_smaller(window, failure)
+
+    def record(self, window: WindowInFlight) -> Update:
+        """Return the record of a window that is over, with the micro-batches that there were."""
+        assert window.update is not None
+        assert self.report is not None
+        window.update = replace(window.update, microbatches=self.report.microbatches)
+        return window.update
+
+    def _until_failure(self, window: WindowInFlight, batch: Any) -> str | None:
+        """Return the text of the error if memory ran out; the virtual batch has then put everything back."""
+        try:
+            self._compute(window, batch)
+        except BaseException as error:
+            if not out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            return str(error) or type(error).__name__
+        return None
+
+    def _compute(self, window: WindowInFlight, batch: Any) -> None:
+        plan, place = window._plan, window._place
+        assert isinstance(place, InGrad)
+        models = [*plan.models, *_others(plan.models, plan.owned)]
+        begun: list[VirtualBatch] = []
+        self.report = None
+        try:
+            with virtual_batch(models, self._now, rng=self._rng, device=plan.device) as virtual:
+                begun.append(virtual)
+                value = self._backward(window, virtual(batch), place.inputs)
+        finally:  # in how many micro-batches memory ran out, too
+            self.report = begun[0].report() if begun else None
+        place.took()
+        window._losses.load_state({0: value.item()})
+        window._summed, window._next = True, 1
+        if window._watch is not None:
+            window._watch.check()
+
+    def _backward(self, window: WindowInFlight, batch: Any, inputs: list[Tensor] | None) -> Tensor:
+        """Record forward and backward; return the loss without its graph."""
+        loss = alone(self._loss_fn(batch))
+        check_loss(loss)
+        factor, scaler = window._weights.factor(0, None), window._plan.step.scaler
+        scaled = loss if factor == 1.0 else loss * factor
+        run_backward(scaled if scaler is None else scaler.scale(scaled), None, inputs, retain_graph=False)
+        return loss.detach()
+
+    def _go_on_smaller(self, window: WindowInFlight, failure: str) -> None:
+        plan = window._plan
+        gc.collect()  # an exception and its frames may be a cycle
+        release_caches(plan.device)
+        samples = sum(window._pieces.samples or ())
+        if self._now == "auto":  # chosen by the block, or not yet
+            parts = self.report.microbatches if self.report is not None else 0
+            failed = -(-samples // (parts or 1))
+        else:
+            failed = near_equal(samples, self._now)[0]
+        most = window._sizing.failed(failed)
+        if not most:
+            raise OutOfMemoryError(
+                explain(
+                    f"a batch of {samples} samples, one at a time, for which there was no memory ({failure})",
+                    'coupled="exact" keeps what samples share, and a single one is the least to work on; '
+                    "nothing was updated, everything is as before the window",
+                    "make the batch or the samples smaller, use gradient checkpointing or a lower precision",
+                )
+            )
+        self._now = most
+        window._failures += 1
+        plan.reserve.tight = True
+        warnings.warn(
+            f"memory ran out with {failed} samples at a time; the batch is worked through again with at most "
+            f"{most}. The update is the same. ({failure.splitlines()[0]})",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+def _check_length(leaf: Any, samples: int) -> Any:
+    if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != samples:
+        raise SplitError(
+            explain(
+                f'a batch of {samples} samples with a tensor of length {len(leaf)}, with coupled="exact"',
+                "what is worked through in micro-batches has one row for each sample",
+                "give a padded batch",
+            )
+        )
+    return leaf
+
+
+def whole_batch(
+    coupled: object,
+    loss_fn: Callable[[Any], Any] | None,
+    microbatch_size: Any,
+    *,
+    as_drawn: bool,
+    ranks: Ranks,
+    **options: Any,
+) -> WholeBatch | None:
+    """Return what computes windows of the whole batch, None where samples are taken as separate.
+
+    Args:
+        coupled: the option of the accumulator.
+        loss_fn: of the accumulator.
+        microbatch_size: of the accumulator.
+        as_drawn: whether randomness must not depend on the split.
+        ranks: that share a batch.
+        options: others of the accumulator, which may be given only as they are by default.
+
+    Raises:
+        InputError: an option has no meaning beside ``coupled="exact"``.
+    """
+    if check_choice(coupled, "coupled", Coupled) == "error":
+        return None
+    by_tokens = isinstance(microbatch_size, TokenBudget)
+    given = {**options, "microbatch_size": microbatch_size if by_tokens else None}
+    for name, (default, wrong, do) in _REFUSED.items():
+        if given[name] not in default:
+            raise _refusal(f"{name}={given[name]!r}", wrong, do)
+    if loss_fn is None:
+        raise _refusal("no loss_fn", _OWNED_WRONG, _OWNED_DO)
+    if ranks.wrappers or ranks.group is not None:
+        raise _refusal(
+            "a model in DistributedDataParallel",
+            "the samples of other ranks would not be seen by those of this one",
+            "train on one device, or use SyncBatchNorm and a loss that gathers, with batches in one piece",
+        )
+    size = "auto" if isinstance(microbatch_size, str) else microbatch_size
+    return WholeBatch(loss_fn, size, as_drawn=as_drawn)
+
+
+def owned_loop() -> WindowError:
+    """Return the error for a loop over micro-batches where there are none."""
+    return WindowError(explain('window(...) with coupled="exact"', _OWNED_WRONG, _OWNED_DO))
+
+
+_OWNED_WRONG = (
+    "the loss is computed once, on the whole batch, so there is no loop over micro-batches to be owned"
+)
+_OWNED_DO = (
+    "pass loss_fn and call the accumulator, or write the step yourself with superbatch.torch.virtual_batch"
+)
+
+# Option: the values that may be given, why others cannot, and what to do.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "weight": (
+        (None,),
+        "the loss function is applied to the whole batch, so nothing is weighted",
+        "leave weight out: a mean over the batch's tokens is what loss_fn returns",
+    ),
+    "nonfinite": (
+        ("raise", "skip_update"),
+        "samples see each other, so a micro-batch cannot be left out of the others",
+        'use nonfinite="raise" or "skip_update"',
+    ),
+    "batchnorm": (
+        ("error", "frozen"),
+        "the batch's own statistics are used, which is the opposite",
+        'leave batchnorm out (exact), or leave coupled="exact" out',
+    ),
+    "accumulate_into": (
+        ("grad",),
+        "the gradient of the batch comes in one piece",
+        'use accumulate_into="grad"',
+    ),
+    "whole": (
+        ((),),
+        "all tensors of the batch are taken to have the samples first",
+        "let loss_fn close over what belongs to no sample",
+    ),
+    "per_sample": (
+        ((),),
+        "all samples of a virtual batch are in tensors",
+        "stack them into tensors with the samples first",
+    ),
+    "microbatch_size": (
+        (None,),
+        "a virtual batch is cut by samples",
+        'state a number of samples, or "auto"; the update does not depend on it',
+    ),
+}
+
+
+def _refusal(given: str, wrong: str, do: str) -> InputError:
+    return InputError(explain(f'{given} with coupled="exact"', wrong, do))
+
+
+def _others(models: tuple[nn.Module, ...], owned: list[Owned]) -> list[nn.Module]:
+    """A holder for parameters outside of the models (a learnt temperature): they get gradients as well."""
+    inside = {id(parameter) for model in models for parameter in model.parameters()}
+    outside = [entry for entry in owned if id(entry.parameter) not in inside]
+    if not outside:
+        return []
+    holder = nn.Module()
+    for place, entry in enumerate(outside):
+        # Not by register_parameter: what the optimizer has may be a plain tensor.
+        holder._parameters[str(place)] = entry.parameter  # pyright: ignore[reportArgumentType]  (as said)
+    return [holder]

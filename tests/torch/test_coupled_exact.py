@@ -1,0 +1,790 @@
+"""``coupled="exact"``: the update of the real large batch where samples see each other, trained beside it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import (
+    CoupledSamplesError,
+    InputError,
+    NonFiniteError,
+    OutOfMemoryError,
+    SplitError,
+    WindowError,
+)
+from superbatch.torch import Accumulator, TokenBudget, Window, count_tokens, fp32_masters, windows
+from superbatch.torch.virtual import recording
+from tests.torch.helpers import assert_same_parameters, sgd, start_of
+from tests.torch.states import assert_unchanged, fingerprint
+from tests.torch.test_out_of_memory import FailAt, quiet
+
+Batch = dict[str, Tensor]
+EXACT = 1e-12
+SAMPLES, SPLIT, UPDATES = 22, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- tasks: what is trained, and its loss over a batch -------------------------------------------------------
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.SiLU(),
+        nn.Conv2d(4, 6, 3, stride=2),
+        nn.BatchNorm2d(6, momentum=None),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+    )
+
+
+def classify(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+
+
+def squares(model: nn.Module, batch: Batch) -> Tensor:
+    """A sum over the samples: the update is that of its mean, as without coupling."""
+    return nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="sum")
+
+
+class Towers(nn.Module):
+    """Two towers and a learnt temperature; with BatchNorm, with dropout."""
+
+    def __init__(self, *, norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+
+        def tower() -> nn.Module:
+            between: list[nn.Module] = [nn.BatchNorm1d(8)] if norm else []
+            between += [nn.Dropout(dropout)] if dropout else []
+            return nn.Sequential(nn.Flatten(), nn.Linear(49, 8), *between, nn.Tanh(), nn.Linear(8, 5))
+
+        self.first, self.second = tower(), tower()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        a, b = (nn.functional.normalize(z, dim=1) for z in (self.first(first), self.second(second)))
+        return self.scale.exp() * a @ b.T
+
+
+def info_nce(model: nn.Module, batch: Batch) -> Tensor:
+    scores = model(batch["image"], batch["view"])
+    partner = torch.arange(len(scores))
+    return (nn.functional.cross_entropy(scores, partner) + nn.functional.cross_entropy(scores.T, partner)) / 2
+
+
+def batches(updates: int = UPDATES, samples: int = SAMPLES) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    spread = torch.linspace(0.2, 2.0, samples).view(-1, 1, 1, 1)
+    made = []
+    for _ in range(updates):
+        image = torch.randn(samples, 1, 7, 7, generator=generator) * spread + spread
+        view = image + 0.3 * torch.randn(samples, 1, 7, 7, generator=generator)
+        label = torch.randint(3, (samples,), generator=generator)
+        made.append({"image": image.double(), "view": view.double(), "label": label})
+    return made
+
+
+TASKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Batch], Tensor]]] = {
+    "BatchNorm": (conv_net, classify),
+    "InfoNCE": (Towers, info_nce),
+    "BatchNorm and InfoNCE": (lambda: Towers(norm=True), info_nce),
+    "dropout": (lambda: Towers(norm=True, dropout=0.3), info_nce),
+}
+
+
+def model_of(task: str) -> nn.Module:
+    torch.manual_seed(11)
+    return TASKS[task][0]().double()
+
+
+class Twins:
+    """A reference, trained by the real large batch in plain PyTorch, and a model under test beside it."""
+
+    def __init__(
+        self,
+        task: str = "BatchNorm",
+        *,
+        clip: float | None = None,
+        decay: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.loss = TASKS[task][1]
+        self.reference = model_of(task)
+        self.model = copy.deepcopy(self.reference)
+        self.start = start_of(self.reference)
+        self.clip = clip
+        self.theirs, self.ours = sgd(self.reference.parameters()), sgd(self.model.parameters())
+        schedulers = [
+            None if decay is None else torch.optim.lr_scheduler.ExponentialLR(one, decay)
+            for one in (self.theirs, self.ours)
+        ]
+        self.scheduler = schedulers[0]
+        self.accumulate = Accumulator(
+            self.model,
+            self.ours,
+            lambda batch: self.loss(self.model, batch),
+            max_grad_norm=clip,
+            scheduler=schedulers[1],
+            **({"microbatch_size": SPLIT, "coupled": "exact"} | options),
+        )
+
+    def large(self, batch: Batch) -> tuple[float, float]:
+        """One update of the reference; its loss and the norm of its gradient."""
+        loss = self.loss(self.reference, batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.reference.parameters(), self.clip or float("inf"))
+        self.theirs.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.theirs.zero_grad()
+        return loss.item(), norm.item()
+
+    def check(self, tolerance: float = EXACT) -> None:
+        """Parameters and buffers are those of the reference, and the parameters of it have moved."""
+        assert_same_parameters(self.reference, self.model, tolerance, start=self.start)
+        ours = dict(self.model.named_buffers())
+        for name, expected in self.reference.named_buffers():
+            assert ours[name].dtype == expected.dtype
+            error = (ours[name].double() - expected.double()).norm()
+            assert error <= tolerance * expected.double().norm(), f"{name}: {error:.1e}"
+        assert all(parameter.grad is None for parameter in self.model.parameters())
+
+
+# -- equal to the large batch --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, SPLIT, 9, SAMPLES, None])
+@pytest.mark.parametrize("task", TASKS)
+def test_three_updates_are_those_of_the_large_batch(task: str, size: int | None) -> None:
+    twins = Twins(task, microbatch_size=size, sample_rng=True)
+    for number, batch in enumerate(batches()):
+        torch.manual_seed(number)
+        loss, norm = twins.large(batch)
+        torch.manual_seed(number)
+        update = twins.accumulate(batch)
+        assert update.made
+        assert abs(update.loss - loss) <= EXACT * abs(loss)
+        assert update.grad_norm is not None and abs(update.grad_norm - norm) <= 10 * EXACT * norm
+        assert (update.samples, update.weight) == (SAMPLES, SAMPLES)
+        assert update.microbatches == -(-SAMPLES // (size or SAMPLES))
+        assert update.seconds > 0 and update.failures == 0
+    assert twins.accumulate.updates == UPDATES
+    twins.check()
+
+
+def test_plain_accumulation_is_not_that_update() -> None:
+    """The premise of the tests above: the samples of each task do see each other."""
+    for task in ("BatchNorm", "InfoNCE"):
+        twins = Twins(task, coupled="error", batchnorm="per_microbatch", check=False)
+        for batch in batches():
+            twins.large(batch)
+            assert twins.accumulate(batch).made
+        with pytest.raises(AssertionError, match="not the update of the large batch"):
+            twins.check(1e-2)
+
+
+def test_dropout_by_micro_batches_is_another_draw_of_the_same_law() -> None:
+    """By default no mask is kept, so numbers are not those of the large batch; seeded, they are repeated."""
+    twins, again = Twins("dropout"), Twins("dropout")
+    for one in (twins, again):
+        torch.manual_seed(4)
+        one.accumulate(batches()[0])
+    assert_same_parameters(again.model, twins.model, 0.0, start=twins.start)
+    torch.manual_seed(4)
+    twins.large(batches()[0])
+    with pytest.raises(AssertionError, match="not the update of the large batch"):
+        twins.check()
+
+
+def test_a_sum_is_divided_by_the_samples_as_without_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "sum", (conv_net, squares))
+    twins = Twins("BatchNorm")
+    summed = Twins("sum", reduction="sum")
+    for batch in batches():
+        update, same = twins.accumulate(batch), summed.accumulate(batch)
+        assert same.loss == pytest.approx(update.loss, rel=EXACT)
+    assert_same_parameters(twins.model, summed.model, EXACT, start=twins.start)
+
+
+def test_clipping_and_a_scheduler_see_the_gradient_of_the_batch() -> None:
+    twins = Twins("BatchNorm and InfoNCE", clip=0.05, decay=0.5)
+    rates = []
+    for batch in batches():
+        _, norm = twins.large(batch)
+        update = twins.accumulate(batch)
+        assert norm > 0.05, "premise: there is something to clip"
+        assert update.grad_norm == pytest.approx(norm, rel=1e-10)
+        rates.append(update.learning_rates)
+    assert rates == [(0.1,), (0.05,), (0.025,)]
+    twins.check()
+
+
+def test_a_clipped_gradient_that_two_parameters_share_is_clipped_once() -> None:
+    """Autograd hands one tensor to both terms of a sum."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(49)), nn.Parameter(torch.ones(49))
+            self.norm = nn.BatchNorm1d(49)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.flatten(1)) * (self.a + self.b)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return (model(batch["image"]) - 1).square().mean()
+
+    TASKS["shared"] = (Sum, loss)
+    try:
+        twins = Twins("shared", clip=0.01)
+        for batch in batches():
+            twins.large(batch)
+            twins.accumulate(batch)
+        assert twins.clip is not None
+        still = [
+            name for name, value in twins.model.named_parameters() if torch.equal(value, twins.start[name])
+        ]
+        assert not still
+        twins.check()
+    finally:
+        del TASKS["shared"]
+
+
+def test_several_models_and_optimizers_and_a_parameter_outside_of_them() -> None:
+    """A temperature that is a plain tensor, and a parameter of somebody else, which is left alone."""
+
+    def train(*, whole: bool) -> dict[str, Tensor]:
+        model = model_of("BatchNorm and InfoNCE")
+        assert isinstance(model, Towers)
+        outside = torch.full((), 0.5, dtype=torch.float64, requires_grad=True)
+        alien = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        model.register_parameter("alien", alien)
+        alien.grad = torch.full_like(alien, 7.0)
+
+        def loss_fn(batch: Batch) -> Tensor:
+            return (
+                info_nce(model, batch) * outside.exp() + (model.first(batch["image"]) * alien).square().mean()
+            )
+
+        first = sgd([*model.first.parameters(), outside])
+        second = torch.optim.SGD([*model.second.parameters(), model.scale], lr=0.3, weight_decay=0.1)
+        if whole:
+            accumulate = Accumulator(
+                [model], [first, second], loss_fn, microbatch_size=SPLIT, coupled="exact"
+            )
+            for batch in batches():
+                assert accumulate(batch).made
+        else:
+            for batch in batches():
+                loss_fn(batch).backward()
+                first.step()
+                second.step()
+                first.zero_grad()
+                second.zero_grad()
+                alien.grad = torch.full_like(alien, 7.0)
+        assert alien.grad is not None and bool((alien.grad == 7).all())
+        named = {name: value.detach() for name, value in model.named_parameters() if name != "alien"}
+        return {**named, "outside": outside.detach()}
+
+    ours, theirs = train(whole=True), train(whole=False)
+    start = {**start_of(model_of("BatchNorm and InfoNCE")), "outside": torch.tensor(0.5)}
+    for name, expected in theirs.items():
+        change = (expected - start[name]).norm()
+        assert change > 0, f"premise: {name} has moved"
+        assert (ours[name] - expected).norm() <= 1e-11 * change, name
+
+
+def test_frozen_batchnorm_beside_a_coupled_loss() -> None:
+    twins = Twins("BatchNorm and InfoNCE", batchnorm="frozen")
+    twins.reference.eval()
+    for batch in batches():
+        twins.large(batch)
+        twins.accumulate(batch)
+        assert twins.model.training
+    twins.check()
+    report = twins.accumulate.coupling
+    assert report is not None
+    assert not any(point.module.endswith(".2") for point in report.points), "no statistic of the batch"
+
+
+def test_a_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    twins = Twins("BatchNorm and InfoNCE", scaler=scaler, clip=0.05)
+    for batch in batches():
+        _, norm = twins.large(batch)
+        assert twins.accumulate(batch).grad_norm == pytest.approx(norm, rel=1e-10)
+    assert scaler.get_scale() == 2.0**11, "it has grown: it was updated once per update"
+    twins.check()
+
+
+def test_masters_of_low_precision_parameters() -> None:
+    """The engine sums in its own way: what is measured is the distance from the large batch in float64."""
+    reference = model_of("InfoNCE")
+    model = copy.deepcopy(reference).bfloat16()
+    masters = fp32_masters(model)
+    with torch.no_grad():
+        for name, value in reference.named_parameters():
+            value.copy_(masters[dict(model.named_parameters())[name]].double())
+    accumulate = Accumulator(
+        model,
+        torch.optim.SGD(masters.values(), lr=0.1),
+        lambda batch: info_nce(model, batch).float(),
+        microbatch_size=SPLIT,
+        masters=masters,
+        coupled="exact",
+    )
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    start = start_of(reference)
+    (batch,) = batches(1)
+    info_nce(reference, batch).backward()
+    theirs.step()
+    update = accumulate({name: v.bfloat16() if v.is_floating_point() else v for name, v in batch.items()})
+    assert update.made
+    for name, parameter in model.named_parameters():
+        master, expected = masters[parameter].double(), dict(reference.named_parameters())[name]
+        assert masters[parameter].dtype == torch.float32
+        assert torch.equal(masters[parameter].bfloat16(), parameter)
+        change = (expected - start[name]).norm()
+        assert (master - expected).norm() < 0.1 * change, name
+
+
+# -- windows and batches -------------------------------------------------------------------------------------
+
+
+def test_windows_of_a_loader_are_joined_to_one_batch() -> None:
+    twins = Twins("BatchNorm and InfoNCE", microbatch_size=None)
+    parts = [
+        {name: value[start:stop] for name, value in batch.items()}
+        for batch in batches()
+        for start, stop in ((0, 9), (9, 13), (13, SAMPLES))
+    ]
+    assert len({len(part["label"]) for part in parts}) > 1, "premise: micro-batches of different sizes"
+    for window, batch in zip(windows(parts, 3), batches(), strict=True):
+        twins.large(batch)
+        update = twins.accumulate(window)
+        assert (update.samples, update.microbatches) == (SAMPLES, 3)
+    twins.check()
+
+
+def test_a_tail_is_a_batch_of_its_own_size() -> None:
+    twins = Twins()
+    made = batches()
+    tail = {name: value[:5] for name, value in made[1].items()}
+    for batch in (made[0], tail, made[2]):
+        twins.large(batch)
+        update = twins.accumulate(batch)
+        assert update.microbatches == -(-len(batch["label"]) // SPLIT)
+    twins.check()
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        (
+            [torch.ones(2, 3), torch.ones(2, 4)],
+            r"samples of the shapes \(3,\), \(4,\).*pad them to one shape",
+        ),
+        ([{"x": torch.ones(2), "rate": 1}, {"x": torch.ones(2), "rate": 2}], "parts 'rate' differ"),
+        ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "different entries"),
+        ([(torch.ones(2),), [torch.ones(2)]], "different types"),
+    ],
+)
+def test_micro_batches_that_cannot_be_joined(parts: list[Any], text: str) -> None:
+    twins = Twins()
+    before = fingerprint(twins.model, twins.ours, twins.accumulate)
+    with pytest.raises(SplitError, match=text):
+        twins.accumulate(Window(parts))
+    assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
+
+
+def test_structures_arrays_and_names_are_joined() -> None:
+    numpy = pytest.importorskip("numpy")
+    from superbatch.torch.joining import joined
+
+    def part(start: int, stop: int) -> Any:
+        x = torch.arange(start, stop)
+        return {
+            "x": (x, [x * 2.0]),
+            "array": numpy.arange(start, stop),
+            "names": [f"{i}" for i in x],
+            "lr": 0.1,
+        }
+
+    whole, expected = joined([part(0, 3), part(3, 4)]), part(0, 4)
+    assert torch.equal(whole["x"][0], expected["x"][0])
+    assert torch.equal(whole["x"][1][0], expected["x"][1][0])
+    assert whole["array"].tolist() == expected["array"].tolist()
+    assert (whole["names"], whole["lr"]) == (expected["names"], 0.1)
+
+
+def test_the_report_says_where_samples_met() -> None:
+    assert Twins().accumulate.coupling is None
+    accumulate = Twins("BatchNorm and InfoNCE").accumulate
+    accumulate(batches()[0])
+    report = accumulate.coupling
+    assert report is not None
+    assert (report.samples, report.microbatches) == (SAMPLES, 6)
+    assert [point.module for point in report.points][:2] == ["first.2", "second.2"]
+    assert Twins("BatchNorm", coupled="error", batchnorm="frozen").accumulate.coupling is None
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
+    twins = Twins("BatchNorm", coupled="error")
+    with pytest.raises(
+        CoupledSamplesError,
+        match=r'choose coupled="exact".*batchnorm="frozen".*batchnorm="per_microbatch"',
+    ):
+        twins.accumulate(batches()[0])
+    twins = Twins("InfoNCE", coupled="error")
+    with pytest.raises(CoupledSamplesError, match=r'samples influence each other.*use coupled="exact"'):
+        twins.accumulate(batches()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"weight": count_tokens("label")}, "weight=.*applied to the whole batch, so nothing is weighted"),
+        ({"weight": "returned"}, "weight='returned' with coupled=\"exact\".*leave weight out"),
+        (
+            {"nonfinite": "skip_microbatch"},
+            'cannot be left out of the others.*nonfinite="raise" or "skip_update"',
+        ),
+        ({"batchnorm": "per_microbatch"}, "the batch's own statistics are used.*leave batchnorm out"),
+        ({"accumulate_into": "momentum"}, 'comes in one piece.*use accumulate_into="grad"'),
+        ({"whole": ("view",)}, r"whole=\('view',\) with coupled.*let loss_fn close over"),
+        ({"per_sample": ("view",)}, "all samples of a virtual batch are in tensors"),
+        ({"microbatch_size": TokenBudget(9)}, "TokenBudget.*is cut by samples.*state a number of samples"),
+        ({"coupled": "yes"}, "coupled='yes'.*pass one of 'error', 'exact'"),
+    ],
+)
+def test_options_that_have_no_meaning_beside_it(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        Twins("BatchNorm", **options)
+
+
+def test_there_is_no_loop_to_be_owned() -> None:
+    model = model_of("BatchNorm")
+    with pytest.raises(InputError, match=r"no loss_fn with coupled.*no loop over micro-batches to be owned"):
+        Accumulator(model, sgd(model.parameters()), coupled="exact")
+    with pytest.raises(WindowError, match=r"window\(\.\.\.\) with coupled=\"exact\".*virtual_batch"):
+        Twins().accumulate.window(batches()[0])
+
+
+def test_several_ranks_are_refused(tmp_path: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/f", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(model_of("BatchNorm"))
+        with pytest.raises(InputError, match=r"DistributedDataParallel.*samples of other ranks"):
+            Accumulator(model, sgd(model.parameters()), lambda x: model(x).sum(), coupled="exact")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
+    twins = Twins()
+    packed = {"x": torch.ones(6, 2), "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
+    with pytest.raises(
+        SplitError, match=r"a batch of 2 samples with a tensor of length 6.*give a padded batch"
+    ):
+        twins.accumulate(packed)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (lambda loss: (loss, 3), "a loss_fn that returned a tuple"),
+        (lambda loss: loss.detach(), "a loss without a graph"),
+        (lambda loss: loss * torch.ones(2), r"a loss of shape \(2,\)"),
+    ],
+)
+def test_what_is_no_loss(returned: Callable[[Tensor], Any], text: str) -> None:
+    twins = Twins("dropout")
+    loss, twins.loss = twins.loss, lambda model, batch: returned(loss(model, batch))
+    before = fingerprint(twins.model, twins.ours, twins.accumulate)
+    with pytest.raises(InputError, match=text):
+        twins.accumulate(batches()[0])
+    assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before_backward", [True, False])
+def test_an_exception_leaves_everything_as_before(before_backward: bool) -> None:
+    twins = Twins("dropout", decay=0.5)
+    first, second, third = batches()
+    twins.accumulate(first)
+    before = fingerprint(twins.model, twins.ours, twins.accumulate)
+    loss = twins.loss
+
+    def stop(gradient: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    def failing(model: nn.Module, batch: Batch) -> Tensor:
+        value = loss(model, batch)
+        random.random()
+        value.item()  # so that everything up to here has been worked out
+        if before_backward:
+            raise KeyboardInterrupt
+        value.register_hook(stop)
+        return value
+
+    twins.loss = failing
+    with pytest.raises(KeyboardInterrupt):
+        twins.accumulate(second)
+    assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
+    twins.loss = loss
+    assert twins.accumulate(third).made
+
+
+class Spoil(torch.autograd.Function):
+    """The identity, with an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * float("inf")
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite(where: str) -> None:
+    def spoilt(model: nn.Module, batch: Batch) -> Tensor:
+        value = classify(model, batch)
+        return value * float("nan") if where == "loss" else Spoil.apply(value)  # pyright: ignore[reportReturnType]  (apply is untyped)
+
+    twins = Twins(decay=0.5)
+    skipping = Twins(decay=0.5, nonfinite="skip_update")
+    first, second, third = batches()
+    for one in (twins, skipping):
+        one.accumulate(first)
+        one.loss = spoilt
+    before = fingerprint(twins.model, twins.ours, twins.accumulate)
+    with pytest.raises(
+        NonFiniteError, match=f"a batch with loss .* its {where} is not finite.*look at that batch; "
+    ):
+        twins.accumulate(second)
+    assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
+    before = fingerprint(skipping.model, skipping.ours)
+    update = skipping.accumulate(second)
+    assert_unchanged(before, fingerprint(skipping.model, skipping.ours))
+    assert not update.made and update.microbatches == 6
+    assert update.skipped is not None and f"its {where} is not finite" in update.skipped
+    for one in (twins, skipping):
+        one.loss = classify
+        assert one.accumulate(third).made
+    skipping.large(first)
+    skipping.large(third)
+    skipping.check()
+
+
+def test_an_overflow_lowers_the_scale_and_changes_nothing_else() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    twins = Twins(scaler=scaler, decay=0.5)
+    first, second, third = batches()
+    twins.accumulate(first)
+    before = fingerprint(twins.model, twins.ours)
+    twins.loss = lambda model, batch: Spoil.apply(classify(model, batch))  # pyright: ignore[reportAttributeAccessIssue]  (apply is untyped)
+    update = twins.accumulate(second)
+    assert update.skipped is not None and "overflow" in update.skipped
+    assert scaler.get_scale() == 2.0**9
+    parameters = {name for name in before if "num_batches" not in name and "running" not in name}
+    after = fingerprint(twins.model, twins.ours)
+    assert_unchanged({n: before[n] for n in parameters}, {n: after[n] for n in parameters})
+    twins.loss = classify
+    assert twins.accumulate(third).made
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+def test_memory_may_run_out_at_any_operation() -> None:
+    """It is worked through again with half as many samples at a time, to the same update."""
+
+    def train(at: int | None) -> tuple[Twins, FailAt, list[Any], str | None]:
+        twins, fail, updates, error = Twins("dropout", sample_rng=True), FailAt(), [], None
+        torch.manual_seed(0)
+        with quiet():
+            for number, batch in enumerate(batches()):
+                if number != 1:
+                    updates.append(twins.accumulate(batch))
+                    continue
+                with fail:
+                    fail.arm(-1 if at is None else at)
+                    try:
+                        updates.append(twins.accumulate(batch))
+                    except (OutOfMemoryError, RuntimeError) as raised:
+                        error = str(raised)
+                        updates.append(twins.accumulate(batch))
+        return twins, fail, updates, error
+
+    reference, whole, updates, _ = train(None)
+    assert [update.microbatches for update in updates] == [6, 6, 6]
+    recovered = at_the_update = 0
+    for at in range(0, whole.count, 37):
+        twins, fail, updates, error = train(at)
+        assert len(fail.failed) == 1, "premise: it failed once"
+        if error is not None and "load a checkpoint" in error:
+            continue
+        assert_same_parameters(reference.model, twins.model, EXACT, start=reference.start)
+        for name, buffer in reference.model.named_buffers():
+            assert torch.allclose(dict(twins.model.named_buffers())[name], buffer, rtol=EXACT), name
+        if error is None:
+            assert (updates[1].failures, updates[1].microbatches) == (1, 11), fail.failed
+            assert updates[2].microbatches == 11, "for a while no larger ones are tried"
+            recovered += 1
+        else:
+            at_the_update += 1
+    assert recovered > 10 * at_the_update, "premise: most failures are in the sweeps"
+
+
+@pytest.mark.parametrize("size", ["auto", "largest"])
+def test_as_many_samples_at_a_time_as_there_is_memory_for(size: str) -> None:
+    twins = Twins("BatchNorm and InfoNCE", microbatch_size=size)
+    for batch in batches():
+        twins.large(batch)
+        assert twins.accumulate(batch).microbatches == 1, "there is plenty of memory"
+    twins.check()
+
+
+def test_memory_that_runs_out_although_it_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sweeps fail, so what failed is known by its size: half of it is tried next."""
+    sweeps = []
+    original = recording.run
+
+    def run(todo: Any, parts: Any, *args: Any) -> Any:
+        sweeps.append(len(parts))
+        if len(sweeps) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(todo, parts, *args)
+
+    monkeypatch.setattr(recording, "run", run)
+    twins = Twins("BatchNorm", microbatch_size="auto")
+    with pytest.warns(UserWarning, match=r"with 22 samples at a time; .* again with at most 11\."):
+        update = twins.accumulate(batches()[0])
+    assert (update.failures, update.microbatches, set(sweeps[1:])) == (1, 2, {2})
+    twins.large(batches()[0])
+    twins.check()
+
+
+def test_a_sample_that_does_not_fit_is_a_typed_error_and_changes_nothing() -> None:
+    twins = Twins("dropout")
+    tried = []
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        tried.append(len(batch["label"]))
+        random.random()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    twins.loss = loss
+    before = fingerprint(twins.model, twins.ours)
+    with (
+        quiet(),
+        pytest.raises(OutOfMemoryError, match=r"22 samples, one at a time.*2\.00 GiB.*as before the window"),
+    ):
+        twins.accumulate(batches()[0])
+    assert tried == [SAMPLES] * 3, "4, 2 and 1 at a time"
+    assert_unchanged(before, fingerprint(twins.model, twins.ours))
+
+
+def test_the_warning_says_how_it_goes_on() -> None:
+    twins, loss = Twins(), classify
+    failing = [True]
+
+    def once(model: nn.Module, batch: Batch) -> Tensor:
+        if failing.pop() if failing else False:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss(model, batch)
+
+    twins.loss = once
+    with pytest.warns(UserWarning, match=r"with 4 samples at a time; .* again with at most 2\. .*same"):
+        twins.accumulate(batches()[0])
+
+
+# -- saving --------------------------------------------------------------------------------------------------
+
+
+def test_going_on_from_a_saved_state_is_bit_for_bit() -> None:
+    made = batches()
+
+    def state(twins: Twins) -> Any:
+        return copy.deepcopy(
+            (
+                twins.model.state_dict(),
+                twins.ours.state_dict(),
+                twins.accumulate.state_dict(),
+                torch.get_rng_state(),
+            )
+        )
+
+    torch.manual_seed(1)
+    through = Twins("dropout")
+    through.accumulate(made[0])
+    saved = state(through)
+    for batch in made[1:]:
+        through.accumulate(batch)
+    resumed = Twins("dropout")
+    resumed.model.load_state_dict(saved[0])
+    resumed.ours.load_state_dict(saved[1])
+    resumed.accumulate.load_state_dict(saved[2])
+    torch.set_rng_state(saved[3])
+    assert resumed.accumulate.updates == 1
+    for batch in made[1:]:
+        resumed.accumulate(batch)
+    assert resumed.accumulate.updates == UPDATES
+    for name, value in through.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+def test_a_window_in_flight_of_another_accumulator_is_not_gone_on_with() -> None:
+    plain, state = Twins("InfoNCE", coupled="error", check=False), {}
+    with plain.accumulate.window(batches()[0]) as window:
+        for microbatch in window:
+            window.backward(plain.loss(plain.model, microbatch))
+            state = plain.accumulate.state_dict()
+            break
+    twins = Twins("InfoNCE")
+    twins.accumulate.load_state_dict(state)
+    with pytest.raises(WindowError, match=r"summed them elsewhere.*or call discard"):
+        twins.accumulate(batches()[0])
+    twins.accumulate.discard()
+    assert twins.accumulate(batches()[0]).made
+
+
+def test_nothing_is_left_over_a_hundred_updates() -> None:
+    """No tensor of an earlier update is alive, nor a hook."""
+    import gc
+
+    twins = Twins("BatchNorm and InfoNCE")
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    (batch,) = batches(1)
+    for _ in range(3):
+        twins.accumulate(batch)
+    before = alive()
+    for _ in range(100):
+        twins.accumulate(batch)
+    assert alive() <= before
