@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.torch import Accumulator, Window, count_tokens, fp32_masters, sample_weights
-from tests.torch import cached_ranks
+from tests.torch import cached_ranks, virtual_ranks
 from tests.torch.helpers import TinyLM, mlp, rows, sgd, tiny_lm, token_mean, tokens
 
 TIMEOUT = 8.0  # seconds that a rank waits for the other
@@ -562,7 +562,7 @@ def main(rank: int, folder: Path, names: Sequence[str] = ()) -> None:
         group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT))
         started = time.perf_counter()
         try:
-            run = SPECIAL.get(name) or cached_ranks.CASES.get(name)
+            run = SPECIAL.get(name) or cached_ranks.CASES.get(name) or virtual_ranks.CASES.get(name)
             case = EXACT.get(name) or OTHER.get(name)
             result: dict[str, Any] = run(rank, group) if run else gather_case(case, rank, group)  # type: ignore[arg-type]
         except Exception:  # noqa: BLE001  (the test shows it, whatever it is)

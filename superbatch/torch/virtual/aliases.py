@@ -138,9 +138,11 @@ def view(
     """Return a view of a tensor."""
     if base._recording is not recording:
         return func(recording.numbers(base), *args, **kwargs)
-    value = recording.compute(func, (current(recording, base), *args), kwargs)
-    recording.watch(value)
+    value = current(recording, base)
     same = func in (aten.detach.default, aten.alias.default)
+    if not same:
+        value = recording.compute(func, (value, *args), kwargs)
+    recording.watch(value)
     steps = base._steps if same else (*base._steps, ViewStep(func, args, kwargs))
     return VirtualTensor(recording, value, base._storage, steps)
 

@@ -68,6 +68,9 @@ def forward(
     value = recording.value(x)
     layout = _layout_of(value)
     affine = [_given(recording, weight), _given(recording, bias)]
+    across = recording.across
+    if across is not None and across.now is not None and training:
+        layout = layout or across.layout_of(recording, value)
     if layout is None or any(v is not None and v.layout is not None for v in affine):
         return _elsewhere(recording, x, (weight, bias, running_mean, running_var, training, momentum, eps))
     if not training:
@@ -113,6 +116,10 @@ def _statistics(
         squares = _by_channel((x - mean.view(shape)).square_())
         return (mean, squares, count), None, None, None
 
+    across = recording.across
+    if across is not None and across.now is not None:
+        return across.statistics(recording, Operand(value, layout), moments, (channels, dtype), eps)
+
     def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
         var = squares / count
         return [mean, (var + eps).rsqrt(), var, squares / max(count - 1, 1)]
@@ -151,6 +158,8 @@ def backward(
     value, given = recording.value(x), recording.value(grad)
     layout = _layout_of(value) or _layout_of(given)
     w = _given(recording, weight)
+    if layout is None and recording.across is not None:
+        layout = recording.across.layout_back(recording, value, recording.value(save_mean))
     if layout is None or (w is not None and w.layout is not None):
         return _elsewhere_backward(
             recording,
@@ -199,6 +208,8 @@ def _input_gradient(
     value = inputs[1].value
     count = value.meta.numel() // max(value.meta.shape[1], 1)
     shape = [1, -1] + [1] * (value.meta.dim() - 2)
+    if recording.across is not None:
+        whole = [*whole[:2], *recording.across.sums(recording, whole[0], whole[2:], count)]
 
     def coefficients(part: Part, tensors: list[Tensor]) -> Any:
         mean, invstd, d_weight, d_bias, *scale = tensors

@@ -23,6 +23,7 @@ from .dispatch import dispatch
 from .layout import Layout
 from .log import Log, OnGather
 from .randomness import Randomness
+from .ranks import Across, is_collective
 from .recording import Recording
 from .store import Store
 from .tensor import VirtualTensor
@@ -38,7 +39,7 @@ class VirtualBatch:
         models: whose parameters get gradients.
         microbatch_size: most samples of a micro-batch, or "auto".
         device: where to compute.
-        rng, device_budget, on_gather, paranoid: as in `virtual_batch`.
+        rng, device_budget, on_gather, paranoid, group: as in `virtual_batch`.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -58,6 +59,7 @@ class VirtualBatch:
         device_budget: int | None,
         on_gather: OnGather,
         paranoid: bool,
+        group: Any,
     ) -> None:
         self._size: int | Literal["auto"] = microbatch_size
         self._device = device
@@ -67,7 +69,9 @@ class VirtualBatch:
         self._recording: Recording | None = None
         self._models = models
         self._log = Log(models, on_gather)
-        self._gradients = [(p, p.grad) for model in models for p in model.parameters()]
+        self._across = Across(models, group, device)
+        parameters = dict.fromkeys(p for model in models for p in model.parameters())
+        self._gradients = [(p, p.grad) for p in parameters]
         self._added_to = self._gradients
 
     def __call__(self, batch: Any) -> Any:
@@ -127,6 +131,7 @@ class VirtualBatch:
             log=self._log,
             paranoid=self._paranoid,
         )
+        recording.across = self._across
         # Those of now: the program may have set them to zero or to None since the block began.
         self._added_to = [(parameter, parameter.grad) for parameter, _ in self._gradients]
         for parameter, grad in self._added_to:
@@ -138,25 +143,26 @@ class VirtualBatch:
     def _settle(self) -> None:
         """Work out what the program may still ask for, and leave real gradients."""
         recording = self._recording
-        if recording is None:
-            return
-        recording.work_out(recording.pending())
-        for parameter, old in self._added_to:
-            grad = parameter.grad
-            if not isinstance(grad, VirtualTensor):
+        self._across.ending = True
+        if recording is not None:
+            recording.work_out(recording.pending())
+        self._across.catch_up()
+        virtual = [isinstance(parameter.grad, VirtualTensor) for parameter, _ in self._added_to]
+        mine = [_numbers(parameter.grad) for parameter, _ in self._added_to]
+        means = self._across.mean([parameter for parameter, _ in self._added_to], mine)
+        for (parameter, old), was_virtual, one, new in zip(self._added_to, virtual, mine, means, strict=True):
+            if not was_virtual and new is one:
                 continue
-            new = recording.numbers(grad).detach()
-            parameter.grad = None
             # The tensor that was there stays the same object, as in plain PyTorch.
-            parameter.grad = new if old is None else old if new is old else old.copy_(new)
+            if old is not None and new is not None and old.layout is new.layout is torch.strided:
+                new = old if new is old else old.copy_(new)
+            parameter.grad = None
+            parameter.grad = new
 
-        for leaf in recording.leaves.values():  # a loss's own parameters, say
-            if isinstance(leaf.grad, VirtualTensor):
-                new, leaf.grad = recording.numbers(leaf.grad).detach(), None
-                leaf.grad = new
-        recording.leaves.clear()
-        for model in self._models:
-            _leave_real(model, recording)
+        if recording is not None:
+            _leave_leaves_real(recording)
+            for model in self._models:
+                _leave_real(model, recording)
 
     def _end(self, *, failed: bool) -> None:
         if self._recording is not None:
@@ -164,6 +170,19 @@ class VirtualBatch:
         if failed:
             for parameter, grad in self._gradients:
                 parameter.grad = grad
+
+
+def _numbers(grad: Tensor | None) -> Tensor | None:
+    return grad._recording.numbers(grad).detach() if isinstance(grad, VirtualTensor) else grad
+
+
+def _leave_leaves_real(recording: Recording) -> None:
+    """Give real gradients to tensors that are no parameters of the models: those of a loss, say."""
+    for leaf in recording.leaves.values():
+        if isinstance(leaf.grad, VirtualTensor):
+            new, leaf.grad = recording.numbers(leaf.grad).detach(), None
+            leaf.grad = new
+    recording.leaves.clear()
 
 
 def _leave_real(model: nn.Module, recording: Recording) -> None:
@@ -224,6 +243,8 @@ class _Watching(TorchDispatchMode):
         recording = self._batch._recording
         if recording is None:
             return func(*args, **kwargs)
+        if is_collective(func):
+            return self._batch._across.user_collective(recording, func, args, kwargs)
         if VirtualTensor in types:
             return dispatch(recording, func, args, kwargs)
         recording.settle_writes(args)
@@ -245,6 +266,7 @@ def virtual_batch(
     device_budget: int | None = None,
     on_gather: OnGather = "ok",
     paranoid: bool = False,
+    group: Any = None,
 ) -> Iterator[VirtualBatch]:
     r"""Compute with a whole batch in the memory of a micro-batch: the exact gradient of any loss.
 
@@ -268,15 +290,29 @@ def virtual_batch(
             ``"error"``.
         paranoid: compare every operation with the same on whole tensors: slow, takes all memory, and finds a
             wrong rule.
+        group: the process group whose ranks share the batch, where models are not wrapped in
+            DistributedDataParallel: gradients are averaged over it. With it every BatchNorm in training mode
+            is over the samples of all its ranks; without, only `torch.nn.SyncBatchNorm` is, over its own.
 
     Yields:
         A function that takes the batch and returns its virtual tensors; its `report` says what happened.
 
     Raises:
         InputError: a wrong argument.
-        CoupledSamplesError: with ``on_gather="error"``.
+        CoupledSamplesError: with ``on_gather="error"``; a BatchNorm over ranks is differentiated twice.
         WindowError: a tensor was written in place between its use in the block and the end of the block; the
-            memory of a virtual tensor was asked for.
+            memory of a virtual tensor was asked for; another rank has failed.
+
+    Ranks: each calls the block with its own samples; numbers of samples and of micro-batches may differ. What
+    `torch.nn.SyncBatchNorm` and ``group`` normalise with is that of all samples of all ranks, on any device:
+    one all-gather for each layer and one all-reduce in its backward, in the order of the program whenever a
+    rank asks for numbers. Models in DistributedDataParallel do not communicate in the block; where it ends,
+    ``.grad`` of all parameters given is averaged over the ranks once, as DDP defines it (each rank's loss
+    counts the same; not inside ``no_sync``; hooks for DDP's communication are not called). Collectives that
+    the program calls on virtual tensors (``torch.distributed.nn.functional.all_gather``) work on their
+    numbers, so that these are whole. A rank that fails before it has sent anything, or when the
+    block has ended (out of memory), makes the others raise; one that fails between the two, in a block in
+    which it has asked for numbers, leaves them to wait for the group's time-out, as DDP does.
 
     After an exception gradients, buffers and random state are as before the block. Compiled models run
     eagerly in it.
@@ -299,27 +335,38 @@ def virtual_batch(
     parameters = [parameter for one in models for parameter in one.parameters()]
     where = torch.device(device) if device is not None else _device_of(parameters)
     batch = VirtualBatch(
-        models, size, where, rng=rng, device_budget=device_budget, on_gather=on_gather, paranoid=paranoid
+        models,
+        size,
+        where,
+        rng=rng,
+        device_budget=device_budget,
+        on_gather=on_gather,
+        paranoid=paranoid,
+        group=group,
     )
     buffers = BufferKeeper(models)
     buffers.take()
     randomness = random_state({where})
-    failed = True
     try:
-        with ExitStack() as stack:
-            stack.enter_context(run_eagerly())
-            # A view that is written is then differentiated as the view it is, and not by its strides.
-            stack.enter_context(_force_original_view_tracking(mode=True))
-            stack.enter_context(batch._log.following())
-            stack.enter_context(_Watching(batch))
-            yield batch
-        batch._settle()
-        failed = False
+        with batch._across.held_together():
+            with ExitStack() as stack:
+                stack.enter_context(run_eagerly())
+                # A view that is written is then differentiated as the view it is, and not by its strides.
+                stack.enter_context(_force_original_view_tracking(mode=True))
+                stack.enter_context(batch._log.following())
+                stack.enter_context(_Watching(batch))
+                yield batch
+            batch._settle()
+    except BaseException as error:
+        batch._end(failed=True)
+        buffers.restore()
+        restore_random_state(randomness)
+        if isinstance(error, Exception):  # and not an interrupt: to tell the others is to wait for them
+            batch._across.fail()
+        raise
     finally:
-        batch._end(failed=failed)
-        if failed:
-            buffers.restore()
-            restore_random_state(randomness)
+        batch._across.end()
+    batch._end(failed=False)
 
 
 def _device_of(parameters: Sequence[Tensor]) -> torch.device:

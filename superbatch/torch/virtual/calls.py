@@ -207,14 +207,16 @@ _SHAPES: dict[Any, Callable[[list[Tensor]], Any]] = {
 
 
 def _key(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    def part(arg: Any) -> Any:
-        if isinstance(arg, Tensor):
-            return id(arg)
-        if isinstance(arg, (list, tuple)):
-            return tuple(part(item) for item in arg)
-        return (arg, type(arg))  # 1, 1.0 and True are equal, and give other dtypes
+    return (func, _part_of_key(args), _part_of_key(list(kwargs.values())) if kwargs else None, *kwargs)
 
-    return (func, tuple(part(arg) for arg in args), tuple((name, part(arg)) for name, arg in kwargs.items()))
+
+def _part_of_key(items: Sequence[Any]) -> tuple[Any, ...]:
+    kinds = tuple(map(type, items))  # 1, 1.0 and True are equal, and give other dtypes
+    parts = [
+        id(item) if kind is Tensor else _part_of_key(item) if kind is list or kind is tuple else item
+        for kind, item in zip(kinds, items, strict=True)
+    ]
+    return (kinds, *parts)
 
 
 class _Arguments:

@@ -53,9 +53,10 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value]) -> Plan:
     targets = set(targets)
     nodes = _ancestors(targets)
     stage = _stages(nodes, {})
-    others = (value for value in asked_for if not value.there and value not in targets)
+    others = [value for value in asked_for if not value.there and value not in targets]
     later = {id(node) for node in _ancestors(others)}
-    feeds = _feeding(nodes)
+    # A running mean may be asked for before the samples that its statistics are for.
+    feeds = _feeding(_ancestors([*targets, *others]))
     sweeps: dict[int, list[Node]] = {}
     wanted: dict[Value, set[int]] = {}
     coupling: dict[Value, set[int]] = {}  # stages in which a value is read by what samples meet in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ from .sweep import run, unchanged
 from .tensor import VirtualTensor
 from .values import Node, Operand, Value
 
+if TYPE_CHECKING:
+    from .ranks import Across
+
 aten: Any = torch.ops.aten
 _SMALL = 4096  # elements; copied when used, so that they may be written afterwards
 
@@ -58,6 +61,7 @@ class Recording:
     Attributes:
         open: false once the block has ended.
         leaves: real tensors that may get a gradient, by id.
+        across: what is done together with other ranks, if anything.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Recording:
         self.paranoid = paranoid
         self.open = True
         self.leaves: dict[int, Tensor] = {}
+        self.across: Across | None = None
         self._shown: weakref.WeakSet[Value] = weakref.WeakSet()
         self._writes: list[tuple[Tensor, Value]] = []
         self._read: dict[int, weakref.WeakSet[Value]] = {}  # by the memory that they are in
@@ -138,7 +143,8 @@ class Recording:
     def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False) -> Any:
         """Record an operation with its recipe, and return the values of its results."""
         gathers: Meeting = "unknown" if once else "gathered"
-        operands = [self._operand(operand, gathers, str(func)) for operand in recipe.operands]
+        name = str(func)
+        operands = [self._operand(operand, gathers, name) for operand in recipe.operands]
         self.log.recorded += 1
         device = next(
             (operand.value.device for operand in operands if operand.layout is not None), self.device
@@ -151,7 +157,7 @@ class Recording:
         if not once and not any(operand.layout is not None for operand in operands):
             once = all(layout is None for layout in recipe.outputs)
         Node(
-            str(func),
+            name,
             operands,
             recipe.run,
             outputs,

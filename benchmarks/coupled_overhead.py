@@ -1,0 +1,62 @@
+"""How much of an update with `virtual_batch` is not arithmetic: recording, planning, dispatching."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from superbatch.torch.virtual.values import Node
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the wall time of an update goes; the shares add up to 1.
+
+    Attributes:
+        operators: inside the operations on micro-batches.
+        sums: inside what combines their results: gradients are added up there.
+        rest: recording, planning, and everything between operations.
+    """
+
+    operators: float
+    sums: float
+    rest: float
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+class _Timed:
+    """A reduction under a clock."""
+
+    def __init__(self, reduction: Any, clock: _Clock) -> None:
+        self.add, self.result = clock.around(reduction.add), clock.around(reduction.result)
+
+
+def shares(run: Callable[[], object]) -> Shares:
+    """Run once, with a clock around each operation; what the clocks themselves take counts as the rest."""
+    operators, sums, init = _Clock(), _Clock(), Node.__init__
+
+    def timed(node: Node, name: Any, operands: Any, run: Any, outputs: Any, **more: Any) -> None:
+        reduce = more.pop("reduce", None)
+        more["reduce"] = None if reduce is None else lambda: _Timed(reduce(), sums)
+        init(node, name, operands, operators.around(run), outputs, **more)
+
+    with mock.patch.object(Node, "__init__", timed):
+        start = time.perf_counter()
+        run()
+        total = time.perf_counter() - start
+    parts = operators.seconds / total, sums.seconds / total
+    return Shares(*parts, 1 - sum(parts))

@@ -1,0 +1,155 @@
+"""Ways to the gradient of a batch whose samples see each other, each as one function."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from coupled_work import Blocks, Data, Work
+from torch import Tensor, nn
+
+from superbatch.report.coupling import CouplingReport
+from superbatch.torch import cached_gradients, virtual_batch
+
+Run = Callable[[Work, nn.Module, Data, int], "CouplingReport | None"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row of the table.
+
+    Attributes:
+        name: in the JSON file.
+        title: in tables and pictures.
+        run: adds the gradient of a batch to `.grad`; the last argument is the micro-batch size.
+        split: it works in micro-batches.
+        applies: to a work; wherever it does not, its gradient has no meaning or it refuses.
+        exact: whether it promises the gradient of the whole batch.
+    """
+
+    name: str
+    title: str
+    run: Run
+    split: bool
+    applies: Callable[[Work], bool] = lambda work: True
+    exact: Callable[[Work], bool] = lambda work: True
+
+
+def full(work: Work, model: nn.Module, batch: Data, size: int) -> None:
+    """The batch in one piece."""
+    work.loss(model, work.encode(model, batch)).backward()
+
+
+def offloaded(work: Work, model: nn.Module, batch: Data, size: int) -> None:
+    """In one piece, with what autograd saves in the host's memory."""
+    with torch.autograd.graph.save_on_cpu():
+        full(work, model, batch, size)
+
+
+def checkpointed(work: Work, model: nn.Module, batch: Data, size: int) -> None:
+    """In one piece, with each block run again on the way back."""
+    chains = [module for module in model.modules() if isinstance(module, Blocks)]
+    for chain in chains:
+        chain.checkpointed = True
+    try:
+        full(work, model, batch, size)
+    finally:
+        for chain in chains:
+            chain.checkpointed = False
+
+
+def _parts(batch: Data, size: int) -> list[Data]:
+    samples = len(next(iter(batch.values())))
+    return [{name: x[start : start + size] for name, x in batch.items()} for start in range(0, samples, size)]
+
+
+def accumulated(work: Work, model: nn.Module, batch: Data, size: int) -> None:
+    """The mean of the losses of micro-batches: another gradient than that of the batch."""
+    parts = _parts(batch, size)
+    for part in parts:
+        (work.loss(model, work.encode(model, part)) / len(parts)).backward()
+
+
+def grad_cache(work: Work, model: nn.Module, batch: Data, size: int) -> None:
+    """The loop of sentence-transformers' Cached* losses, with its random state for each micro-batch."""
+    parts = _parts(batch, size)
+    states, found = [], []
+    with torch.no_grad():
+        for part in parts:
+            states.append(torch.get_rng_state())
+            found.append(work.encode(model, part))
+    embeddings = [[z.detach().requires_grad_() for z in row] for row in found]
+    del found
+    work.loss(model, [torch.cat(column) for column in zip(*embeddings, strict=True)]).backward()
+    gradients = [[z.grad for z in row] for row in embeddings]
+    del embeddings
+    for part, state, row in zip(parts, states, gradients, strict=True):
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state)
+            surrogate = sum(
+                ((z * g).sum() for z, g in zip(work.encode(model, part), row, strict=True)), torch.zeros(())
+            )
+        surrogate.backward()
+
+
+def cached(work: Work, model: nn.Module, batch: Data, size: int) -> None:
+    """superbatch's two passes."""
+    cached_gradients(
+        lambda part: work.encode(model, part), lambda z: work.loss(model, z), batch, size, models=model
+    )
+
+
+def _virtual(budget: int | None) -> Run:
+    def run(work: Work, model: nn.Module, batch: Data, size: int) -> CouplingReport:
+        with virtual_batch(model, size, device_budget=budget) as virtual:
+            work.loss(model, work.encode(model, virtual(batch))).backward()
+        return virtual.report()
+
+    return run
+
+
+def _never(work: Work) -> bool:
+    return False
+
+
+def _embeds(work: Work) -> bool:
+    return work.embeds
+
+
+def _embeds_singly(work: Work) -> bool:
+    return work.embeds and not work.normalises
+
+
+WAYS = (
+    Way("full", "full batch", full, split=False),
+    Way("offload", "full batch, save_on_cpu", offloaded, split=False),
+    Way("checkpoint", "full batch, checkpoint per block", checkpointed, split=False),
+    Way("accumulation", "plain accumulation (inexact)", accumulated, split=True, exact=_never),
+    Way(
+        "gradcache",
+        "GradCache by hand",
+        grad_cache,
+        split=True,
+        applies=_embeds,
+        exact=_embeds_singly,
+    ),
+    Way("cached", "cached_gradients", cached, split=True, applies=_embeds_singly),
+    Way("virtual", "virtual_batch, kept on the device", _virtual(None), split=True),
+    Way("virtual-host", "virtual_batch, kept on the host", _virtual(0), split=True),
+)
+
+
+def gradient(
+    way: Way, work: Work, samples: int, size: int, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], CouplingReport | None]:
+    """The gradient of a fresh model, by the names of its parameters, and what is reported."""
+    model = work.build(dtype)
+    report = way.run(work, model, work.batch(samples, dtype), size)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return grads, report
+
+
+def error(found: dict[str, Tensor], real: dict[str, Tensor]) -> float:
+    """Distance of whole gradients, in lengths of the real one."""
+    assert found.keys() == real.keys()
+    squares = sum(float((found[name].double() - g.double()).square().sum()) for name, g in real.items())
+    return (squares / sum(float(g.double().square().sum()) for g in real.values())) ** 0.5

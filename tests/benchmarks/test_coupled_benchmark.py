@@ -1,0 +1,74 @@
+"""The benchmark of coupled samples as users run it, on tiny batches: what it measures is what it says."""
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.benchmarks.test_benchmarks import run
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("coupled")
+    path, plot = folder / "rows.json", folder / "plot.png"
+    drawn = ["--plot", str(plot)] if importlib.util.find_spec("matplotlib") else []
+    result = run("coupled.py", "--quick", "--work", "convnet,views,towers", "--json", str(path), *drawn)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = json.loads(path.read_text())["tables"]
+    picture = plot.read_bytes() if drawn else b""
+    return {(row["work"], row["way"]): row for row in rows}, result.stdout, picture
+
+
+@pytest.mark.parametrize("work", ["convnet", "views", "towers"])
+def test_ours_is_the_gradient_of_the_batch_and_plain_accumulation_is_not(measured, work):
+    rows, _, _ = measured
+    assert rows[work, "accumulation"]["float64"] > 1e-2, "the premise: samples see each other"
+    assert rows[work, "virtual"]["float64"] <= 1e-12
+    assert rows[work, "virtual-host"]["float64"] <= 1e-12
+    assert rows[work, "checkpoint"]["float64"] <= 1e-12
+    assert rows[work, "full"]["float64"] == 0
+
+
+def test_gradients_are_cached_where_that_is_exact(measured):
+    rows, _, _ = measured
+    assert rows["towers", "gradcache"]["float64"] <= 1e-12
+    assert rows["towers", "cached"]["float64"] <= 1e-12
+    assert rows["views", "gradcache"]["float64"] > 1e-2, "BatchNorm sees micro-batches"
+    assert ("views", "cached") not in rows, "it refuses"
+    assert ("convnet", "gradcache") not in rows
+
+
+def test_memory_is_counted_by_place(measured):
+    rows, _, _ = measured
+    for work in ("convnet", "views"):
+        full, offload = rows[work, "full"], rows[work, "offload"]
+        device, host = rows[work, "virtual"], rows[work, "virtual-host"]
+        assert full["host"] == device["host"] == 0
+        assert offload["device"] < full["device"]
+        assert offload["host"] > 0
+        assert host["host"] == pytest.approx(host["report"]["kept_on_host"], rel=0.02)
+        assert host["device"] < rows[work, "accumulation"]["device"]
+        assert device["device"] > host["device"]
+
+
+def test_overhead_is_a_share_and_the_table_shows_all(measured):
+    rows, out, _ = measured
+    for (_, way), row in rows.items():
+        assert (row["overhead"] is not None) == way.startswith("virtual")
+        if row["overhead"]:
+            assert 0 < row["overhead"]["rest"] < 1
+            assert sum(row["overhead"].values()) == pytest.approx(1)
+    assert "plain accumulation (inexact)" in out
+    assert "virtual_batch, kept on the host" in out
+
+
+def test_memory_and_time_are_drawn_against_the_size_of_the_batch(measured):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: plot)")
+    assert measured[2][1:4] == b"PNG"
+
+
+def test_an_unknown_work_is_refused_with_the_known_ones():
+    result = run("coupled.py", "--work", "resnet")
+    assert result.returncode == 2
+    assert "known works: resnet20, convnet, views, towers" in result.stderr
