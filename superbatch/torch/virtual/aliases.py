@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import WindowError, explain
-from .tensor import ViewStep, VirtualTensor
+from .tensor import Storage, ViewStep, VirtualTensor
 from .values import Value
 
 if TYPE_CHECKING:
@@ -147,12 +147,30 @@ def view(
     return VirtualTensor(recording, value, base._storage, steps)
 
 
+def _adopt(recording: Recording, target: VirtualTensor, value: Value) -> None:
+    """Take over a tensor of another block, such as a momentum that an optimizer made there."""
+    if target._steps:
+        raise WindowError(
+            explain(
+                "a tensor that is a view of one of another virtual batch, written in place",
+                "what it is a view of cannot be written here",
+                "write into a clone of it",
+            )
+        )
+    target._recording, target._storage = recording, Storage(value)
+    target._handle, target._seen = value.handle(), 0
+    recording.watch(value)
+
+
 def assign(recording: Recording, target: VirtualTensor, value: Value) -> None:
     """Write a value into a tensor, and so into all that share its memory."""
     if value.meta.shape != target.shape:
         value = recording.compute(aten.expand.default, (value, list(target.shape)), {})
     if value.meta.dtype != target.dtype:
         value = recording.compute(aten._to_copy.default, (value,), {"dtype": target.dtype})
+    if target._recording is not recording:
+        _adopt(recording, target, value)
+        return
     storage, steps = target._storage, target._steps
     bases = [storage.value]
     for step in steps[:-1]:
