@@ -50,7 +50,7 @@ class Row:
     Attributes:
         size: of a micro-batch; None: in one piece.
         seconds: CPU time, median.
-        accumulation, full: ratios to these; the first is None for the ways in one piece.
+        accumulation, full: ratios to these; the first is None in one piece, and where it cannot be done.
         device, host: bytes.
         float64, float32: errors; None: not measured.
         overhead: share of recording, planning and dispatch, for virtual_batch.
@@ -90,6 +90,7 @@ def measure(
         for way in WAYS
         if way.applies(work)
         for size in (sizes if way.split else [None])
+        if size is None or size >= work.least or way.name.startswith("virtual")
     ]
     seconds = _time(work, samples, contestants, rounds)
     medians = {key: statistics.median(times) for key, times in seconds.items()}
@@ -97,14 +98,14 @@ def measure(
     rows = []
     for contestant in contestants:
         way, size = contestant.way, contestant.size
-        mine = medians[way.name, size]
+        mine, plain = medians[way.name, size], medians.get(("accumulation", size))
         row = Row(
             work.name,
             way.name,
             samples,
             size,
             mine,
-            mine / medians["accumulation", size] if size else None,
+            mine / plain if plain else None,
             mine / medians["full", None],
             *_peaks(work, contestant, samples),
         )

@@ -27,6 +27,7 @@ class Work:
         loss: of model and that.
         embeds: the loss is one over embeddings, so that gradients can be cached.
         normalises: there is BatchNorm in the model.
+        least: samples of a micro-batch that a plain forward takes: BatchNorm1d refuses a single one.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Work:
     loss: Callable[[Any, Any], Tensor]
     embeds: bool
     normalises: bool
+    least: int = 1
 
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The same model each time."""
@@ -218,6 +220,7 @@ def works() -> dict[str, Work]:
         loss=lambda model, z: _info_nce(z, 10.0),
         embeds=True,
         normalises=True,
+        least=2,
     )
     towers = Work(
         name="towers",
