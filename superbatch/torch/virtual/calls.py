@@ -267,3 +267,8 @@ def mapped(results: Any, function: Callable[[Any], Any], kind: Any = Tensor) -> 
         made = [function(item) if isinstance(item, kind) else item for item in results]
         return made if isinstance(results, list) else tuple(made)
     return results
+
+
+def operator(name: str) -> Any:
+    """Return an operator of ATen by its name; the name itself where this release of torch lacks it."""
+    return getattr(torch.ops.aten, name, name)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .calls import Call, Recipe, filled, substituted
+from .calls import Call, Recipe, filled, operator, substituted
 from .layout import Layout, Part
 from .reductions import Extremes, Folded, Moments, Sums
 from .values import Operand, Run, Value
@@ -363,9 +363,9 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.native_group_norm_backward: _group_norm_backward,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention(2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(3),
-    aten._fused_rms_norm: _layer_norm,
+    operator("_fused_rms_norm"): _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
-    aten._fused_rms_norm_backward: _layer_norm_backward,
+    operator("_fused_rms_norm_backward"): _layer_norm_backward,
     aten.constant_pad_nd: _constant_pad,
     aten.upsample_nearest1d_backward: _upsample_backward,
     aten.upsample_nearest2d_backward: _upsample_backward,

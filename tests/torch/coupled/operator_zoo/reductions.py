@@ -77,7 +77,8 @@ _SIMPLE = [
         "var_mean over batch and space", lambda x: torch.var_mean(x, (0, 2), keepdim=True), real(N, 3, 4)
     ),
     operator("std_mean over features", lambda x: torch.std_mean(x, -1, correction=0), real(N, 4)),
-    operator("aminmax", lambda x: (*x.aminmax(dim=0), *x.aminmax(dim=1), *x.aminmax()), real(N, 4)),
+    # Detached: torch 2.6 has no derivative of it.
+    operator("aminmax", lambda x: (x, *(m for d in (0, 1) for m in x.detach().aminmax(dim=d))), real(N, 4)),
     operator("nansum and nanmean", lambda x: (x.nansum(0), x.nanmean(1), x.nanmean()), real(N, 4)),
     operator("quantile over the batch", lambda x: torch.quantile(x, 0.3, dim=0), real(N, 4)),
     operator("quantile over features", lambda x: torch.quantile(x, 0.3, dim=1), real(N, 4)),

@@ -84,7 +84,7 @@ def largest(net: Any, h: Tensor) -> Tensor:
 
 
 def smallest_and_largest(net: Any, h: Tensor) -> Tensor:
-    low, high = h.aminmax(dim=0)
+    low, high = h.amin(0), h.amax(0)
     return (h - low) / (high - low)
 
 

@@ -164,7 +164,7 @@ def cumulative(net: Any, h: Tensor) -> Tensor:
 
 
 def feature_statistics(net: Any, h: Tensor) -> Tensor:
-    low, high = h.aminmax(dim=-1, keepdim=True)
+    low, high = h.amin(-1, keepdim=True), h.amax(-1, keepdim=True)
     spread = h.std(-1, keepdim=True) + h.var((1, 2), keepdim=True) + h.norm(dim=1, keepdim=True)
     return h * spread + low * high + h.median(-1, keepdim=True).values + h.quantile(0.3, -1, keepdim=True)
 
