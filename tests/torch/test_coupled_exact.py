@@ -641,7 +641,7 @@ def test_memory_may_run_out_at_any_operation() -> None:
     reference, whole, updates, _ = train(None)
     assert [update.microbatches for update in updates] == [6, 6, 6]
     recovered = at_the_update = another_way = 0
-    for at in range(0, whole.count, 37):
+    for at in range(0, whole.count, 61):
         twins, fail, updates, error = train(at)
         assert len(fail.failed) == 1, "premise: it failed once"
         if error is not None and "load a checkpoint" in error:
