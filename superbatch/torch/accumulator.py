@@ -68,7 +68,8 @@ class Accumulator:
             statistics, exact).
         coupled: samples that see each other are an ``"error"``; or the update is ``"exact"``: `loss_fn` is
             called once, with the whole batch, which is worked through in micro-batches below autograd (see
-            `virtual_batch`). Then nothing is weighted or checked, and there is no owned loop.
+            `virtual_batch`). Then nothing is weighted or checked, and there is no owned loop; ``"auto"`` is
+            as many samples at a time as there is memory for.
         sample_rng: give every sample its own random stream, so that dropout and noise do not depend on the
             split. By default each micro-batch draws on from the global generator, as a loop by hand does.
             With ``coupled="exact"``: draw what the large batch would draw.

@@ -640,8 +640,8 @@ def test_memory_may_run_out_at_any_operation() -> None:
 
     reference, whole, updates, _ = train(None)
     assert [update.microbatches for update in updates] == [6, 6, 6]
-    recovered = at_the_update = 0
-    for at in range(0, whole.count, 37):
+    recovered = at_the_update = another_way = 0
+    for at in range(0, whole.count, 61):
         twins, fail, updates, error = train(at)
         assert len(fail.failed) == 1, "premise: it failed once"
         if error is not None and "load a checkpoint" in error:
@@ -649,13 +649,17 @@ def test_memory_may_run_out_at_any_operation() -> None:
         assert_same_parameters(reference.model, twins.model, EXACT, start=reference.start)
         for name, buffer in reference.model.named_buffers():
             assert torch.allclose(dict(twins.model.named_buffers())[name], buffer, rtol=EXACT), name
-        if error is None:
+        if error is None and not updates[1].failures:
+            another_way += 1
+        elif error is None:
             assert (updates[1].failures, updates[1].microbatches) == (1, 11), fail.failed
             assert updates[2].microbatches == 11, "for a while no larger ones are tried"
             recovered += 1
         else:
             at_the_update += 1
     assert recovered > 10 * at_the_update, "premise: most failures are in the sweeps"
+    # Shapes that an operator does not tell are found by running it, on tensors that allocate nothing.
+    assert another_way < recovered / 10
 
 
 @pytest.mark.parametrize("size", ["auto", "largest"])
