@@ -184,3 +184,10 @@ def test_what_was_wrong_or_rare(case: OperatorCase) -> None:
         tolerance = 1e-12 if case.name != "means of halves" else 2e-3
         assert_same(case, on_virtual_tensors(case, samples, microbatch, paranoid=True), whole, tolerance)
         assert_same(case, on_virtual_tensors(case, samples, microbatch), whole, tolerance)
+
+
+def test_one_sample_that_is_repeated_by_what_it_is_added_to() -> None:
+    case = operator(
+        "repeated", lambda x, table: (x + table) * x.expand(5, -1), real(N, 4), real(5, 4), plain=(1,)
+    )
+    assert_same(case, on_virtual_tensors(case, 1, 2), on_whole_tensors(case, 1))

@@ -114,6 +114,14 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 }
 
 
+# Their results are read by what looks at memory itself.
+# The recurrent kernel keeps a form of its own for its backward, which leaves out what nobody wants.
+AT_ONCE = {
+    aten._pack_padded_sequence.default,
+    aten.mkldnn_rnn_layer.default,
+    aten.mkldnn_rnn_layer_backward.default,
+}
+
 # Decompositions that put many small operations, or another order of random numbers, in the place of one.
 _WHOLE = {
     aten.native_batch_norm,

@@ -98,7 +98,7 @@ class Recording:
         if self.paranoid:
             func = paranoia.DEFINED.get(func, func)
         call = self._call(func, args, kwargs)
-        if func in _AT_ONCE or any(value.meta is None for value in call.tensors):
+        if func in composites.AT_ONCE or any(value.meta is None for value in call.tensors):
             return self._now(call)
         batch = any(value.layout is not None for value in call.tensors)
         if not batch and func.overloadpacket in LIKES:  # of a loss, say, that is not worked out yet
@@ -398,12 +398,3 @@ def _has_gradient(value: Value) -> bool:
 
 def _empty_like(meta: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
-
-
-# Their results are read by what looks at memory itself.
-# The recurrent kernel keeps a form of its own for its backward, which leaves out what nobody wants.
-_AT_ONCE = {
-    aten._pack_padded_sequence.default,
-    aten.mkldnn_rnn_layer.default,
-    aten.mkldnn_rnn_layer_backward.default,
-}

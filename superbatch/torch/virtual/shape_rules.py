@@ -136,6 +136,8 @@ def _expand(call: Call) -> Recipe | None:
     new = len(size) - dims
     if value.layout is not None:
         output = value.layout.at(value.layout.dim + new)
+        if size[output.dim] not in (-1, output.rows(call.samples)):
+            return None  # a batch of one sample that is repeated
     else:
         # A whole value that is repeated for each sample: best done where the samples are.
         spread = [
@@ -258,7 +260,6 @@ def _new(call: Call) -> Recipe | None:
         return None
     dim = layout.dim if layout.dim in dims else dims[0]
     output = layout.at(dim)
-
     one = torch.empty(1, dtype=value.meta.dtype, device=value.device)
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
@@ -288,8 +289,7 @@ def _repeat(call: Call) -> Recipe | None:
         return None
     value, layout = found
     repeats = list(call.argument("repeats"))
-    new = len(repeats) - value.meta.dim()
-    dim = layout.dim + new
+    dim = layout.dim + len(repeats) - value.meta.dim()
     # The samples again and again are blocks: [repeat][outer][samples][inner].
     output = Layout(dim, layout.outer * repeats[dim], layout.inner)
     return Recipe([Operand(value, layout)], [output], filled(call))
