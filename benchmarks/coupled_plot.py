@@ -9,7 +9,7 @@ from typing import Any
 from coupled_ways import WAYS
 from coupled_work import Work
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from superbatch.plot.style import (
     BLUE,
@@ -58,7 +58,9 @@ def picture(works: Sequence[Work], rows: Sequence[Any]) -> bytes:
             axes.xaxis.set_major_locator(FixedLocator(sizes))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
             _draw(axes, work, rows, unit, lines)
         grid[0][column].set_title(work.title.replace(", ", ",\n", 1), fontsize=10)
         grid[1][column].set_xlabel("samples of the batch")
