@@ -300,8 +300,8 @@ def virtual_batch(
     Raises:
         InputError: a wrong argument.
         CoupledSamplesError: with ``on_gather="error"``; a BatchNorm over ranks is differentiated twice.
-        WindowError: a tensor was written in place between its use in the block and the end of the block; the
-            memory of a virtual tensor was asked for; another rank has failed.
+        WindowError: the memory of a virtual tensor was asked for; one was used after the block whose numbers
+            are not there; another rank has failed.
 
     Ranks: each calls the block with its own samples; numbers of samples and of micro-batches may differ. What
     `torch.nn.SyncBatchNorm` and ``group`` normalise with is that of all samples of all ranks, on any device:
