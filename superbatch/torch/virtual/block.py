@@ -37,7 +37,10 @@ class VirtualBatch:
         models: whose parameters get gradients.
         microbatch_size: most samples of a micro-batch, or "auto".
         device: where to compute.
-        rng, device_budget, on_gather, paranoid: as in `virtual_batch`.
+        rng: as in `virtual_batch`.
+        device_budget: likewise.
+        on_gather: likewise.
+        paranoid: likewise.
 
     Examples:
         >>> model = nn.Linear(3, 1)
