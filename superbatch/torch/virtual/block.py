@@ -39,7 +39,11 @@ class VirtualBatch:
         models: whose parameters get gradients.
         microbatch_size: most samples of a micro-batch, or "auto".
         device: where to compute.
-        rng, device_budget, on_gather, paranoid, group: as in `virtual_batch`.
+        rng: as in `virtual_batch`.
+        device_budget: likewise.
+        on_gather: likewise.
+        paranoid: likewise.
+        group: likewise.
 
     Examples:
         >>> model = nn.Linear(3, 1)
