@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -244,3 +245,29 @@ def test_zeroing_clipping_and_the_update_may_stand_in_the_block(foreach: bool) -
     for ours, reference in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert torch.allclose(ours, reference, rtol=1e-11, atol=1e-13)
         assert type(ours.grad) is Tensor
+
+
+# -- 16 bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_in_16_bits_is_as_near_to_the_truth_as_the_large_batch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4)]
+    model = nn.Sequential(*layers).to(dtype)
+    x, y = torch.randn(20, 3, 8, 8).to(dtype), torch.randint(0, 4, (20,))
+
+    def outcome(kind: torch.dtype, size: int | None) -> list[Tensor]:
+        other = copy.deepcopy(model).to(kind)
+        if size is None:
+            F.cross_entropy(other(x.to(kind)), y).backward()
+        else:
+            with virtual_batch(other, size) as batch:
+                F.cross_entropy(other(batch(x.to(kind))), y).backward()
+        return gradients(other)
+
+    truth, real, ours = outcome(torch.float64, None), outcome(dtype, None), outcome(dtype, 6)
+    for exact_one, large, small in zip(truth, real, ours, strict=True):
+        assert small.dtype == dtype
+        bound = max(relative(large.double(), exact_one), torch.finfo(dtype).eps)
+        assert relative(small.double(), exact_one) <= 2 * bound

@@ -92,7 +92,9 @@ def forward(
 
     def normalised(part: Part, tensors: list[Tensor]) -> Tensor:
         w, b, mean, var = _picked(tensors, places, 1)
-        return aten.native_batch_norm(tensors[0], w, b, mean, var, False, 0.0, eps)[0]
+        return aten.native_batch_norm(tensors[0], _like(w, mean), _like(b, mean), mean, var, False, 0.0, eps)[
+            0
+        ]
 
     recipe = Recipe([Operand(value, layout), *operands], [layout], normalised, light=True)
     output = recording.add("batch_norm", recipe, value.meta)
@@ -127,6 +129,11 @@ def _statistics(
     meta = blank((channels,), (1,), dtype)
     recipe = Recipe([Operand(value, layout)], [None] * 4, moments, lambda: Moments(finish))
     return recording.add("batch_norm", recipe, [meta] * 4)
+
+
+def _like(affine: Tensor | None, statistic: Tensor) -> Tensor | None:
+    """Weight or bias in the dtype of statistics, wider than 16 bits: kernels take no others together."""
+    return None if affine is None else affine.to(statistic.dtype)
 
 
 def _by_channel(x: Tensor) -> Tensor:
@@ -190,16 +197,14 @@ def backward(
         scale, mean, invstd = _picked(tensors, places, 2)
         dy, x = tensors[:2]
         return aten.native_batch_norm_backward(
-            dy, x, scale, None, None, mean, invstd, True, eps, [False, True, True]
+            dy, x, _like(scale, mean), None, None, mean, invstd, True, eps, [False, True, True]
         )[1:]
 
-    d_weight, d_bias = recording.add(
-        "batch_norm sums", Recipe([*inputs, *operands], [None, None], sums), [channel] * 2
-    )
-    results = [None, d_weight if mask[1] else None, d_bias if mask[2] else None]
-    if mask[0]:
-        results[0] = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], layout)
-    return recording.shown(results)
+    recipe = Recipe([*inputs, *operands], [None, None], sums)
+    d_weight, d_bias = recording.add("batch_norm sums", recipe, [mean.meta] * 2)
+    dx = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], layout) if mask[0] else None
+    results = recording.shown([dx, d_weight if mask[1] else None, d_bias if mask[2] else None])
+    return [results[0], *(None if one is None else one.to(channel.dtype) for one in results[1:])]
 
 
 def _input_gradient(
