@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +39,10 @@ class Call(NamedTuple):
         """Return an argument by its name in the operator's schema."""
         if name in self.kwargs:
             return self.kwargs[name]
-        for position, argument in enumerate(self.func._schema.arguments):
-            if argument.name == name:
-                if position < len(self.args):
-                    return self.args[position]
-                return argument.default_value if argument.default_value is not None else default
-        return default
+        position, known = _arguments(self.func).get(name, (None, None))
+        if position is not None and position < len(self.args):
+            return self.args[position]
+        return default if known is None else known
 
     def replaced(self, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return args and kwargs with some arguments replaced, by name."""
@@ -57,6 +55,13 @@ class Call(NamedTuple):
                     kwargs[argument.name] = changes.pop(argument.name)
         assert not changes
         return tuple(args), kwargs
+
+
+@cache
+def _arguments(func: Any) -> dict[str, tuple[int, Any]]:
+    """Position and default of each argument of an operator: the schema itself is slow to ask."""
+    told = enumerate(func._schema.arguments)
+    return {argument.name: (position, argument.default_value) for position, argument in told}
 
 
 class Recipe(NamedTuple):

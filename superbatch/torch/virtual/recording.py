@@ -146,8 +146,7 @@ class Recording:
     def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False) -> Any:
         """Record an operation with its recipe, and return the values of its results."""
         gathers: Meeting = "unknown" if once else "gathered"
-        name = str(func)
-        operands = [self._operand(operand, gathers, name) for operand in recipe.operands]
+        operands = [self._operand(operand, gathers, func) for operand in recipe.operands]
         self.log.recorded += 1
         device = next(
             (operand.value.device for operand in operands if operand.layout is not None), self.device
@@ -160,7 +159,7 @@ class Recording:
         if not once and not any(operand.layout is not None for operand in operands):
             once = all(layout is None for layout in recipe.outputs)
         Node(
-            name,
+            func,
             operands,
             recipe.run,
             outputs,
@@ -174,13 +173,13 @@ class Recording:
             return outputs[0]
         return [None if meta is None else output for meta, output in zip(metas, outputs, strict=True)]
 
-    def _operand(self, operand: Operand, kind: Meeting, why: str) -> Operand:
+    def _operand(self, operand: Operand, kind: Meeting, why: Any) -> Operand:
         value, layout = operand
         if value.layout is not None and value.layout != layout:
             return Operand(self.gathered(value, kind, why), layout)
         return operand
 
-    def gathered(self, value: Value, kind: Meeting = "gathered", why: str = "gather") -> Value:
+    def gathered(self, value: Value, kind: Meeting = "gathered", why: Any = "gather") -> Value:
         """Return the value in one piece.
 
         Args:
@@ -199,7 +198,7 @@ class Recording:
             whole.whole, whole.version = value.whole, value.version
         else:
             if kind == "unknown":
-                self.log.unknown(why, value.nbytes)
+                self.log.unknown(str(why), value.nbytes)
             Node(
                 why,
                 [Operand(value, layout)],
@@ -215,7 +214,7 @@ class Recording:
 
     def _now(self, call: Call) -> Any:
         """Run an operation at once, on real tensors."""
-        whole = [self.gathered(value, "unknown", str(call.func)) for value in call.tensors]
+        whole = [self.gathered(value, "unknown", call.func) for value in call.tensors]
         args, kwargs = substituted(call.args, call.kwargs, call.paths, self.there(whole))
         return mapped(call.func(*args, **kwargs), self.given)
 

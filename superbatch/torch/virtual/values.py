@@ -146,7 +146,7 @@ class Node:
     """One operation.
 
     Attributes:
-        name: of the operator.
+        operator: an operator of torch, or what it is in words.
         serial: a number that grows; inputs have smaller ones.
         operands: what it reads.
         run: works out the outputs for one micro-batch; a tuple if `outputs` has several.
@@ -166,9 +166,9 @@ class Node:
         "gathers",
         "layouts",
         "light",
-        "name",
         "once",
         "operands",
+        "operator",
         "outputs",
         "reduce",
         "run",
@@ -179,7 +179,7 @@ class Node:
 
     def __init__(
         self,
-        name: str,
+        operator: Any,
         operands: Sequence[Operand],
         run: Run,
         outputs: Sequence[Value],
@@ -191,7 +191,7 @@ class Node:
         gathers: Meeting | None = None,
         where: str = "",
     ) -> None:
-        self.name = name
+        self.operator = operator
         self.serial = next(_serial)
         self.operands = tuple(operands)
         self.run = run
@@ -206,3 +206,8 @@ class Node:
         self.backward = torch._C._current_graph_task_id() != -1
         for index, value in enumerate(outputs):
             value.node, value.index = self, index
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return str(self.operator)
