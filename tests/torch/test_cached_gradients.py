@@ -203,7 +203,10 @@ def test_parts_kept_whole_and_lists_by_sample():
 def test_declared_paths_of_several_encoders_begin_with_the_name():
     model = tower()
     batch = {"a": {"x": normal(4, 6), "table": normal(4, 6)}, "b": {"x": normal(6, 6)}}
-    encode = lambda b: model(b["x"] + b.get("table", torch.zeros(1, 6)).sum(0))  # noqa: E731
+
+    def encode(b: Any) -> Any:
+        return model(b["x"] + b.get("table", torch.zeros(1, 6)).sum(0))
+
     cached_gradients(
         {"a": encode, "b": encode},
         lambda z: info_nce(z["a"], z["b"]),

@@ -269,12 +269,18 @@ def test_other_integers_and_shapes_are_noticed():
 
 def test_a_graph_that_only_later_micro_batches_have():
     model = tower()
-    encode = lambda b: model(b) if b[0, 0] > 0 else model(b).detach()  # noqa: E731
+
+    def encode(b: Any) -> Any:
+        return model(b) if b[0, 0] > 0 else model(b).detach()
+
     x = normal(4, 6)
     x[:, 0] = torch.tensor([-1.0, -1.0, 1.0, 1.0])
     with pytest.raises(InputError, match=r"micro-batch 0|without a graph"):
         cached_gradients(encode, ring, x, 2, models=model)
-    both = lambda b: (encode(b), model(b))  # noqa: E731
+
+    def both(b: Any) -> Any:
+        return (encode(b), model(b))
+
     refused(
         InputError, "a graph in micro-batch 1 for an output", both, lambda z: info_nce(*z), x, 2, models=model
     )

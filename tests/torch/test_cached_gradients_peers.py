@@ -118,7 +118,10 @@ def test_a_dict_of_losses_is_refused_with_what_to_return():
 def test_two_calls_before_one_update_add_up():
     """test_gradcache_two_forwards_before_one_backward."""
     model, batches = tower(), [columns(2), [x * 2 for x in columns(2)]]
-    encode = lambda b: [model(x) for x in b]  # noqa: E731
+
+    def encode(b: Any) -> Any:
+        return [model(x) for x in b]
+
     sum(info_nce(*encode(batch)) for batch in batches).backward()  # type: ignore[union-attr]
     expected = gradients(model)
     model.zero_grad()

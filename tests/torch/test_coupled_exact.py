@@ -784,7 +784,8 @@ def test_nothing_is_left_over_a_hundred_updates() -> None:
     def alive() -> int:
         gc.collect()
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-        return sum(not tensor.is_meta for tensor in tensors)  # of which the engine remembers each shape
+        # Not random states: the accumulator notes one more where a window was slow.
+        return sum(tensor.dtype is not torch.uint8 for tensor in tensors)
 
     (batch,) = batches(1)
     for _ in range(3):
@@ -792,4 +793,4 @@ def test_nothing_is_left_over_a_hundred_updates() -> None:
     before = alive()
     for _ in range(100):
         twins.accumulate(batch)
-    assert alive() < before + 10, "a leak is at least one for each update"
+    assert alive() <= before

@@ -255,7 +255,7 @@ class Recording:
     def given(self, tensor: Tensor) -> Value:
         """Return a value for a real tensor."""
         if tensor.layout is not torch.strided or tensor.is_nested:
-            value = Value(None, tensor.device)  # type: ignore[arg-type]
+            value = Value(None, tensor.device)  # type: ignore[arg-type]  (it has no strides to describe it by)
             value.whole = tensor
             return value
         self.settle_writes([tensor])
