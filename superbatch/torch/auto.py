@@ -124,7 +124,7 @@ class AutoSize:
         """Return the sizes to begin a window with."""
         known = self._here = self._find(batch, samples)
         if not self._is_steady(known) or self._is_due():
-            self._room.look(known)
+            self._room.look(known, self._known.values())
         self._samples, self._place = samples, 0
         self._planned = self._sizes(samples)
         return list(self._planned)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +62,7 @@ class Room:
         self.total: int | None = None  # bytes that there is room for at the beginning of a window
         self.checked = 0.0  # when, by time.perf_counter
         self._state = 0  # bytes of optimizer state that does not exist yet
+        self._state_is_new = False  # it exists, and the limit was not read since
         self._held = 0  # bytes of the last window's gradients, which are kept until the next one
         self._kept: list[int] = []  # bytes that each new size has left in use: kernels that were made for it
         self._holed = False
@@ -137,14 +139,20 @@ class Room:
         else:
             made = any(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
             self._state = 0 if made else 2 * known.gradients
-        self.look(known)
+        self.look(known, ())
 
-    def look(self, known: Known) -> None:
+    def look(self, known: Known, shapes: Iterable[Known]) -> None:
         """Read the limit between two windows."""
         self._note(known, self._tools.limit().bytes + self._held)
+        if self._state_is_new:  # use also a little more than was guessed
+            self._state_is_new = False
+            for shape in shapes:
+                shape.largest = 0
 
     def updated(self, known: Known | None) -> None:
-        """Note that an update was made: the optimizer's state exists from now on."""
+        """Note that an update was made: the optimizer's state exists from now on, and its size is no guess."""
+        if self._state:
+            self._state_is_new, self.checked = True, -math.inf
         self._state = 0
         if known is not None and self._device.type == "cpu":
             self._held = known.gradients  # see boundary.zero_grad

@@ -33,6 +33,7 @@ class Machine:
     kernels: int = 0  # bytes taken by every new size for good
     gradients: int = 20 * MIB
     state: int = 40 * MIB
+    state_guessed: float = 1.0  # prediction / truth of the optimizer's state
     wrong: float = 1.0  # prediction / truth of what a sample needs
     predictable: bool = True
     by: str = "RLIMIT_AS of this machine"
@@ -43,6 +44,7 @@ class Machine:
     time: float = 0.0
     summed: bool = False
     updated: bool = False
+    held: bool = False  # gradients of the last window, until the next one is planned
     peak: int = 0
     sizes_run: set[int] = field(default_factory=set[int])
     failures: int = 0
@@ -51,7 +53,7 @@ class Machine:
 
     def used(self) -> int:
         kept = self.once * bool(self.sizes_run) + self.kernels * len(self.sizes_run)
-        return self.alive + kept + self.gradients * self.summed + self.state * self.updated
+        return self.alive + kept + self.gradients * (self.summed or self.held) + self.state * self.updated
 
     def predict(self, microbatch: torch.Tensor, samples: int) -> Peak:
         assert len(microbatch) == samples
@@ -59,7 +61,7 @@ class Machine:
         if not self.predictable:
             raise PredictionError("not with fake tensors")
         activations = int(self.each_of(microbatch) * samples * self.wrong)
-        state = 0 if self.updated else self.state
+        state = 0 if self.updated else int(self.state * self.state_guessed)
         backward = activations + self.gradients
         return Peak(
             samples=samples,
@@ -133,6 +135,7 @@ def window(sizing: AutoSize, machine: Machine, samples: int, *, width: int = 8) 
     """One window as an Accumulator works through it; returns the sizes that went through."""
     batch = torch.zeros(samples, width)
     sizes = sizing.plan(batch, samples)
+    machine.held = False
     assert sum(sizes) == samples and min(sizes) > 0
     done: list[int] = []
     while sizes:
@@ -153,7 +156,7 @@ def window(sizing: AutoSize, machine: Machine, samples: int, *, width: int = 8) 
         if new is not None:
             assert sum(new) == left and min(new) > 0
             sizes = new
-    machine.summed, machine.updated = False, True
+    machine.summed, machine.updated, machine.held = False, True, True
     sizing.closed(made=True)
     machine.log.append(done)
     return done

@@ -48,6 +48,18 @@ def test_the_largest_size_is_found_without_a_failure(wrong: float):
     assert len(machine.log[-1]) == -(-samples // report.largest), "no more micro-batches than needed"
 
 
+def test_what_the_optimizer_took_less_than_was_predicted_is_used():
+    machine = Machine(state_guessed=1.9)  # 36 MiB of 1000: less than the 5 % that are looked for otherwise
+    sizing = sizing_on(machine)
+    true = machine.true_largest()
+    for _ in range(3):
+        window(sizing, machine, 7344)  # 9 pieces of 816, so that later windows bring no new size
+        report = sizing.report()
+    assert report is not None and machine.failures == 0
+    assert max(machine.log[0]) < 0.97 * true, "the first window cannot know"
+    assert 0.97 * true <= report.largest <= true
+
+
 @given(
     limit=st.integers(600, 4000),
     each=st.integers(1, 64),
