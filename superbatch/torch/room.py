@@ -150,7 +150,7 @@ class Room:
                 shape.largest = 0
 
     def updated(self, known: Known | None) -> None:
-        """Note that an update was made: the optimizer's state exists from now on, and its size is no guess."""
+        """Note that an update was made: the optimizer's state exists, and its size is no guess."""
         if self._state:
             self._state_is_new, self.checked = True, -math.inf
         self._state = 0

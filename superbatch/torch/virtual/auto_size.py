@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .carried import FEW, Carried, much_again
 from .plan import Plan
 from .values import Node, Value
 
@@ -32,8 +33,15 @@ def largest_size(plan: Plan, samples: int, free: int, budget: int | None) -> int
         if (value := output()) is not None and value.layout is None
     )
     room = SHARE * free - (kept if budget is None else min(kept, budget)) - whole
-    each = max((_most_alive(nodes) for nodes in plan.sweeps.values()), default=0) / samples
-    return max(1, min(samples, int(room / each))) if each else samples
+    alive = max((_most_alive(nodes) for nodes in plan.sweeps.values()), default=0)
+    if not alive:
+        return samples
+    carried = sum(base.nbytes for base in {_base(value) for value in Carried(plan).until} if not base.there)
+    few = FEW if much_again(plan) else 1  # so many micro-batches, and one carries (see `carried`)
+    size = int(room * samples / (alive + carried))
+    if size * few < samples:
+        size = min(int(room * samples / alive), -(-samples // few) - 1)
+    return max(1, min(samples, size))
 
 
 def _most_alive(nodes: Sequence[Node]) -> int:
@@ -49,18 +57,29 @@ def _most_alive(nodes: Sequence[Node]) -> int:
             last.setdefault(value, position)
     dies: dict[int, int] = {}
     for value, position in last.items():
-        if not (value.node is not None and value.node.view):
+        if not _is_view(value):
             dies[position] = dies.get(position, 0) + value.nbytes
     alive = most = 0
     seen: set[Value] = set()
     for position, node in enumerate(nodes):
         for value in (*_inputs(node), *_outputs(node)):
-            if value not in seen and not (value.node is not None and value.node.view):
+            if value not in seen and not _is_view(value):
                 alive += value.nbytes
             seen.add(value)
         most = max(most, alive)
         alive -= dies.get(position, 0)
     return most
+
+
+def _is_view(value: Value) -> bool:
+    return value.node is not None and value.node.view
+
+
+def _base(value: Value) -> Value:
+    """Return the value whose memory this one is in."""
+    while value.node is not None and value.node.view and (inputs := _inputs(value.node)):
+        value = inputs[0]
+    return value
 
 
 def _inputs(node: Node) -> list[Value]:

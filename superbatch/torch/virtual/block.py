@@ -149,7 +149,7 @@ class VirtualBatch:
         recording = self._recording
         self._across.ending = True
         if recording is not None:
-            recording.work_out(recording.pending())
+            recording.end()
         self._across.catch_up()
         virtual = [isinstance(parameter.grad, VirtualTensor) for parameter, _ in self._added_to]
         mine = [_numbers(parameter.grad) for parameter, _ in self._added_to]

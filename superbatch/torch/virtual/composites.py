@@ -148,7 +148,6 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     return decomposition_table.get(func)
 
 
-@cache
 def is_composite(func: Any) -> bool:
     """Whether torch defines the operator by others alone."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
@@ -156,8 +155,13 @@ def is_composite(func: Any) -> bool:
 
 def attempt(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation as several, if it is one of these here; else return NotImplemented."""
-    composite = COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
+    composite = _composite(func)
     return NotImplemented if composite is None else composite(recording, *args, **kwargs)
+
+
+@cache
+def _composite(func: Any) -> Callable[..., Any] | None:
+    return COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
 
 
 def decomposed(recording: Recording, call: Call) -> Any:

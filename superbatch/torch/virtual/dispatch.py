@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,20 +31,34 @@ def dispatch(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dic
         # In which a tensor has no version counter, though autograd gives each view one.
         with torch.inference_mode(mode=False):
             return dispatch(recording, func, args, kwargs)
-    if func in _ANSWERS:
-        return _ANSWERS[func](recording, *args, **kwargs)
-    if composites.is_composite(func):  # met inside a decomposition; the program's own come in parts
+    kind = _kind_of(func)
+    if kind.answer is not None:
+        return kind.answer(recording, *args, **kwargs)
+    if kind.composite:  # met inside a decomposition; the program's own come in parts
         return func.decompose(*args, **kwargs)
-    if func._schema.is_mutable:
+    if kind.writes:
         return _write(recording, func, args, kwargs)
-    if func in composites.LISTS:
-        return composites.LISTS[func](recording, *args, **kwargs)
-    if func.is_view and isinstance(args[0], VirtualTensor):
+    if kind.view and isinstance(args[0], VirtualTensor):
         return view(recording, args[0], func, args[1:], kwargs)
     result = composites.attempt(recording, func, args, kwargs)
     if result is not NotImplemented:
         return result
     return recording.shown(recording.compute(func, *recording.values(args, kwargs)))
+
+
+class _Kind(NamedTuple):
+    """What an operator is: its schema and its tags are slow to ask, and so are several tables."""
+
+    answer: Callable[..., Any] | None  # in numbers, or several tensors
+    composite: bool
+    writes: bool
+    view: bool
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
+    answer = _ANSWERS.get(func, composites.LISTS.get(func))
+    return _Kind(answer, composites.is_composite(func), func._schema.is_mutable, func.is_view)
 
 
 def _with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any, given: Any = None) -> Any:

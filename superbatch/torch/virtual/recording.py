@@ -30,10 +30,10 @@ from .calls import (
 )
 from .layout import Part, parts_of
 from .log import Log
-from .plan import Plan, plan
+from .plan import plan
 from .randomness import Randomness
 from .reductions import Joined
-from .rules import find
+from .rules import draws, find
 from .shape_rules import LIKES
 from .store import Store
 from .sweep import run, unchanged
@@ -60,7 +60,7 @@ class Recording:
         paranoid: compare every operation with the same on whole tensors.
 
     Attributes:
-        open: false once the block has ended.
+        open, ending: until the block has ended; from when the program has left it.
         leaves: real tensors that may get a gradient, by id.
         across: what is done together with other ranks, if anything.
     """
@@ -84,7 +84,7 @@ class Recording:
         self.store = store
         self.log = log
         self.paranoid = paranoid
-        self.open = True
+        self.open, self.ending = True, False
         self.leaves: dict[int, Tensor] = {}
         self.across: Across | None = None
         self._shown: weakref.WeakSet[Value] = weakref.WeakSet()
@@ -104,7 +104,7 @@ class Recording:
         if not batch and func.overloadpacket in LIKES:  # of a loss, say, that is not worked out yet
             like = _empty_like(call.tensors[0].meta, call.tensors[0].device)
             return self.given(func(like, *args[1:], **kwargs))
-        random = torch.Tag.nondeterministic_seeded in func.tags and call.argument("dropout_p") != 0.0
+        random = draws(func) and call.argument("dropout_p") != 0.0
         if not batch and (random or all(value.whole is not None for value in call.tensors)):
             return self._spread(call) or self._now(call)
         if random and batch and (self.randomness.as_the_batch or call.argument("generator") is not None):
@@ -129,7 +129,7 @@ class Recording:
                 raise
             return self._now(call)  # its shape depends on numbers, or it does not say
         items = [metas] if isinstance(metas, Tensor) else metas
-        if not all(isinstance(item, (Tensor, type(None))) for item in items):
+        if any(not isinstance(item, Tensor) and item is not None for item in items):
             return self._now(call)
         if recipe is not None:
             results = self.add(call.func, recipe, metas)
@@ -189,11 +189,9 @@ class Recording:
         """
         if value.layout is None:
             return value
-        known = None if value.gathered is None else value.gathered()
-        if known is not None:
+        if value.gathered is not None and (known := value.gathered()) is not None:
             return known
-        layout = value.layout
-        whole = Value(value.meta, value.device)
+        layout, whole = value.layout, Value(value.meta, value.device)
         if value.whole is not None:
             whole.whole, whole.version = value.whole, value.version
         else:
@@ -359,12 +357,14 @@ class Recording:
         writes, self._writes = self._writes, []
         wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
         wanted = [value for value in wanted if value.whole is None]
-        asked_for = [value for value in self._shown if value.asked_for]
+        # Rows that a variable of the program still shows cannot be asked for once the block has ended.
+        asked_for = [] if self.ending else [value for value in self._shown if value.asked_for]
         todo = plan(wanted, asked_for)
         if not self.parts:
-            self.parts = parts_of(
-                self.samples, self.size if isinstance(self.size, int) else self._fitting(todo)
-            )
+            free = memory_limit(self.device).bytes
+            fixed = self.size if isinstance(self.size, int) else None
+            size = fixed or largest_size(todo, self.samples, free, self.store.budget)
+            self.parts = parts_of(self.samples, size)
         for node in todo.meeting:
             self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
         run(todo, self.parts, self.store, self.log)
@@ -372,8 +372,10 @@ class Recording:
             for tensor, value in writes:
                 tensor.copy_(unchanged(self.gathered(value)))
 
-    def _fitting(self, todo: Plan) -> int:
-        return largest_size(todo, self.samples, memory_limit(self.device).bytes, self.store.budget)
+    def end(self) -> None:
+        """Work out what the program may still ask for when it has left the block."""
+        self.ending = True
+        self.work_out(self.pending())
 
     def write_later(self, tensor: Tensor, value: Value) -> None:
         """Write a buffer once its new value is there."""
@@ -386,9 +388,8 @@ class Recording:
 
     def pending(self) -> list[Value]:
         """Return the whole values that the program may still ask for."""
-        return [
-            value for value in self._shown if value.asked_for and value.layout is None and value.whole is None
-        ]
+        shown = [value for value in self._shown if value.asked_for]
+        return [value for value in shown if value.layout is None and value.whole is None]
 
 
 def _has_gradient(value: Value) -> bool:

@@ -96,15 +96,15 @@ class Joined:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._pieces: list[Tensor] = []
+        self._pieces: dict[int, Tensor] = {}
 
     def add(self, part: Part, outputs: list[Any]) -> None:
         """Take the rows of a micro-batch."""
-        self._pieces.append(outputs[0])
+        self._pieces[part.number] = outputs[0]
 
     def result(self) -> list[Tensor]:
         """Return all rows."""
-        return [join(self._pieces, self._layout)]
+        return [join([self._pieces[number] for number in sorted(self._pieces)], self._layout)]
 
 
 class First:

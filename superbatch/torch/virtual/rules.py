@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,10 +53,19 @@ def find(call: Call) -> Recipe | None:
     rows = ROWS.get(func) or ROWS.get(func.overloadpacket)
     if rows is not None:
         return _by_row(call, rows)
+    return elementwise(call) if _is_elementwise(func) else None
+
+
+@cache  # tags are slow to ask
+def _is_elementwise(func: Any) -> bool:
     pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE
-    if pointwise and torch.Tag.nondeterministic_seeded not in func.tags:
-        return elementwise(call)
-    return None
+    return pointwise and not draws(func)
+
+
+@cache
+def draws(func: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 # -- rows of the table --------------------------------------------------------------------------------------

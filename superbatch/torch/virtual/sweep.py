@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import WindowError, explain
+from .carried import Carried, worth_carrying
 from .layout import Layout, Part, cut
 from .log import Log
 from .plan import Plan
@@ -29,16 +30,19 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log) -> None:
         WindowError: a tensor that was used has been written since.
     """
     done: set[Node] = set()
+    carried = Carried(plan) if worth_carrying(plan, parts) else None
     with torch.no_grad():
         for number in sorted({*plan.once, *plan.sweeps}):
             for node in plan.once.get(number, ()):
                 _run_once(node)
             nodes = plan.sweeps.pop(number, None)
             if nodes:
-                _Sweep(nodes, number, plan, store).run(parts)
+                again = sum(node in done for node in nodes)
+                ordinary = len(parts) - (carried is not None)
+                _sweep(nodes, number, plan, parts, store, carried, first=not done)
                 log.sweeps += 1
-                log.run += len(nodes) * len(parts)
-                log.repeated += sum(node in done for node in nodes) * len(parts)
+                log.run += len(nodes) * len(parts) - again * (len(parts) - ordinary)
+                log.repeated += again * ordinary
                 done.update(nodes)
 
 
@@ -91,20 +95,77 @@ class _Instruction(NamedTuple):
     whole: list[int]  # which results are reduced
     reduction: Reduction | None
     keeps: list[tuple[int, Kept]]
+    carries: list[tuple[int, Value]]
     frees: list[int]  # registers that nothing reads after it
 
 
-class _Sweep:
+class _Results:
+    """What comes of a sweep: whole results, and rows that are kept."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._reduced: dict[Node, tuple[Reduction, list[int]]] = {}
+        self._kept: dict[Value, Kept] = {}
+
+    def reduction(self, node: Node, whole: list[int]) -> Reduction:
+        """Return what combines the whole outputs of a node."""
+        if node not in self._reduced:
+            assert node.reduce is not None
+            self._reduced[node] = node.reduce(), whole
+        return self._reduced[node][0]
+
+    def kept(self, value: Value) -> Kept:
+        """Return where the rows of a value are kept."""
+        return self._kept.setdefault(value, Kept(self._store))
+
+    def set(self) -> None:
+        """Set what came of it, after the last micro-batch."""
+        for node, (reduction, whole) in self._reduced.items():
+            _set_whole(node, whole, reduction.result())
+        for value, kept in self._kept.items():
+            value.pieces, value.node = kept, None
+
+
+def _sweep(
+    nodes: list[Node],
+    number: int,
+    plan: Plan,
+    parts: Sequence[Part],
+    store: Store,
+    carried: Carried | None,
+    *,
+    first: bool,
+) -> None:
+    results = _Results(store)
+    read = [value.pieces for value, until in plan.kept.items() if until == number]
+    dropped = [kept for kept in read if isinstance(kept, Kept)]
+    programs: dict[Part, _Program] = {}
+    if carried is not None:
+        new = [node for node in nodes if carried.first[node] == number]
+        programs[parts[-1]] = _Program(new, number, plan, results, carried)
+        if not first:  # so that what is carried is let go before the others need memory
+            parts = [parts[-1], *parts[:-1]]
+    ordinary = None
+    for part in parts:
+        program = programs.get(part)
+        if program is None:
+            program = ordinary = ordinary or _Program(nodes, number, plan, results, None)
+        program.run(part)
+        for kept in dropped:
+            kept.drop(part)
+    results.set()
+
+
+class _Program:
     """The operations of one sweep as a program with registers, made once and run for each micro-batch."""
 
-    def __init__(self, nodes: list[Node], number: int, plan: Plan, store: Store) -> None:
-        self._number, self._plan, self._store = number, plan, store
+    def __init__(
+        self, nodes: list[Node], number: int, plan: Plan, results: _Results, carried: Carried | None
+    ) -> None:
+        self._number, self._plan, self._results, self._carried = number, plan, results, carried
         self._slots: dict[tuple[int, Layout | None], int] = {}
         self._registers: list[Any] = []  # as they are before each micro-batch
         self._last_reader: dict[int, int] = {}
-        self._kept: dict[Value, Kept] = {}
-        self._dropped: list[Kept] = []
-        self._reduced: list[tuple[Node, Reduction, list[int]]] = []
         self._program = [self._instruction(node, position) for position, node in enumerate(nodes)]
         for slot, position in self._last_reader.items():
             self._program[position].frees.append(slot)
@@ -122,15 +183,13 @@ class _Sweep:
     def _instruction(self, node: Node, position: int) -> _Instruction:
         loads: list[_Load] = []
         inputs = [self._input(operand, position, loads) for operand in node.operands]
-        outputs, keeps = self._outputs(node, position)
+        outputs, keeps, carries = self._outputs(node, position)
         whole = [index for index, layout in enumerate(node.layouts) if layout is None]
         reduction = None
         if whole and self._plan.stage[node] == self._number:
-            assert node.reduce is not None
-            reduction = node.reduce()
-            self._reduced.append((node, reduction, whole))
+            reduction = self._results.reduction(node, whole)
         single = len(node.layouts) == 1
-        return _Instruction(node.run, loads, inputs, single, outputs, whole, reduction, keeps, [])
+        return _Instruction(node.run, loads, inputs, single, outputs, whole, reduction, keeps, carries, [])
 
     def _input(self, operand: Operand, position: int, loads: list[_Load]) -> int:
         value, layout = operand
@@ -139,16 +198,16 @@ class _Sweep:
             self._registers[slot] = unchanged(value)
             return slot
         if new:
-            assert value.there, "what a sweep reads is worked out before it, or in it"
             loads.append(_Load(slot, value, layout))
-            if isinstance(value.pieces, Kept) and self._plan.kept.get(value) == self._number:
-                self._dropped.append(value.pieces)
         self._last_reader[slot] = position
         return slot
 
-    def _outputs(self, node: Node, position: int) -> tuple[list[tuple[int, int]], list[tuple[int, Kept]]]:
+    def _outputs(
+        self, node: Node, position: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, Kept]], list[tuple[int, Value]]]:
         outputs: list[tuple[int, int]] = []
         keeps: list[tuple[int, Kept]] = []
+        carries: list[tuple[int, Value]] = []
         for index, (output, layout) in enumerate(zip(node.outputs, node.layouts, strict=True)):
             value = output()
             if layout is None or value is None or value.there:
@@ -157,24 +216,28 @@ class _Sweep:
             self._last_reader[slot] = position
             outputs.append((index, slot))
             if value in self._plan.kept:
-                self._kept[value] = Kept(self._store)
-                keeps.append((slot, self._kept[value]))
-        return outputs, keeps
+                keeps.append((slot, self._results.kept(value)))
+            if self._carried is not None and value in self._carried.until:
+                carries.append((slot, value))
+        return outputs, keeps, carries
 
-    def run(self, parts: Sequence[Part]) -> None:
-        """Run the program for each micro-batch, and set what comes of it."""
-        for part in parts:
-            self._run(part)
-        for node, reduction, whole in self._reduced:
-            _set_whole(node, whole, reduction.result())
-        for value, kept in self._kept.items():
-            value.pieces, value.node = kept, None
-
-    def _run(self, part: Part) -> None:
+    def run(self, part: Part) -> None:
+        """Run the program for a micro-batch."""
         registers = self._registers.copy()
-        for run, loads, inputs, single, outputs, whole, reduction, keeps, frees in self._program:
+        for (
+            run,
+            loads,
+            inputs,
+            single,
+            outputs,
+            whole,
+            reduction,
+            keeps,
+            carries,
+            frees,
+        ) in self._program:
             for slot, source, layout in loads:
-                registers[slot] = _rows(source, layout, part)
+                registers[slot] = self._rows(source, layout, part)
             result = run(part, [registers[slot] for slot in inputs])
             results = (result,) if single else result
             for index, slot in outputs:
@@ -184,13 +247,16 @@ class _Sweep:
             del result, results  # else they would live until the next operation has run
             for slot, kept in keeps:
                 kept.put(part, registers[slot])
+            for slot, value in carries:
+                assert self._carried is not None
+                self._carried.rows[value] = registers[slot]
             for slot in frees:
                 registers[slot] = None
-        for kept in self._dropped:
-            kept.drop(part)
 
-
-def _rows(value: Value, layout: Layout, part: Part) -> Tensor:
-    if value.pieces is not None:
-        return value.pieces.get(part)
-    return cut(unchanged(value), layout, part)
+    def _rows(self, value: Value, layout: Layout, part: Part) -> Tensor:
+        if value.pieces is not None:
+            return value.pieces.get(part)
+        if value.whole is not None:
+            return cut(unchanged(value), layout, part)
+        assert self._carried is not None, "what a sweep reads is worked out before it, or in it"
+        return self._carried.take(value, self._number)

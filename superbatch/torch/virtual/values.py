@@ -130,7 +130,7 @@ class Reduction(Protocol):
     """How whole outputs come from those of the micro-batches."""
 
     def add(self, part: Part, outputs: list[Any]) -> None:
-        """Take the outputs of one micro-batch; they come in order."""
+        """Take the outputs of one micro-batch; they come in any order."""
         ...
 
     def result(self) -> list[Any]:
