@@ -35,6 +35,42 @@ def to_device(microbatch: Any, device: torch.device | None) -> Any:
     )
 
 
+class SideStream:
+    """Copies to a device beside its computation; on other devices than CUDA they are ordinary ones.
+
+    Args:
+        device: where to.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._stream: Any = None
+
+    def beside(self, *, after_computation: bool = False) -> AbstractContextManager[Any]:
+        """Return a context whose copies run beside the computation.
+
+        Args:
+            after_computation: what was computed until now is what is to be copied.
+        """
+        if self._device is None or self._device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        if after_computation:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def hand_over(self, copy: Any) -> None:
+        """Let the computation wait for the copy, and keep its memory until the computation is through."""
+        if self._stream is None:
+            return
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._stream)
+        for leaf in tree_leaves(copy):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
+                leaf.record_stream(computing)
+
+
 class Transfer:
     """Hands out micro-batches on a device, and has the next one copied meanwhile.
 
@@ -50,7 +86,7 @@ class Transfer:
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self._stream: Any = None
+        self._side = SideStream(device)
         self._ahead: list[tuple[Any, Any]] = []  # at most one: where it came from, and the copy
 
     def take(self, microbatches: Sequence[Any], index: int) -> Any:
@@ -66,10 +102,10 @@ class Transfer:
         source, copy = self._ahead.pop() if self._ahead else (None, None)
         if source is not microbatches[index]:  # the first one, or cut otherwise meanwhile
             copy = to_device(microbatches[index], device)
-        elif self._stream is not None:
-            self._hand_over(copy)
+        else:
+            self._side.hand_over(copy)
         if index + 1 < len(microbatches):
-            with self._beside():
+            with self._side.beside():
                 self._ahead.append((microbatches[index + 1], self._copied(microbatches[index + 1])))
         return copy
 
@@ -81,25 +117,11 @@ class Transfer:
         device = self._device
         if device is not None and device.type == "cuda":
             # From pageable memory a copy would wait for the device, and the device for it.
-            microbatch = map_arrays(_pinned, microbatch)
+            microbatch = map_arrays(pinned, microbatch)
         return to_device(microbatch, device)
 
-    def _beside(self) -> AbstractContextManager[Any]:
-        if self._device is None or self._device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return torch.cuda.stream(self._stream)
 
-    def _hand_over(self, copy: Any) -> None:
-        """Let the computation wait for the copy, and keep its memory until the computation is through."""
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_stream(self._stream)
-        for leaf in tree_leaves(copy):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cuda":
-                leaf.record_stream(computing)
-
-
-def _pinned(leaf: Any) -> Any:
+def pinned(leaf: Any) -> Any:
+    """Return a tensor of the host's memory in memory that a GPU copies from by itself; else what is given."""
     on_host = isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.layout is torch.strided
     return leaf.pin_memory() if on_host else leaf

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superbatch.report.memory import Limit
 from superbatch.torch import virtual_batch
 from superbatch.torch.memory import peak_bytes
+from superbatch.torch.virtual.ahead import Ahead
 
 MIB = 2**20
 
@@ -250,6 +251,53 @@ def test_auto_counts_what_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
         assert peak - given <= 0.85 * share * whole, counts  # a fifth is left for what nobody counts
     assert counts == sorted(counts)
     assert counts[0] == 1 and counts[-1] > 8 and any(1 < count <= 8 for count in counts)
+
+
+# ---- rows come from the host one ahead (on a device that is made up: no GPU was at hand)
+
+
+class Noted(Ahead):
+    """Brings rows from the host, which is the same memory, and notes whether they were under way."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.under_way: list[Any] = []
+        self.found: list[bool] = []
+
+    def fetch(self, key: Any, rows: Tensor) -> Tensor:
+        self.found.append(self.under_way == [key])
+        self.under_way.clear()
+        return super().fetch(key, rows)
+
+    def begin(self, key: Any, rows: Tensor) -> None:
+        assert not self.under_way, "one at a time"
+        self.under_way.append(key)
+        self._coming = key, rows.clone()
+
+
+@pytest.mark.parametrize(("train", "size"), [(run, 8), (run, 2), (contrasted, 8), (contrasted, 2)])
+def test_what_a_sweep_reads_next_is_under_way(train: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, report = train(32, size)
+    ahead = Noted()
+    monkeypatch.setattr("superbatch.torch.virtual.store.Ahead", lambda device: ahead)
+    monkeypatch.setattr("superbatch.torch.virtual.store.ELSEWHERE", {"cpu"})
+    found, _ = train(32, size)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(ahead.found) > report.microbatches, "premise"
+    assert ahead.found.count(False) <= report.sweeps, "only what a sweep reads first"
+    assert not ahead.under_way, "nothing was brought for nothing"
+
+
+def test_rows_are_copied_once() -> None:
+    ahead, rows = Ahead(torch.device("meta")), torch.zeros(3)
+    ahead.begin("a", rows)
+    assert ahead._coming is not None
+    coming = ahead._coming[1]
+    assert coming.is_meta and ahead.fetch("a", rows) is coming
+    ahead.begin("a", rows)
+    assert ahead.fetch("b", rows[:2]).shape == (2,) and ahead._coming is None
+    ahead.begin("c", torch.zeros(3, device="meta"))
+    assert ahead._coming is None, "it lies there already"
 
 
 def test_a_real_limit_in_this_process_is_read() -> None:

@@ -227,7 +227,7 @@ def _source(tensor: Tensor, recording: Recording) -> Value:
     if tensor.device == recording.device:
         recording.read(value, tensor.detach())
     else:
-        value.pieces = Sliced(tensor.detach(), Layout(0), recording.device)
+        value.pieces = Sliced(tensor.detach(), Layout(0))
     return value
 
 

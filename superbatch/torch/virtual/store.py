@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .ahead import Ahead
 from .layout import Part
+
+ELSEWHERE = {"cuda", "xpu", "mps"}  # devices whose memory is not the host's
 
 
 class Store:
@@ -19,6 +22,7 @@ class Store:
     Attributes:
         on_device, on_host: bytes that are kept now.
         most_on_device, most_on_host: the most at a time.
+        ahead: brings rows to the device; None where there is no other place.
     """
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
@@ -26,6 +30,7 @@ class Store:
         self.budget = budget
         self.on_device = self.on_host = 0
         self.most_on_device = self.most_on_host = 0
+        self.ahead = Ahead(device) if device.type in ELSEWHERE else None
 
     def keep(self, piece: Tensor) -> tuple[Tensor, bool]:
         """Return the rows, where they are to be kept, and whether that is the host."""
@@ -43,10 +48,6 @@ class Store:
             self.on_device += piece.nbytes
             self.most_on_device = max(self.most_on_device, self.on_device)
         return piece, host
-
-    def fetch(self, piece: Tensor) -> Tensor:
-        """Return rows that were kept, on the device."""
-        return piece.to(self._device, non_blocking=True)
 
     def forget(self, piece: Tensor, host: bool) -> None:
         """Count rows that are kept no longer."""
@@ -72,8 +73,8 @@ class Kept:
         self._pieces[part.number] = self._store.keep(piece)
 
     def get(self, part: Part) -> Tensor:
-        """Return the rows."""
-        return self._store.fetch(self._pieces[part.number][0])
+        """Return the rows, where they are kept."""
+        return self._pieces[part.number][0]
 
     def drop(self, part: Part) -> None:
         """Forget the rows: nothing reads them again."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import WindowError, explain
+from .ahead import Ahead
 from .carried import Carried, worth_carrying
 from .layout import Layout, Part, cut
 from .log import Log
@@ -84,6 +86,7 @@ class _Load(NamedTuple):
     slot: int
     source: Value
     layout: Layout  # of the rows
+    place: int  # in what the program reads
 
 
 class _Instruction(NamedTuple):
@@ -139,18 +142,19 @@ def _sweep(
     results = _Results(store)
     read = [value.pieces for value, until in plan.kept.items() if until == number]
     dropped = [kept for kept in read if isinstance(kept, Kept)]
-    programs: dict[Part, _Program] = {}
+    programs: list[tuple[Part, _Program]] = []
+    if carried is None or len(parts) > 1:
+        ordinary = _Program(nodes, number, plan, results, None)
+        programs = [(part, ordinary) for part in parts]
     if carried is not None:
         new = [node for node in nodes if carried.first[node] == number]
-        programs[parts[-1]] = _Program(new, number, plan, results, carried)
-        if not first:  # so that what is carried is let go before the others need memory
-            parts = [parts[-1], *parts[:-1]]
-    ordinary = None
-    for part in parts:
-        program = programs.get(part)
-        if program is None:
-            program = ordinary = ordinary or _Program(nodes, number, plan, results, None)
-        program.run(part)
+        # First where something is carried, so that it is let go before the others need memory.
+        programs[-1:] = []
+        programs.insert(
+            len(parts) if first else 0, (parts[-1], _Program(new, number, plan, results, carried))
+        )
+    for (part, program), following in zip_longest(programs, programs[1:]):
+        program.run(part, store.ahead, None if following is None else following[1].first_read(following[0]))
         for kept in dropped:
             kept.drop(part)
     results.set()
@@ -166,6 +170,7 @@ class _Program:
         self._slots: dict[tuple[int, Layout | None], int] = {}
         self._registers: list[Any] = []  # as they are before each micro-batch
         self._last_reader: dict[int, int] = {}
+        self._read: list[Value] = []  # rows that are there, and may lie in the host's memory
         self._program = [self._instruction(node, position) for position, node in enumerate(nodes)]
         for slot, position in self._last_reader.items():
             self._program[position].frees.append(slot)
@@ -198,7 +203,9 @@ class _Program:
             self._registers[slot] = unchanged(value)
             return slot
         if new:
-            loads.append(_Load(slot, value, layout))
+            loads.append(_Load(slot, value, layout, len(self._read)))
+            if value.pieces is not None:
+                self._read.append(value)
         self._last_reader[slot] = position
         return slot
 
@@ -221,8 +228,18 @@ class _Program:
                 carries.append((slot, value))
         return outputs, keeps, carries
 
-    def run(self, part: Part) -> None:
-        """Run the program for a micro-batch."""
+    def first_read(self, part: Part) -> tuple[Value, Part] | None:
+        """Return the rows that the program reads first, if any are there before it runs."""
+        return (self._read[0], part) if self._read else None
+
+    def run(self, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None) -> None:
+        """Run the program for a micro-batch.
+
+        Args:
+            part: the micro-batch.
+            ahead: brings rows from the host.
+            following: what is read first afterwards.
+        """
         registers = self._registers.copy()
         for (
             run,
@@ -236,8 +253,8 @@ class _Program:
             carries,
             frees,
         ) in self._program:
-            for slot, source, layout in loads:
-                registers[slot] = self._rows(source, layout, part)
+            for load in loads:
+                registers[load.slot] = self._rows(load, part, ahead, following)
             result = run(part, [registers[slot] for slot in inputs])
             results = (result,) if single else result
             for index, slot in outputs:
@@ -253,10 +270,21 @@ class _Program:
             for slot in frees:
                 registers[slot] = None
 
-    def _rows(self, value: Value, layout: Layout, part: Part) -> Tensor:
+    def _rows(
+        self, load: _Load, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None
+    ) -> Tensor:
+        value = load.source
         if value.pieces is not None:
-            return value.pieces.get(part)
+            rows = value.pieces.get(part)
+            if ahead is None:
+                return rows.to(value.device)
+            rows = ahead.fetch((value, part), rows)
+            last = load.place + 1 == len(self._read)
+            then = following if last else (self._read[load.place + 1], part)
+            if then is not None and then[0].pieces is not None:
+                ahead.begin(then, then[0].pieces.get(then[1]))
+            return rows
         if value.whole is not None:
-            return cut(unchanged(value), layout, part)
+            return cut(unchanged(value), load.layout, part)
         assert self._carried is not None, "what a sweep reads is worked out before it, or in it"
         return self._carried.take(value, self._number)

@@ -35,7 +35,7 @@ class Pieces(Protocol):
     """The rows of each micro-batch of a value that is there."""
 
     def get(self, part: Part) -> Tensor:
-        """Return the rows of a micro-batch, on the device."""
+        """Return the rows of a micro-batch, where they lie."""
         ...
 
 
@@ -44,11 +44,10 @@ class Sliced(NamedTuple):
 
     tensor: Tensor
     layout: Layout
-    device: torch.device
 
     def get(self, part: Part) -> Tensor:
-        """Cut the rows out, and copy them to the device."""
-        return cut(self.tensor, self.layout, part).to(self.device, non_blocking=True)
+        """Cut the rows out."""
+        return cut(self.tensor, self.layout, part)
 
 
 class Value:
