@@ -156,7 +156,12 @@ def _draw_curves(
         where = blended_transform_factory(axes.transData, axes.transAxes)
         axes.plot(ends, [0.985] * len(ends), "x", color=colour, markersize=5, transform=where)
     axes.set_ylabel("training loss, smoothed")
-    axes.set_title("Mean and range of the surveys; x: stopped", fontsize=10, loc="left", color=theme.ink)
+    axes.set_title(
+        "Mean and range of the surveys; crosses at the top: where one stopped",
+        fontsize=10,
+        loc="left",
+        color=theme.ink,
+    )
     _limit(axes, drawn)
     if drawn:
         axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="lower left", handlelength=3.4)

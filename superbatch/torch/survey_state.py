@@ -137,7 +137,10 @@ def _keep_attributes(thing: Any, undo: ExitStack) -> None:
     undo.callback(_as_it_was, attributes, dict(attributes))
     _keep_numbers(attributes, undo)
     for table in attributes.values():
-        if type(table) is dict:
+        if isinstance(table, dict):
+            for inner in table.values():
+                if isinstance(inner, dict):  # what a scaler knows of each optimizer
+                    undo.callback(_as_it_was, inner, dict(inner))
             undo.callback(_as_it_was, table, dict(table))
 
 
