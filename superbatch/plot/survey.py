@@ -30,8 +30,17 @@ from superbatch.report.survey_text import NAMES, headline, title_of
 from superbatch.report.surveys import SurveyArm, Surveys
 from superbatch.survey_ramp import to_axis
 
-SPLITS = ((BLUE, "solid"), (GREEN, (0, (5, 2))), (SKY, (0, (2, 1.5))), (PURPLE, (0, (6, 2, 1, 2))))
-WRONG = ((VERMILION, (0, (3, 1.5))), (ORANGE, (0, (3, 1.5))), (PURPLE, (0, (1, 1))))
+SPLITS: tuple[tuple[str, Any], ...] = (
+    (BLUE, "solid"),
+    (GREEN, (0, (5, 2))),
+    (SKY, (0, (2, 1.5))),
+    (PURPLE, (0, (6, 2, 1, 2))),
+)
+WRONG: tuple[tuple[str, Any], ...] = (
+    (VERMILION, (0, (3, 1.5))),
+    (ORANGE, (0, (3, 1.5))),
+    (PURPLE, (0, (1, 1))),
+)
 ABOVE = 1.2
 """The axis ends so far above the first points, in units of the fall from there to the lowest."""
 
@@ -119,10 +128,12 @@ def _styles(arms: Sequence[SurveyArm], theme: Theme) -> list[tuple[str, Any, flo
         elif arm.claim == "again":
             styles.append((theme.ink, (0, (1, 1)), 1.4))
         elif arm.claim in ("wrong", "other"):
-            styles.append((*WRONG[wrong % len(WRONG)], 1.6))
+            colour, dashes = WRONG[wrong % len(WRONG)]
+            styles.append((colour, dashes, 1.6))
             wrong += 1
         else:
-            styles.append((*SPLITS[splits % len(SPLITS)], max(1.4, 2.6 - 0.5 * splits)))
+            colour, dashes = SPLITS[splits % len(SPLITS)]
+            styles.append((colour, dashes, max(1.4, 2.6 - 0.5 * splits)))
             splits += 1
     return styles
 

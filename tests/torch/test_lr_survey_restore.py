@@ -45,8 +45,7 @@ class Net(nn.Module):
         if self.training:
             self.calls += 1
             self.notes.append("called")
-            assert isinstance(self.seen, Tensor)
-            self.seen += len(x)
+            self.get_buffer("seen").add_(len(x))
         return self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
 
 
@@ -126,7 +125,7 @@ class Training:
         found["scale"] = None if self.scaler._scale is None else float(self.scaler._scale)
         found["loader"] = generator.get_state()
         found["notes"] = list(self.model.notes)
-        found["seen"] = self.model.seen.clone()
+        found["seen"] = self.model.get_buffer("seen").clone()
         found["first"] = self.accumulate._first
         return found
 
