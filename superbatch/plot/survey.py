@@ -100,9 +100,19 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     plain_axes(axes, theme)
     axes.set_xscale("log")
     x = [to_axis(report.what, value) for value in report.values]
-    axes.plot(x, report.losses, ".", color=theme.faint, markersize=5, label="each window, before its update")
+    axes.plot(
+        x,
+        report.losses,
+        ".",
+        color=theme.ink,
+        alpha=0.35,
+        markersize=5,
+        label="each window, before its update",
+    )
     axes.plot(x, report.smooth, color=BLUE, linewidth=2, label="smoothed")
     _limit(axes, [report.smooth])
+    if report.losses:
+        axes.set_ylim(bottom=min(axes.get_ylim()[0], *report.losses))
     found = report.suggestions
     marks = (("valley", found.valley, GREEN), ("minimum / 10", found.minimum, PURPLE))
     for name, value, colour in marks:

@@ -199,27 +199,26 @@ def _of_wrong(arm: SurveyArm) -> str:
     if arm.alike is None:
         return f"{arm.name}: not tested."
     if arm.alike:
-        return f"{arm.name}: NOT told apart from the real batch, though it should be."
-    failed = [
-        name
-        for name, test in (("the curve", arm.curve), ("the suggestion", arm.suggested))
-        if test is not None and not test.equivalent
-    ]
-    return f"{arm.name}: told apart, as it should be, by {' and '.join(failed)}."
+        return f"{arm.name}: FOUND ALIKE, though it is wrong."
+    return f"{arm.name}: wrong, and not found alike ({_tests(arm)})."
 
 
 def _of_other(arm: SurveyArm) -> str:
     if arm.alike is None:
         return f"{arm.name}: not tested."
-    how = (
-        "not told apart from the real batch"
-        if arm.alike
-        else "told apart from the real batch, but not by far"
-    )
+    found = "found alike all the same" if arm.alike else "not found alike"
+    return f"{arm.name}: another batch, {found} ({_tests(arm)})."
+
+
+def _tests(arm: SurveyArm) -> str:
     curve, rate = arm.curve, arm.suggested
     assert curve is not None
     assert rate is not None
-    return f"{arm.name}: another batch, {how} (curve p {_p(curve.p_value)}, suggestion p {_p(rate.p_value)})."
+    words = [
+        f"{name} {_yes(p=test.p_value, equivalent=test.equivalent)}"
+        for name, test in (("curve:", curve), ("suggestion:", rate))
+    ]
+    return "; ".join(words)
 
 
 def _needed(arms: Sequence[SurveyArm]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from ..errors import WindowError, explain
 from .accumulator import Accumulator
 from .auto import AutoSize
-from .reserve import Reserve
 from .sizing import Fixed
 
 
@@ -46,10 +45,13 @@ def shadow_of(accumulator: Accumulator) -> Accumulator:
                 "finish the window first, or discard() it",
             )
         )
-    reserve = Reserve(plan.models, plan.step.optimizers, accumulator._owned)
-    reserve.tight = plan.reserve.tight
     shadow = copy.copy(accumulator)
-    shadow._plan = replace(plan, step=replace(plan.step, schedulers=()), reserve=reserve, until_next=[])
+    shadow._plan = replace(
+        plan,
+        step=replace(plan.step, schedulers=()),
+        reserve=copy.copy(plan.reserve),  # it knows what a first update needs, if there has been one
+        until_next=[],
+    )
     shadow._places = copy.copy(accumulator._places)
     shadow._whole = copy.copy(accumulator._whole)
     shadow._sizing = _sizing_like(accumulator)
