@@ -14,9 +14,9 @@ from .sizing import Fixed
 def shadow_of(accumulator: Accumulator) -> Accumulator:
     """Return an accumulator that makes the same updates and leaves no trace in the given one.
 
-    It has no scheduler: the user's must not move, nor set the surveyed rate. It begins with the sizes that
-    were found out so far, checks the statement on its first window if that has not been done, and counts its
-    own updates.
+    It has no scheduler: the user's must not move, nor set the surveyed rate; and no noise meter. It begins
+    with the sizes that were found out so far, checks the statement on its first window if that has not been
+    done, and counts its own updates.
 
     Args:
         accumulator: of the user.
@@ -51,6 +51,7 @@ def shadow_of(accumulator: Accumulator) -> Accumulator:
         step=replace(plan.step, schedulers=()),
         reserve=copy.copy(plan.reserve),  # it knows what a first update needs, if there has been one
         until_next=[],
+        noise=None,  # that of rates which training will not use
     )
     shadow._places = copy.copy(accumulator._places)
     shadow._whole = copy.copy(accumulator._whole)

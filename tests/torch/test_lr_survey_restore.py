@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from superbatch.noise import NoiseMeter
 from superbatch.torch import (
     Accumulator,
     Window,
     fp32_masters,
     lr_survey,
+    survey_shadow,
     survey_state,
     windows,
 )
@@ -88,6 +90,7 @@ class Training:
             masters=masters,
             batchnorm="per_microbatch",
             max_grad_norm=1.0,
+            noise=NoiseMeter(every=2),
         )
         self.train(self.started)
 
@@ -239,6 +242,12 @@ def shadow_that_counts(accumulator: Accumulator) -> Accumulator:
     return accumulator
 
 
+def shadow_with_a_meter(accumulator: Accumulator) -> Accumulator:
+    shadow = survey_shadow.shadow_of(accumulator)
+    shadow._plan = replace(shadow._plan, noise=accumulator._plan.noise)
+    return shadow
+
+
 def forget_the_state(optimizer: torch.optim.Optimizer, undo: Any) -> None:
     optimizer.state.clear()
 
@@ -277,6 +286,7 @@ MUTANTS: dict[str, tuple[Any, str, Any, str, str]] = {
     "loader": (module, "keep_position", keep_nothing, "in training", "'loader'"),
     "counters and scheduler": (module, "shadow_of", shadow_that_counts, "in training", "StepLR"),
     "counter": (module, "shadow_of", shadow_that_counts, "in training", "updates"),
+    "noise meter": (module, "shadow_of", shadow_with_a_meter, "in training", "noise"),
     "first check": (module, "shadow_of", shadow_that_counts, "before training", "first"),
 }
 
