@@ -112,7 +112,8 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     axes.plot(x, report.smooth, color=BLUE, linewidth=2, label="smoothed")
     _limit(axes, [report.smooth])
     if report.losses:
-        axes.set_ylim(bottom=min(axes.get_ylim()[0], *report.losses))
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, min(report.losses) - 0.02 * (high - low)), high)
     found = report.suggestions
     marks = (("valley", found.valley, GREEN), ("minimum / 10", found.minimum, PURPLE))
     for name, value, colour in marks:

@@ -17,8 +17,8 @@ class Suggestions:
     Attributes:
         valley: the middle of the longest descent.
         minimum: a tenth of where the curve is lowest.
-        steepest: where the loss falls fastest per decade. It varies by a factor of two to three from one
-            survey to the next: average several.
+        steepest: where the loss falls fastest per decade: close to where training breaks down, and uncertain
+            with noisy batches (average several surveys).
         reason: why there is none; None where there are.
     """
 
