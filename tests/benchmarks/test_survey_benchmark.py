@@ -16,9 +16,3 @@ def test_the_benchmark_of_surveys(tmp_path: Path) -> None:
     assert (row["work"], row["updates"], row["rounds"]) == ("mlp", 12, 3)
     assert 0.3 < row["ratio"] < 3, "not a bound: three rounds on a busy machine"
     assert "mlp, 12 updates" in result.stdout
-
-
-def test_an_unknown_work_is_named() -> None:
-    result = run("survey.py", "--work", "llm")
-    assert result.returncode == 2
-    assert "no work is called 'llm'" in result.stderr

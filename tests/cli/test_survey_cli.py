@@ -1,4 +1,4 @@
-"""`superbatch survey` as a user meets it: flags, files, messages, exit codes, terminals, and Ctrl-C."""
+"""`superbatch survey` as a user meets it: flags, files, messages, exit codes, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from superbatch.report.json import from_json
 from superbatch.report.surveys import Surveys
 from superbatch.studies import survey_arms
 from tests.cli import commands
-from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal
+from tests.cli.commands import PLANE, PNG, first_line
 
 QUICK = ("--repeats", "2", "--updates", "20", "--splits", "4x5,13/5/2")
 
@@ -143,14 +143,6 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")
-def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path) -> None:
-    code, shown = on_a_terminal(120, "survey", PLANE, *QUICK, "--out", str(tmp_path))
-    assert code == 0, shown
-    assert re.search(r"survey own_recipe.py:plane .+ \d+ %.+left:", shown)
-    assert "1x20 (real batch)" in shown
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -171,8 +171,8 @@ def test_the_whole_study_on_digits() -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> Surveys:
-    """The study of the source, shorter: 10 surveys of 60 points."""
-    return survey("digits", Options(splits="10x10", repeats=10, updates=60, include_wrong=True))
+    """The study of the source, shorter: 6 surveys of 50 points."""
+    return survey("digits", Options(splits="10x10", repeats=6, updates=50, include_wrong=True))
 
 
 def test_wrong_ways_are_told_apart(digits: Surveys) -> None:

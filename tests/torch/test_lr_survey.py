@@ -480,3 +480,25 @@ def test_the_shadow_shares_the_model_and_no_counter() -> None:
     assert shadow._plan.step.max_grad_norm == 0.5
     shadow(rows(4, 1)[0])
     assert (shadow.updates, accumulate.updates, accumulate._first) == (1, 0, True)
+
+
+def test_sums_in_the_momentum_buffer_survey_alike_and_leave_the_buffer_alone() -> None:
+    curves = []
+    for into in ("grad", "momentum"):
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        accumulate = Accumulator(
+            model,
+            sgd,
+            lambda b, model=model: mse(model, b),
+            microbatch_size=4,
+            accumulate_into=into,  # pyright: ignore[reportArgumentType]  (one of the two)
+        )
+        accumulate(rows(10, 1)[0])
+        before = fingerprint(model, sgd, accumulate)
+        buffers = [state["momentum_buffer"] for state in sgd.state.values()]
+        curves.append(lr_survey(accumulate, rows(10, 3), updates=30, high=0.01).losses)
+        assert_unchanged(before, fingerprint(model, sgd, accumulate))
+        now = [state["momentum_buffer"] for state in sgd.state.values()]
+        assert all(a is b for a, b in zip(buffers, now, strict=True))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-11)
