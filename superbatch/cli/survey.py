@@ -155,10 +155,10 @@ def show_report(report: Surveys, console: Console) -> None:
         report: whole or partial.
         console: where to.
     """
-    from superbatch.report.survey_text import conclusions, surveys_table
+    from superbatch.report.survey_text import conclusions, suggestion, surveys_table
 
     print_table(surveys_table(report), console)
-    print_sentences(conclusions(report), console)
+    print_sentences([suggestion(report), *conclusions(report)], console)
 
 
 def _draw(report: Surveys) -> dict[str, bytes]:

@@ -75,12 +75,35 @@ def conclusions(report: Surveys) -> list[str]:
     sentences += [_of_wrong(arm) for arm in _claim(report, "wrong")]
     sentences += [_of_other(arm) for arm in _claim(report, "other")]
     again = _claim(report, "again")
-    if again and again[0].alike is False and all(arm.alike is not True for arm in exact):
+    if exact and again and again[0].alike is False and all(arm.alike is not True for arm in exact):
         sentences.append(
             "The real batch itself, surveyed again, is not shown to be alike: these surveys are too few for "
             f"the tests ({_needed(again)} per arm would do in 4 of 5 studies)."
         )
-    return [*sentences, *report.notes] if sentences else ["Nothing has been surveyed.", *report.notes]
+    if not sentences:
+        done = any(arm.runs for arm in report.arms)
+        sentences = ["No split was surveyed beside the real batch." if done else "Nothing has been surveyed."]
+    return [*sentences, *report.notes]
+
+
+def suggestion(report: Surveys) -> str:
+    """Say which value to begin with, by the surveys of the real batch.
+
+    Args:
+        report: whole or partial.
+    """
+    runs = report.arms[0].runs
+    name, rate = NAMES[report.what], report.arms[0].rate
+    if not runs:
+        return f"No {name} is suggested: nothing has been surveyed."
+    if rate is None:
+        return f"No {name} is suggested: {runs[0].survey.suggestions.reason}."
+    found = (run.survey.suggestions.minimum for run in runs)
+    tenths = sorted(value for value in found if value is not None)
+    return (
+        f"Begin with a {name} of about {rate:.2g} for batches of {report.batch_size} samples: the middle of "
+        f"the longest descent. A tenth of where the loss is lowest: {tenths[len(tenths) // 2]:.2g}."
+    )
 
 
 def headline(report: Surveys) -> str:

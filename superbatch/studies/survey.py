@@ -259,7 +259,8 @@ def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> l
     ]
     if include_wrong:
         longest = max(parts, key=lambda split: len(split.sizes), default=Split(f"{size}x1", (1,) * size))
-        plans.append(SurveyArmPlan(longest, "missing 1/K", "wrong"))
+        if len(longest.sizes) > 1:
+            plans.append(SurveyArmPlan(longest, "missing 1/K", "wrong"))
         others: list[tuple[int, SurveyWay]] = [(size // 10, "another batch"), (size // 2, "another batch")]
         plans += [
             SurveyArmPlan(_whole(other), way, "wrong" if other < size // 2 else "other")

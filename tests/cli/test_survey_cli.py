@@ -46,7 +46,10 @@ def test_table_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture
         "1x2",
         "1x10",
     ]
-    assert lines[10].startswith(
+    assert re.match(
+        r"(Begin with a|No) learning rate (of about [\d.e-]+ for batches of 20|is sugg)", lines[10]
+    )
+    assert lines[11].startswith(
         "4x5 and 13/5/2 survey like the real batch: from the same weights and samples"
     )
     assert lines[-1].startswith("Coinciding curves are weak evidence.")
@@ -58,6 +61,14 @@ def test_table_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not report.partial
     assert report.command["splits"] == "4x5,13/5/2"
     assert report.versions.keys() >= {"superbatch", "torch", "python"}
+
+
+def test_the_real_batch_alone_can_be_surveyed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ("--repeats", "2", "--updates", "40", "--splits", "1x20", "--low", "1e-4", "--high", "3")
+    assert run(PLANE, *arguments, "--out", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^Begin with a learning rate of about 0\.\d+ for batches of 20 samples", shown, re.M)
+    assert "No split was surveyed beside the real batch." in shown
 
 
 def test_json_is_all_that_is_printed(

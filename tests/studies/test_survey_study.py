@@ -13,7 +13,7 @@ import pytest
 from superbatch import InputError, plot
 from superbatch.report.json import from_json, to_json
 from superbatch.report.survey import Survey
-from superbatch.report.survey_text import conclusions, failures, headline, surveys_table
+from superbatch.report.survey_text import conclusions, failures, headline, suggestion, surveys_table
 from superbatch.report.surveys import SurveyArm, Surveys
 from superbatch.studies import survey_arms
 from superbatch.studies.survey import Options, Progress, SurveyInterrupted, survey
@@ -208,6 +208,7 @@ def test_what_is_said_of_it(digits: Surveys) -> None:
     assert any(text.startswith("1x50: another batch, ") for text in said)
     assert said[-1].startswith("Coinciding curves are weak evidence.")
     assert headline(digits).startswith("same weights and samples: curves agree to")
+    assert suggestion(digits).startswith("Begin with a learning rate of about 0.")
     rows = surveys_table(digits).rows
     assert [row[0] for row in rows][:2] == ["1x100 (real batch)", "1x100 again"]
     assert all(len(row) == len(surveys_table(digits).columns) for row in rows)
@@ -266,6 +267,7 @@ def test_a_study_that_is_interrupted_at_once_can_be_shown() -> None:
     report = caught.value.report
     assert headline(report) == "nothing was compared"
     assert conclusions(report)[0] == "Nothing has been surveyed."
+    assert suggestion(report) == "No learning rate is suggested: nothing has been surveyed."
     assert plot.surveys(report).axes
     assert from_json(Surveys, to_json(report)) == report
 
