@@ -16,7 +16,6 @@ from __future__ import annotations
 # pyright: strict
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 
 from .report.survey import Suggestions
 
@@ -109,17 +108,16 @@ def steepest(xs: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def still_falling(smooth: Sequence[float]) -> bool:
-    """Return whether a curve is lowest at its very end: then the ramp ended too low.
+    """Return whether a curve is lowest at its end, among the points left out: then the ramp ended too low.
 
     Args:
         smooth: the smoothed losses.
 
     Examples:
-        >>> still_falling([3.0, 2.0, 1.0]), still_falling([3.0, 1.0, 2.0])
+        >>> still_falling([5.0, 4.0, 3.0, 2.0, 1.0, 1.1]), still_falling([5.0, 4.0, 1.0, 2.0, 3.0, 4.0])
         (True, False)
     """
-    lows = list(accumulate(smooth, min))
-    return len(lows) > 1 and lows[-1] < lows[-2]
+    return bool(smooth) and list(smooth).index(min(smooth)) >= max(1, len(smooth) - LAST)
 
 
 def _none(reason: str) -> Suggestions:

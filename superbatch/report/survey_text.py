@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from superbatch.report.survey import What
 from superbatch.report.surveys import SurveyArm, Surveys
 from superbatch.report.table import Column, Table, difference_text
+from superbatch.survey_suggestions import still_falling
 
 NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight_decay": "weight decay"}
 
@@ -100,9 +101,15 @@ def suggestion(report: Surveys) -> str:
         return f"No {name} is suggested: {runs[0].survey.suggestions.reason}."
     found = (run.survey.suggestions.minimum for run in runs)
     tenths = sorted(value for value in found if value is not None)
+    fell = sum(run.survey.stopped is None and still_falling(run.survey.smooth) for run in runs)
+    further = (
+        " The loss still fell at the end of the ramp: survey up to a higher value."
+        if 2 * fell > len(runs)
+        else ""
+    )
     return (
         f"Begin with a {name} of about {rate:.2g} for batches of {report.batch_size} samples: the middle of "
-        f"the longest descent. A tenth of where the loss is lowest: {tenths[len(tenths) // 2]:.2g}."
+        f"the longest descent. A tenth of where the loss is lowest: {tenths[len(tenths) // 2]:.2g}.{further}"
     )
 
 

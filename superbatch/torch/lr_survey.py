@@ -42,14 +42,14 @@ def lr_survey(
 
     Afterwards all is as before, bit for bit, also after an exception or Ctrl-C: parameters, masters, buffers,
     attributes and modes of the models, `.grad`, optimizer, GradScaler, random state (torch, Python, NumPy),
-    the accumulator's counters and sizes. Schedulers are left alone. So is the position of a loader: the
-    generators of a DataLoader and its samplers, and a loader with `state_dict`, are put back.
+    the accumulator's counters and sizes. Its schedulers and its noise meter are left alone. What is read is
+    put back where it can be: the generators of a DataLoader and its samplers, a loader with `state_dict`.
 
     Args:
         accumulator: of the training, or (model, optimizer, loss_fn) to make one of.
         batches: what the accumulator is called with: a DataLoader or any other iterable that can be begun
             with again (it is, where it ends), or a function that returns an iterator. Not an iterator: it
-            could not be put back. A function hides its loader: give that one's generator no numbers to lose.
+            could not be put back. Nor can a generator of its own that a loader inside a function draws from.
         what: the option that grows: ``"lr"``; ``"momentum"`` (SGD's, Adam's first beta), from `low` to `high`
             with 1 - m falling exponentially; ``"weight_decay"``.
         low: first value; 1e-6 for SGD's rate, 1e-7 for others', 0 for momentum, 1e-6 for weight decay.

@@ -243,6 +243,15 @@ def test_momentum_and_weight_decay(what: Any, high: float) -> None:
     )
 
 
+def test_a_ramp_that_ends_too_low_is_said() -> None:
+    low = survey(own_recipe.plane(), replace(SMALL, splits="1x20", high=0.03, updates=60))
+    assert suggestion(low).endswith(
+        "The loss still fell at the end of the ramp: survey up to a higher value."
+    )
+    far = survey(own_recipe.plane(), replace(SMALL, splits="1x20", high=30.0, updates=60))
+    assert "still fell" not in suggestion(far)
+
+
 def test_an_interrupted_study_keeps_what_is_finished() -> None:
     def interrupt(event: Progress) -> None:
         if event.finished is not None and event.finished[:2] == (1, "1x20"):
