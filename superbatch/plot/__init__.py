@@ -3,3 +3,5 @@
 from .comparing import comparison as comparison
 from .fit import fitting as fitting
 from .style import png as png
+from .survey import one_survey as one_survey
+from .survey import surveys as surveys
