@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from superbatch._version import __version__
+from superbatch.cli.advise import advise
 from superbatch.cli.compare import compare
 from superbatch.cli.fit import fit
 from superbatch.cli.verify import verify
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 
 # One line per command; each lies in a file of its own.
+app.command("advise")(advise)
 app.command("compare")(compare)
 app.command("fit")(fit)
 app.command("verify")(verify)

@@ -13,12 +13,13 @@ from superbatch.cli.printing import write_file
 from superbatch.cli.progress import duration
 
 if TYPE_CHECKING:
+    from superbatch.report.advice import Advice
     from superbatch.report.comparison import Comparison
     from superbatch.report.fitting import Fitting
 
 
 def publish(
-    report: Comparison | Fitting,
+    report: Comparison | Fitting | Advice,
     folder: Path | None,
     *,
     as_json: bool,

@@ -1,5 +1,6 @@
 """Draw reports: a frozen report in, a matplotlib `Figure` out; no pyplot, no window, no global style."""
 
+from .advice import advice as advice
 from .comparing import comparison as comparison
 from .fit import fitting as fitting
 from .style import png as png
