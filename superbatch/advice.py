@@ -11,7 +11,6 @@ from __future__ import annotations
 
 # pyright: strict
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .errors import InputError, explain
@@ -118,12 +117,6 @@ def advise(
     limit: Limit | None = None,
     peak: int | None = None,
     whole: int | None = None,
-    versions: Mapping[str, str] | None = None,
-    command: Mapping[str, str] | None = None,
-    notes: tuple[str, ...] = (),
-    recipe: str | None = None,
-    seconds: float = 0.0,
-    partial: bool = False,
 ) -> Advice:
     """Say whether accumulation pays, from numbers alone.
 
@@ -139,15 +132,9 @@ def advise(
         limit: memory that there is.
         peak: bytes of one micro-batch with the update.
         whole: bytes of the whole batch of a rank in one piece.
-        versions: for the report, as what follows.
-        command: see `Advice`.
-        notes: see `Advice`.
-        recipe: see `Advice`.
-        seconds: see `Advice`.
-        partial: see `Advice`.
 
     Returns:
-        The report.
+        The report; what it has on a run (recipe, versions, ...) is left empty.
 
     Raises:
         InputError: a number cannot be used.
@@ -206,12 +193,6 @@ def advise(
         whole=whole,
         exceptions=EXCEPTIONS,
         uncertainty=UNCERTAINTY,
-        recipe=recipe,
-        seconds=seconds,
-        partial=partial,
-        versions=dict(versions or {}),
-        command=dict(command or {}),
-        notes=notes,
     )
 
 

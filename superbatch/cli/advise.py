@@ -123,13 +123,7 @@ def advise(
         data=data,
     )
     report = measure(recipe, options)
-    publish(
-        report,
-        folder,
-        as_json=as_json,
-        show=lambda console: show_report(report, console),
-        draw=lambda: _draw(report),
-    )
+    _publish(report, folder, as_json=as_json)
     raise typer.Exit(INTERRUPTED if report.partial else 0)
 
 
@@ -171,6 +165,16 @@ def show_report(report: Advice, console: Console) -> None:
             print_table(table, console)
             print(file=console.file)
     print_sentences(findings(report), console)
+
+
+def _publish(report: Advice, folder: Path | None, *, as_json: bool) -> None:
+    publish(
+        report,
+        folder,
+        as_json=as_json,
+        show=lambda console: show_report(report, console),
+        draw=lambda: _draw(report),
+    )
 
 
 def _draw(report: Advice) -> dict[str, bytes]:

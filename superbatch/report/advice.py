@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # pyright: strict
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from superbatch.report.memory import Limit
@@ -128,8 +128,8 @@ class Advice:
     recipe: str | None = None
     seconds: float = 0.0
     partial: bool = False
-    versions: dict[str, str]
-    command: dict[str, str]
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    command: dict[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
 
     @property

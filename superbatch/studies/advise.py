@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -301,7 +301,7 @@ def _report(found: _Found, start: float, *, partial: bool) -> Advice:
     notes = found.notes
     if isinstance(found.noise, Noise) and found.noise.reason is not None:
         notes += (f"No noise scale was found: {found.noise.reason}.",)
-    return judge(
+    report = judge(
         microbatch_size=asked_for.microbatch_size,
         accumulation_steps=asked_for.accumulation_steps,
         noise=noise,
@@ -313,6 +313,9 @@ def _report(found: _Found, start: float, *, partial: bool) -> Advice:
         limit=found.limit,
         peak=found.peak,
         whole=found.whole,
+    )
+    return replace(
+        report,
         versions={
             "superbatch": __version__,
             "torch": torch.__version__,
