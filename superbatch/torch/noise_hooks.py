@@ -1,54 +1,24 @@
 """What each micro-batch's own gradient measures, seen on its way into the sum.
 
 A hook on a leaf sees what autograd is about to add to ``.grad`` (a hook after the addition would see the
-running sum): no second backward, and no copy of the gradient beyond small parameters'.
+running sum): no second backward, and no copy of a gradient.
 
-* Small gradients are kept till some are there, and measured together: that many calls would take longer than
-  the numbers in them.
-* Large ones are measured at once, and not kept. One that comes in several parts (a reentrant checkpoint, or
-  two losses of one micro-batch) cannot be measured like that: from the next window on its parts are kept.
+A gradient may come in several parts: from a reentrant checkpoint, or from two losses of one micro-batch. Its
+norm is not known from those of its parts, so from the next window on its parts are kept till all are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from .gradients import LOW_PRECISION, Gradients, Owned, values
 from .in_grad import InGrad
 
-KEPT_BYTES = 1 << 20
-"""So many bytes of small gradients are kept at most, over some micro-batches."""
-
-SMALL_BYTES = 1 << 17
-"""Below, a gradient is small."""
-
-
-class Layout:
-    """Which gradients are kept, and which belong together.
-
-    Args:
-        owned: the parameters.
-        groups: the parameter group of each, as a number.
-        parts: parameters whose gradients are known to come in parts.
-    """
-
-    def __init__(self, owned: Sequence[Owned], groups: Sequence[int], parts: set[Tensor]) -> None:
-        self.parameters = [entry.parameter for entry in owned]
-        self.groups = list(groups)
-        self.kept = [p.nbytes < SMALL_BYTES or p in parts for p in self.parameters]
-        small = [p.nbytes for p, kept in zip(self.parameters, self.kept, strict=True) if kept]
-        self.bytes = sum(small)
-        buckets: dict[Any, list[int]] = {}
-        for place, (parameter, kept) in enumerate(zip(self.parameters, self.kept, strict=True)):
-            if kept:
-                buckets.setdefault((groups[place], parameter.device, parameter.dtype), []).append(place)
-        self.buckets = [(key[0], places) for key, places in buckets.items()]
-        self.large = [place for place, kept in enumerate(self.kept) if not kept]
+IN_PARTS = "a gradient came in parts, which are put together from the next window on"
 
 
 class _Row(NamedTuple):
@@ -57,47 +27,50 @@ class _Row(NamedTuple):
     Attributes:
         microbatch: its position.
         factor: that its gradient has yet to be multiplied by.
-        parts: for each parameter its gradient, in as many parts as it came.
+        parts: for each parameter the norm of its gradient, or the gradient itself where it comes in parts; in
+            as many parts as came.
     """
 
     microbatch: int
     factor: float
-    parts: list[tuple[Tensor, ...]]
+    parts: list[tuple[float | Tensor, ...]]
 
 
 class SeenGradients:
     """``|w_i g_i|^2`` of the micro-batches of one window, per parameter group.
 
     Args:
-        layout: of the parameters.
-        parts: where parameters are noted whose gradients come in parts.
+        owned: the parameters.
+        groups: the parameter group of each, as a number.
+        in_parts: parameters whose gradients are known to come in parts; those that turn out to are added.
+
+    Attributes:
+        reason: why the window cannot be measured; None: it can.
     """
 
-    def __init__(self, layout: Layout, parts: set[Tensor]) -> None:
-        self._layout = layout
-        self._parts = parts
-        self._slots: list[list[Tensor]] = [[] for _ in layout.parameters]
+    def __init__(self, owned: Sequence[Owned], groups: Sequence[int], in_parts: set[Tensor]) -> None:
+        self._parameters = [entry.parameter for entry in owned]
+        self._groups = groups
+        self._in_parts = in_parts
+        self._kept = [parameter in in_parts for parameter in self._parameters] if in_parts else None
+        self._slots: list[list[float | Tensor]] = [[] for _ in self._parameters]
         self._undo: list[Callable[[], None]] = []
-        self._norms: list[tuple[int, int, float, Tensor]] = []  # micro-batch, group, factor, norm
-        self.restart()
         self.reason: str | None = None
+        self.restart()
 
     def open(self) -> None:
         """Put the hooks on."""
-        for parameter, slot, kept in zip(
-            self._layout.parameters, self._slots, self._layout.kept, strict=True
-        ):
+        for place, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
             had_none = parameter._backward_hooks is None
-            # Of C, as it is called for each parameter and micro-batch.
-            handle = parameter.register_hook(slot.append if kept else _measuring(slot))
+            kept = self._kept is not None and self._kept[place]
+            handle = parameter.register_hook(slot.append if kept else _measuring(slot, parameter))
             self._undo.append(_taking_off(parameter, handle.remove, had_none=had_none))
 
     def close(self) -> None:
-        """Take the hooks off again: a model is left as it was given."""
+        """Take the hooks off again, so that a model is left as it was given, and forget what they saw."""
         while self._undo:
             self._undo.pop()()
-        for slot in self._slots:
-            slot.clear()
+        self._take()
         self.restart()
 
     def backward(
@@ -112,12 +85,9 @@ class SeenGradients:
             factor: that its gradient is summed with.
             retain_graph: as in PyTorch.
         """
-        for slot in self._slots:  # of a gradient that the user's own forward has asked for
-            slot.clear()
+        self._take()  # gradients that the user's own forward has asked for, as a gradient penalty does
         place.backward(loss, factor, retain_graph=retain_graph)
-        parts = [tuple(slot) for slot in self._slots]
-        for slot in self._slots:
-            slot.clear()
+        parts = self._take()
         if self._last is not None and self._last.microbatch == index:  # another loss of the same micro-batch
             parts = [old + new for old, new in zip(self._last.parts, parts, strict=True)]
         else:
@@ -135,19 +105,17 @@ class SeenGradients:
         """Forget all: the window begins again."""
         self._last: _Row | None = None
         self._ended: int | None = None
-        self._rows: list[tuple[int, float, list[list[Tensor]]]] = []
-        self._norms.clear()
+        self._norms: list[tuple[int, int, float, float | Tensor]] = []  # micro-batch, group, factor, norm
         self._squares: dict[int, list[float]] = {}
 
     def squares(self) -> dict[int, list[float]]:
         """Return ``|w_i g_i|^2`` by micro-batch, one number per parameter group, as they were summed."""
         self._end_of_microbatch()
-        self._measure_kept()
-        values_ = _on_host([norm for *_, norm in self._norms])
-        count = max(self._layout.groups, default=0) + 1
-        for (index, group, factor, _), value in zip(self._norms, values_, strict=True):
-            self._squares.setdefault(index, [0.0] * count)[group] += (factor * value) ** 2
-        self._norms.clear()
+        norms = on_host([norm for *_, norm in self._norms])
+        count = max(self._groups, default=0) + 1
+        for (index, group, factor, _), norm in zip(self._norms, norms, strict=True):
+            self._squares.setdefault(index, [0.0] * count)[group] += (factor * norm) ** 2
+        self._norms = []
         return self._squares
 
     def state(self) -> dict[int, list[float]]:
@@ -158,41 +126,39 @@ class SeenGradients:
         """Go on from what `state` returned."""
         self._squares = {index: list(each) for index, each in squares.items()}
 
+    def _take(self) -> list[tuple[float | Tensor, ...]]:
+        """Take what the hooks have seen since the last time."""
+        seen = [tuple(slot) for slot in self._slots]
+        for slot in self._slots:
+            slot.clear()
+        return seen
+
     def _end_of_microbatch(self) -> None:
-        last, layout = self._last, self._layout
-        if last is None:
+        if self._last is None:
             return
-        for place in layout.large:
-            norms = last.parts[place]
-            if len(norms) > 1:
-                self._parts.add(layout.parameters[place])
-                self.reason = "a large gradient came in parts, which are put together from the next window on"
-            self._norms += [(last.microbatch, layout.groups[place], last.factor, norm) for norm in norms]
-        self._rows.append((last.microbatch, last.factor, [_whole(last.parts, b) for _, b in layout.buckets]))
-        self._last, self._ended = None, last.microbatch
-        if len(self._rows) * layout.bytes >= KEPT_BYTES:
-            self._measure_kept()
-
-    def _measure_kept(self) -> None:
-        rows = self._rows
-        for number, (group, _) in enumerate(self._layout.buckets):
-            tensors = [tensor for *_, buckets in rows for tensor in buckets[number]]
-            if not tensors:
+        index, factor, seen = self._last
+        for place, (parts, group) in enumerate(zip(seen, self._groups, strict=True)):
+            if not parts:
                 continue
-            sizes = [sum(tensor.numel() for tensor in buckets[number]) for *_, buckets in rows]
-            # One by one, for the rounding must not depend on how many were kept.
-            parts = _flatten_dense_tensors(tensors).split(sizes)
-            self._norms += [
-                (index, group, factor, _norm(part))
-                for (index, factor, _), part, size in zip(rows, parts, sizes, strict=True)
-                if size
-            ]
-        self._rows = []
+            if self._kept is not None and self._kept[place]:
+                self._norms.append((index, group, factor, _norm_of_sum(parts)))
+                continue
+            if len(parts) > 1:
+                self._in_parts.add(self._parameters[place])
+                self.reason = IN_PARTS
+            self._norms += [(index, group, factor, part) for part in parts]
+        self._last, self._ended = None, index
 
 
-def _measuring(slot: list[Tensor]) -> Callable[[Tensor], None]:
+def _measuring(slot: list[float | Tensor], parameter: Tensor) -> Callable[[Tensor], None]:
+    dtype = torch.float32 if parameter.dtype in LOW_PRECISION else None
+    # On the CPU a number, at once: a tensor kept between the large ones would break up the heap, which then
+    # goes back to the system and is fetched again in every window (4 % of the time of a small transformer).
+    on_host_at_once = parameter.device.type == "cpu"
+
     def hook(gradient: Tensor) -> None:
-        slot.append(_norm(values(gradient)))
+        norm = torch.linalg.vector_norm(values(gradient), dtype=dtype)
+        slot.append(norm.item() if on_host_at_once else norm)
 
     return hook
 
@@ -206,34 +172,34 @@ def _taking_off(parameter: Tensor, remove: Callable[[], None], *, had_none: bool
     return take_off
 
 
-def _whole(parts: list[tuple[Tensor, ...]], places: list[int]) -> list[Tensor]:
-    """The gradients of some parameters, each put together, as real numbers in dense tensors."""
-    return [_real(parts[place]) for place in places if parts[place]]
+def _norm_of_sum(parts: Sequence[float | Tensor]) -> float | Tensor:
+    gradient = None
+    for part in parts:
+        assert isinstance(part, Tensor)
+        gradient = part if gradient is None else gradient + part
+    assert gradient is not None
+    dtype = torch.float32 if gradient.dtype in LOW_PRECISION else None
+    norm = torch.linalg.vector_norm(values(gradient), dtype=dtype)
+    return norm.item() if norm.is_cpu else norm
 
 
-def _real(parts: tuple[Tensor, ...]) -> Tensor:
-    gradient = parts[0]
-    for part in parts[1:]:
-        gradient = gradient + part
-    gradient = values(gradient)
-    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+def on_host(norms: Sequence[float | Tensor]) -> list[float]:
+    """Return numbers, of which some are 0-d tensors, by one transfer for each device.
 
+    Args:
+        norms: numbers and tensors.
 
-def _norm(tensor: Tensor) -> Tensor:
-    """The 2-norm: squares would overflow, or vanish, where norms do not."""
-    dtype = torch.float32 if tensor.dtype in LOW_PRECISION else None
-    return torch.linalg.vector_norm(tensor, dtype=dtype)
-
-
-def _on_host(norms: list[Tensor]) -> list[float]:
-    """The values of 0-d tensors, by one transfer for each device."""
-    by_device: dict[torch.device, list[int]] = {}
+    Examples:
+        >>> on_host([1.0, torch.tensor(2.0), torch.tensor(3.0, dtype=torch.float64)])
+        [1.0, 2.0, 3.0]
+    """
+    found = [0.0 if isinstance(norm, Tensor) else norm for norm in norms]
+    by_device: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for place, norm in enumerate(norms):
-        by_device.setdefault(norm.device, []).append(place)
-    found = [0.0] * len(norms)
-    for places in by_device.values():
-        dtype = max((norms[place].dtype for place in places), key=lambda each: each.itemsize)
-        stacked = torch.stack([norms[place].to(dtype) for place in places])
-        for place, value in zip(places, stacked.tolist(), strict=True):
+        if isinstance(norm, Tensor):
+            by_device.setdefault((norm.device, norm.dtype), []).append((place, norm))
+    for tensors in by_device.values():
+        stacked = torch.stack([norm for _, norm in tensors]).tolist()
+        for (place, _), value in zip(tensors, stacked, strict=True):
             found[place] = value
     return found

@@ -19,10 +19,13 @@ from ..errors import InputError, explain
 from ..noise import LEAST_SPREAD, Estimate, NoiseMeter, estimate
 from .boundary import norm_of
 from .gradients import Owned
-from .noise_hooks import Layout, SeenGradients
+from .noise_hooks import SeenGradients
 
 if TYPE_CHECKING:
     from .in_flight import WindowInFlight
+
+TINY_BYTES, EVERY_OF_TINY = 1 << 20, 10
+"""Parameters of a tiny model, and which of its windows are measured unless it is stated."""
 
 ALONE = "one micro-batch has nearly all the weight of its window"
 
@@ -38,12 +41,15 @@ class NoiseOfWindows:
 
     def __init__(self, meter: NoiseMeter, owned: list[Owned], optimizers: Sequence[Optimizer]) -> None:
         self.meter = meter
+        if meter.every is None:
+            tiny = sum(entry.parameter.nbytes for entry in owned) < TINY_BYTES
+            meter.every = EVERY_OF_TINY if tiny else 1
         self._owned = owned
         self._optimizers = optimizers
-        self._parts: set[Tensor] = set()
-        self._layout: Layout | None = None
-        self._made: tuple[list[Owned], int] = ([], 0)
+        self._in_parts: set[Tensor] = set()
+        self._named: list[Owned] = []
         self._names: list[str] = []
+        self._groups: list[int] = []
         self._found: tuple[dict[str, Estimate], float] | str | None = None
 
     def open(self, window: WindowInFlight) -> None:
@@ -59,7 +65,8 @@ class NoiseOfWindows:
         if len(window._pieces) < 2 and not window._plan.ranks.shared:
             self._found = ALONE
             return
-        window._noise = SeenGradients(self._layout_now(), self._parts)
+        self._name_groups()
+        window._noise = SeenGradients(self._owned, self._groups, self._in_parts)
         window._context.callback(window._noise.close)
         window._noise.open()
 
@@ -126,23 +133,20 @@ class NoiseOfWindows:
         return found, 1 / q_per_sample
 
     def _b2(self, gradients: list[Tensor | None], norm: float) -> list[float]:
-        assert self._layout is not None
         if len(self._names) == 1:
             return [norm**2]
         of_groups: list[list[Tensor | None]] = [[] for _ in self._names]
-        for group, gradient in zip(self._layout.groups, gradients, strict=True):
+        for group, gradient in zip(self._groups, gradients, strict=True):
             of_groups[group].append(gradient)
         norms = [norm_of(each) for each in of_groups]
         return [0.0 if each is None else float(each) ** 2 for each in norms]
 
-    def _layout_now(self) -> Layout:
-        now = (list(self._owned), len(self._parts))
-        if self._layout is None or now != self._made:
-            keys, self._names = group_names(self._optimizers)
-            groups = [keys[id(entry.optimizer), entry.number] for entry in self._owned]
-            self._layout, self._made = Layout(self._owned, groups, self._parts), now
+    def _name_groups(self) -> None:
+        if self._named != self._owned:
+            numbers, self._names = group_names(self._optimizers)
+            self._groups = [numbers[id(entry.optimizer), entry.number] for entry in self._owned]
+            self._named = list(self._owned)
             self.meter.expect(self._names)
-        return self._layout
 
 
 def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], int], list[str]]:
