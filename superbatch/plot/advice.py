@@ -49,7 +49,9 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
     each = report.microbatch_size * report.ranks
     axes.set_xlabel(f"accumulation steps K (batch = K x {each} samples)")
     axes.set_ylabel("relative to K = 1, to the same loss")
-    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="upper left")
+    # Where the curves are not.
+    where = "lower right" if report.verdict == "wasteful" else "upper left"
+    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc=where)
     partial = " (interrupted: partial)" if report.partial else ""
     axes.set_title(f"{title_of(report)}{partial}", fontsize=10, loc="left", color=theme.ink, wrap=True)
     figure.suptitle(verdict_text(report).split(". ")[0] + ".", color=theme.ink, fontsize=13)
@@ -75,15 +77,15 @@ def _marks(axes: Axes, report: Advice, theme: Theme) -> None:
     axes.axhspan(1 - HARDLY, 1 + HARDLY, color=theme.faint, alpha=0.6, linewidth=0)
     where = blended_transform_factory(axes.transData, axes.transAxes)
     axes.axvline(report.asked, color=theme.ink, linewidth=1.2, linestyle=(0, (2, 2)))
-    text = {"transform": where, "fontsize": 10, "weight": "bold", "rotation": 90, "va": "bottom"}
-    axes.text(report.asked, 0.02, " in question", color=theme.ink, ha="right", **text)
+    text = {"transform": where, "fontsize": 10, "weight": "bold", "rotation": 90, "va": "top"}
+    axes.text(report.asked, 0.99, "in question ", color=theme.ink, ha="right", **text)
     most = report.steps[-1].accumulation_steps
     if report.best is not None and 1 < report.best <= most:
         axes.axvline(report.best, color=COLOURS[report.verdict], linewidth=1.2)
         axes.text(
             report.best,
-            0.02,
-            f" best: K* = {report.best:.3g}",
+            0.99,
+            f"best: K* = {report.best:.3g} ",
             color=COLOURS[report.verdict],
             ha="right",
             **text,

@@ -252,7 +252,11 @@ def _times(rehearsal: Rehearsal, samples: int, options: Options, timed: Callable
 
 
 def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
-    """Train as the recipe does, and say what is known of the noise after each update."""
+    """Train as the recipe does, and say what is known of the noise after each update.
+
+    The average remembers half of the run: to measure longer narrows the interval, and the start, where the
+    signal is strongest, has next to no weight.
+    """
     name = _optimizer(recipe, options)
     rate = options.learning_rate or recipe.learning_rates[name]
     with _seeded():
@@ -265,7 +269,7 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
         reduction=recipe.reduction,
         weight=recipe.weight,
         batchnorm=recipe.batchnorm,
-        noise=NoiseMeter(data_size=recipe.samples),
+        noise=NoiseMeter(max(0.98, 1 - 4 / updates), data_size=recipe.samples),
     )
     setting = Setting(
         arms=(),
