@@ -207,10 +207,8 @@ def findings(report: NoiseStudy) -> list[str]:
     if best.accumulation_steps == 1:
         sentences.append(f"{times}: one micro-batch per update is fastest, accumulation costs time here.")
     else:
-        sentences.append(
-            f"{times}: K = {best.accumulation_steps} (a batch of {best.batch}) is fastest, in {best.time:.2f} "
-            "of the time of one micro-batch per update."
-        )
+        fastest = f"K = {best.accumulation_steps} (a batch of {best.batch}) is fastest"
+        sentences.append(f"{times}: {fastest}, in {best.time:.2f} of the time of one micro-batch per update.")
     sentences.append(
         "The time to target is a lower bound: good to about a quarter up to the noise scale, and too low by "
         "1.5 to 2 times beyond it."
