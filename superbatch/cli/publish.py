@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from superbatch.report.advice import Advice
     from superbatch.report.comparison import Comparison
     from superbatch.report.fitting import Fitting
+    from superbatch.report.noise_study import NoiseStudy
 
 
 def publish(
-    report: Comparison | Fitting | Advice,
+    report: Comparison | Fitting | Advice | NoiseStudy,
     folder: Path | None,
     *,
     as_json: bool,

@@ -4,5 +4,6 @@ from .advice import advice as advice
 from .comparing import comparison as comparison
 from .fit import fitting as fitting
 from .growing import growing as growing
+from .noise import noise as noise
 from .scaling import scaling_rules as scaling_rules
 from .style import png as png

@@ -269,7 +269,7 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
         reduction=recipe.reduction,
         weight=recipe.weight,
         batchnorm=recipe.batchnorm,
-        noise=NoiseMeter(max(0.98, 1 - 4 / updates), data_size=recipe.samples),
+        noise=NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples),
     )
     setting = Setting(
         arms=(),

@@ -53,6 +53,9 @@ class GrowBatch:
     Pass it to `windows` as the accumulation steps, and to the Accumulator as its scheduler. Adam's beta2
     follows the batch too, and keeps its half-life in samples.
 
+    Rates go by updates that were made, lengths by windows: after a window that made no update they are one
+    apart until `windows` is told ``first_update=accumulate.updates`` again, as at the start of an epoch.
+
     Args:
         optimizer: its rate (``initial_lr`` where a scheduler was made with it) is the schedule's 1.
         schedule: from `superbatch.growing.grow_batch`.
