@@ -63,6 +63,18 @@ def test_one_can_ask_about_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (report.verdict, report.asked, report.command["noise"]) == ("helps", 16, "1500.0")
 
 
+def test_what_is_not_known_is_drawn_and_said_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = ("--microbatch-size", "4", "--accumulation-steps", "12", "--noise-low", "100")
+    times = ("--micro-seconds", "1", "--update-seconds", "0.1")
+    assert run(*numbers, *times, "--out", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert "pays is undetermined" in shown
+    assert "not determined, at least 100" in shown
+    assert "beta2 becomes its K-th root" in shown
+    assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+    assert read(tmp_path).best is None
+
+
 def test_a_recipe_is_measured_and_json_is_all_that_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,49 @@ def test_adams_beta2_follows_the_batch_and_its_temperature_is_asked_for() -> Non
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
+def spread_of_adam(schedule: Any, samples: int) -> float:
+    """Standard deviation over particles on x^2 / 2 in much noise, after Adam with a growing batch."""
+    generator = torch.Generator().manual_seed(0)
+    x = nn.Parameter(torch.randn(4000, dtype=torch.float64, generator=generator))
+    optimizer = Adam([x], lr=0.05, betas=(0.0, 0.999), eps=1e-12)
+    grow = GrowBatch(optimizer, schedule)
+    for update in range(schedule.updates(samples)):
+        noise = torch.randn(4000, dtype=torch.float64, generator=generator)
+        x.grad = x.detach() + 20 / math.sqrt(schedule.batch_of(update)) * noise
+        optimizer.step()
+        grow.step()
+    return float(x.detach().std())
+
+
+def test_adam_cools_alike_by_its_rate_and_by_a_batch_that_grows_with_its_square() -> None:
+    def quarters(seen: float) -> float:
+        return 1.0 if seen < 2400 else 0.25
+
+    def adam(**options: Any) -> Any:
+        return grow_batch(quarters, batch=4, microbatch=4, temperature="adam", **options)
+
+    decayed, grown = adam(largest=4), adam()
+    assert (decayed(700), decayed.rate(700)) == (1, 0.25)
+    assert (grown(700), grown.rate(700)) == (16, 1.0)
+    # Each standard deviation of 4000 particles is known to 1 / 89; the noise is 2.5 to 10 times the signal.
+    apart = 4 * math.sqrt(2) / 89 + 0.04
+    theirs, ours = spread_of_adam(decayed, 9600), spread_of_adam(grown, 9600)
+    assert abs(ours / theirs - 1) < apart
+    warm = spread_of_adam(grow_batch(lambda seen: 1.0, batch=4, microbatch=4, temperature="adam"), 9600)
+    assert warm > 1.3 * theirs, "premise: it cools"
+
+    class LikeSgd(type(grown)):  # a mutant: B / f, at the full rate
+        def batch_of(self, update: int) -> int:
+            return 4 if self.samples(update) < 2400 else 16
+
+        def rate(self, update: int) -> float:
+            return 1.0
+
+    mutant = adam(largest=16)
+    mutant.__class__ = LikeSgd
+    assert spread_of_adam(mutant, 9600) / theirs - 1 > 2 * apart
+
+
 def test_momentum_is_set_where_there_is_one() -> None:
     weight = nn.Parameter(torch.zeros(2))
     schedule = grow_batch(halving, batch=10, microbatch=5, momentum=(0.9, 0.95))
