@@ -133,8 +133,8 @@ def scale(
     """Scale an optimizer's settings to a kappa times larger (or, below 1, smaller) batch.
 
     Args:
-        settings: by name: ``lr``, and of ``momentum``, ``beta1``, ``beta2``, ``eps``, ``weight_decay`` those
-            that there are.
+        settings: by name: ``lr``, and of ``momentum``, ``beta1``, ``beta2``, ``eps``, ``eps_root``,
+            ``weight_decay`` those that there are.
         optimizer: the family. For ``"adamw"`` weight decay is decoupled: each update takes ``lr x
             weight_decay`` of the weights. For the others it is a term of the loss, and stays what it is.
         kappa: the new batch over the old one.
@@ -256,7 +256,7 @@ def scale_config(
 
     Args:
         config: keyword arguments of an optimizer: ``learning_rate``, ``momentum``, ``b1``/``beta_1``,
-            ``b2``/``beta_2``, ``eps``/``epsilon``, ``weight_decay``; or those of torch.
+            ``b2``/``beta_2``, ``eps``/``epsilon``, ``eps_root``, ``weight_decay``; or those of torch.
         from_batch: samples of one update that the configuration is for.
         to_batch: samples of one update that it shall be for.
         optimizer: ``"sgd"``, ``"adam"``, or ``"adamw"`` where weight decay is decoupled: `optax.adamw`,
@@ -316,6 +316,7 @@ _NAMES: Mapping[str, str] = {
     "beta2": "beta2",
     "eps": "eps",
     "epsilon": "eps",
+    "eps_root": "eps_root",
     "weight_decay": "weight_decay",
 }
 
@@ -333,7 +334,7 @@ def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float
     """One setting for the new batch."""
     if name not in set(_NAMES.values()):
         raise InputError(explain(f"the setting {name!r}", "no rule is known for it", "leave it out"))
-    if name in ("lr", "eps", "weight_decay") and not (value >= 0 and math.isfinite(value)):
+    if name in ("lr", "eps", "eps_root", "weight_decay") and not (value >= 0 and math.isfinite(value)):
         raise InputError(explain(f"{name}={value!r}", "it is not negative, and finite", "mend it first"))
     adam = optimizer != "sgd"
     changes: Mapping[str, Callable[[], float]] = {
@@ -341,6 +342,7 @@ def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float
         "beta2": lambda: scaled_beta(value, kappa),
         "beta1": lambda: scaled_beta(value, kappa) if rule == "power" else value,
         "eps": lambda: value / math.sqrt(kappa) if adam else value,
+        "eps_root": lambda: value / kappa if adam else value,  # of optax, beside the second moment
         "weight_decay": lambda: value * kappa / rate if optimizer == "adamw" else value,
     }
     return float(changes[name]() if name in changes else value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from superbatch.plot.style import BLUE, DARK, GREEN, LIGHT, ORANGE, plain_axes
-from superbatch.scaling import rate_factor
+from superbatch.scaling import Family, Rule, rate_factor
 
 KAPPAS = [2 ** (i / 4) for i in range(41)]
 
@@ -30,10 +30,8 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
     theme = DARK if dark else LIGHT
     figure = Figure(figsize=(10, 4.6), facecolor=theme.paper, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, family, rule, title in (
-        (panels[0], "sgd", "linear", "SGD"),
-        (panels[1], "adam", "sqrt", "Adam, AdamW"),
-    ):
+    families: tuple[tuple[Family, Rule], ...] = (("sgd", "linear"), ("adam", "sqrt"))
+    for axes, (family, rule), title in zip(panels, families, ("SGD", "Adam, AdamW"), strict=True):
         plain_axes(axes, theme)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)

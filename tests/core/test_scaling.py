@@ -173,6 +173,9 @@ def test_what_cannot_be_scaled_is_said(change: dict[str, object], message: str) 
 
 def test_configurations_of_other_libraries() -> None:
     optax = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "mask": None}
+    assert scale_config({"eps_root": 1e-16}, 512, 128, optimizer="adam") == {"eps_root": 4e-16}, (
+        "as eps squared"
+    )
     new = scale_config(optax, 512, 128, optimizer="adamw")
     ours = scale(ADAMW, optimizer="adamw", kappa=1 / 4).after
     assert list(new) == list(optax), "order and other entries are kept"
