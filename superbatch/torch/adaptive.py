@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from ..adaptive import Controller
 from ..adascale import AdaScale
@@ -153,7 +153,8 @@ class AdaScaleRate:
         self._optimizer, self._noise = optimizer, noise
         self._batch = batch if callable(batch) else lambda update: batch
         self._rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-        self._adascale = AdaScale(factor, base_batch, power=0.5 if isinstance(optimizer, Adam) else 1.0)
+        adam = isinstance(optimizer, Adam | AdamW)  # no subclass of Adam in older releases
+        self._adascale = AdaScale(factor, base_batch, power=0.5 if adam else 1.0)
         self._update = 0
         self._apply()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import InputError, explain
@@ -75,14 +75,7 @@ class GrowBatch:
     """
 
     def __init__(self, optimizer: Optimizer, schedule: GrowingBatch) -> None:
-        if schedule.temperature_of == "sgd" and isinstance(optimizer, Adam):
-            raise InputError(
-                explain(
-                    f'a schedule with temperature="sgd" for {type(optimizer).__name__}',
-                    "Adam divides by the noise: its temperature is lr / sqrt(B)",
-                    'make it with grow_batch(..., temperature="adam")',
-                )
-            )
+        _require_temperature(optimizer, schedule.temperature_of)
         self._optimizer, self._schedule, self._update = optimizer, schedule, 0
         groups = optimizer.param_groups
         self._rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
@@ -138,6 +131,22 @@ class GrowBatch:
                 )
         for group in self._optimizer.param_groups:
             group["momentum"] = momentum
+
+
+def _require_temperature(optimizer: Optimizer, temperature: str) -> None:
+    # AdamW is no subclass of Adam in older releases of torch.
+    for kinds, name, law in (
+        ((Adam, AdamW), "adam", "Adam divides by the noise: its temperature is lr / sqrt(B)"),
+        ((SGD,), "sgd", "the temperature of SGD is lr / B"),
+    ):
+        if isinstance(optimizer, kinds) and temperature != name:
+            raise InputError(
+                explain(
+                    f'a schedule with temperature="{temperature}" for {type(optimizer).__name__}',
+                    law,
+                    f'make it with grow_batch(..., temperature="{name}")',
+                )
+            )
 
 
 class _Simulated:

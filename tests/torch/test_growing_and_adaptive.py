@@ -95,6 +95,8 @@ def test_adams_beta2_follows_the_batch_and_its_temperature_is_asked_for() -> Non
     optimizer = Adam([weight], lr=0.01, betas=(0.9, 0.99))
     with pytest.raises(InputError, match='temperature="adam"'):
         GrowBatch(optimizer, grow_batch(halving, batch=10, microbatch=5))
+    with pytest.raises(InputError, match='temperature="sgd"'):
+        GrowBatch(SGD([weight], lr=0.1), grow_batch(halving, batch=10, microbatch=5, temperature="adam"))
     grow = GrowBatch(optimizer, grow_batch(halving, batch=10, microbatch=5, temperature="adam", largest=1000))
     for _ in range(10):
         grow.step()
