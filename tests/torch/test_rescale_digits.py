@@ -49,7 +49,7 @@ def loss_after(
 @pytest.mark.parametrize(
     ("name", "rate", "within"),
     # Momentum, kept, remembers four times the samples. For Adam a batch of 40 is no longer far below the
-    # noise scale (60 to 100 here), where the square root is too little: better than nothing is all that is said.
+    # noise scale (60 to 100 here), where the square root is too little: better than nothing, no more is said.
     [("sgd", 0.02, 1.02), ("momentum", 0.002, 1.05), ("adam", 3e-4, 1.5)],
 )
 def test_the_same_samples_give_about_the_same_loss(name: str, rate: float, within: float) -> None:
