@@ -96,6 +96,11 @@ def test_what_cannot_be_asked_is_refused() -> None:
             study(plane(), options)
 
 
+def test_samples_that_see_each_other_are_refused() -> None:
+    with pytest.raises(InputError, match="a micro-batch has none of its own"):
+        study(plane(coupled="exact"), OPTIONS)
+
+
 def test_an_interruption_leaves_what_is_known() -> None:
     def stop(done: int, *_: object) -> None:
         if done >= 30:
