@@ -141,7 +141,8 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
         raise InputError(
             explain(
                 f"the recipe {recipe.name!r}, whose samples see each other",
-                "noise is told from the gradients of micro-batches, and there a micro-batch has none of its own",
+                "noise is told from the gradients of micro-batches, and there a micro-batch has none of its "
+                "own",
                 "give a recipe of separate samples: a model without BatchNorm, a loss without pairs",
             )
         )
