@@ -198,22 +198,24 @@ def findings(report: NoiseStudy) -> list[str]:
         f"({interval(report.low, report.high)}): a batch of {report.batch_size} has {side} "
         f"({ratio:.2g} to 1).",
     ]
-    best = report.best
-    assert best is not None and best.time is not None
-    times = (
+    if report.best is not None:
+        sentences += _times(report, report.best)
+    return [*sentences, *report.notes]
+
+
+def _times(report: NoiseStudy, best: AtSteps) -> list[str]:
+    said = (
         f"A micro-batch takes {seconds_text(report.microbatch_seconds)} and an update "
         f"{seconds_text(report.update_seconds)}"
     )
-    if best.accumulation_steps == 1:
-        sentences.append(f"{times}: one micro-batch per update is fastest, accumulation costs time here.")
-    else:
-        fastest = f"K = {best.accumulation_steps} (a batch of {best.batch}) is fastest"
-        sentences.append(f"{times}: {fastest}, in {best.time:.2f} of the time of one micro-batch per update.")
-    sentences.append(
+    fastest = f"K = {best.accumulation_steps} (a batch of {best.batch}) is fastest"
+    return [
+        f"{said}: one micro-batch per update is fastest, accumulation costs time here."
+        if best.accumulation_steps == 1
+        else f"{said}: {fastest}, in {best.time:.2f} of the time of one micro-batch per update.",
         "The time to target is a lower bound: good to about a quarter up to the noise scale, and too low by "
-        "1.5 to 2 times beyond it."
-    )
-    return [*sentences, *report.notes]
+        "1.5 to 2 times beyond it.",
+    ]
 
 
 def number(value: float) -> str:

@@ -137,6 +137,15 @@ def noise(
 
 def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
     """How to train, and the samples of a micro-batch."""
+    if recipe.coupled == "exact":
+        raise InputError(
+            explain(
+                f"the recipe {recipe.name!r}, whose samples see each other",
+                "noise is told from the gradients of micro-batches, and there a micro-batch has none of its "
+                "own",
+                "give a recipe of separate samples: a model without BatchNorm, a loss without pairs",
+            )
+        )
     for name in ("batch_size", "microbatch_size", "updates", "threads"):
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < 1):
