@@ -13,6 +13,10 @@ from .errors import SplitError as SplitError
 from .errors import StatementError as StatementError
 from .errors import SuperbatchError as SuperbatchError
 from .errors import WindowError as WindowError
+from .growing import grow_batch as grow_batch
+from .growing import grown_batches as grown_batches
+from .noise import NoiseMeter as NoiseMeter
+from .report.noise import Noise as Noise
 from .report.update import Update as Update
 from .schedule import constant as constant
 from .schedule import piecewise as piecewise

@@ -13,8 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from superbatch._version import __version__
+from superbatch.cli.advise import advise
 from superbatch.cli.compare import compare
 from superbatch.cli.fit import fit
+from superbatch.cli.noise import noise
 from superbatch.cli.survey import survey
 from superbatch.cli.verify import verify
 from superbatch.errors import SuperbatchError, explain
@@ -30,9 +32,11 @@ app = typer.Typer(
 )
 
 # One line per command; each lies in a file of its own.
+app.command("advise")(advise)
 app.command("compare")(compare)
 app.command("fit")(fit)
 app.command("survey")(survey)
+app.command("noise")(noise)
 app.command("verify")(verify)
 
 

@@ -13,13 +13,15 @@ from superbatch.cli.printing import write_file
 from superbatch.cli.progress import duration
 
 if TYPE_CHECKING:
+    from superbatch.report.advice import Advice
     from superbatch.report.comparison import Comparison
     from superbatch.report.fitting import Fitting
+    from superbatch.report.noise_study import NoiseStudy
     from superbatch.report.surveys import Surveys
 
 
 def publish(
-    report: Comparison | Fitting | Surveys,
+    report: Comparison | Fitting | Advice | NoiseStudy | Surveys,
     folder: Path | None,
     *,
     as_json: bool,

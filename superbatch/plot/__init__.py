@@ -1,7 +1,11 @@
 """Draw reports: a frozen report in, a matplotlib `Figure` out; no pyplot, no window, no global style."""
 
+from .advice import advice as advice
 from .comparing import comparison as comparison
 from .fit import fitting as fitting
+from .growing import growing as growing
+from .noise import noise as noise
+from .scaling import scaling_rules as scaling_rules
 from .style import png as png
 from .survey import one_survey as one_survey
 from .survey import surveys as surveys

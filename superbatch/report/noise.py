@@ -45,7 +45,7 @@ class Noise:
         windows: how many were measured.
         effective_windows: how many windows of equal weight the average is worth.
         samples_per_window: the mean effective batch ``1 / sum(w_i^2 / n_i)``; that of samples counted alike
-            is their number.
+            is their number. (Where samples cannot be counted, weights take the place of ``n_i``.)
         groups: each parameter group by itself; `signal` and `variance` are the sums of theirs.
         reason: why there is no number; None where there is one.
         data_size: samples that batches are drawn from without replacement; None: as good as endless.

@@ -350,7 +350,7 @@ class Accumulator:
                 and the next batch must be the one that was being worked through.
 
         Raises:
-            InputError: it is no such state.
+            InputError: it is no such state, or its `noise` was averaged otherwise.
             WindowError: a window is open.
         """
         state = options.check_state(state)
@@ -358,10 +358,10 @@ class Accumulator:
             raise WindowError(
                 explain("load_state_dict() inside a window", "it is in use", "leave the window first")
             )
-        self._updates = state["updates"]
-        self._of_windows = load_sizing(state, self._sizing)
         if self._plan.noise is not None and state.get("noise") is not None:
             self._plan.noise.meter.load_state_dict(state["noise"])
+        self._updates = state["updates"]
+        self._of_windows = load_sizing(state, self._sizing)
         self._resume = state["window"]
 
     # -- parts ---------------------------------------------------------------------------------------------

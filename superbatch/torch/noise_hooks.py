@@ -96,11 +96,6 @@ class SeenGradients:
                 self.reason = "it was saved between two losses of one micro-batch"
         self._last = _Row(index, 1.0 if isinstance(place, InGrad) else factor, parts)
 
-    def forget(self, index: int) -> None:
-        """Forget the last micro-batch, if it was this: it is left out, or will be run again."""
-        if self._last is not None and self._last.microbatch == index:
-            self._last = None
-
     def restart(self) -> None:
         """Forget all: the window begins again."""
         self._last: _Row | None = None

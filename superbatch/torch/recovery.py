@@ -188,8 +188,6 @@ def _put_back(window: WindowInFlight, index: int) -> bool:
         return False
     window._weights.returned.pop(index, None)
     window._broken = None
-    if window._noise is not None:
-        window._noise.forget(index)
     return True
 
 

@@ -135,3 +135,13 @@ def test_a_window_of_ours_holds_no_more_memory_than_the_best_loop_by_hand(tmp_pa
     # A few bytes for each micro-batch: its detached loss and the gradient that scales it.
     assert peaks["superbatch"] <= peaks["by hand"] + 1024
     assert peaks["superbatch, whole batch"] <= peaks["by hand, cuts the batch"] + 1024
+
+
+def test_noise_is_measured_against_plain_accumulation(tmp_path):
+    path = tmp_path / "noise.json"
+    result = run("noise.py", "--work", "mlp", "--rounds", "3", "--every", "1,2", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(path.read_text())
+    names = ["plain", "plain, again", "each window", "plain", "plain, again", "one window in 2"]
+    assert [row["name"] for row in rows] == names
+    assert all(row["cpu"]["ratio"] > 0 for row in rows)

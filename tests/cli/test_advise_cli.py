@@ -1,0 +1,142 @@
+"""`superbatch advise` as a user meets it: flags, files, messages, exit codes, terminals, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from superbatch.report.advice import Advice
+from superbatch.report.json import from_json
+from tests.cli import commands
+from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal
+
+NUMBERS = {
+    "--microbatch-size": 4,
+    "--accumulation-steps": 16,
+    "--ranks": 8,
+    "--noise": 1500,
+    "--noise-low": 1000,
+    "--noise-high": 2500,
+    "--micro-seconds": 0.1,
+    "--update-seconds": 0.05,
+    "--all-reduce-seconds": 1,
+}
+CLUSTER = tuple(str(part) for pair in NUMBERS.items() for part in pair)
+
+run = partial(commands.run, "advise")
+process = partial(commands.process, "advise")
+read = partial(commands.read, Advice)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_rounds() -> Iterator[None]:
+    """Times are not what these tests are about."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("superbatch.studies.advise.ROUNDS", 3)
+        yield
+
+
+def test_one_can_ask_about_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "made" / "here"
+    assert run(*CLUSTER, "--lr", "3e-4", "--parameters", "1.3e9", "--out", str(out)) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == (
+        "micro-batches of 4 on each of 8 ranks, 100 ms each; update 50.0 ms, all-reduce 1.00 s; "
+        "noise scale 1500 (1000 to 2500)"
+    )
+    assert lines[1].split() == ["K", "batch", "time", "range", "samples"]
+    assert any(line.startswith("16 <") for line in lines)
+    assert "Accumulating 16 micro-batches helps." in shown.out
+    assert "Least time at K* = 22.2" in shown.out
+    assert "The alternative: no accumulation" in lines
+    assert "4.84 GiB (4 bytes a parameter)" in shown.out
+    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'plot.png'} and report.json")
+    assert (out / "plot.png").read_bytes().startswith(PNG)
+    report = read(out)
+    assert (report.verdict, report.asked, report.command["noise"]) == ("helps", 16, "1500.0")
+
+
+def test_what_is_not_known_is_drawn_and_said_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = ("--microbatch-size", "4", "--accumulation-steps", "12", "--noise-low", "100")
+    times = ("--micro-seconds", "1", "--update-seconds", "0.1")
+    assert run(*numbers, *times, "--out", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    assert "pays is undetermined" in shown
+    assert "not determined, at least 100" in shown
+    assert "beta2 becomes its K-th root" in shown
+    assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+    assert read(tmp_path).best is None
+
+
+def test_a_recipe_is_measured_and_json_is_all_that_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(PLANE, "--microbatch-size", "5", "--updates", "30", "--threads", "1", "--json") == 0
+    report = from_json(Advice, capsys.readouterr().out)
+    assert (report.recipe, report.asked, report.microbatch_size) == ("plane", 4, 5)
+    assert report.noise_from == "measured over 30 updates of 20 samples"
+    assert not list(tmp_path.iterdir()), "no files without --out"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no recipe and no --noise"),
+        (("--noise", "many"), "Invalid value for '--noise'"),
+        ((*CLUSTER, "--batch-size", "9"), "two of them say the third"),
+        ((PLANE, "--microbatch-size", "20", "--batch-size", "20"), "nothing is in question"),
+        ((PLANE, "--optimizer", "lion"), "has no rate for it"),
+        ((*CLUSTER, "--out", __file__), "is a file"),
+        (("no-such-recipe",), "no-such-recipe"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert not shown.out
+
+
+def test_on_a_narrow_terminal_nothing_is_cut(tmp_path: Path) -> None:
+    code, shown = on_a_terminal(60, "advise", *CLUSTER, "--out", str(tmp_path))
+    assert code == 0
+    assert "…" not in shown
+    for word in ("samples", "0.189", "K* = 22.2"):
+        assert word in shown
+
+
+def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
+    started = process(
+        PLANE, "--microbatch-size", "5", "--updates", "1000000", "--threads", "1", "--out", str(tmp_path)
+    )
+    try:
+        assert "%" in first_line(started.stderr, seconds=60)
+        for _ in range(3):  # by the third line it is training
+            line = first_line(started.stderr, seconds=60)
+            if "update" in line:
+                break
+        os.kill(started.pid, signal.SIGINT)
+        _, told = started.communicate(timeout=60)
+    finally:
+        started.kill()
+    assert started.returncode == 130, told
+    assert "the report is partial" in told
+    assert read(tmp_path).partial
+
+
+def test_help_says_what_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    shown = commands.without_colours(capsys.readouterr().out)
+    for flag in ("--noise-low", "--micro-seconds", "--ranks", "--accumulation-steps"):
+        assert flag in shown

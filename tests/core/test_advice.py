@@ -1,0 +1,200 @@
+"""Does accumulation pay? The closed form against a search, the verdict against its definition."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superbatch.advice import Times, advise, best_steps, judge
+from superbatch.errors import InputError
+from superbatch.noise import relative_time
+from superbatch.noise_range import NoiseRange
+from superbatch.report.advice import Advice
+from superbatch.report.advice_text import alternative_table, findings, steps_table, verdict_text
+from superbatch.report.json import from_json, to_json
+from superbatch.report.memory import Limit
+from superbatch.report.table import plain
+from superbatch.scaling import scale
+
+ALONE = Times(microbatch=0.1, update=0.002)
+CLUSTER = Times(microbatch=0.1, update=0.05, all_reduce=1.0)
+positive = st.floats(1e-3, 1e3)
+
+
+@given(noise=st.floats(1, 1e6), batch=st.integers(1, 4096), micro=positive, update=positive)
+def test_the_best_steps_are_where_the_time_is_least(
+    noise: float, batch: int, micro: float, update: float
+) -> None:
+    best = best_steps(noise=noise, batch=batch, microbatch_seconds=micro, update_seconds=update)
+
+    def time(k: float) -> float:
+        return relative_time(
+            k, noise=noise, microbatch_size=batch, microbatch_seconds=micro, update_seconds=update
+        )
+
+    grid = [best * 1.01**i for i in range(-400, 401)]
+    assert min(grid, key=time) == pytest.approx(best, rel=0.02)
+    assert time(best) <= min(map(time, grid)) * (1 + 1e-12)
+
+
+def test_free_updates_never_pay() -> None:
+    assert best_steps(noise=math.inf, batch=1, microbatch_seconds=0.1, update_seconds=0.0) == 0.0
+    report = advise(
+        microbatch_size=1, accumulation_steps=4, noise=10.0, times=Times(microbatch=1.0, update=0.0)
+    )
+    assert all(each.time is not None and each.time >= 1 for each in report.steps)
+    assert report.verdict == "wasteful"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.1, 0.949, "helps"),
+        (0.1, 0.951, "undetermined"),
+        (1.051, 9.0, "wasteful"),
+        (1.049, 9.0, "undetermined"),
+        (0.99, 1.01, "undetermined"),
+    ],
+)
+def test_the_verdict_is_about_the_whole_range(low: float, high: float, verdict: str) -> None:
+    assert judge(low, high) == verdict
+
+
+@given(
+    noise=st.floats(1, 1e5),
+    spread=st.floats(1, 10),
+    k=st.integers(2, 128),
+    batch=st.integers(1, 1000),
+    update=st.floats(0, 10),
+)
+def test_the_range_holds_everything_that_the_noise_scale_may_be(
+    noise: float, spread: float, k: int, batch: int, update: float
+) -> None:
+    known = NoiseRange(noise, noise / spread, noise * spread)
+    times = Times(microbatch=1.0, update=update)
+    report = advise(microbatch_size=batch, accumulation_steps=k, noise=known, times=times)
+    row = report.of_asked
+    assert row.time is not None
+    for factor in (1 / 3, 1.0, 3.0):
+        for value in (known.low, noise, known.high):
+            time = relative_time(
+                k,
+                noise=value * factor,
+                microbatch_size=batch,
+                microbatch_seconds=1.0,
+                update_seconds=update,
+            )
+            assert row.low * (1 - 1e-12) <= time <= row.high * (1 + 1e-12)
+    assert report.verdict == judge(row.low, row.high)
+    assert report.best_low <= (report.best or 0.0) <= report.best_high
+
+
+def test_the_verdicts_of_one_device_and_of_a_cluster() -> None:
+    alone = advise(microbatch_size=32, accumulation_steps=16, noise=200.0, times=ALONE)
+    cluster = advise(microbatch_size=4, accumulation_steps=16, ranks=8, noise=4000.0, times=CLUSTER)
+    assert (alone.verdict, cluster.verdict) == ("wasteful", "helps")
+    assert cluster.best == pytest.approx(math.sqrt(10.5 * 4000 / 32))
+    assert "wasteful" in verdict_text(alone)
+    assert "too little to pay" in alone.reason
+    assert "10.5 times as long as a micro-batch" in cluster.reason
+
+
+def test_ranks_count_as_samples_and_not_as_time() -> None:
+    one = advise(microbatch_size=32, accumulation_steps=4, noise=500.0, times=CLUSTER)
+    eight = advise(microbatch_size=4, ranks=8, accumulation_steps=4, noise=500.0, times=CLUSTER)
+    assert one.steps == eight.steps
+
+
+def test_without_a_noise_scale_it_is_undetermined_and_says_so() -> None:
+    report = advise(microbatch_size=32, accumulation_steps=16, noise=None, times=ALONE)
+    assert report.verdict == "undetermined"
+    assert "not determined" in report.reason
+    assert report.best is None
+    low = advise(
+        microbatch_size=32, accumulation_steps=16, noise=NoiseRange(None, 1e6, math.inf), times=CLUSTER
+    )
+    assert low.verdict == "helps", "a lower end may be enough"
+
+
+def test_an_interval_without_an_upper_end_is_never_wasteful() -> None:
+    report = advise(
+        microbatch_size=32, accumulation_steps=64, noise=NoiseRange(None, 1e-6, math.inf), times=ALONE
+    )
+    assert report.verdict == "undetermined"
+
+
+def full() -> Advice:
+    adamw = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
+    report = advise(
+        microbatch_size=32,
+        accumulation_steps=16,
+        noise=NoiseRange(200.0, 150.0, 300.0),
+        times=ALONE,
+        alternative=scale(adamw, optimizer="adamw", kappa=1 / 16),
+        parameters=1_000_000,
+        limit=Limit(10**9, "asked for"),
+        peak=10**8,
+        whole=9 * 10**8,
+    )
+    return replace(report, notes=("A note.",))
+
+
+def test_everything_that_was_promised_is_said() -> None:
+    report = full()
+    text = "\n".join([plain(steps_table(report)), plain(alternative_table(report)), *findings(report)])
+    for said in (
+        "16 <",
+        "beta2         0.95       0.996799",
+        "weight_decay  0.1        0.025",
+        "K* = 0.35 (between 0.177 and 0.75)",
+        "3.81 MiB (4 bytes a parameter)",
+        "95.4 MiB and fits in the 954 MiB",
+        "would fit in one piece (858 MiB)",
+        "does not apply where hyper-parameters that were published",
+        "DP-SGD",
+        'coupled="exact"',
+        "a lower bound",
+        "about 25 %",
+        "A note.",
+    ):
+        assert said in text, said
+    small = replace(report, limit=Limit(10**7, "asked for"))
+    assert "does not fit in" in "\n".join(findings(small))
+    assert "one piece" not in "\n".join(findings(small))
+
+
+def test_the_report_is_written_and_read() -> None:
+    report = full()
+    assert from_json(Advice, to_json(report)) == report
+    unbounded = advise(microbatch_size=1, accumulation_steps=2, noise=None, times=ALONE)
+    assert from_json(Advice, to_json(unbounded)) == unbounded
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accumulation_steps": 1}, "that is no accumulation"),
+        ({"microbatch_size": 0}, "microbatch_size=0"),
+        ({"noise": -1.0}, "noise=-1.0"),
+        ({"times": Times(microbatch=0.0, update=1.0)}, "microbatch=0.0 seconds"),
+        ({"times": Times(microbatch=1.0, update=math.nan)}, "update=nan seconds"),
+    ],
+)
+def test_numbers_that_cannot_be(change: dict[str, object], message: str) -> None:
+    arguments = {"microbatch_size": 8, "accumulation_steps": 4, "noise": 100.0, "times": ALONE} | change
+    with pytest.raises(InputError, match=message):
+        advise(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_verdict_by_the_estimate_alone_would_be_overconfident() -> None:
+    """A mutant: the point instead of the range calls it wasteful where three times the noise would help."""
+    times = Times(microbatch=1.0, update=0.5)
+    report = advise(microbatch_size=32, accumulation_steps=8, noise=300.0, times=times)
+    point = report.of_asked.time
+    assert point is not None and judge(point, point) == "wasteful"
+    assert report.verdict == "undetermined"
+    assert report.of_asked.low < 0.95

@@ -1,0 +1,148 @@
+"""Wrong rules, schedules and advice, each of which the other tests must reject.
+
+Without these nobody knows whether those tests can fail. A mutant is patched in, and one of the tests is run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from superbatch import adaptive, adascale, advice, growing, scaling
+from superbatch.growing import grow_batch
+from tests.core import test_adaptive, test_advice, test_growing, test_scaling
+
+Patch = pytest.MonkeyPatch
+
+
+def inner(test: Any) -> Callable[..., None]:
+    """A test without hypothesis around it: the examples are given here."""
+    return test.hypothesis.inner_test
+
+
+def linear_whatever_the_noise(patch: Patch) -> None:
+    patch.setattr(test_scaling, "gain", lambda kappa, ratio: kappa)
+    inner(test_scaling.test_the_gain_is_the_ratio_of_the_best_rates)(8.0, 4.0)
+
+
+def beta2_as_it_was(patch: Patch) -> None:
+    patch.setattr(test_scaling, "scaled_beta", lambda beta, kappa: beta)
+    inner(test_scaling.test_beta2_keeps_its_half_life_in_samples)(0.99, 8.0, 32)
+
+
+def beta2_to_first_order(patch: Patch) -> None:
+    patch.setattr(test_scaling, "scaled_beta", lambda beta, kappa: 1 - kappa * (1 - beta))
+    test_scaling.test_betas_of_the_paper(0.999, 32, 2048, 0.9380)
+
+
+def weight_decay_as_it_was(patch: Patch) -> None:
+    change = scaling._change
+
+    def mutant(name: str, value: float, *others: Any) -> float:
+        return value if name == "weight_decay" else change(name, value, *others)
+
+    patch.setattr(scaling, "_change", mutant)
+    inner(test_scaling.test_adamw_decays_weights_as_fast_per_sample)(4.0, "sqrt", 100.0)
+
+
+def square_root_for_sgd(patch: Patch) -> None:
+    patch.setattr(scaling, "rate_factor", lambda optimizer, rule, kappa, ratio: math.sqrt(kappa))
+    test_scaling.test_linear_scaling_keeps_the_course_of_sgd(16)
+
+
+def rounding_left_alone(patch: Patch) -> None:
+    patch.setattr(growing.GrowingBatch, "rate", lambda self, update: 1.0)
+    made = grow_batch(test_growing.cosine(2000), batch=24, microbatch=16, dataset=800)
+    inner(test_growing.test_every_update_has_the_temperature_that_was_asked_for)(
+        (made, test_growing.cosine(2000), 800)
+    )
+
+
+def tails_taken_for_whole_windows(patch: Patch) -> None:
+    patch.setattr(growing.GrowingBatch, "_left", lambda self, samples: math.inf)
+    made = grow_batch(test_growing.cosine(2000), batch=32, microbatch=16, dataset=808)
+    inner(test_growing.test_samples_are_those_of_real_windows)((made, test_growing.cosine(2000), 808))
+
+
+def the_batch_of_the_inverse_rate(patch: Patch) -> None:
+    """B0 f instead of B0 / f."""
+    wanted = growing.GrowingBatch._wanted
+    patch.setattr(growing.GrowingBatch, "_wanted", lambda self, seen: self.batch**2 / wanted(self, seen))
+    test_growing.test_forms_of_the_paper()
+
+
+def best_steps_without_the_root(patch: Patch) -> None:
+    def mutant(*, noise: float, batch: float, microbatch_seconds: float, update_seconds: float) -> float:
+        return update_seconds / microbatch_seconds * noise / batch
+
+    patch.setattr(test_advice, "best_steps", mutant)
+    inner(test_advice.test_the_best_steps_are_where_the_time_is_least)(1600.0, 64, 0.1, 0.4)
+
+
+def no_systematic_error(patch: Patch) -> None:
+    patch.setattr(advice, "SYSTEMATIC", 1.0)
+    inner(test_advice.test_the_range_holds_everything_that_the_noise_scale_may_be)(500.0, 2.0, 8, 32, 0.5)
+
+
+def samples_for_free(patch: Patch) -> None:
+    """Only throughput counts: then accumulation never loses."""
+
+    def mutant(k: float, *, microbatch_seconds: float, update_seconds: float, **_: Any) -> float:
+        return (microbatch_seconds + update_seconds / k) / (microbatch_seconds + update_seconds)
+
+    patch.setattr(advice, "relative_time", mutant)
+    test_advice.test_the_verdicts_of_one_device_and_of_a_cluster()
+
+
+def no_bound_on_changes(patch: Patch) -> None:
+    patch.setattr(adaptive, "FACTOR", 1000)
+    test_adaptive.test_nothing_known_holds()
+
+
+def every_change_made(patch: Patch) -> None:
+    patch.setattr(adaptive, "CHANGE", 0.0)
+    test_adaptive.test_small_changes_are_not_made()
+
+
+def the_naive_test(patch: Patch) -> None:
+    patch.setattr(test_adaptive, "naive_ratio", lambda ratio: ratio)
+    test_adaptive.test_the_naive_norm_test_passes_whatever_the_noise()
+
+
+def cosine_of_whole_batches(patch: Patch) -> None:
+    patch.setattr(test_adaptive, "expected_cosine", lambda ratio: 1 / (1 + ratio))
+    test_adaptive.test_the_cosine_of_two_halves_is_as_expected(1.0)
+
+
+def progress_by_updates(patch: Patch) -> None:
+    patch.setattr(adascale.AdaScale, "advance", lambda self: setattr(self, "_progress", self._progress + 1))
+    test_adaptive.test_adascale_follows_the_schedule_of_the_base_batch()
+
+
+MUTANTS = [
+    linear_whatever_the_noise,
+    beta2_as_it_was,
+    beta2_to_first_order,
+    weight_decay_as_it_was,
+    square_root_for_sgd,
+    rounding_left_alone,
+    tails_taken_for_whole_windows,
+    the_batch_of_the_inverse_rate,
+    best_steps_without_the_root,
+    no_systematic_error,
+    samples_for_free,
+    no_bound_on_changes,
+    every_change_made,
+    the_naive_test,
+    cosine_of_whole_batches,
+    progress_by_updates,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_mutant_is_found(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    with pytest.raises(AssertionError):
+        mutant(monkeypatch)

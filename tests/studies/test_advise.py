@@ -1,0 +1,193 @@
+"""`superbatch.studies.advise`: what is measured, what is given, and what is in question."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superbatch.errors import InputError
+from superbatch.noise import NoiseMeter, estimate
+from superbatch.noise_range import NoiseRange
+from superbatch.report.advice import Advice
+from superbatch.scaling import gain
+from superbatch.studies import advise as study
+from superbatch.studies.advise import AdviceInterrupted, Options, advise
+from superbatch.studies.advise_options import Question, given_noise, question
+from tests.studies import own_recipe
+
+GIVEN: dict[str, Any] = {"microbatch_size": 4, "accumulation_steps": 16, "ranks": 8, "noise": 4000.0}
+TIMES: dict[str, Any] = {"microbatch_seconds": 0.1, "update_seconds": 0.05, "all_reduce_seconds": 1.0}
+
+
+def test_numbers_alone_are_enough() -> None:
+    report = advise(None, Options(**GIVEN, **TIMES, learning_rate=1e-3, beta2=0.95, parameters=10**9))
+    assert (report.verdict, report.recipe, report.noise_from, report.times_from) == (
+        "helps",
+        None,
+        "given",
+        "given",
+    )
+    assert report.alternative is not None
+    assert report.alternative.optimizer == "adamw"
+    assert report.alternative.after["beta2"] == pytest.approx(0.95 ** (1 / 16))
+    assert report.alternative.rate == pytest.approx(math.sqrt(gain(1 / 16, 4000 / 512)))
+    assert report.accumulator_bytes == 4 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"noise": None}, "no recipe and no --noise"),
+        ({"microbatch_seconds": None}, "no --micro-seconds"),
+        ({"update_seconds": None}, "no --update-seconds"),
+        ({"microbatch_size": None}, "give --microbatch-size"),
+        ({"batch_size": 512}, "two of them say the third"),
+        ({"accumulation_steps": 1}, "that is no accumulation"),
+        ({"ranks": 0}, "ranks=0"),
+        ({"noise_low": 5000.0}, "--noise-low <= --noise"),
+        ({"noise": -1.0}, "--noise-low <= --noise"),
+        ({"learning_rate": 0.1, "optimizer": "lion"}, "lion"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        advise(None, Options(**{**GIVEN, **TIMES, **change}))
+
+
+def test_what_is_in_question() -> None:
+    plane = own_recipe.plane()  # a batch of 20
+
+    def half(samples: int) -> int:
+        return samples // 2
+
+    asked = {
+        Question(20, 8): question(plane, Options()),
+        Question(10, 2): question(plane, Options(), largest=half),
+        Question(5, 4): question(plane, Options(microbatch_size=5)),
+        Question(20, 3): question(plane, Options(accumulation_steps=3)),
+        Question(8, 5): question(plane, Options(batch_size=80, accumulation_steps=5, ranks=2)),
+        Question(20, 2): question(plane, Options(batch_size=80, ranks=2), largest=half),
+        Question(7, 12): question(None, Options(microbatch_size=7, batch_size=80)),
+    }
+    assert all(wanted == found for wanted, found in asked.items()), asked
+    with pytest.raises(InputError, match="nothing is in question"):
+        question(plane, Options(batch_size=40))
+
+
+def test_ends_of_a_range_may_be_all_that_is_known() -> None:
+    assert given_noise(Options()) is None
+    assert given_noise(Options(noise_high=50.0)) == NoiseRange(None, 0.0, 50.0)
+    assert given_noise(Options(noise=10.0, noise_low=5.0)) == NoiseRange(10.0, 5.0, 10.0)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "ROUNDS", 3)
+
+
+def plane_noise(recipe: Any, model: nn.Module) -> float:
+    """T / |G|^2 of all data by per-sample gradients: what is to be found."""
+    batch = recipe.batch(torch.arange(recipe.samples))
+    rows = []
+    for index in range(recipe.samples):
+        one = {name: leaf[index : index + 1] for name, leaf in batch.items()}
+        loss = recipe.loss_fn(model)(one)
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
+    gradients = torch.stack(rows).double()
+    mean = gradients.mean(0)
+    return float((gradients - mean).square().sum() / (len(rows) - 1) / mean.square().sum())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_recipe_is_measured() -> None:
+    # At a rate of almost nothing the model stays where it is, and its noise scale is one number.
+    recipe = own_recipe.plane(learning_rates={"sgd": 1e-9}, updates=250)
+    report = advise(recipe, Options(threads=1))
+    assert report.noise_from == "measured over 250 updates of 20 samples"
+    true = plane_noise(recipe, recipe.model(0))
+    assert report.noise is not None
+    assert report.noise_low / 1.5 < true < report.noise_high * 1.5, "a 95 % interval, and some room"
+    assert report.noise_high < 3 * report.noise_low, "premise: it says something"
+    assert (report.microbatch_size, report.asked, report.parameters) == (20, 8, 49)
+    assert report.microbatch_seconds > 0 < report.update_seconds
+    assert report.peak is not None and report.whole is None and report.limit is not None
+    assert report.alternative is not None and report.alternative.after["lr"] == pytest.approx(1e-9)
+    assert report.versions.keys() >= {"superbatch", "torch", "python"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_given_numbers_are_not_measured() -> None:
+    told: list[str] = []
+    report = advise(
+        own_recipe.plane(),
+        Options(microbatch_size=5, noise=50.0, microbatch_seconds=1.0, update_seconds=2.0, optimizer="adam"),
+        progress=lambda event: told.append(event.finished),
+    )
+    assert (report.microbatch_seconds, report.update_seconds, report.noise) == (1.0, 2.0, 50.0)
+    assert not any("update" in each for each in told)
+    assert report.asked == 4 and report.whole is not None and report.peak is not None
+    assert report.whole > report.peak
+    assert report.alternative is not None and report.alternative.optimizer == "adam"
+    assert report.alternative.before["lr"] == pytest.approx(0.01), "the recipe's rate is for its batch, 4 x 5"
+
+
+@pytest.mark.usefixtures("quick")
+def test_samples_that_see_each_other_leave_the_noise_open() -> None:
+    coupled = own_recipe.plane(
+        loss_fn=lambda model: lambda batch: (model(batch["x"])[:, 0] - batch["y"]).mean().square()
+    )
+    report = advise(coupled, Options(microbatch_size=5))
+    assert report.verdict == "undetermined"
+    assert report.noise is None
+    assert any("samples influence each other" in note for note in report.notes)
+
+
+@pytest.mark.usefixtures("quick")
+def test_too_few_updates_are_not_enough() -> None:
+    report = advise(own_recipe.plane(), Options(microbatch_size=5, updates=4))
+    assert report.noise is None
+    assert any(re.search("4 windows measured; 8 needed", note) for note in report.notes)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_interruption_keeps_what_is_known() -> None:
+    def stop(event: study.Progress) -> None:
+        if event.finished == "update 12":
+            raise KeyboardInterrupt
+
+    with pytest.raises(AdviceInterrupted) as stopped:
+        advise(own_recipe.plane(), Options(microbatch_size=5), progress=stop)
+    report: Advice = stopped.value.report
+    assert report.partial
+    assert report.noise_from.startswith("measured over 12 updates")
+
+    def at_once(event: study.Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as plain:
+        advise(own_recipe.plane(), Options(microbatch_size=5), progress=at_once)
+    assert not isinstance(plain.value, AdviceInterrupted)
+
+
+@pytest.mark.usefixtures("quick")
+def test_nothing_is_left_behind() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    advise(own_recipe.plane(), Options(microbatch_size=5, updates=10))
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == 1
+
+
+def test_the_meter_and_the_advice_speak_of_the_same_samples() -> None:
+    """A mutant would be a scale in micro-batches: 8 times too small with micro-batches of 8."""
+    meter = NoiseMeter()
+    for sign in (1, -1) * 10:
+        meter.add({"all": estimate(a2=(1.0 + (3.0 + sign * 0.1) ** 2) / 4, b2=4.0, q=0.5)}, samples=16)
+    found = meter.estimate()
+    assert found.batch_size == pytest.approx(16 * found.variance / 16 / found.signal, rel=1e-9)

@@ -1,0 +1,114 @@
+"""The noise study: what it measures of a recipe, what it says, and what it draws."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from superbatch import plot
+from superbatch.errors import InputError
+from superbatch.noise import noise_over_run, relative_time
+from superbatch.report.json import from_json, to_json
+from superbatch.report.noise_study import NoiseStudy, findings, points_table, steps_table
+from superbatch.studies.noise import NoiseInterrupted, Options
+from superbatch.studies.noise import noise as study
+from tests.studies.own_recipe import plane
+
+OPTIONS = Options(updates=60, threads=1, batch_size=40)
+
+
+@pytest.fixture(scope="module")
+def report() -> NoiseStudy:
+    return study(plane(), OPTIONS)
+
+
+def test_the_report_is_what_was_asked_for_and_can_be_stored(report: NoiseStudy) -> None:
+    assert (report.batch_size, report.microbatch_size, report.updates) == (40, 5, 60)
+    assert [each.update for each in report.points] == list(range(2, 61, 2))
+    assert report.points[0].reason == "2 windows measured; 8 needed"
+    assert any(each.batch_size for each in report.points), "premise: it is determined at times"
+    assert report.points[-1].loss < report.points[0].loss, "premise: it is trained"
+    assert from_json(NoiseStudy, to_json(report)) == report
+
+
+def test_the_run_and_the_times_follow_from_the_points(report: NoiseStudy) -> None:
+    known = [each for each in report.points if each.batch_size]
+    assert report.noise == noise_over_run([each.batch_size or 0 for each in known], batch_size=40)
+    assert report.noise is not None
+    assert report.low <= report.noise <= report.high
+    assert [each.accumulation_steps for each in report.steps] == [1, 2, 4, 8, 16, 32, 64]
+    for each in report.steps:
+        expected = relative_time(
+            each.accumulation_steps,
+            noise=report.noise,
+            microbatch_size=5,
+            microbatch_seconds=report.microbatch_seconds,
+            update_seconds=report.update_seconds,
+        )
+        assert each.time == expected
+        assert each.time is not None and each.low <= each.time <= each.high
+    assert report.best is not None and report.best.time == min(each.time or 0 for each in report.steps)
+
+
+def test_the_noise_scale_is_that_of_the_recipe() -> None:
+    """With a rate of nearly zero the model stays, and per-sample gradients give T and |G|^2 of the data."""
+    recipe = plane(learning_rates={"sgd": 1e-12})
+    model = recipe.model(0)
+    loss_fn, gradients = recipe.loss_fn(model), []
+    for index in range(recipe.samples):
+        model.zero_grad()
+        loss_fn(recipe.batch(torch.tensor([index]))).backward()
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]))
+    each = torch.stack(gradients)
+    truth = float(each.var(0).sum() / each.mean(0).square().sum())
+    last = study(recipe, replace(OPTIONS, updates=400)).points[-1]
+    assert last.low < truth < last.high
+    assert last.batch_size == pytest.approx(truth, rel=0.25)
+
+
+def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStudy) -> None:
+    unknown = tuple(
+        replace(each, batch_size=None, high=math.inf, reason="signal not told from noise")
+        for each in report.points
+    )
+    steps = tuple(replace(each, time=None) for each in report.steps)
+    none = replace(report, points=unknown, noise=None, high=math.inf, steps=steps)
+    assert "not determined; it is above about" in findings(none)[0]
+    assert all(row[2] == "–" and "or more" in row[3] for row in points_table(none).rows[2:])
+    assert {row[2] for row in steps_table(none).rows} == {"–"}
+    figure = plot.noise(none)
+    assert any("not determined" in text.get_text() for text in figure.axes[1].texts)
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # pyright: ignore[reportOptionalMemberAccess]  (there is one)
+    assert labels == ["not determined", "at least (no upper end)"]
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    for options, text in (
+        (Options(batch_size=1), "between 2 and 240"),
+        (Options(batch_size=8, microbatch_size=8), "differences between micro-batches"),
+        (Options(updates=0), "it counts something"),
+        (Options(optimizer="lion"), "no learning rate for it"),
+    ):
+        with pytest.raises(InputError, match=text):
+            study(plane(), options)
+
+
+def test_samples_that_see_each_other_are_refused() -> None:
+    with pytest.raises(InputError, match="a micro-batch has none of its own"):
+        study(plane(coupled="exact"), OPTIONS)
+
+
+def test_an_interruption_leaves_what_is_known() -> None:
+    def stop(done: int, *_: object) -> None:
+        if done >= 30:
+            raise KeyboardInterrupt
+
+    with pytest.raises(NoiseInterrupted) as caught:
+        study(plane(), OPTIONS, progress=stop)
+    report = caught.value.report
+    assert (report.partial, report.updates, report.steps) == (True, 30, ())
+    assert plot.png(plot.noise(report)).startswith(b"\x89PNG")
+    assert "partial" in plot.noise(report).get_suptitle()

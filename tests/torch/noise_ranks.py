@@ -1,0 +1,62 @@
+"""What each of two gloo ranks does for `test_noise`: three micro-batches a window, and then one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from superbatch.noise import Estimate, NoiseMeter
+from superbatch.torch import Accumulator, Window
+from tests.torch.helpers import mlp, mse, rows, sgd
+
+SIZES = ((4, 2, 3), (1, 5, 2))
+ALONE = ((9,), (8,))
+
+
+class Recorder(NoiseMeter):
+    """Keeps what each window said."""
+
+    def add(self, estimates: dict[str, Estimate], *, samples: float) -> None:  # type: ignore[override]
+        self.said = (dict(estimates), samples)
+        super().add(estimates, samples=samples)
+
+
+def parts(sizes: tuple[int, ...], first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Micro-batches of the one batch of 17 samples."""
+    x, y = rows(17, 1)[0]
+    found = []
+    for size in sizes:
+        found.append((x[first : first + size], y[first : first + size]))
+        first += size
+    return found
+
+
+def main(rank: int, folder: Path) -> None:
+    """Write what was measured."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]  (documented)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    said = {}
+    for name, sizes in (("three", SIZES), ("one", ALONE)):
+        model = DistributedDataParallel(mlp())
+        meter = Recorder(every=1)
+        accumulate = Accumulator(
+            model, sgd(model.parameters()), lambda part, model=model: mse(model, part), noise=meter
+        )
+        accumulate(Window(parts(sizes[rank], sum(sizes[0]) if rank else 0)))
+        estimates, samples = meter.said
+        said[name] = (tuple(estimates["group 0"]), samples)
+        assert all(p._backward_hooks is None for p in model.parameters())
+    torch.save(said, folder / f"{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # without joining gloo's threads
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

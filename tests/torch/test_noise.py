@@ -1,0 +1,608 @@
+"""The noise of a training's gradient, against gradients of its micro-batches taken by hand in float64."""
+
+# ruff: noqa: PT012  (what raises is the block of a window: the loop in it is the subject)
+from __future__ import annotations
+
+import copy
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from superbatch.errors import InputError, NonFiniteError
+from superbatch.noise import Estimate, NoiseMeter, effective_samples, estimate
+from superbatch.torch import Accumulator, Window, count_tokens, fp32_masters
+from superbatch.torch.noise_hooks import SeenGradients
+from tests.torch import noise_ranks
+from tests.torch.helpers import TinyLM, mlp, mse, per_sample, rows, sgd, squared_sum
+from tests.torch.noise_ranks import Recorder
+
+TOLERANCE = 1e-12
+TEXT = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+Parts = Sequence[Any]
+
+
+def by_hand(
+    parameters: Iterable[Tensor],
+    losses: Iterable[Callable[[], Tensor]],
+    weights: Sequence[float],
+    samples: Sequence[float] | None = None,
+) -> tuple[Estimate, float]:
+    """The formula on gradients of mean losses, one `torch.autograd.grad` per micro-batch."""
+    parameters = list(parameters)
+    gradients = []
+    for loss in losses:
+        found = torch.autograd.grad(loss(), parameters, allow_unused=True)
+        dense = [
+            torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+            for p, g in zip(parameters, found, strict=True)
+        ]
+        flat = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in dense]
+        gradients.append(torch.cat([g.reshape(-1).double() for g in flat]))
+    shares = [weight / sum(weights) for weight in weights]
+    batch = sum(w * g for w, g in zip(shares, gradients, strict=True))
+    assert isinstance(batch, Tensor) and float(batch @ batch) > 0, "premise: there is a gradient"
+    a2 = sum(w * w * float(g @ g) for w, g in zip(shares, gradients, strict=True))
+    found = estimate(a2, float(batch @ batch), sum(w * w for w in shares))
+    assert abs(found.variance) > 1e-3 * abs(found.signal), "premise: micro-batches differ"
+    return found, effective_samples(shares, samples or weights)
+
+
+def assert_says(
+    meter: Recorder, expected: tuple[Estimate, float], tolerance: float = TOLERANCE, group: str = "group 0"
+) -> None:
+    assert hasattr(meter, "said"), meter.estimate().reason
+    estimates, samples = meter.said
+    assert samples == pytest.approx(expected[1], rel=tolerance)
+    size = abs(expected[0].signal) + abs(
+        expected[0].variance
+    )  # either may be the small difference of large ones
+    for ours, theirs in zip(estimates[group], expected[0], strict=True):
+        assert abs(ours - theirs) <= tolerance * size, (estimates, expected)
+
+
+def cut(batch: tuple[Tensor, ...], *sizes: int) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(leaf.split(list(sizes)) for leaf in batch), strict=True))
+
+
+SIZES = (5, 1, 3)
+BATCH = rows(9, 1)[0]
+PARTS = cut(BATCH, *SIZES)
+
+
+def measured(
+    model: nn.Module,
+    parts: Parts,
+    loss: Callable[[Any], Any],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> Recorder:
+    """One window of micro-batches, measured."""
+    meter = Recorder(every=1)
+    accumulate = Accumulator(model, optimizer or sgd(model.parameters()), loss, noise=meter, **options)
+    assert accumulate(Window(list(parts))).made
+    assert_nothing_left(model)
+    return meter
+
+
+def assert_nothing_left(model: nn.Module) -> None:
+    assert all(p._backward_hooks is None and p.grad is None for p in model.parameters())
+
+
+def test_unequal_micro_batches() -> None:
+    model = mlp()
+    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in PARTS], SIZES)
+    assert_says(measured(model, PARTS, lambda p: mse(model, p)), expected)
+
+
+def test_a_batch_that_is_split_and_the_owned_loop() -> None:
+    model, parts = mlp(), cut(BATCH, 3, 3, 3)
+    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in parts], (3, 3, 3))
+    meter, start = Recorder(every=1), copy.deepcopy(model.state_dict())
+    Accumulator(model, sgd(model.parameters()), lambda p: mse(model, p), microbatch_size=4, noise=meter)(
+        BATCH
+    )
+    assert_says(meter, expected)
+    model.load_state_dict(start)
+    meter = Recorder(every=1)
+    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=4, noise=meter)
+    with accumulate.window(BATCH) as window:
+        for part in window:
+            assert all(p._backward_hooks for p in model.parameters()), "premise: hooks are on inside"
+            window.backward(mse(model, part))
+    assert_says(meter, expected)
+    assert_nothing_left(model)
+
+
+def test_a_sum_over_samples() -> None:
+    model = mlp()
+    expected = by_hand(model.parameters(), [lambda p=p: per_sample(model, p) for p in PARTS], SIZES)
+    assert_says(measured(model, PARTS, lambda p: squared_sum(model, p), reduction="sum"), expected)
+
+
+TOKENS = [
+    {"ids": torch.arange(8).view(2, 4) % 5, "labels": torch.tensor([[1, 2, -100, -100], [3, 4, 5, 6]])},
+    {"ids": torch.arange(4).view(1, 4) % 7, "labels": torch.tensor([[1, -100, -100, -100]])},
+    {"ids": torch.arange(4).view(1, 4) % 7, "labels": torch.tensor([[-100] * 4])},
+    {"ids": torch.arange(12).view(3, 4) % 9, "labels": torch.arange(12).view(3, 4) % 11},
+]
+
+
+def token_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(part["ids"]).flatten(0, 1), part["labels"].flatten())
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_tokens_count_and_a_micro_batch_without_weight_does_not(returned: bool) -> None:
+    torch.manual_seed(3)
+    model = TinyLM().double()
+    counted = [TOKENS[0], TOKENS[1], TOKENS[3]]
+    weights = [6, 1, 12]
+    expected = by_hand(
+        model.parameters(), [lambda p=p: token_loss(model, p) for p in counted], weights, [2, 1, 3]
+    )
+
+    def with_weight(part: dict[str, Tensor]) -> tuple[Tensor, int]:
+        count = int((part["labels"] != -100).sum())
+        return (token_loss(model, part) if count else model(part["ids"]).sum() * 0), count
+
+    meter = (
+        measured(model, TOKENS, with_weight, weight="returned")
+        if returned
+        else measured(model, TOKENS, lambda p: token_loss(model, p), weight=count_tokens("labels"))
+    )
+    assert_says(meter, expected)
+
+
+def test_it_is_measured_before_clipping() -> None:
+    model = mlp()
+    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in PARTS], SIZES)
+    options: dict[str, Any] = {"max_grad_norm": 1e-3, "max_grad_value": 1e-4}
+    assert_says(measured(model, PARTS, lambda p: mse(model, p), **options), expected)
+
+
+def test_a_gradient_scaler_is_taken_out_and_an_overflow_is_not_counted() -> None:
+    model = mlp()
+    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in PARTS], SIZES)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # type: ignore[attr-defined]
+    meter = Recorder(every=1)
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), lambda p: mse(model, p), scaler=scaler, noise=meter, check=False
+    )
+    assert accumulate(Window(PARTS)).made
+    assert_says(meter, expected)
+    handle = next(model.parameters()).register_hook(lambda g: g * float("inf"))
+    assert not accumulate(Window(PARTS)).made
+    assert meter.windows == 1
+    handle.remove()
+
+
+def test_dropped_micro_batches_and_windows_given_up() -> None:
+    model = mlp()
+    bad = (PARTS[1][0] * float("nan"), PARTS[1][1])
+    good = [PARTS[0], PARTS[2]]
+    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in good], (5, 3))
+    start = copy.deepcopy(model.state_dict())
+    options: dict[str, Any] = {"nonfinite": "skip_microbatch", "check": False}
+    assert_says(measured(model, [PARTS[0], bad, PARTS[2]], lambda p: mse(model, p), **options), expected)
+    model.load_state_dict(start)
+    for nonfinite in ("skip_update", "raise"):
+        meter = Recorder(every=1)
+        accumulate = Accumulator(
+            model,
+            sgd(model.parameters()),
+            lambda p: mse(model, p),
+            nonfinite=nonfinite,
+            noise=meter,
+            check=False,
+        )
+        if nonfinite == "raise":
+            with pytest.raises(NonFiniteError):
+                accumulate(Window([PARTS[0], bad]))
+        else:
+            assert not accumulate(Window([PARTS[0], bad])).made
+        assert meter.windows == 0
+        assert_nothing_left(model)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_sums_in_float32_buffers(masters: bool) -> None:
+    model = mlp(torch.bfloat16)
+    parts = [tuple(leaf.bfloat16() for leaf in part) for part in PARTS]
+    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in parts], SIZES)
+    copies = fp32_masters(model) if masters else None
+    optimizer = sgd(model.parameters() if copies is None else copies.values())
+    meter = Recorder(every=1)
+    Accumulator(
+        model,
+        optimizer,
+        lambda p: mse(model, p),
+        noise=meter,
+        accumulator_dtype=torch.float32,
+        masters=copies,
+        check=False,
+    )(Window(parts))
+    assert_says(meter, expected, 1e-5)  # norms of bfloat16 gradients are taken in float32
+
+
+class Tied(nn.Module):
+    def __init__(self, how: str = "plain") -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.body = nn.Linear(4, 4)
+        self.how = how
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        if self.how == "plain":
+            return self.head(torch.tanh(self.body(self.body(x))))
+        reentrant = self.how == "reentrant"
+        for layer in (self.body, self.body, self.head):  # parameters in two segments, and outside of one
+            x = checkpoint(layer, torch.tanh(x), use_reentrant=reentrant)
+        return x
+
+
+@pytest.mark.parametrize("how", ["plain", "not reentrant", "reentrant"])
+def test_tied_weights_and_checkpoints(how: str) -> None:
+    model = Tied(how)
+    twin = Tied("not reentrant" if how == "reentrant" else how)  # `autograd.grad` refuses reentrant ones
+    parts = [torch.arange(i, i + 6).view(2, 3) % 7 for i in range(3)]
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    meter = Recorder(every=1)
+    accumulate = Accumulator(model, optimizer, lambda ids: loss(model, ids), noise=meter)
+    accumulate(Window(parts))
+    if how == "reentrant":  # found out, and said; the next window keeps the parts
+        assert meter.windows == 0
+        assert "came in parts" in (meter.estimate().reason or "")
+        accumulate(Window(parts))
+    assert meter.windows == 1
+    expected = by_hand(twin.parameters(), [lambda p=p: loss(twin, p) for p in parts], (2, 2, 2))
+    assert_says(meter, expected)
+    assert_nothing_left(model)
+
+
+def test_two_losses_of_one_micro_batch_add_up() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    meter = Recorder(every=1)
+    accumulate = Accumulator(model, optimizer, noise=meter)
+    for _ in range(2):  # the first window finds out
+        with accumulate.window(Window(PARTS)) as window:
+            for part in window:
+                window.backward(mse(model, part))
+                window.backward(model(part[0]).square().mean())
+    assert meter.windows == 1
+    expected = by_hand(
+        model.parameters(), [lambda p=p: mse(model, p) + model(p[0]).square().mean() for p in PARTS], SIZES
+    )
+    assert_says(meter, expected)
+
+
+def test_sparse_complex_frozen_and_unused_parameters() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(6)
+            self.table = nn.Embedding(9, 4, sparse=True, dtype=torch.float64)
+            self.wave = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+            self.frozen = nn.Parameter(torch.randn(4).double(), requires_grad=False)
+            self.unused = nn.Parameter(torch.randn(3).double())
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return ((self.table(ids) * self.wave).sum(-1).abs() + self.frozen.sum()).square()
+
+    model = Odd()
+    parts = [torch.tensor([[1, 1, 2]]), torch.tensor([[2, 3, 3], [4, 1, 1]]), torch.tensor([[5, 5, 5]])]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = by_hand(trained, [lambda p=p: model(p).mean() for p in parts], (1, 2, 1))
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    assert_says(measured(model, parts, lambda p: model(p).mean(), optimizer=optimizer), expected)
+
+
+def test_groups_have_names_and_add_up() -> None:
+    model = mlp()
+    losses = [lambda p=p: mse(model, p) for p in PARTS]
+    first, last = list(model[0].parameters()), list(model[2].parameters())
+    expected = by_hand(first, losses, SIZES), by_hand(last, losses, SIZES)
+    total = by_hand(model.parameters(), losses, SIZES)[0]
+    optimizer = torch.optim.SGD([{"params": first, "name": "body"}, {"params": last}], lr=0.0)
+    meter = measured(model, PARTS, lambda p: mse(model, p), optimizer=optimizer)
+    assert_says(meter, expected[0], group="body")
+    assert_says(meter, expected[1], group="group 1")
+    assert meter.estimate().signal == pytest.approx(total.signal, rel=1e-9)
+    assert [group.name for group in meter.estimate().groups] == ["body", "group 1"]
+
+
+def test_per_sample_randomness_and_what_the_users_own_hooks_and_penalties_see() -> None:
+    """The reference are hooks of the test itself: with dropout no gradient can be taken again."""
+    model = mlp(dropout=0.4).train()
+    seen: list[list[Tensor]] = []
+    hooks = [p.register_hook(lambda g: seen[-1].append(g.clone())) for p in model.parameters()]
+
+    def loss(part: tuple[Tensor, Tensor]) -> Tensor:
+        seen.append([])
+        value = mse(model, part)
+        penalty = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+        assert len(seen[-1]) == 4, "premise: asking for a gradient in the forward calls the hooks"
+        seen[-1].clear()
+        return value + 0.1 * sum(g.square().sum() for g in penalty)
+
+    meter = Recorder(every=1)
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), loss, microbatch_size=4, sample_rng=True, noise=meter, check=False
+    )
+    update = accumulate(BATCH)
+    a2 = sum(float(g.square().sum()) for part in seen for g in part)
+    assert update.grad_norm is not None
+    assert len(seen) == 3, "premise: three micro-batches"
+    found = estimate(a2, update.grad_norm**2, 1 / 3)
+    assert_says(meter, (found, 9.0))
+    assert all(len(p._backward_hooks or ()) == 1 for p in model.parameters()), "the user's hooks stay"
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "after"])
+def test_memory_that_runs_out_counts_nothing_twice(where: str) -> None:
+    model, failed = mlp(), []
+
+    class HalfWay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  (as torch documents it)
+            if where == "backward" and not failed and len(gradient) == 4:
+                failed.append(1)
+                raise RuntimeError(TEXT)
+            return gradient
+
+    def loss(part: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = part
+        if where == "forward" and not failed and len(x) == 4:
+            failed.append(1)
+            raise RuntimeError(TEXT)
+        hidden = HalfWay.apply(torch.tanh(model[0](x)))
+        return nn.functional.mse_loss(model[2](hidden), y)
+
+    # The second micro-batch fails, and is cut in halves; after a failure half way all begins again.
+    parts = cut(rows(11, 1)[0], 3, 4, 4)
+    sizes = (2, 1, 2, 2, 2, 2) if where == "backward" else (3, 2, 2, 2, 2)
+    again = cut(rows(11, 1)[0], *sizes)
+    if where == "after":
+        sizes, again = (3, 4, 4), parts
+    expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in again], sizes)
+    meter = Recorder(every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    accumulate = Accumulator(model, optimizer, loss, noise=meter, check=False)
+    if where != "after":
+        with pytest.warns(UserWarning, match="memory ran out"):
+            accumulate(Window(parts))
+        assert failed, "premise: memory ran out"
+    else:  # an exception of the user's own between windows leaves no trace
+        with pytest.raises(KeyError), accumulate.window(Window(parts)) as window:
+            for part in window:
+                window.backward(loss(part))
+                raise KeyError
+        assert meter.passed == 0
+        accumulate(Window(parts))
+    assert_says(meter, expected)
+    assert_nothing_left(model)
+
+
+def test_automatic_sizes() -> None:
+    model = mlp()
+    meter = Recorder(every=1)
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), lambda p: mse(model, p), microbatch_size="auto", noise=meter
+    )
+    for batch in rows(512, 6):
+        update = accumulate(batch)
+        if update.microbatches > 1:
+            assert meter.said[1] == pytest.approx(512)
+    assert meter.passed == 6
+    assert_nothing_left(model)
+
+
+def test_a_window_in_flight_goes_on_bit_for_bit() -> None:
+    def new() -> tuple[nn.Module, torch.optim.Optimizer, Recorder, Accumulator]:
+        model = mlp(torch.float32)
+        optimizer, meter = sgd(model.parameters()), Recorder(beta=0.9, every=1)
+        loss = lambda p: mse(model, p)  # noqa: E731
+        return model, optimizer, meter, Accumulator(model, optimizer, loss, noise=meter)
+
+    batches = [Window(cut(batch, *SIZES)) for batch in rows(9, 12, torch.float32)]
+    _, _, whole, accumulate = new()
+    for batch in batches:
+        accumulate(batch)
+    model, optimizer, meter, accumulate = new()
+    for batch in batches[:9]:
+        accumulate(batch)
+    file = io.BytesIO()
+    with accumulate.window(batches[9]) as window:
+        for index, part in enumerate(window):
+            window.backward(mse(model, part))
+            if index == 1:
+                state = {"model": model, "optimizer": optimizer, "accumulate": accumulate}
+                torch.save({name: each.state_dict() for name, each in state.items()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    model, optimizer, meter, accumulate = new()
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    accumulate.load_state_dict(saved["accumulate"])
+    for batch in batches[9:]:
+        accumulate(batch)
+    assert meter.estimate() == whole.estimate() == accumulate.noise
+    assert whole.windows == 12
+    # A state saved without measuring: the window is left out, not measured by its second half.
+    model, optimizer, meter, accumulate = new()
+    saved["accumulate"]["window"]["noise"] = None
+    accumulate.load_state_dict(saved["accumulate"])
+    accumulate(batches[9])
+    assert meter.windows == 9
+
+
+def test_measuring_changes_no_update() -> None:
+    trained = []
+    for noise in (False, True):
+        model = mlp(torch.float32)
+        accumulate = Accumulator(
+            model,
+            sgd(model.parameters()),
+            lambda p, model=model: mse(model, p),
+            microbatch_size=4,
+            noise=noise,
+        )
+        for batch in rows(9, 12, torch.float32):
+            accumulate(batch)
+        assert (accumulate.noise is None) == (not noise)
+        trained.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+def test_off_by_default_there_are_no_hooks() -> None:
+    model = mlp()
+    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=4)
+    with accumulate.window(BATCH) as window:
+        for part in window:
+            assert all(p._backward_hooks is None for p in model.parameters())
+            window.backward(mse(model, part))
+    assert accumulate.noise is None
+
+
+def test_one_window_in_so_many() -> None:
+    model, hooked = mlp(), []
+
+    def loss(part: Any) -> Tensor:
+        hooked.append(bool(model[0].weight._backward_hooks))
+        return mse(model, part)
+
+    meter = NoiseMeter(every=3)
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, noise=meter, check=False)
+    for _ in range(7):
+        accumulate(Window(PARTS))
+    assert hooked[::3] == [True, False, False, True, False, False, True]
+    assert meter.windows == 3
+    tiny = Accumulator(model, sgd(model.parameters()), loss, noise=True)._plan.noise
+    wide = nn.Linear(600, 600)
+    large = Accumulator(wide, sgd(wide.parameters()), lambda p: wide(p).sum(), noise=True)._plan.noise
+    assert tiny is not None and large is not None
+    assert (tiny.meter.every, large.meter.every) == (10, 1)
+
+
+def test_one_micro_batch_says_nothing_and_says_so() -> None:
+    model = mlp()
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), lambda p: mse(model, p), noise=NoiseMeter(every=1)
+    )
+    accumulate(BATCH)
+    noise = accumulate.noise
+    assert noise is not None and noise.batch_size is None
+    assert "1 left out: one micro-batch has nearly all the weight" in (noise.reason or "")
+
+
+def test_a_new_parameter_group_begins_a_new_average() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    meter = NoiseMeter(every=1)
+    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), noise=meter)
+    accumulate(Window(PARTS))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    accumulate(Window(PARTS))
+    assert meter.windows == 1
+    assert [group.name for group in meter.estimate().groups] == ["group 0", "group 1"]
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    model = mlp()
+    with pytest.raises(InputError, match="never exists on its own"):
+        Accumulator(model, sgd(model.parameters()), accumulate_into="momentum", noise=True)
+    with pytest.raises(InputError, match="a micro-batch has none of its own"):
+        Accumulator(model, sgd(model.parameters()), lambda p: mse(model, p), coupled="exact", noise=True)
+    with pytest.raises(InputError, match="noise='yes'"):
+        Accumulator(model, sgd(model.parameters()), noise="yes")  # type: ignore[arg-type]
+
+
+def test_two_ranks_say_what_one_process_says_of_all_micro_batches(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-W", "error", "-m", "tests.torch.noise_ranks"]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=root, env=environment) for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    said = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert said[0] == said[1]
+    model = mlp()
+    for name, sizes in (("three", noise_ranks.SIZES), ("one", noise_ranks.ALONE)):
+        flat = [size for rank in sizes for size in rank]
+        parts = noise_ranks.parts(tuple(flat))
+        (signal, variance), samples = by_hand(
+            model.parameters(), [lambda p=p: mse(model, p) for p in parts], flat
+        )
+        found, ours = said[0][name]
+        assert ours == pytest.approx(samples, rel=TOLERANCE)
+        assert found == pytest.approx((signal, variance), rel=1e-11)
+        error = max(abs(found[0] - signal), abs(found[1] - variance)) / (abs(signal) + abs(variance))
+        assert error <= TOLERANCE
+
+
+def test_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong ways to see the gradients, and a test above that each must fail."""
+
+    def sees_the_running_sum(self: SeenGradients) -> None:
+        for parameter, slot in zip(self._parameters, self._slots, strict=True):
+            handle = parameter.register_post_accumulate_grad_hook(
+                lambda p, slot=slot: slot.append(float(p.grad.norm()))
+            )
+            self._undo.append(handle.remove)
+
+    def takes_parts_for_wholes(self: SeenGradients) -> None:
+        whole(self)
+        self.reason = None
+
+    whole = SeenGradients._end_of_microbatch
+    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+    for name, mutant, test in (
+        ("open", sees_the_running_sum, test_unequal_micro_batches),
+        ("restart", _restart_but_once, lambda: test_memory_that_runs_out_counts_nothing_twice("backward")),
+        (
+            "_end_of_microbatch",
+            takes_parts_for_wholes,
+            lambda: test_tied_weights_and_checkpoints("reentrant"),
+        ),
+        ("close", nothing, test_unequal_micro_batches),
+    ):
+        test()
+        with monkeypatch.context() as patch:
+            patch.setattr(SeenGradients, name, mutant)
+            with pytest.raises(AssertionError):
+                test()
+
+
+def _restart_but_once(self: SeenGradients) -> None:
+    if not hasattr(self, "_norms"):
+        self._last, self._ended, self._norms, self._squares = None, None, [], {}
