@@ -128,9 +128,9 @@ class NoiseMeter:
     """Averages what windows say about the noise of their gradients: ``Accumulator(noise=NoiseMeter(...))``.
 
     Numerator and denominator are averaged apart, by exponentially decaying weights (debiased), and divided
-    only when asked; the interval comes from the differences between successive windows, so that a gradient
-    that shrinks along the training is not taken for an uncertain one. Windows of different size are averaged rightly: the numerator is the variance of *one*
-    sample's gradient.
+    only when asked. Windows of different size are averaged rightly: the numerator is the variance of *one*
+    sample's gradient. The interval comes from the differences between successive windows, so that a gradient
+    that shrinks along the training is not taken for an uncertain one.
 
     Args:
         beta: how much of the average the next window leaves: 0.98 remembers about 100 windows.
