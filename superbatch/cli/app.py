@@ -15,6 +15,7 @@ import typer
 from superbatch._version import __version__
 from superbatch.cli.compare import compare
 from superbatch.cli.fit import fit
+from superbatch.cli.study import study
 from superbatch.cli.verify import verify
 from superbatch.errors import SuperbatchError, explain
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 # One line per command; each lies in a file of its own.
 app.command("compare")(compare)
 app.command("fit")(fit)
+app.command("study")(study)
 app.command("verify")(verify)
 
 

@@ -15,10 +15,11 @@ from superbatch.cli.progress import duration
 if TYPE_CHECKING:
     from superbatch.report.comparison import Comparison
     from superbatch.report.fitting import Fitting
+    from superbatch.report.study import Study
 
 
 def publish(
-    report: Comparison | Fitting,
+    report: Comparison | Fitting | Study,
     folder: Path | None,
     *,
     as_json: bool,

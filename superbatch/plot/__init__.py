@@ -2,4 +2,5 @@
 
 from .comparing import comparison as comparison
 from .fit import fitting as fitting
+from .studies import study as study
 from .style import png as png

@@ -1,0 +1,175 @@
+"""The pictures of the studies: one function each, from the same panels."""
+
+# matplotlib leaves the types of its keyword arguments open:
+# pyright: standard
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from superbatch.plot.style import (
+    BLUE,
+    DARK,
+    GREEN,
+    LIGHT,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    Theme,
+    plain_axes,
+)
+from superbatch.report.study import Study, StudyArm
+
+COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)))
+
+
+def study(report: Study, *, dark: bool = False) -> Figure:
+    """Draw a study.
+
+    Args:
+        report: whole or partial.
+        dark: light on dark instead of dark on light.
+
+    Returns:
+        A figure, 10 inches wide.
+
+    Examples:
+        >>> from superbatch.studies.study import Options, study as run
+        >>> figure = study(run("precision", options=Options(runs=1, quick=True)))
+        >>> figure.axes[0].get_xlabel()
+        'gradients in the sum, K'
+    """
+    theme = DARK if dark else LIGHT
+    draw = _DRAWINGS[report.name]
+    figure = Figure(figsize=(10, 5.5), facecolor=theme.paper, layout="constrained")
+    draw(figure, report, theme)
+    for axes in figure.axes:
+        plain_axes(axes, theme)
+        axes.title.set_fontsize(10)
+        if (legend := axes.get_legend()) is not None:
+            for text in legend.get_texts():
+                text.set_color(theme.ink)
+    partial = " (interrupted: partial)" if report.partial else ""
+    figure.suptitle(
+        f"{report.question}{partial}\n{report.conclusion}", color=theme.ink, fontsize=11, wrap=True
+    )
+    return figure
+
+
+def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
+    metric, noise = figure.subplots(1, 2)
+    _dots(metric, report, report.quantities[0].name, theme)
+    excess, theory = "noise excess", "lr/(B(1-m)), relative"
+    for index, arm in enumerate(report.arms):
+        x, values = arm.mean(theory), [value for value in arm.values(excess) if value > 0]
+        if x is None or not values:
+            continue
+        colour, marker = COLOURS[index % 7], MARKERS[index % 7]
+        # Arms of the same rate lie side by side.
+        apart = x * 1.18 ** (index - 1.5 if x == 1 else 0)
+        noise.scatter([apart] * len(values), values, s=12, color=colour, alpha=0.35, linewidths=0)
+        noise.plot(apart, _geometric(values), marker, color=colour, markersize=9, linestyle="none")
+        noise.annotate(
+            arm.name,
+            (apart, _geometric(values)),
+            xytext=(9, 0),
+            textcoords="offset points",
+            color=theme.ink,
+            weight="bold",
+            va="center",
+        )
+    noise.set_xscale("log")
+    noise.set_yscale("log")
+    low, high = noise.get_xlim()
+    noise.set_xlim(low / 1.5, high * 1.5)
+    anchor = _geometric([value for value in report.arms[0].values(excess) if value > 0])
+    if anchor is not None:
+        ends = noise.get_xlim()
+        noise.plot(ends, [anchor * end for end in ends], color=theme.faint, linewidth=1.5, zorder=0)
+    noise.set_xlabel("lr / (batch (1 - momentum)), relative to A")
+    noise.set_ylabel("noise excess of the training loss")
+    noise.set_title("Each dot a run; line: proportional, through A")
+
+
+def _precision(figure: Figure, report: Study, theme: Theme) -> None:
+    axes = figure.add_subplot()
+    for index, arm in enumerate(report.arms):
+        curves = list(zip(*(run.curve for run in arm.runs), strict=True))
+        if not curves:
+            continue
+        axes.plot(
+            report.curve_at,
+            [statistics.fmean(at) for at in curves],
+            color=COLOURS[index % 7],
+            marker=MARKERS[index % 7],
+            linestyle=DASHES[index // 7 * 2],
+            linewidth=1.8,
+            markersize=6,
+            label=arm.name,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(report.curve_at, [f"{count:g}" for count in report.curve_at])
+    axes.set_xlabel("gradients in the sum, K")
+    axes.set_ylabel("relative error of the sum")
+    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=theme.ink)
+
+
+def _splits(figure: Figure, report: Study, theme: Theme) -> None:
+    metric, apart = figure.subplots(1, 2)
+    _dots(metric, report, report.quantities[0].name, theme)
+    _dots(apart, report, "weights differ by", theme, log=True)
+    apart.set_title("Weights at the end, against the real batch of the same seed")
+
+
+def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False) -> None:
+    """One row per arm: each run a dot, mean and sd; the margin of the tests as a band."""
+    rows = [float(-index) for index in range(len(report.arms))]
+    tests = [test for test in report.tests if test.quantity == quantity and not test.ratio]
+    if tests and not log:
+        middle = report.arm(tests[0].second).mean(quantity)
+        if middle is not None and math.isfinite(middle):
+            margin = tests[0].margin
+            axes.axvspan(middle - margin, middle + margin, color=theme.faint, alpha=0.4, linewidth=0)
+            axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
+    for index, (arm, y) in enumerate(zip(report.arms, rows, strict=True)):
+        _row(axes, arm, quantity, y, COLOURS[index % 7], MARKERS[index % 7], log=log)
+    axes.set_yticks(
+        rows, [f"{arm.name}: {arm.how}" if len(arm.name) == 1 else arm.name for arm in report.arms]
+    )
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_ylim(rows[-1] - 0.6, 0.6)
+    axes.set_xlabel(quantity)
+    if log:
+        axes.set_xscale("log")
+
+
+def _row(axes: Axes, arm: StudyArm, quantity: str, y: float, colour: str, marker: str, *, log: bool) -> None:
+    values = [value for value in arm.values(quantity) if math.isfinite(value) and (value > 0 or not log)]
+    if not values:
+        return
+    spread = [y + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
+    axes.scatter(values, spread, s=12, color=colour, alpha=0.4, linewidths=0)
+    sd = statistics.stdev(values) if len(values) > 1 and not log else None
+    mean = _geometric(values) if log else statistics.fmean(values)
+    axes.errorbar(mean, y, xerr=sd, fmt=marker, color=colour, markersize=7, capsize=4, linewidth=1.6)
+
+
+def _geometric(values: Sequence[float]) -> Any:
+    return math.exp(statistics.fmean(map(math.log, values))) if values else None
+
+
+_DRAWINGS: Mapping[str, Callable[[Figure, Study, Theme], None]] = {
+    "momentum": _momentum,
+    "precision": _precision,
+    "splits": _splits,
+}
