@@ -1,0 +1,105 @@
+"""The interval of a ratio of means (Fieller), and the quantile of Student's t that it takes."""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+from functools import lru_cache
+
+
+@lru_cache(maxsize=256)
+def student_quantile(probability: float, freedom: float) -> float:
+    """Return the quantile of Student's t distribution, for any positive number of degrees of freedom.
+
+    Args:
+        probability: between 0.5 and 1, both excluded.
+        freedom: degrees of freedom, not necessarily whole.
+
+    Returns:
+        The t below which a draw lies with this probability.
+
+    Examples:
+        >>> round(student_quantile(0.975, 10), 6), round(student_quantile(0.975, 2.5), 4)
+        (2.228139, 3.5747)
+    """
+    # P(|t| > q) is the regularised incomplete beta function at x = f / (f + q^2), which rises with x. What is
+    # small near x = 1 is its complement z = 1 - x, so that is what is halved.
+    outside = 2 * (1 - probability)
+    low, high = 0.0, 1.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        if 1 - _incomplete_beta(0.5, freedom / 2, middle) > outside:
+            low = middle
+        else:
+            high = middle
+    z = (low + high) / 2
+    return math.sqrt(freedom * z / (1 - z))
+
+
+def fieller(
+    x: float, y: float, *, s_xx: float, s_yy: float, s_xy: float, quantile: float
+) -> tuple[float, float]:
+    """Return the interval for ``x / y``, both of them uncertain, as a ratio that is not negative.
+
+    The ratios R with ``(x - R y)^2 <= q^2 (s_xx - 2 R s_xy + R^2 s_yy)`` (Fieller 1954). Where `y` cannot be
+    told from zero there is no upper end; a delta-method interval would name one, and be wrong too often.
+
+    Args:
+        x: mean of the numerator.
+        y: mean of the denominator.
+        s_xx: variance of that mean `x`.
+        s_yy: variance of that mean `y`.
+        s_xy: their covariance.
+        quantile: of Student's t, two-sided.
+
+    Returns:
+        Lower and upper end; ``(inf, inf)`` where `y` is below zero beyond doubt, while `x` is above.
+
+    Examples:
+        >>> low, high = fieller(10.0, 2.0, s_xx=0.01, s_yy=0.01, s_xy=0.0, quantile=2.0)
+        >>> round(low, 3), round(high, 3)
+        (4.536, 5.565)
+        >>> fieller(10.0, 0.1, s_xx=0.01, s_yy=0.01, s_xy=0.0, quantile=2.0)[1]
+        inf
+    """
+    a = y * y - quantile**2 * s_yy
+    b = x * y - quantile**2 * s_xy
+    c = x * x - quantile**2 * s_xx
+    root = math.sqrt(max(0.0, b * b - a * c))
+    if c > 0 and x > 0:  # the noise is there: an interval for y / x, of which this is the inverse
+        least, most = (b - root) / c, (b + root) / c
+        return 1 / most if most > 0 else math.inf, 1 / least if least > 0 else math.inf
+    if a > 0 and y > 0:  # the noise may be nothing, the signal is there
+        return 0.0, max(0.0, (b + root) / a)
+    return 0.0, math.inf
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction (DLMF 8.17.22)."""
+    if x <= 0 or x >= 1:
+        return 0.0 if x <= 0 else 1.0
+    if x > (a + 1) / (a + b + 2):  # where the fraction of the complement converges faster
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    front = math.exp(
+        math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    )
+    tiny = 1e-300
+    c, d = 1.0, 1 / _away_from_zero(1 - (a + b) * x / (a + 1), tiny)
+    fraction = d
+    for m in range(1, 1000):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d = 1 / _away_from_zero(1 + term * d, tiny)
+            c = _away_from_zero(1 + term / c, tiny)
+            fraction *= c * d
+        if abs(c * d - 1) < 1e-15:
+            break
+    return front * fraction / a
+
+
+def _away_from_zero(value: float, tiny: float) -> float:
+    return value if abs(value) > tiny else tiny

@@ -1,0 +1,87 @@
+"""How noisy a gradient is: the noise scale with its interval, or why there is no number."""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseOfGroup:
+    """The noise scale of one parameter group; see `Noise` for the meaning of each number.
+
+    Attributes:
+        name: of the group.
+        batch_size: its noise scale in samples; None: its signal cannot be told from its noise.
+        low: lower end of the interval.
+        high: upper end of the interval; infinite when it is unbounded.
+        signal: ``|G|^2`` of the group's part of the gradient.
+        variance: trace of the covariance of one sample's gradient, of the group's part.
+    """
+
+    name: str
+    batch_size: float | None
+    low: float
+    high: float
+    signal: float
+    variance: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """How much of a gradient is noise: ``B_noise = T / |G|^2``, averaged over windows.
+
+    ``G`` is the true gradient, ``T`` the trace of the covariance of one sample's gradient. A batch of
+    `batch_size` samples has as much noise as signal: much smaller ones are nearly all noise, so that a larger
+    batch pays; much larger ones are nearly all signal, so that it does not.
+
+    Attributes:
+        batch_size: ``B_noise`` in samples; None where there is no number, and `reason` says why.
+        low: lower end of its 95 % interval (Fieller's); known even where there is no upper one.
+        high: upper end; ``math.inf`` when it is unbounded.
+        signal: ``|G|^2``, averaged; may come out negative, for it is unbiased.
+        variance: ``T``, averaged, likewise.
+        windows: how many were measured.
+        effective_windows: how many windows of equal weight the average is worth.
+        samples_per_window: the mean effective batch ``1 / sum(w_i^2 / n_i)``; that of samples counted alike
+            is their number.
+        groups: each parameter group by itself; `signal` and `variance` are the sums of theirs.
+        reason: why there is no number; None where there is one.
+        data_size: samples that batches are drawn from without replacement; None: as good as endless.
+
+    Examples:
+        >>> noise = Noise(batch_size=400.0, low=300.0, high=550.0, signal=0.5, variance=200.0, windows=80,
+        ...     effective_windows=60.0, samples_per_window=100.0, groups=(), reason=None)
+        >>> noise.ratio, noise.determined
+        (4.0, True)
+    """
+
+    batch_size: float | None
+    low: float
+    high: float
+    signal: float
+    variance: float
+    windows: int
+    effective_windows: float
+    samples_per_window: float
+    groups: tuple[NoiseOfGroup, ...]
+    reason: str | None
+    data_size: int | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Noise over signal of the batch as it is, ``rho = tr Cov(g) / |G|^2``; None where it is not known.
+
+        That is `batch_size` / `samples_per_window`, times ``1 - N / D`` where a batch of N samples is drawn
+        without replacement from D.
+        """
+        if self.batch_size is None or not self.samples_per_window > 0:
+            return None
+        drawn = 0.0 if self.data_size is None else min(1.0, self.samples_per_window / self.data_size)
+        return self.batch_size / self.samples_per_window * (1 - drawn)
+
+    @property
+    def determined(self) -> bool:
+        """Whether there is a number, with an interval that ends."""
+        return self.batch_size is not None and math.isfinite(self.high)

@@ -1,0 +1,50 @@
+"""What a change of the batch means for an optimizer's settings: by which rule, why, and how far it holds."""
+
+from __future__ import annotations
+
+# pyright: strict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Settings of an optimizer after a change of the batch.
+
+    Attributes:
+        optimizer: the family: ``"sgd"``, ``"adam"`` or ``"adamw"``; or the name of another one, of which only
+            the learning rate is changed.
+        rule: ``"linear"``, ``"sqrt"``, ``"gain"``, ``"power"`` or ``"keep"``.
+        kappa: the new batch over the old one.
+        ratio: noise over signal at the old batch, ``B_noise / B``; None: not known.
+        gain: AdaScale's gain, where the rule uses it.
+        rate: factor of the learning rate.
+        before: the settings as they were, by name.
+        after: the settings for the new batch, by name.
+        why: why this rule.
+        limits: where it stops holding.
+
+    Examples:
+        >>> scaling = Scaling(optimizer="sgd", rule="linear", kappa=4.0, ratio=None, gain=None, rate=4.0,
+        ...     before={"lr": 0.1, "momentum": 0.9}, after={"lr": 0.4, "momentum": 0.9}, why="", limits=())
+        >>> print(scaling)
+        sgd, batch x 4, rule 'linear': lr 0.1 -> 0.4, momentum 0.9 (kept)
+    """
+
+    optimizer: str
+    rule: str
+    kappa: float
+    ratio: float | None
+    gain: float | None
+    rate: float
+    before: dict[str, float]
+    after: dict[str, float]
+    why: str
+    limits: tuple[str, ...]
+
+    def __str__(self) -> str:
+        changes = ", ".join(_change(name, old, self.after[name]) for name, old in self.before.items())
+        return f"{self.optimizer}, batch x {self.kappa:g}, rule {self.rule!r}: {changes}"
+
+
+def _change(name: str, old: float, new: float) -> str:
+    return f"{name} {old:.6g} (kept)" if old == new else f"{name} {old:.6g} -> {new:.6g}"
