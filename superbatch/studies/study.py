@@ -227,7 +227,11 @@ def run_design(
     def report(*, partial: bool) -> Study:
         arms = tuple(
             StudyArm(
-                name=a.name, how=a.how, facts=a.facts, runs=tuple(sorted(runs, key=lambda run: run.seed))
+                name=a.name,
+                how=a.how,
+                facts=a.facts,
+                runs=tuple(sorted(runs, key=lambda run: run.seed)),
+                curve_updates=a.curve_updates,
             )
             for a, runs in zip(plan.arms, finished, strict=True)
         )
