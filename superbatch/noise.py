@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .errors import InputError, explain
-from .noise_interval import fieller, student_quantile
+from .noise_interval import Moments, Ratio
 from .report.noise import Noise, NoiseOfGroup
 
 FEWEST_WINDOWS = 8
@@ -30,8 +30,6 @@ FEWEST_WINDOWS = 8
 
 LEAST_SPREAD = 0.05
 """A window is measured where ``1 - Q`` is at least this: below, one micro-batch has nearly all the weight."""
-
-CONFIDENCE = 0.95
 
 
 class Estimate(NamedTuple):
@@ -135,7 +133,7 @@ class NoiseMeter:
 
     Args:
         beta: how much of the average the next window leaves: 0.98 remembers about 100 windows.
-        every: measure every so many windows.
+        every: measure one window in so many.
         data_size: samples that batches are drawn from *without replacement*. The noise scale is then that of
             the gradient of these data; None: they are as good as endless, as in one pass over a stream.
 
@@ -162,11 +160,20 @@ class NoiseMeter:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller without types)
                 raise InputError(explain(f"{name}={value!r}", "it is a count", "pass a positive int"))
         self.beta, self.every, self.data_size = beta, every, data_size
+        self._begin()
+
+    def _begin(self) -> None:
+        self.passed = 0  # updates, measured or not
         self._windows = 0
         self._seen: dict[str, int] = {}  # windows that were not measured, by the reason
         self._samples = 0.0
-        self._groups: dict[str, _Moments] = {}
-        self._total = _Moments()
+        self._groups: dict[str, Moments] = {}
+        self._total = Moments()
+
+    @property
+    def due(self) -> bool:
+        """Whether the next window is one to be measured."""
+        return self.passed % self.every == 0
 
     @property
     def windows(self) -> int:
@@ -203,9 +210,18 @@ class NoiseMeter:
         self._windows += 1
         self._samples = self._moved(self._samples, samples)
         for name, one in estimates.items():
-            self._groups.setdefault(name, _Moments()).add(one.variance * samples, one.signal, self.beta)
+            self._groups.setdefault(name, Moments()).add(one.variance * samples, one.signal, self.beta)
         signal, variance = (math.fsum(one[part] for one in estimates.values()) for part in (0, 1))
         self._total.add(variance * samples, signal, self.beta)
+
+    def expect(self, groups: Iterable[str]) -> None:
+        """Begin anew if the parameter groups are others than before: it would be another noise scale.
+
+        Args:
+            groups: their names.
+        """
+        if self._windows and set(groups) != self._groups.keys():
+            self._begin()
 
     def leave_out(self, reason: str) -> None:
         """Note a window that could not be measured.
@@ -225,7 +241,7 @@ class NoiseMeter:
         worth, debias = self._worth(), 1 - self.beta**self._windows
         few = self._windows < FEWEST_WINDOWS
 
-        def ratio(moments: _Moments) -> _Ratio:
+        def ratio(moments: Moments) -> Ratio:
             found = moments.of(worth, debias, self.data_size)
             return found._replace(batch_size=None, low=0.0, high=math.inf) if few else found
 
@@ -248,6 +264,7 @@ class NoiseMeter:
         return {
             "version": 1,
             "beta": self.beta,
+            "passed": self.passed,
             "windows": self._windows,
             "left_out": dict(self._seen),
             "samples": self._samples,
@@ -272,10 +289,11 @@ class NoiseMeter:
                     "make the NoiseMeter with the same beta, or load no state into it",
                 )
             )
+        self.passed = int(state["passed"])
         self._windows, self._samples = int(state["windows"]), float(state["samples"])
         self._seen = dict(state["left_out"])
-        self._total = _Moments(state["total"])
-        self._groups = {name: _Moments(values) for name, values in state["groups"].items()}
+        self._total = Moments(state["total"])
+        self._groups = {name: Moments(values) for name, values in state["groups"].items()}
 
     def _moved(self, mean: float, value: float) -> float:
         return self.beta * mean + (1 - self.beta) * value
@@ -288,78 +306,11 @@ class NoiseMeter:
         return (1 + beta) / (1 - beta) * (1 - beta**count) / (1 + beta**count)
 
     def _too_few(self) -> str:
-        said = f"{self._windows} windows measured; {FEWEST_WINDOWS} needed"
+        said = f"{self._windows} window{'s' * (self._windows != 1)} measured; {FEWEST_WINDOWS} needed"
         if not self._seen:
             return said
         reason = max(self._seen, key=lambda each: self._seen[each])
         return f"{said} ({self._seen[reason]} left out: {reason})"
-
-
-class _Ratio(NamedTuple):
-    """A noise scale with its interval."""
-
-    batch_size: float | None
-    low: float
-    high: float
-    signal: float
-    variance: float
-    reason: str | None
-
-    def as_fields(self) -> dict[str, Any]:
-        """The fields of the reports, but for the reason."""
-        fields = self._asdict()
-        del fields["reason"]
-        return fields
-
-
-class _Moments:
-    """Averages of x (variance of one sample), y (signal), x^2, y^2 and x y, not yet debiased."""
-
-    def __init__(self, values: Sequence[float] = (0.0,) * 5) -> None:
-        self.values = tuple(values)
-
-    def add(self, x: float, y: float, beta: float) -> None:
-        """Let the averages move towards one more window."""
-        new = (x, y, x * x, y * y, x * y)
-        rest = 1 - beta
-        self.values = tuple([beta * old + rest * value for old, value in zip(self.values, new, strict=True)])
-
-    def of(self, worth: float, debias: float, data_size: int | None) -> _Ratio:
-        """The ratio of the averages, over so many windows of equal weight."""
-        if not debias:
-            return _Ratio(None, 0.0, math.inf, 0.0, 0.0, None)
-        x, y, xx, yy, xy = (value / debias for value in self.values)
-        var_x, var_y, cov = max(0.0, xx - x * x), max(0.0, yy - y * y), xy - x * y
-        if data_size is not None:
-            # Without replacement |g|^2 has T / D too little noise in it, which was taken off: it is signal of
-            # the data that there are.
-            d = 1 / data_size
-            y, var_y, cov = y + d * x, max(0.0, var_y + 2 * d * cov + d * d * var_x), cov + d * var_x
-        if worth * debias == 0 or worth <= 1:
-            return _Ratio(None, 0.0, math.inf, y, x, None)
-        means = worth - 1
-        low, high = fieller(
-            x,
-            y,
-            s_xx=var_x / means,
-            s_yy=var_y / means,
-            s_xy=cov / means,
-            quantile=student_quantile((1 + CONFIDENCE) / 2, means),
-        )
-        return _judged(x, y, low, high, known=worth)
-
-
-def _judged(x: float, y: float, low: float, high: float, *, known: float) -> _Ratio:
-    """A ratio is named where its interval ends; the only clamp of all is here."""
-    if math.isinf(low):
-        reason = (
-            "the signal came out below zero beyond chance: micro-batches are not independent draws (give "
-            "data_size where they are drawn without replacement from few data)"
-        )
-        return _Ratio(None, 0.0, math.inf, y, x, reason)
-    if math.isinf(high):
-        return _Ratio(None, low, high, y, x, "signal not told from noise")
-    return _Ratio(max(0.0, x / y), low, high, y, x, None)
 
 
 def noise_over_run(
@@ -367,7 +318,7 @@ def noise_over_run(
 ) -> float:
     """Return the one noise scale that stands for a whole run, along which it changes (it mostly grows).
 
-    A harmonic mean, weighted by progress: of the samples of a batch B only ``1 / (1 + B / B_t)`` are progress.
+    A harmonic mean, weighted by progress: ``1 / (1 + B / B_t)`` of the samples of a batch B are progress.
 
     Args:
         noise: the noise scale ``B_t`` of stretches of the run, in samples, all positive.

@@ -1,10 +1,14 @@
-"""The interval of a ratio of means (Fieller), and the quantile of Student's t that it takes."""
+"""A ratio of two averages with its interval (Fieller), and the quantile of Student's t that it takes."""
 
 from __future__ import annotations
 
 # pyright: strict
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
+
+CONFIDENCE = 0.95
 
 
 @lru_cache(maxsize=256)
@@ -74,6 +78,73 @@ def fieller(
     if a > 0 and y > 0:  # the noise may be nothing, the signal is there
         return 0.0, max(0.0, (b + root) / a)
     return 0.0, math.inf
+
+
+class Ratio(NamedTuple):
+    """A noise scale with its interval."""
+
+    batch_size: float | None
+    low: float
+    high: float
+    signal: float
+    variance: float
+    reason: str | None
+
+    def as_fields(self) -> dict[str, Any]:
+        """The fields of the reports, but for the reason."""
+        fields = self._asdict()
+        del fields["reason"]
+        return fields
+
+
+class Moments:
+    """Averages of x (variance of one sample), y (signal), x^2, y^2 and x y, not yet debiased."""
+
+    def __init__(self, values: Sequence[float] = (0.0,) * 5) -> None:
+        self.values = tuple(values)
+
+    def add(self, x: float, y: float, beta: float) -> None:
+        """Let the averages move towards one more window."""
+        new = (x, y, x * x, y * y, x * y)
+        rest = 1 - beta
+        self.values = tuple([beta * old + rest * value for old, value in zip(self.values, new, strict=True)])
+
+    def of(self, worth: float, debias: float, data_size: int | None) -> Ratio:
+        """The ratio of the averages, over so many windows of equal weight."""
+        if not debias:
+            return Ratio(None, 0.0, math.inf, 0.0, 0.0, None)
+        x, y, xx, yy, xy = (value / debias for value in self.values)
+        var_x, var_y, cov = max(0.0, xx - x * x), max(0.0, yy - y * y), xy - x * y
+        if data_size is not None:
+            # Without replacement |g|^2 has T / D too little noise in it, which was taken off: it is signal of
+            # the data that there are.
+            d = 1 / data_size
+            y, var_y, cov = y + d * x, max(0.0, var_y + 2 * d * cov + d * d * var_x), cov + d * var_x
+        if worth * debias == 0 or worth <= 1:
+            return Ratio(None, 0.0, math.inf, y, x, None)
+        means = worth - 1
+        low, high = fieller(
+            x,
+            y,
+            s_xx=var_x / means,
+            s_yy=var_y / means,
+            s_xy=cov / means,
+            quantile=student_quantile((1 + CONFIDENCE) / 2, means),
+        )
+        return _judged(x, y, low, high, known=worth)
+
+
+def _judged(x: float, y: float, low: float, high: float, *, known: float) -> Ratio:
+    """A ratio is named where its interval ends; the only clamp of all is here."""
+    if math.isinf(low):
+        reason = (
+            "the signal came out below zero beyond chance: micro-batches are not independent draws (give "
+            "data_size where they are drawn without replacement from few data)"
+        )
+        return Ratio(None, 0.0, math.inf, y, x, reason)
+    if math.isinf(high):
+        return Ratio(None, low, high, y, x, "signal not told from noise")
+    return Ratio(max(0.0, x / y), low, high, y, x, None)
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:

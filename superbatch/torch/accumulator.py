@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import normalize
-from ..errors import InputError, WindowError, explain
+from ..errors import WindowError, explain
+from ..noise import NoiseMeter
 from ..report.coupling import CouplingReport
 from ..report.memory import MemoryReport
+from ..report.noise import Noise
 from ..report.update import Update
 from ..split import TokenBudget
 from ..window import Window
@@ -24,12 +26,13 @@ from .first_check import check_first_window
 from .in_flight import WindowInFlight
 from .losses import alone, pair_of
 from .masters import masters_written, take_over
+from .noise_windows import noise_of
 from .pieces import pieces_of, sizing_of
 from .places import Places
 from .plan import NonFinite, Plan
 from .recovery import work_through
 from .reserve import Reserve
-from .sizing import Fixed
+from .sizing import Fixed, load_sizing, sizing_state
 from .snapshot import BufferKeeper, RandomKeeper
 from .sync import find_ranks
 from .transfer import Transfer
@@ -82,6 +85,7 @@ class Accumulator:
             they are).
         whole: paths of leaves that every micro-batch gets whole (the same object: do not change it in place).
         per_sample: paths of lists that hold one object per sample.
+        noise: measure how noisy the gradient is, from those of the micro-batches: True, or a `NoiseMeter`.
         check: compare, on the first window, losses of micro-batches with losses of their parts, and refuse a
             wrong statement of `reduction` or `weight` before anything is updated. `loss_fn` is called some
             times more for it, so metrics that it counts are counted more often.
@@ -125,6 +129,7 @@ class Accumulator:
         device: torch.device | str | int | None = "auto",
         whole: Sequence[str] = (),
         per_sample: Sequence[str] = (),
+        noise: bool | NoiseMeter = False,
         check: bool = True,
     ) -> None:
         models, optimizers = checks.as_models(model), checks.as_optimizers(optimizer)
@@ -182,6 +187,13 @@ class Accumulator:
             transfer=Transfer(moved_to if self._whole is None else None),
             until_next=[],
             reserve=Reserve(models, optimizers, self._owned),
+            noise=noise_of(
+                noise,
+                self._owned,
+                optimizers,
+                momentum=self._into == "momentum",
+                whole=self._whole is not None,
+            ),
             whole=self._whole is not None,
         )
         self._of_windows = Fixed(None)
@@ -214,6 +226,11 @@ class Accumulator:
         """Where samples met in the last window, with ``coupled="exact"``; else None."""
         return None if self._whole is None else self._whole.report
 
+    @property
+    def noise(self) -> Noise | None:
+        """How noisy the gradient is, by the windows so far; None without the option."""
+        return None if self._plan.noise is None else self._plan.noise.meter.estimate()
+
     def __call__(self, batch: Any) -> Update:
         """Make one update from a batch, or from a `Window` of micro-batches.
 
@@ -235,13 +252,7 @@ class Accumulator:
             return self._whole.record(window)
         loss_fn = self._plan.loss_fn
         if loss_fn is None:
-            raise InputError(
-                explain(
-                    "a batch for an Accumulator without loss_fn",
-                    "it does not know the loss",
-                    "pass loss_fn, or own the loop: `with accumulator.window(batch) as window: ...`",
-                )
-            )
+            raise options.without_loss_fn()
         returned = self._plan.weigh == "returned"
         with self.window(batch) as window:
             if returned:
@@ -323,9 +334,13 @@ class Accumulator:
         for bit.
         """
         in_flight = self._window.state_dict() if self._window is not None else self._resume
-        sizing = {type(self._sizing).__name__: self._sizing.state_dict()}
-        sizing["of windows"] = self._of_windows.state_dict()
-        return {"version": 1, "updates": self._updates, "window": in_flight, "sizing": sizing}
+        return {
+            "version": 1,
+            "updates": self._updates,
+            "window": in_flight,
+            "sizing": sizing_state(self._sizing, self._of_windows),
+            "noise": None if self._plan.noise is None else self._plan.noise.meter.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; a window that was in flight goes on with the next call or `window`.
@@ -344,13 +359,9 @@ class Accumulator:
                 explain("load_state_dict() inside a window", "it is in use", "leave the window first")
             )
         self._updates = state["updates"]
-        sizing = state.get("sizing", {}).get(type(self._sizing).__name__)
-        if sizing is not None:  # a run may go on with another way to choose sizes
-            self._sizing.load_state_dict(sizing)
-        # Of the same moment too: a window that was saved before memory ran out is not to be cut smaller now.
-        self._of_windows = Fixed(None)
-        if "of windows" in state.get("sizing", {}):
-            self._of_windows.load_state_dict(state["sizing"]["of windows"])
+        self._of_windows = load_sizing(state, self._sizing)
+        if self._plan.noise is not None and state.get("noise") is not None:
+            self._plan.noise.meter.load_state_dict(state["noise"])
         self._resume = state["window"]
 
     # -- parts ---------------------------------------------------------------------------------------------
@@ -372,13 +383,7 @@ class Accumulator:
 
     def _require_closed(self) -> None:
         if self._window is not None:
-            raise WindowError(
-                explain(
-                    "a second window of one accumulator",
-                    "the first one is still open, and both would sum into the same gradients",
-                    "leave the first block, or use one Accumulator per optimizer",
-                )
-            )
+            raise options.second_window()
 
     def _entered(self, window: WindowInFlight) -> None:
         self._require_closed()
@@ -388,6 +393,8 @@ class Accumulator:
     def _left(self, update: Update | None) -> None:
         self._window = None
         self._written = masters_written(self._owned)
+        if self._plan.noise is not None:
+            self._plan.noise.left(made=update is not None and update.made)
         if update is not None and update.made:
             self._first = False
             self._updates += 1

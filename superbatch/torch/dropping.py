@@ -38,6 +38,8 @@ def keep_or_drop(window: WindowInFlight, index: int, *, again: bool) -> None:
         place.keep()
         return
     place.drop()
+    if window._noise is not None:
+        window._noise.forget(index)
     window._dropped.append(index)
     window._buffers_before.restore()
     if isinstance(plan.norms, Pooled):

@@ -20,7 +20,8 @@ from .batchnorm import Pooled
 from .checks import BackwardWatch, check_loss
 from .gradients import Gradients, clear
 from .in_momentum import InMomentum
-from .losses import Losses
+from .losses import Losses, over_ranks
+from .noise_hooks import SeenGradients
 from .nonfinite import Culprit
 from .out_of_memory import out_of_memory
 from .pieces import Pieces
@@ -61,6 +62,7 @@ class WindowInFlight:
         self._failures = 0
         self._resume = resume
         self._watch = watch
+        self._noise: SeenGradients | None = None
         self._entered, self._left = entered, left
         if resume is not None:
             saving.cut_as_saved(pieces, resume)
@@ -127,6 +129,8 @@ class WindowInFlight:
         self._context = plan.ranks.hold_back()
         plan.until_next.clear()
         self._place.open()
+        if plan.noise is not None:
+            plan.noise.open(self)
         if self._resume is not None:
             saving.load_state(self, self._resume)
 
@@ -182,7 +186,10 @@ class WindowInFlight:
         scaler = plan.step.scaler
         if factor:  # a loss without weight may be NaN, and 0 x NaN is NaN
             scaled = loss if scaler is None else scaler.scale(loss)
-            place.backward(scaled, factor, retain_graph=retain_graph)
+            if self._noise is None:
+                place.backward(scaled, factor, retain_graph=retain_graph)
+            else:
+                self._noise.backward(place, index, scaled, factor, retain_graph=retain_graph)
         self._summed = True
         if pooled is not None:
             pooled.watching = True
@@ -281,7 +288,7 @@ class WindowInFlight:
         rates = boundary.learning_rates(step)
         losses, weights = self._losses.on_host(len(self._pieces)), self._weights.counted(self._dropped)
         bad = [i for i, loss in enumerate(losses) if weights[i] and not math.isfinite(loss)]
-        loss, weight, bad_ranks = self._over_ranks(losses, weights, bad)
+        loss, weight, bad_ranks = over_ranks(losses, weights, bad, plan.reduction, plan.ranks)
         if not weight:
             self._discard()
             self._record(loss, 0, rates, skipped="no weight: every micro-batch was left out or has weight 0")
@@ -303,6 +310,8 @@ class WindowInFlight:
             return
         if finite:
             if norm is not None:
+                if plan.noise is not None:
+                    plan.noise.measure(self, gradients, norm, weights, weight)
                 boundary.clip(step, gradients, norm)
             plan.reserve.require()
             boundary.update(step, place, plan.owned, gradients)
@@ -315,18 +324,6 @@ class WindowInFlight:
             reason = "overflow: the gradient of the scaled loss is not finite"
             self._record(loss, weight, rates, norm=norm, skipped=reason)
         self._close()
-
-    def _over_ranks(
-        self, losses: list[float], weights: list[normalize.Number], bad: list[int]
-    ) -> tuple[float, normalize.Number, bool]:
-        """The batch's loss and weight, and whether any rank has a loss that is not finite."""
-        total = normalize.loss_sum(losses, weights, reduction=self._plan.reduction)
-        weight = normalize.total_weight(weights)
-        if not self._plan.ranks.shared:
-            return normalize.per_weight(total, weight), weight, bool(bad)
-        total, weight, bad_ranks = self._plan.ranks.sum([total, weight, bool(bad)])
-        weight = int(weight) if weight.is_integer() else weight
-        return normalize.per_weight(total, weight), weight, bool(bad_ranks)
 
     def _refuse(
         self, loss: float, weight: normalize.Number, rates: tuple[float, ...], found: Culprit

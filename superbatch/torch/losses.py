@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import normalize
 from ..errors import InputError, explain
+from .sync import Ranks
 
 
 class Losses:
@@ -56,6 +58,35 @@ class Losses:
     def load_state(self, state: dict[int, float]) -> None:
         """Go on from what `state` returned."""
         self._values = dict(state)
+
+
+def over_ranks(
+    losses: list[float],
+    weights: list[normalize.Number],
+    bad: list[int],
+    reduction: normalize.Reduction,
+    ranks: Ranks,
+) -> tuple[float, normalize.Number, bool]:
+    """Return the batch's loss and weight, and whether any rank has a loss that is not finite.
+
+    Args:
+        losses: of this rank's micro-batches.
+        weights: of them.
+        bad: the indices of those that are not finite.
+        reduction: what a loss is.
+        ranks: to sum over.
+
+    Examples:
+        >>> over_ranks([1.0, 3.0], [1, 1], [], "mean", Ranks(()))
+        (2.0, 2, False)
+    """
+    total = normalize.loss_sum(losses, weights, reduction=reduction)
+    weight = normalize.total_weight(weights)
+    if not ranks.shared:
+        return normalize.per_weight(total, weight), weight, bool(bad)
+    total, weight, bad_ranks = ranks.sum([total, weight, bool(bad)])
+    weight = int(weight) if weight.is_integer() else weight
+    return normalize.per_weight(total, weight), weight, bool(bad_ranks)
 
 
 def pair_of(returned: Any) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from .. import normalize
 from .batchnorm import Frozen, Pooled
 from .boundary import Step
 from .gradients import Owned
+from .noise_windows import NoiseOfWindows
 from .reserve import Reserve
 from .snapshot import BufferKeeper, RandomKeeper
 from .sync import Ranks
@@ -31,6 +32,7 @@ class Plan:
         transfer: moves micro-batches to the device.
         reserve: makes sure of the memory that an update needs.
         until_next: gradients of the last window, whose memory the next one uses (see `boundary.zero_grad`).
+        noise: measures how noisy the gradient is; None: it is not measured.
         whole: the loss is computed on the whole batch at once (see `coupled_exact`).
     """
 
@@ -50,4 +52,5 @@ class Plan:
     transfer: Transfer
     until_next: list[Tensor]
     reserve: Reserve
+    noise: NoiseOfWindows | None = None
     whole: bool = False

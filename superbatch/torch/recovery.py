@@ -188,6 +188,8 @@ def _put_back(window: WindowInFlight, index: int) -> bool:
         return False
     window._weights.returned.pop(index, None)
     window._broken = None
+    if window._noise is not None:
+        window._noise.forget(index)
     return True
 
 
@@ -202,6 +204,8 @@ def _begin_again(window: WindowInFlight) -> None:
     window._losses, window._dropped, window._next, window._broken = Losses(), [], 0, None
     window._inputs.clear()
     window._weights.returned.clear()
+    if window._noise is not None:
+        window._noise.restart()
     window._place.open()
 
 

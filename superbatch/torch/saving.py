@@ -54,6 +54,7 @@ def state_of(window: WindowInFlight) -> dict[str, Any]:
         "random_before": as_plain(plan.random.taken),
         "buffers_before": plan.buffers.state(),
         "norms": plan.norms.state() if isinstance(plan.norms, Pooled) else None,
+        "noise": None if window._noise is None else window._noise.state(),
     }
 
 
@@ -116,6 +117,8 @@ def load_state(window: WindowInFlight, state: dict[str, Any]) -> None:
     plan.buffers.load_state(state["buffers_before"])
     if isinstance(plan.norms, Pooled):
         plan.norms.load_state(state["norms"])
+    if window._noise is not None:
+        window._noise.load(state.get("noise") or {})
     restore_random_state(state["random"])
     window._after_key = torch.get_rng_state()
 

@@ -68,7 +68,7 @@ def rescale(
         >>> scaling.rule, optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]
         ('sqrt', 0.0005, (0.9, 0.987...))
     """
-    schedulers = _flat(scheduler)
+    schedulers = schedulers_of(scheduler)
     _require_schedulers(optimizer, schedulers)
     known = isinstance(optimizer, SGD | Adam | AdamW)
     if not known and rule is None:
@@ -196,6 +196,23 @@ def set_number(holder: Any, name: str, value: float) -> None:
         holder[name] = value
 
 
+def schedulers_of(scheduler: Any) -> list[Any]:
+    """Return schedulers, and those that they are made of.
+
+    Args:
+        scheduler: one, a list of them, or None.
+
+    Examples:
+        >>> schedulers_of(None)
+        []
+    """
+    if scheduler is None:
+        return []
+    if isinstance(scheduler, list | tuple):
+        return [inner for each in scheduler for inner in schedulers_of(each)]
+    return [scheduler, *schedulers_of(list(getattr(scheduler, "_schedulers", ())))]
+
+
 def _scaled(
     group: Mapping[str, Any],
     family: Family,
@@ -244,15 +261,6 @@ def _set_betas(group: dict[str, Any], beta1: float, beta2: float) -> None:
             beta.fill_(value)
     else:
         group["betas"] = (beta1, beta2)
-
-
-def _flat(scheduler: Any) -> list[Any]:
-    """The schedulers, and those that they are made of."""
-    if scheduler is None:
-        return []
-    if isinstance(scheduler, list | tuple):
-        return [inner for each in scheduler for inner in _flat(each)]
-    return [scheduler, *_flat(list(getattr(scheduler, "_schedulers", ())))]
 
 
 def _require_schedulers(optimizer: Optimizer, schedulers: Iterable[Any]) -> None:

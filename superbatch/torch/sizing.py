@@ -5,6 +5,7 @@ An update does not depend on it; memory and time do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -144,3 +145,30 @@ class Fixed:
     def report(self) -> MemoryReport | None:
         """Return None: nothing was measured."""
         return None
+
+
+def sizing_state(sizing: Sizing, of_windows: Sizing) -> dict[str, Any]:
+    """Return what is saved of an accumulator's two ways to choose sizes.
+
+    Args:
+        sizing: of batches.
+        of_windows: of windows, whose micro-batches are taken as they are while memory lasts.
+    """
+    return {type(sizing).__name__: sizing.state_dict(), "of windows": of_windows.state_dict()}
+
+
+def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
+    """Go on with the sizes of a saved state; return those of windows.
+
+    Args:
+        state: of an accumulator.
+        sizing: of batches.
+    """
+    saved = state.get("sizing", {})
+    if type(sizing).__name__ in saved:  # a run may go on with another way to choose sizes
+        sizing.load_state_dict(saved[type(sizing).__name__])
+    # Of the same moment too: a window that was saved before memory ran out is not to be cut smaller now.
+    of_windows = Fixed(None)
+    if "of windows" in saved:
+        of_windows.load_state_dict(saved["of windows"])
+    return of_windows
