@@ -100,6 +100,75 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
     noise.set_title("Each dot a run; line: proportional, through A")
 
 
+def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
+    samples, updates = figure.subplots(1, 2, sharey=True)
+    for index, arm in enumerate(report.arms):
+        _curve(samples, arm, report.curve_at, index)
+        _curve(updates, arm, arm.curve_updates, index)
+    samples.set_yscale("log")
+    samples.set_xlabel("samples seen")
+    updates.set_xlabel("updates made")
+    samples.set_ylabel("training loss, mean over seeds; band: range")
+    samples.set_title("Against samples the two schedules are one curve")
+    updates.set_title("Against updates the growing batch is ahead")
+    samples.legend(frameon=False, fontsize=9)
+
+
+def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
+    loss, needed = figure.subplots(1, 2)
+    for index, arm in enumerate(report.arms):
+        _curve(loss, arm, report.curve_at, index)
+    loss.set_yscale("log")
+    loss.set_xlabel("samples since the checkpoint")
+    loss.set_ylabel("smoothed training loss, mean over seeds")
+    loss.set_title("Branches of one checkpoint: the same samples in the same order")
+    loss.legend(frameon=False, fontsize=9)
+    for quantity, colour, marker, label in (
+        ("samples needed, x", BLUE, "o", "measured; each dot a seed"),
+        ("by the noise scale, x", VERMILION, "D", "predicted by the noise scale at the checkpoint"),
+    ):
+        points = [
+            (_number(arm.name), [value for value in arm.values(quantity) if math.isfinite(value)])
+            for arm in report.arms
+        ]
+        points = [(batch, values) for batch, values in points if values]
+        for batch, values in points:
+            needed.scatter([batch] * len(values), values, s=12, color=colour, alpha=0.35, linewidths=0)
+        needed.plot(
+            [batch for batch, _ in points],
+            [statistics.median(values) for _, values in points],
+            color=colour,
+            marker=marker,
+            label=label,
+        )
+    needed.set_xscale("log", base=2)
+    needed.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    needed.set_xlabel("batch")
+    needed.set_ylabel("samples needed, relative to the smallest batch")
+    needed.set_title("What the larger batch costs in samples; line: median")
+    needed.legend(frameon=False, fontsize=9)
+
+
+def _number(name: str) -> float:
+    """The batch of an arm of that name: ``"batch 64"``."""
+    return float(name.rpartition(" ")[2])
+
+
+def _curve(axes: Axes, arm: StudyArm, at: Sequence[float], index: int) -> None:
+    columns = [
+        [value for value in each if math.isfinite(value)] for each in zip(*(r.curve for r in arm.runs))
+    ]  # noqa: B905  (without runs there is no curve)
+    points = [(x, values) for x, values in zip(at, columns, strict=False) if values]
+    if not points:
+        return
+    xs, colour = [x for x, _ in points], COLOURS[index % 7]
+    means = [statistics.fmean(values) for _, values in points]
+    style = {"color": colour, "linestyle": DASHES[index % 5], "linewidth": 2.2, "label": arm.name}
+    axes.plot(xs, means, **style)
+    low, high = [min(values) for _, values in points], [max(values) for _, values in points]
+    axes.fill_between(xs, low, high, color=colour, alpha=0.08, linewidth=0)
+
+
 def _precision(figure: Figure, report: Study, theme: Theme) -> None:
     axes = figure.add_subplot()
     for index, arm in enumerate(report.arms):
@@ -170,6 +239,8 @@ def _geometric(values: Sequence[float]) -> Any:
 
 _DRAWINGS: Mapping[str, Callable[[Figure, Study, Theme], None]] = {
     "momentum": _momentum,
+    "grow-batch": _grow_batch,
+    "critical-batch": _critical_batch,
     "precision": _precision,
     "splits": _splits,
 }

@@ -78,12 +78,22 @@ def number(value: float, form: str = ".4g") -> str:
     return "not a number" if math.isnan(value) else "infinite"
 
 
+def signed(difference: float) -> str:
+    """A difference with its sign, to two digits; zero where it is rounding.
+
+    Examples:
+        >>> signed(0.0432), signed(-1.0), signed(7e-15)
+        ('+0.043', '-1', '0')
+    """
+    return "0" if abs(difference) < 1e-9 else f"{difference:+.2g}"
+
+
 def _cell(arm: StudyArm, quantity: Quantity) -> str:
     mean, sd = arm.mean(quantity.name), arm.sd(quantity.name)
     if mean is None:
         return "–"
     text = number(mean, quantity.form)
-    return text if sd is None or not math.isfinite(sd) else f"{text} ± {number(sd, quantity.form)}"
+    return text if not sd or not math.isfinite(sd) else f"{text} ± {number(sd, quantity.form)}"
 
 
 def _test(test: StudyTest) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Decay the learning rate, or grow the batch?
 
-"Don't Decay the Learning Rate, Increase the Batch Size" (Smith, Kindermans, Ying and Le 2018, arXiv:1711.00489): the
-noise of SGD goes with the rate over the batch, so that a rate that falls to f and a batch that grows to 1/f cool a
-training alike, and the second makes fewer updates. The arithmetic is `superbatch.growing.grow_batch`; only the window
-grows, the micro-batch and with it the memory stays.
+"Don't Decay the Learning Rate, Increase the Batch Size" (Smith, Kindermans, Ying and Le 2018,
+arXiv:1711.00489): the noise of SGD goes with the rate over the batch, so that a rate that falls to f and a
+batch that grows to 1/f cool a training alike, and the second makes fewer updates. The arithmetic is
+`superbatch.growing.grow_batch`; only the window grows, the micro-batch and with it the memory stays.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from superbatch.errors import InputError, explain
 from superbatch.growing import GrowingBatch, grow_batch
 from superbatch.recipes import Recipe
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from superbatch.report.study_text import signed
 from superbatch.studies.arms import cut
 from superbatch.studies.study import ArmSetting, Design, Findings, Options, Show, run_design
 from superbatch.studies.study_common import (
@@ -255,8 +256,8 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
         "would say nothing about schedules.",
         "The batch grows by the exact form, lr (1/B - 1/N) for batches drawn without replacement from N "
         "samples; what whole micro-batches leave over is in the rate.",
-        "It does not show that fewer updates take less time: on one device the samples cost what they cost. It "
-        "is for plain SGD; a rate that decays for another reason than noise has no batch in its place.",
+        "It does not show that fewer updates take less time: on one device the samples cost what they cost. "
+        "It is for plain SGD; a rate that decays for another reason than noise has no batch in its place.",
     )
     return Findings(tests=tests, conclusion=conclude(of, tests, metric), notes=notes)
 
@@ -276,19 +277,19 @@ def conclude(of: dict[str, StudyArm], tests: tuple[StudyTest, ...], metric: str)
     loss, same, constant = found.get((GROW, LOSS)), found.get((GROW, metric)), found.get((CONSTANT, LOSS))
     if loss is None or same is None or constant is None:
         return "Too few runs were finished to conclude anything."
-    words = metric.split(",")[0]
+    words, _, _ = metric.partition(",")
     made, instead = of[GROW].mean(MADE) or math.nan, of[DECAY].mean(MADE) or math.nan
     said = (
         f"{made:,.0f} updates instead of {instead:,.0f}, training loss x {loss.difference:.3g} "
-        f"({loss.low:.3g} to {loss.high:.3g}), {words} {same.difference:+.2g}"
+        f"({loss.low:.3g} to {loss.high:.3g}), {words} {signed(same.difference)}"
     )
     if not (loss.result.equivalent and same.result.equivalent):
         return f"Not shown to be the same: growing the batch instead of decaying the rate made {said}."
-    beside = (
-        f"a rate that stays ends at x {constant.difference:.2g}"
-        if constant.low > LOSS_MARGIN or constant.high < 1 / LOSS_MARGIN
-        else "but here a rate that stays does no worse, so the schedule hardly matters"
-    )
+    beside = f"a rate that stays ends at x {constant.difference:.2g}"
+    if constant.result.equivalent:
+        beside = "but here a rate that stays does the same, so that the schedule hardly matters"
+    elif constant.low < 1 < constant.high:
+        beside += ", which is not shown to be another loss"
     return f"Growing the batch is decaying the rate, in fewer updates: {said}; {beside}."
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from superbatch.errors import NonFiniteError
 from superbatch.recipes import Recipe
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from superbatch.report.study_text import signed
 from superbatch.studies.study import ArmSetting, Design, Findings, Options, Show, run_design
 from superbatch.studies.study_common import (
     compared,
@@ -281,7 +282,7 @@ def conclude(of: dict[str, StudyArm], tests: tuple[StudyTest, ...], metric: str)
     found = {(test.first, test.second, test.quantity): test for test in tests}
     noise, large = found.get((C, A, EXCESS)), found.get((F, A, EXCESS))
     same, scaled = found.get((C, A, metric)), found.get((D, A, metric))
-    metric = metric.split(",", maxsplit=1)[0]
+    metric, _, _ = metric.partition(",")
     if noise is None or large is None or same is None or scaled is None:
         return "Too few runs were finished to conclude anything."
     times = of[C].facts[UPDATES] / of[D].facts[UPDATES]
@@ -296,14 +297,14 @@ def conclude(of: dict[str, StudyArm], tests: tuple[StudyTest, ...], metric: str)
         )
         return (
             "Momentum 0.99 with lr/(1-m) kept is the small batch, not a large one: "
-            f"{measured}, its {metric} differs by {same.difference:+.2g}, {also}."
+            f"{measured}, its {metric} differs by {signed(same.difference)}, {also}."
         )
     if noise.high < 1 / math.sqrt(times):
         return f"Momentum 0.99 with lr/(1-m) kept acts like a large batch here: {measured}."
     verdict = "equivalent" if same.result.equivalent else "not shown to be equivalent"
     return (
         f"Undecided: {measured}, interval {noise.low:.2g} to {noise.high:.2g}, and its {metric} differs by "
-        f"{same.difference:+.2g} ({verdict})."
+        f"{signed(same.difference)} ({verdict})."
     )
 
 
