@@ -155,9 +155,9 @@ def show_report(report: Study, console: Console) -> None:
         report: whole or partial.
         console: where to.
     """
-    from superbatch.report.study_text import study_table, tests_table
+    from superbatch.report.study_text import equivalence_table, study_table
 
-    for table in (study_table(report), tests_table(report)):
+    for table in (study_table(report), equivalence_table(report)):
         if table.rows:
             print_table(table, console)
             print(file=console.file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -29,6 +30,9 @@ from superbatch.report.study import Study, StudyArm
 
 COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+FAR = 8
+"""Margins from the reference beyond which an arm is named at the edge, not drawn."""
+
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)))
 
 
@@ -66,38 +70,24 @@ def study(report: Study, *, dark: bool = False) -> Figure:
 
 
 def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
-    metric, noise = figure.subplots(1, 2)
+    metric, noise = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 4)})
     _dots(metric, report, report.quantities[0].name, theme)
     excess, theory = "noise excess", "lr/(B(1-m)), relative"
-    for index, arm in enumerate(report.arms):
-        x, values = arm.mean(theory), [value for value in arm.values(excess) if value > 0]
-        if x is None or not values:
-            continue
-        colour, marker = COLOURS[index % 7], MARKERS[index % 7]
-        # Arms of the same rate lie side by side.
-        apart = x * 1.18 ** (index - 1.5 if x == 1 else 0)
-        noise.scatter([apart] * len(values), values, s=12, color=colour, alpha=0.35, linewidths=0)
-        noise.plot(apart, _geometric(values), marker, color=colour, markersize=9, linestyle="none")
-        noise.annotate(
-            arm.name,
-            (apart, _geometric(values)),
-            xytext=(9, 0),
-            textcoords="offset points",
-            color=theme.ink,
-            weight="bold",
-            va="center",
-        )
-    noise.set_xscale("log")
-    noise.set_yscale("log")
-    low, high = noise.get_xlim()
-    noise.set_xlim(low / 1.5, high * 1.5)
     anchor = _geometric([value for value in report.arms[0].values(excess) if value > 0])
-    if anchor is not None:
-        ends = noise.get_xlim()
-        noise.plot(ends, [anchor * end for end in ends], color=theme.faint, linewidth=1.5, zorder=0)
-    noise.set_xlabel("lr / (batch (1 - momentum)), relative to A")
+    for index, arm in enumerate(report.arms):
+        values = [value for value in arm.values(excess) if value > 0]
+        colour, marker = COLOURS[index % 7], MARKERS[index % 7]
+        spread = [index + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
+        noise.scatter(spread, values, s=12, color=colour, alpha=0.4, linewidths=0)
+        if values:
+            noise.plot(index, _geometric(values), marker, color=colour, markersize=8)
+        expected = arm.mean(theory)
+        if anchor is not None and expected is not None:
+            noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
+    noise.set_yscale("log")
+    noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
     noise.set_ylabel("noise excess of the training loss")
-    noise.set_title("Each dot a run; line: proportional, through A")
+    noise.set_title("Runs as dots; bar: that of A times lr / (batch (1 - momentum))")
 
 
 def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
@@ -109,8 +99,8 @@ def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
     samples.set_xlabel("samples seen")
     updates.set_xlabel("updates made")
     samples.set_ylabel("training loss, mean over seeds; band: range")
-    samples.set_title("Against samples the two schedules are one curve")
-    updates.set_title("Against updates the growing batch is ahead")
+    samples.set_title("Against samples")
+    updates.set_title("Against updates")
     samples.legend(frameon=False, fontsize=9)
 
 
@@ -155,9 +145,8 @@ def _number(name: str) -> float:
 
 
 def _curve(axes: Axes, arm: StudyArm, at: Sequence[float], index: int) -> None:
-    columns = [
-        [value for value in each if math.isfinite(value)] for each in zip(*(r.curve for r in arm.runs))
-    ]  # noqa: B905  (without runs there is no curve)
+    curves = [run.curve for run in arm.runs]
+    columns = [[value for value in each if math.isfinite(value)] for each in zip(*curves, strict=True)]
     points = [(x, values) for x, values in zip(at, columns, strict=False) if values]
     if not points:
         return
@@ -203,23 +192,43 @@ def _splits(figure: Figure, report: Study, theme: Theme) -> None:
 def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False) -> None:
     """One row per arm: each run a dot, mean and sd; the margin of the tests as a band."""
     rows = [float(-index) for index in range(len(report.arms))]
-    tests = [test for test in report.tests if test.quantity == quantity and not test.ratio]
-    if tests and not log:
-        middle = report.arm(tests[0].second).mean(quantity)
-        if middle is not None and math.isfinite(middle):
-            margin = tests[0].margin
-            axes.axvspan(middle - margin, middle + margin, color=theme.faint, alpha=0.4, linewidth=0)
-            axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
     for index, (arm, y) in enumerate(zip(report.arms, rows, strict=True)):
         _row(axes, arm, quantity, y, COLOURS[index % 7], MARKERS[index % 7], log=log)
-    axes.set_yticks(
-        rows, [f"{arm.name}: {arm.how}" if len(arm.name) == 1 else arm.name for arm in report.arms]
-    )
+    tests = [test for test in report.tests if test.quantity == quantity and not test.ratio]
+    middle = report.arm(tests[0].second).mean(quantity) if tests and not log else None
+    if middle is not None and math.isfinite(middle):
+        margin = tests[0].margin
+        axes.axvspan(middle - margin, middle + margin, color=theme.faint, alpha=0.4, linewidth=0)
+        axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
+        _cut(axes, report, quantity, middle, FAR * margin, theme)
+    names = [f"{arm.name}: {fill(arm.how, 26)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
+    axes.set_yticks(rows, names)
     axes.tick_params(axis="y", labelsize=8)
     axes.set_ylim(rows[-1] - 0.6, 0.6)
     axes.set_xlabel(quantity)
     if log:
         axes.set_xscale("log")
+
+
+def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:
+    """Leave out what is far away, and say where it is: one arm that failed would flatten all others."""
+    low, high = axes.get_xlim()
+    axes.set_xlim(max(low, middle - most), min(high, middle + most))
+    for index, arm in enumerate(report.arms):
+        mean = arm.mean(quantity)
+        if mean is None or abs(mean - middle) <= most:
+            continue
+        left = mean < middle
+        axes.text(
+            0.02 if left else 0.98,
+            -index,
+            f"← {mean:.3g}" if left else f"{mean:.3g} →",
+            transform=axes.get_yaxis_transform(),
+            ha="left" if left else "right",
+            va="center",
+            color=theme.ink,
+            fontsize=9,
+        )
 
 
 def _row(axes: Axes, arm: StudyArm, quantity: str, y: float, colour: str, marker: str, *, log: bool) -> None:

@@ -9,7 +9,7 @@ from html import escape
 
 from superbatch.report.comparison import Comparison
 from superbatch.report.study import Study
-from superbatch.report.study_text import study_table, tests_table
+from superbatch.report.study_text import equivalence_table, study_table
 from superbatch.report.study_text import title_of as title_of_study
 from superbatch.report.table import Table, comparison_table, margin_text, rows_with_details, title_of
 from superbatch.report.verdict import verdict
@@ -100,7 +100,7 @@ def study_page(report: Study, *, light: bytes, dark: bytes) -> str:
     Returns:
         HTML with everything inside it.
     """
-    tests = tests_table(report)
+    tests = equivalence_table(report)
     partial = '<p class="partial"><strong>Partial:</strong> interrupted before the last run.</p>'
     body = [
         f"<h1>{escape(report.question)}</h1>",

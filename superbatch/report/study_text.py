@@ -23,7 +23,7 @@ def study_table(report: Study) -> Table:
     return Table(title_of(report), columns, rows)
 
 
-def tests_table(report: Study) -> Table:
+def equivalence_table(report: Study) -> Table:
     """The tests of a study: differences or ratios, their intervals, margins and verdicts.
 
     Args:

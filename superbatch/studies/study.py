@@ -229,7 +229,7 @@ def run_design(
             StudyArm(
                 name=a.name,
                 how=a.how,
-                facts=a.facts,
+                facts={key: float(value) for key, value in a.facts.items()},
                 runs=tuple(sorted(runs, key=lambda run: run.seed)),
                 curve_updates=a.curve_updates,
             )

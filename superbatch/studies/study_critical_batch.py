@@ -228,9 +228,9 @@ def waste(base: list[float], loss: float) -> float:
         >>> waste([4.0, 3.0, 2.0, 1.0], 2.0), waste([4.0, 3.0], 1.0), waste([4.0, 3.0], 5.0)
         (2.0, 1.0, inf)
     """
-    if not loss < base[0]:
-        return math.inf
-    return len(base) / max(number for number, value in enumerate(base, start=1) if value > loss)
+    # Not a number is above nothing either.
+    needed = max((number for number, value in enumerate(base, start=1) if value > loss), default=None)
+    return math.inf if needed is None else len(base) / needed
 
 
 def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
@@ -293,21 +293,19 @@ def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float, samples: i
         Tests, conclusion, notes.
     """
     tests = present([compared(arm, arms[0], LOSS, margin=1 + tolerance, ratio=True) for arm in arms[1:]])
-    notes = [
+    notes = (
         "The critical batch that is printed is the one by branching: the largest of which, and of every "
-        f"smaller one, the smoothed loss after the same samples is at most {tolerance:.0%} above that of the "
-        "smallest batch (upper end of the 90 % interval over pairs of one seed). Others are in use: the noise "
-        "scale is the batch that needs twice the fewest samples; the batch that needs 20 % more is a fifth "
-        "of it.",
+        f"smaller one, the smoothed loss after the same samples is at most {tolerance:.0%} above that of "
+        "the smallest batch (upper end of the 90 % interval over pairs of one seed). Others are in use: the "
+        "noise scale is the batch that needs twice the fewest samples; the one that needs 20 % more is a "
+        "fifth of it.",
         f'"{WASTE}" is the samples of the branch over those after which the smallest batch stayed below the '
-        f'same loss; "{PREDICTED}" is (1 + B/B_noise) / (1 + b/B_noise) with the noise scale at the checkpoint, '
-        "which changes along the branch.",
+        f'same loss; "{PREDICTED}" is (1 + B/B_noise) / (1 + b/B_noise), B_noise taken at the checkpoint; it '
+        "changes along the branch.",
         "It does not show what a rate tuned for each batch would reach: the rate follows the scaling rule, "
         "and a branch may fail because k times the rate is unstable, which is no matter of noise.",
-    ]
-    return Findings(
-        tests=tests, conclusion=conclude(arms, tests, batch, tolerance, samples), notes=tuple(notes)
     )
+    return Findings(tests=tests, conclusion=conclude(arms, tests, batch, tolerance, samples), notes=notes)
 
 
 def noise_scale(base: StudyArm) -> float | None:
@@ -346,6 +344,12 @@ def conclude(
     within = f"within {tolerance:.0%} of batch {batch} after the same {samples:,} samples"
     if matching == len(tests):
         found = f"The critical batch is at least {batch * KS[-1]}: every batch tried stays {within}"
+    elif matching == 0:
+        first = tests[0]
+        found = (
+            f"Already batch {batch * KS[1]} is not shown to be {within}: its smoothed loss is x "
+            f"{first.difference:.3g} (up to x {first.high:.3g})"
+        )
     else:
         failing = tests[matching]
         found = (

@@ -136,7 +136,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
                 how=_how(arm, setting, schedule),
                 facts={MADE: updates[arm.name], SEEN: setting.samples},
                 curve_updates=tuple(
-                    schedule.updates(each) if arm.name == GROW else each / batch for each in at
+                    float(schedule.updates(each)) if arm.name == GROW else each / batch for each in at
                 ),
             )
             for arm in setting.arms
@@ -227,7 +227,7 @@ def _train(
         tick(size)
         while len(curve) < POINTS and seen >= setting.samples * (len(curve) + 1) / POINTS:
             curve.append(training_loss(recipe, model))
-    values = {quantity_of_metric(recipe): float(recipe.evaluate(model)), LOSS: curve[-1], MADE: update}
+    values = {quantity_of_metric(recipe): float(recipe.evaluate(model)), LOSS: curve[-1], MADE: float(update)}
     return StudyRun(seed=seed, values=values, curve=tuple(curve))
 
 

@@ -202,11 +202,12 @@ def _train(
             losses.append(training_loss(recipe, model))
         tick(1)
     values = {quantity_of_metric(recipe): float(recipe.evaluate(model)), LOSS: training_loss(recipe, model)}
+    if len(losses) < len(looks):  # it has diverged, or was too short to look at
+        return values
     calm = copy.deepcopy(model)
     for parameter, value in zip(parameters_apart(calm), mean, strict=True):
         parameter.copy_(value)
-    noise = statistics.fmean(losses) - training_loss(recipe, calm) if len(losses) == len(looks) else math.nan
-    return {**values, EXCESS: noise}
+    return {**values, EXCESS: statistics.fmean(losses) - training_loss(recipe, calm)}
 
 
 def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[Any], float]:

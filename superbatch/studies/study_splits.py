@@ -119,7 +119,7 @@ def _arm(arm: Arm, metric: str) -> StudyArm:
     return StudyArm(
         name=arm.name,
         how=arm.how,
-        facts={UPDATES: arm.updates},
+        facts={UPDATES: float(arm.updates)},
         runs=tuple(
             StudyRun(
                 seed=run.seed,
