@@ -16,6 +16,7 @@ from superbatch._version import __version__
 from superbatch.cli.compare import compare
 from superbatch.cli.fit import fit
 from superbatch.cli.study import study
+from superbatch.cli.survey import survey
 from superbatch.cli.verify import verify
 from superbatch.errors import SuperbatchError, explain
 
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.command("compare")(compare)
 app.command("fit")(fit)
 app.command("study")(study)
+app.command("survey")(survey)
 app.command("verify")(verify)
 
 

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from superbatch.report.comparison import Comparison
     from superbatch.report.fitting import Fitting
     from superbatch.report.study import Study
+    from superbatch.report.surveys import Surveys
 
 
 def publish(
-    report: Comparison | Fitting | Study,
+    report: Comparison | Fitting | Study | Surveys,
     folder: Path | None,
     *,
     as_json: bool,

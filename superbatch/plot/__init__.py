@@ -4,3 +4,5 @@ from .comparing import comparison as comparison
 from .fit import fitting as fitting
 from .studies import study as study
 from .style import png as png
+from .survey import one_survey as one_survey
+from .survey import surveys as surveys

@@ -182,6 +182,20 @@ def _precision(figure: Figure, report: Study, theme: Theme) -> None:
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=theme.ink)
 
 
+def _survey(figure: Figure, report: Study, theme: Theme) -> None:
+    curves, rates = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 2)})
+    for index, arm in enumerate(report.arms):
+        _curve(curves, arm, report.curve_at, index)
+    curves.set_xscale("log")
+    curves.set_yscale("log")
+    curves.set_xlabel("value surveyed")
+    curves.set_ylabel("smoothed training loss, mean over surveys")
+    curves.set_title("Band: range over surveys")
+    curves.legend(frameon=False, fontsize=9)
+    _dots(rates, report, report.quantities[0].name, theme, log=True)
+    rates.set_title("What each survey suggests")
+
+
 def _splits(figure: Figure, report: Study, theme: Theme) -> None:
     metric, apart = figure.subplots(1, 2)
     _dots(metric, report, report.quantities[0].name, theme)
@@ -250,6 +264,7 @@ _DRAWINGS: Mapping[str, Callable[[Figure, Study, Theme], None]] = {
     "momentum": _momentum,
     "grow-batch": _grow_batch,
     "critical-batch": _critical_batch,
+    "survey": _survey,
     "precision": _precision,
     "splits": _splits,
 }

@@ -133,8 +133,29 @@ def _accumulator(
     *,
     check: bool = True,
 ) -> UpdateFunction:
+    make_update = accumulator_of(split, recipe, model, optimizer, check=check)
+    if split.equal:
+        return lambda batch: make_update(batch).loss
+    return lambda batch: make_update(Window(cut(batch, split.sizes_of(count_samples(batch))))).loss
+
+
+def accumulator_of(
+    split: Split, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, *, check: bool = True
+) -> Accumulator:
+    """Make the accumulator of an arm, by the recipe's own statement.
+
+    Args:
+        split: near-equal micro-batches of its first size; unequal ones are given to it as a `Window`.
+        recipe: its loss, reduction, weight and coupling.
+        model: to be trained.
+        optimizer: of the model's parameters.
+        check: the statement, on the first window.
+
+    Returns:
+        The accumulator.
+    """
     whole = recipe.coupled == "exact"
-    make_update = Accumulator(
+    return Accumulator(
         model,
         optimizer,
         recipe.loss_fn(model),
@@ -146,9 +167,6 @@ def _accumulator(
         sample_rng=whole,  # what the real batch draws
         check=check,
     )
-    if split.equal:
-        return lambda batch: make_update(batch).loss
-    return lambda batch: make_update(Window(cut(batch, split.sizes_of(count_samples(batch))))).loss
 
 
 def _wrong(

@@ -38,6 +38,13 @@ STUDIES: Mapping[str, Entry] = {
         "superbatch.studies.study_grow_batch:run",
         ("samples", "batch_size", "learning_rate", "margin"),
     ),
+    "survey": Entry(
+        "Do virtual batches survey learning rates like real ones?",
+        "superbatch.studies.study_survey:run",
+        ("batch_size", "optimizer"),
+        runs=20,
+        quick_runs=4,
+    ),
     "critical-batch": Entry(
         "How large may the batch be before samples are wasted, and does the noise scale tell?",
         "superbatch.studies.study_critical_batch:run",

@@ -8,6 +8,7 @@ from .accumulator import Accumulator as Accumulator
 from .cached import cached_gradients as cached_gradients
 from .in_flight import WindowInFlight as WindowInFlight
 from .limits import memory_limit as memory_limit
+from .lr_survey import lr_survey as lr_survey
 from .masters import fp32_masters as fp32_masters
 from .predict import predict_peak as predict_peak
 from .sample_layout import samples_along as samples_along

@@ -1,0 +1,166 @@
+"""`superbatch survey` as a user meets it: flags, files, messages, exit codes, terminals, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from superbatch.report.json import from_json
+from superbatch.report.surveys import Surveys
+from superbatch.studies import survey_arms
+from tests.cli import commands
+from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal
+
+QUICK = ("--repeats", "2", "--updates", "20", "--splits", "4x5,13/5/2")
+
+run = partial(commands.run, "survey")
+process = partial(commands.process, "survey")
+read = partial(commands.read, Surveys)
+
+
+def test_table_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "made" / "here"
+    assert run(PLANE, *QUICK, "--dtype", "float64", "--include-wrong", "--out", str(out)) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == (
+        "plane: 2 surveys per arm, learning rate 1e-06 to 10 in 20 updates of 20 samples, sgd, float64"
+    )
+    assert re.match(
+        r"split +suggested learning rate +stopped at +pairs differ by +curve within 10 % +"
+        r"rate within 0.15 decades$",
+        lines[1],
+    )
+    names = [re.split(r"  +", line)[0] for line in lines[3:10]]
+    assert names == [
+        "1x20 (real batch)",
+        "1x20 again",
+        "4x5",
+        "13/5/2",
+        "4x5 missing 1/K",
+        "1x2",
+        "1x10",
+    ]
+    assert lines[10].startswith(
+        "4x5 and 13/5/2 survey like the real batch: from the same weights and samples"
+    )
+    assert lines[-1].startswith("Coinciding curves are weak evidence.")
+    assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
+    assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'plot.png'} and report.json")
+    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.json"]
+    assert (out / "plot.png").read_bytes().startswith(PNG)
+    report = read(out)
+    assert not report.partial
+    assert report.command["splits"] == "4x5,13/5/2"
+    assert report.versions.keys() >= {"superbatch", "torch", "python"}
+
+
+def test_json_is_all_that_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(PLANE, *QUICK, "--json") == 0
+    assert from_json(Surveys, capsys.readouterr().out).recipe == "plane"
+    assert list(tmp_path.iterdir()) == [], "no files unless they are asked for"
+
+
+def test_files_lie_in_a_folder_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(PLANE, *QUICK, "--repeats", "1", "--what", "momentum", "--high", "0.9") == 0
+    assert sorted(os.listdir(tmp_path / "superbatch-survey")) == ["plot.png", "report.json"]
+    assert "momentum 0 to 0.9" in capsys.readouterr().out
+
+
+def test_check_passes_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (PLANE, *QUICK, "--dtype", "float64", "--json", "--check")
+    assert run(*arguments) == 0
+    capsys.readouterr()
+    right = survey_arms.accumulator_of
+
+    def halved(split, recipe, model, optimizer):
+        made = right(split, recipe, model, optimizer)
+        made._plan.step.optimizers[0].param_groups[0]["weight_decay"] = 0.1
+        return made
+
+    monkeypatch.setattr(survey_arms, "accumulator_of", halved)
+    assert run(*arguments) == 1
+    assert "check failed: 4x5: paired curves differ by" in capsys.readouterr().err
+    assert run(*arguments[:-1]) == 0, "only on request"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no-such-recipe",), "no-such-recipe"),
+        ((PLANE, "--what", "rate"), "--what rate.*give one of lr, momentum, weight_decay"),
+        ((PLANE, "--updates", "3"), "updates=3"),
+        ((PLANE, "--splits", "3x30,5x20"), "batches of 90 and 100"),
+        ((PLANE, "--repeats", "0"), "repeats=0"),
+        ((PLANE, "--repeats", "many"), "repeats"),
+        ((PLANE, "--low", "1", "--high", "0.1"), "a ramp goes up"),
+        ((PLANE, "--out", "/dev/null/here"), "--out"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert re.search(message, line), line
+    assert re.fullmatch(r"superbatch: Given: .+\. Wrong: .+\. Do: .+\.", line), line
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
+def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
+    started = process(PLANE, *QUICK, "--repeats", "5000", "--out", str(tmp_path))
+    try:
+        assert first_line(started.stderr, seconds=60).startswith("survey own_recipe.py:plane: seed ")
+        started.send_signal(signal.SIGINT)
+        out, err = started.communicate(timeout=60)
+        assert started.returncode == 130, err
+        assert "Traceback" not in err
+        assert "superbatch: interrupted, the report is partial" in err
+        report = read(tmp_path)
+        assert report.partial
+        assert 1 <= len(report.arms[0].runs) < 5000
+        assert re.match(r"plane: \d+ of 5000 surveys", out)
+        assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")
+def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path) -> None:
+    code, shown = on_a_terminal(120, "survey", PLANE, *QUICK, "--out", str(tmp_path))
+    assert code == 0, shown
+    assert re.search(r"survey own_recipe.py:plane .+ \d+ %.+left:", shown)
+    assert "1x20 (real batch)" in shown
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = """
+import sys
+from superbatch.cli import main
+assert main(["survey", "--help"]) == 0
+print("heavy:", *({"torch", "matplotlib", "numpy", "scipy", "sklearn"} & set(sys.modules)))
+"""
+    done = commands.python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].strip() == "heavy:"
+    assert "--include-wrong" in done.stdout

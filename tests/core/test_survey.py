@@ -1,0 +1,306 @@
+"""Ramp, smoothing, stop rule and suggestions of a survey, on curves whose answers are known."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superbatch.errors import InputError
+from superbatch.report.json import from_json, to_json
+from superbatch.report.survey import Survey
+from superbatch.survey import Sweep, remarks
+from superbatch.survey_curve import PATIENCE, Curve, exploded, smoothing
+from superbatch.survey_ramp import exponential, from_axis, to_axis, values_of
+from superbatch.survey_suggestions import FIRST, LAST, steepest, suggest, valley
+
+positive = st.floats(1e-8, 1e2)
+losses_of = st.lists(st.floats(1e-3, 1e3), min_size=12, max_size=60)
+
+# ----------------------------------------------------------------------------------------------------- ramp
+
+
+@given(low=positive, factor=st.floats(1.5, 1e6), updates=st.integers(12, 300))
+def test_the_ramp_is_even_on_a_logarithmic_axis(low: float, factor: float, updates: int) -> None:
+    values = exponential(low, low * factor, updates)
+    assert (len(values), values[0], values[-1]) == (updates, low, low * factor)
+    step = math.log(factor) / (updates - 1)
+    for a, b in pairwise(values):
+        assert math.log(b / a) == pytest.approx(step, rel=1e-6, abs=1e-9)
+
+
+@given(low=st.floats(0, 0.9), share=st.floats(0.01, 0.999), updates=st.integers(12, 100))
+def test_one_minus_momentum_falls_evenly(low: float, share: float, updates: int) -> None:
+    high = 1 - (1 - low) * (1 - share)
+    values = values_of("momentum", low, high, updates)
+    assert (values[0], values[-1]) == (low, high)
+    ratio = math.log((1 - high) / (1 - low)) / (updates - 1)
+    for a, b in pairwise(values):
+        assert math.log((1 - b) / (1 - a)) == pytest.approx(ratio, rel=1e-5, abs=1e-8)
+
+
+@given(m=st.floats(0, 0.9999))
+def test_axis_and_back(m: float) -> None:
+    assert from_axis("momentum", to_axis("momentum", m)) == pytest.approx(m, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "updates", "message"),
+    [
+        (0.0, 1.0, 100, "from a positive number"),
+        (1.0, 1.0, 100, "a ramp goes up"),
+        (1e-3, math.inf, 100, "a ramp goes up"),
+        (math.nan, 1.0, 100, "a ramp goes up"),
+        (1e-3, 1.0, 11, "give at least 12"),
+        (1e-3, 1.0, True, "give at least 12"),
+    ],
+)
+def test_what_is_no_ramp(low: float, high: float, updates: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        exponential(low, high, updates)
+
+
+def test_what_is_no_momentum() -> None:
+    with pytest.raises(InputError, match="between 0 and 1"):
+        values_of("momentum", 0.5, 1.0, 100)
+
+
+# ------------------------------------------------------------------------------------------------ smoothing
+
+
+@given(value=st.floats(0.1, 100), beta=st.floats(0, 0.99), points=st.integers(1, 50))
+def test_a_constant_loss_stays_what_it_is(value: float, beta: float, points: int) -> None:
+    """The bias of the first points is taken out: without, the first would be (1 - beta) times too small."""
+    curve = Curve(beta)
+    assert [curve.add(value) for _ in range(points)] == [None] * points
+    assert curve.smooth == pytest.approx([value] * points)
+
+
+@given(losses=st.lists(st.floats(1.0, 2.0), min_size=1, max_size=40))
+def test_smoothing_is_a_weighted_mean(losses: list[float]) -> None:
+    beta, curve = 0.8, Curve(0.8)
+    for loss in losses:
+        curve.add(loss)
+    weights = [beta ** (len(losses) - 1 - i) for i in range(len(losses))]
+    expected = sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights)
+    assert curve.smooth[-1] == pytest.approx(expected)
+
+
+def test_more_points_smooth_over_the_same_share_of_the_axis() -> None:
+    assert smoothing(100) == 0.8
+    assert smoothing(400) ** 4 == pytest.approx(0.8)
+
+
+# ------------------------------------------------------------------------------------------------ stop rule
+
+
+def stops_at(losses: list[float], beta: float = 0.8) -> int | None:
+    curve = Curve(beta)
+    return next((i for i, loss in enumerate(losses) if curve.add(loss) is not None), None)
+
+
+def test_one_noisy_window_ends_nothing() -> None:
+    """Ten times the loss in one window: sconce, which looks at the raw loss, would stop there."""
+    assert stops_at([1.0] * 20 + [10.0] + [1.0] * 20) is None
+    assert stops_at([1.0] * 20 + [10.0], beta=0.0) == 20, "the premise: the raw loss is beyond 4 times"
+
+
+def test_it_stops_when_the_smoothed_loss_is_beyond_four_times_its_best() -> None:
+    losses = [1.0] * 20 + [7.0] * 20
+    at = stops_at(losses)
+    assert at is not None
+    curve = Curve(0.8)
+    reasons = [curve.add(loss) for loss in losses[: at + 1]]
+    assert curve.smooth[-1] > 4 * min(curve.smooth) >= curve.smooth[-2]
+    assert reasons[-1] is not None
+    assert "more than 4 times its best" in reasons[-1]
+
+
+def test_the_first_points_are_given_a_chance() -> None:
+    assert stops_at([1.0, *[100.0] * 10]) == PATIENCE
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_ends_at_once_and_is_no_point(loss: float) -> None:
+    sweep = Sweep("lr", 1e-3, 1.0, 20)
+    assert sweep.add(1.0)
+    assert not sweep.add(loss)
+    report = sweep.report()
+    assert (len(report.values), len(report.smooth)) == (1, 1)
+    assert report.stopped == f"the loss is {loss}"
+
+
+@given(best=st.floats(-100, 100), smooth=st.floats(-100, 500))
+def test_a_negative_loss_is_no_explosion(best: float, smooth: float) -> None:
+    if best > 0:
+        assert exploded(smooth, best) == (smooth - best > 3 * best)
+    if smooth <= 0 and best <= smooth:
+        assert not exploded(smooth, best)
+
+
+def test_a_log_likelihood_below_zero_is_surveyed_to_its_end() -> None:
+    """With the bare rule, "more than 4 times its best", -0.9 > -4 would end it at the sixth point."""
+    assert stops_at([-1 - 0.01 * i for i in range(30)] + [-0.9] * 10) is None
+
+
+# ---------------------------------------------------------------------------------------------- suggestions
+
+AXIS = [10 ** (t / 20 - 4) for t in range(100)]
+"""Twenty points per decade, 1e-4 to 9e0."""
+
+
+def vee(x: float, at: float) -> float:
+    return abs(math.log10(x / at)) + 1
+
+
+@pytest.mark.parametrize("at", [1e-2, 1e-1, 1.0])
+def test_the_middle_of_an_even_descent(at: float) -> None:
+    """It falls from the first point that counts to `at`: the valley is the middle, in decades."""
+    found = suggest(AXIS, [vee(x, at) for x in AXIS])
+    assert found.valley is not None
+    assert found.minimum is not None
+    middle = math.sqrt(AXIS[FIRST] * at)
+    assert abs(math.log10(found.valley / middle)) <= 0.026, "half a point of the axis"
+    assert found.minimum == pytest.approx(at / 10)
+
+
+def test_a_plateau_with_noise_is_no_part_of_the_descent() -> None:
+    generator = random.Random(0)
+
+    def loss(x: float) -> float:
+        flat = 2.0 + 0.05 * generator.random()
+        return flat if x < 1e-2 else 2.0 - math.log10(x / 1e-2) if x < 1e-1 else 1.0 + vee(x, 1e-1)
+
+    found = suggest(AXIS, [loss(x) for x in AXIS])
+    assert found.valley is not None
+    # The noisy plateau of 35 points holds a falling subsequence of a few: about 2 sqrt(35).
+    assert 10**-2.4 < found.valley < 10**-1.4
+
+
+def test_the_steepest_point_of_a_sigmoid_is_its_middle() -> None:
+    losses = [1 / (1 + (x / 0.03) ** 2) + (0 if x < 1 else 5 * x) for x in AXIS]
+    found = suggest(AXIS, losses)
+    assert found.steepest == pytest.approx(0.03, rel=0.13)
+
+
+def test_on_the_linear_axis_the_steepest_point_is_elsewhere() -> None:
+    """Lightning's rule, d loss / d lr, gives a rate 50 times too small on the same curve."""
+    losses = [2 - 0.3 * math.log10(x / 1e-4) if x < 1 else 3 * x for x in AXIS]
+    linear = [(losses[i + 1] - losses[i - 1]) / (AXIS[i + 1] - AXIS[i - 1]) for i in range(1, 99)]
+    wrong = AXIS[1 + linear.index(min(linear))]
+    found = suggest(AXIS, losses)
+    assert found.valley is not None
+    assert found.valley / wrong > 50
+
+
+def test_a_recovery_behind_the_lowest_point_suggests_nothing() -> None:
+    """The loss explodes and comes down again, as where ReLUs have died: a long and steep fall."""
+    losses = [2 - 0.5 * t / 39 for t in range(40)] + [30 - 0.4 * t for t in range(60)]
+    found = suggest(AXIS, losses)
+    assert found.valley is not None
+    assert found.steepest is not None
+    assert max(found.valley, found.steepest) <= AXIS[39]
+
+
+@given(losses=losses_of, factor=st.floats(1e-3, 1e3), shift=st.floats(0, 10))
+def test_suggestions_do_not_depend_on_the_unit_of_the_loss(
+    losses: list[float], factor: float, shift: float
+) -> None:
+    losses = [round(loss, 3) for loss in losses]
+    axis = AXIS[: len(losses)]
+    one, other = suggest(axis, losses), suggest(axis, [factor * loss for loss in losses])
+    assert one.valley == other.valley
+    assert one.minimum == other.minimum
+
+
+@given(losses=losses_of, factor=st.floats(1e-3, 1e3))
+def test_suggestions_move_with_the_axis(losses: list[float], factor: float) -> None:
+    axis = AXIS[: len(losses)]
+    one, other = suggest(axis, losses), suggest([factor * x for x in axis], losses)
+    assert (one.valley is None) == (other.valley is None)
+    if one.valley is not None and other.valley is not None:
+        assert other.valley == pytest.approx(factor * one.valley)
+
+
+@given(losses=losses_of)
+def test_suggestions_are_where_points_are(losses: list[float]) -> None:
+    axis = AXIS[: len(losses)]
+    found, kept = suggest(axis, losses), axis[FIRST : len(axis) - LAST]
+    if found.reason is None:
+        assert found.valley in kept
+        assert found.steepest in kept
+        assert found.minimum == kept[losses[FIRST : len(axis) - LAST].index(min(losses[FIRST:-LAST]))] / 10
+        assert found.valley is not None
+        assert found.minimum is not None
+        assert found.valley <= 10 * found.minimum, "the valley is not behind the lowest point"
+
+
+@given(losses=losses_of)
+def test_the_ends_do_not_count(losses: list[float]) -> None:
+    axis = AXIS[: len(losses)]
+    changed = [1e-9] * FIRST + losses[FIRST:-LAST] + [1e-9] * LAST
+    assert suggest(axis, losses) == suggest(axis, changed)
+
+
+def test_the_longest_descent_may_be_interrupted() -> None:
+    assert valley([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [9, 10, 8, 7, 7.5, 6]) == 4.0
+    assert steepest([1.0, 10.0, 1000.0, 10000.0], [9, 8, 2, 1]) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "reason"),
+    [
+        ([1.0] * 11, "11 points are too few"),
+        ([1.0 + t for t in range(50)], "the loss never fell: begin lower"),
+        ([1.0] * 50, "the loss never fell: begin lower"),
+    ],
+)
+def test_where_there_is_no_suggestion_it_is_said_why(losses: list[float], reason: str) -> None:
+    found = suggest(AXIS[: len(losses)], losses)
+    assert (found.valley, found.minimum, found.steepest) == (None, None, None)
+    assert found.reason is not None
+    assert found.reason.startswith(reason)
+
+
+# ------------------------------------------------------------------------------------------------- a report
+
+
+def survey(what: str = "lr", low: float = 1e-4, high: float = 10.0) -> Survey:
+    sweep = Sweep(what, low, high, 60)  # pyright: ignore[reportArgumentType]  (one of What)
+    for value in sweep.values:
+        if not sweep.add(vee(to_axis(what, value), 0.1 if what == "lr" else 10.0)):  # pyright: ignore[reportArgumentType]
+            break
+    return sweep.report(ratios=(1.0, 0.1))
+
+
+def test_a_report_goes_through_json() -> None:
+    report = survey()
+    assert from_json(Survey, to_json(report)) == report
+    assert report.suggestion is not None
+    assert report.of_groups() == (report.suggestion, report.suggestion * 0.1)
+    assert report.of_groups(1.0) == (1.0, 0.1)
+
+
+def test_a_momentum_is_suggested_as_a_momentum() -> None:
+    report = survey("momentum", 0.0, 0.999)
+    found = report.suggestions
+    assert found.valley is not None
+    assert 0 < found.valley < 0.9
+    assert found.minimum == pytest.approx(0.0, abs=0.2), "a tenth of the updates of 0.9"
+
+
+def test_it_is_said_what_to_do_next() -> None:
+    assert remarks(survey()) == []
+    falling = Sweep("lr", 1e-4, 1e-2, 50)
+    assert all(falling.add(1 - value) for value in falling.values)
+    assert remarks(falling.report(skipped=(0, 1))) == [
+        "The loss still fell at the end of the ramp, at 0.01: survey up to a higher value.",
+        "2 points made no update: the GradScaler was still lowering its scale.",
+    ]
+    rising = Sweep("lr", 1e-4, 1e-2, 50)
+    assert all(rising.add(1 + value) for value in rising.values)
+    assert remarks(rising.report()) == ["There is no suggestion: the loss never fell: begin lower."]

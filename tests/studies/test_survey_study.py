@@ -1,0 +1,295 @@
+"""Surveys of splits: pairs agree to rounding, equivalence finds what is alike, and wrong ways fail."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from superbatch import InputError, plot
+from superbatch.report.json import from_json, to_json
+from superbatch.report.survey import Survey
+from superbatch.report.survey_text import conclusions, failures, headline, surveys_table
+from superbatch.report.surveys import SurveyArm, Surveys
+from superbatch.studies import survey_arms
+from superbatch.studies.survey import Options, Progress, SurveyInterrupted, survey
+from superbatch.studies.survey_tests import curve_test, paired_difference, suggestion_test
+from superbatch.survey import Sweep
+from tests.studies import own_recipe
+
+SMALL = Options(splits="4x5,13/5/2", repeats=3, updates=30, dtype="float64", high=3.0, low=1e-4)
+
+
+def arm_of(report: Surveys, name: str) -> SurveyArm:
+    return next(arm for arm in report.arms if arm.name == name)
+
+
+# --------------------------------------------------------------------------------------------------- paired
+
+
+@pytest.mark.parametrize(
+    "recipe", [own_recipe.plane, own_recipe.plane_sum, own_recipe.plane_returned], ids=lambda r: r.__name__
+)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_pairs_agree_to_rounding(recipe: Any, optimizer: str) -> None:
+    """Means, sums and weights that the loss returns; equal and unequal splits."""
+    report = survey(recipe(), replace(SMALL, optimizer=optimizer))
+    assert [arm.name for arm in report.arms] == ["1x20", "1x20 again", "4x5", "13/5/2"]
+    for arm in report.arms[2:]:
+        assert len(arm.pairs) == 2
+        assert max(arm.pairs) <= report.tolerance == 2e-14
+        assert min(run.survey.smooth[-1] for run in arm.runs) != arm.runs[0].survey.smooth[0]
+    assert failures(report) == []
+
+
+def test_a_coupled_recipe_is_surveyed_exactly() -> None:
+    recipe = own_recipe.crowd(coupled="exact", batchnorm="per_microbatch", batch_size=20)
+    report = survey(recipe, replace(SMALL, repeats=2, updates=20))
+    assert [arm.claim for arm in report.arms] == ["real", "again", "exact", "exact"]
+    # The loss is 5 times a cosine through a softmax, so a rounding is some units in its last place.
+    assert max(pair for arm in report.arms for pair in arm.pairs) < 1e-12
+
+
+def test_a_mean_of_means_is_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the pairs must find: the split 13/5/2 with every micro-batch counted alike."""
+    right = survey_arms.accumulator_of
+
+    def wrong(split: Any, recipe: Any, *rest: Any, **options: Any) -> Any:
+        return right(split, replace(recipe, weight=lambda batch: 1.0), *rest, check=False)
+
+    monkeypatch.setattr(survey_arms, "accumulator_of", wrong)
+    report = survey(own_recipe.plane(), SMALL)
+    assert max(arm_of(report, "4x5").pairs) <= report.tolerance, "the premise: equal micro-batches are right"
+    assert min(arm_of(report, "13/5/2").pairs) > 1e-3
+    assert failures(report)[0].startswith("13/5/2: paired curves differ by")
+    assert conclusions(report)[0].startswith("NOT THE SAME: paired curves of 4x5 and 13/5/2 differ")
+
+
+def test_a_pair_that_ends_early_is_infinitely_far() -> None:
+    long, short = sweep([2.0, 1.0, 1.5] + [1.0] * 27), sweep([2.0])
+    assert paired_difference(short, long) == math.inf
+    assert paired_difference(long, short) == 0.0, "up to the lowest point of the real one"
+
+
+# ------------------------------------------------------------------------------------------------- unpaired
+
+
+def sweep(losses: Sequence[float]) -> Survey:
+    made = Sweep("lr", 1e-4, 10.0, 30)
+    for loss in losses:
+        if not made.add(loss):
+            break
+    return made.report()
+
+
+def bundle(
+    seed: int, *, runs: int = 12, noise: float = 0.02, shift: float = 0.0, bump: Any = lambda x: 0.0
+) -> list[Survey]:
+    """Curves that fall to their lowest at 0.1 x 10^shift, with noise from curve to curve."""
+    generator = random.Random(seed)
+    values = Sweep("lr", 1e-4, 10.0, 30).values
+    return [
+        sweep(
+            [
+                math.exp(0.3 * abs(math.log10(x / 0.1) - shift) + bump(x) + noise * generator.gauss(0, 1))
+                for x in values
+            ]
+        )
+        for _ in range(runs)
+    ]
+
+
+def test_bundles_of_one_kind_are_alike() -> None:
+    test = curve_test(bundle(1), bundle(2))
+    assert test is not None
+    assert test.equivalent
+    assert test.p_value < 0.01
+    assert test.upto <= 2 / 3 * 0.12
+    rate = suggestion_test(bundle(1), bundle(2))
+    assert rate is not None
+    assert rate.equivalent
+
+
+def test_one_point_is_enough_to_fail() -> None:
+    """An intersection-union test: 17 points within 10 % and one beyond."""
+    values = Sweep("lr", 1e-4, 10.0, 30).values
+    test = curve_test(bundle(1, bump=lambda x: math.log(1.15) if x == values[7] else 0.0), bundle(2))
+    assert test is not None
+    assert not test.equivalent
+    assert test.at == values[7]
+    assert test.ratio == pytest.approx(1.15, rel=0.03)
+
+
+def test_what_happens_behind_the_lowest_point_does_not_count() -> None:
+    test = curve_test(bundle(1, bump=lambda x: 1.0 if x > 0.08 else 0.0), bundle(2))
+    assert test is not None
+    assert test.equivalent
+
+
+def test_curves_that_end_before_are_not_alike() -> None:
+    short = [sweep(list(survey.losses[:6])) for survey in bundle(1)]
+    test = curve_test(short, bundle(2))
+    assert test is not None
+    assert (test.equivalent, test.p_value) == (False, 1.0)
+
+
+def test_noise_is_no_evidence_of_equality() -> None:
+    """Three noisy curves: a test for a difference would find none, and this one finds no equality."""
+    test = curve_test(bundle(1, runs=3, noise=0.4), bundle(2, runs=3, noise=0.4))
+    assert test is not None
+    assert not test.equivalent
+
+
+def test_shifted_suggestions_are_not_alike() -> None:
+    rate = suggestion_test(bundle(1, shift=0.5), bundle(2))
+    assert rate is not None
+    assert not rate.equivalent
+    assert rate.difference > 0.15
+
+
+def test_what_cannot_be_tested_is_not() -> None:
+    negative = [sweep([-1.0] * 30) for _ in range(3)]
+    assert curve_test(negative, bundle(2)) is None, "a negative loss has no logarithm"
+    rising = [sweep([1.0 + t for t in range(8)]) for _ in range(3)]
+    assert suggestion_test(rising, bundle(2)) is None, "no suggestion"
+
+
+@pytest.mark.slow
+def test_the_whole_study_on_digits() -> None:
+    """About a minute: the table of docs/survey.md."""
+    report = survey("digits", Options(repeats=20, include_wrong=True))
+    for arm in report.arms:
+        if arm.claim in ("again", "exact"):
+            assert arm.alike, arm.name
+        if arm.claim == "wrong":
+            assert arm.alike is False, arm.name
+
+
+@pytest.fixture(scope="module")
+def digits() -> Surveys:
+    """The study of the source, shorter: 10 surveys of 60 points."""
+    return survey("digits", Options(splits="10x10", repeats=10, updates=60, include_wrong=True))
+
+
+def test_wrong_ways_are_told_apart(digits: Surveys) -> None:
+    assert [(arm.name, arm.claim) for arm in digits.arms] == [
+        ("1x100", "real"),
+        ("1x100 again", "again"),
+        ("10x10", "exact"),
+        ("10x10 missing 1/K", "wrong"),
+        ("1x10", "wrong"),
+        ("1x50", "other"),
+    ]
+    assert max(arm_of(digits, "10x10").pairs) <= 1e-5
+    for name in ("10x10 missing 1/K", "1x10"):
+        arm = arm_of(digits, name)
+        assert arm.alike is False, name
+        assert arm.suggested is not None
+        assert not arm.suggested.equivalent
+    curve = arm_of(digits, "10x10").curve
+    assert curve is not None
+    assert curve.equivalent
+    missing, real = arm_of(digits, "10x10 missing 1/K").rate, digits.arms[0].rate
+    assert missing is not None
+    assert real is not None
+    assert real / missing == pytest.approx(10, rel=0.4), "K times the gradient, a K-th of the rate"
+
+
+def test_what_is_said_of_it(digits: Surveys) -> None:
+    said = conclusions(digits)
+    assert said[0].startswith(
+        "10x10 survey like the real batch: from the same weights and samples the curves"
+    )
+    assert "10x10 missing 1/K: told apart, as it should be, by the curve and the suggestion." in said
+    assert said[-1].startswith("Coinciding curves are weak evidence.")
+    assert headline(digits).startswith("same weights and samples: curves agree to")
+    rows = surveys_table(digits).rows
+    assert [row[0] for row in rows][:2] == ["1x100 (real batch)", "1x100 again"]
+    assert all(len(row) == len(surveys_table(digits).columns) for row in rows)
+
+
+def test_the_report_goes_through_json_and_is_drawn(digits: Surveys) -> None:
+    assert from_json(Surveys, to_json(digits)) == digits
+    for dark in (False, True):
+        figure = plot.surveys(digits, dark=dark)
+        legend = figure.axes[0].get_legend()
+        assert legend is not None
+        assert next(text.get_text() for text in legend.get_texts()) == "1x100 (real batch)"
+    one = plot.one_survey(digits.arms[0].runs[0].survey, dark=True)
+    assert one.axes[0].get_xscale() == "log"
+
+
+# ------------------------------------------------------------------------------------------- other questions
+
+
+@pytest.mark.parametrize(("what", "high"), [("momentum", 0.99), ("weight_decay", 1.0)])
+def test_momentum_and_weight_decay(what: Any, high: float) -> None:
+    options = replace(SMALL, what=what, low=None, high=high, repeats=2, splits="4x5", optimizer="sgd")
+    report = survey(own_recipe.plane(), options)
+    assert report.learning_rate == 0.05
+    assert max(report.arms[2].pairs) <= report.tolerance
+    assert len(report.arms[2].runs[0].survey.values) > 5
+    assert (
+        plot.surveys(report)
+        .axes[1]
+        .get_xlabel()
+        .startswith("updates averaged" if what == "momentum" else "weight decay")
+    )
+
+
+def test_an_interrupted_study_keeps_what_is_finished() -> None:
+    def interrupt(event: Progress) -> None:
+        if event.finished is not None and event.finished[:2] == (1, "1x20"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(SurveyInterrupted) as caught:
+        survey(own_recipe.plane(), SMALL, progress=interrupt)
+    report = caught.value.report
+    assert report.partial
+    assert [len(arm.runs) for arm in report.arms] == [2, 1, 1, 1]
+    assert "interrupted" in failures(report)[-1]
+    assert plot.surveys(report).axes
+    assert surveys_table(report).title.startswith("plane: 2 of 3 surveys per arm")
+
+
+def test_a_study_that_is_interrupted_at_once_can_be_shown() -> None:
+    def interrupt(event: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SurveyInterrupted) as caught:
+        survey(own_recipe.plane(), SMALL, progress=interrupt)
+    report = caught.value.report
+    assert headline(report) == "nothing was compared"
+    assert conclusions(report)[0] == "Nothing has been surveyed."
+    assert plot.surveys(report).axes
+    assert from_json(Surveys, to_json(report)) == report
+
+
+def test_progress_goes_to_its_end() -> None:
+    seen: list[Progress] = []
+    survey(own_recipe.plane(), replace(SMALL, repeats=2, updates=15), progress=seen.append)
+    assert [event.done for event in seen] == sorted(event.done for event in seen)
+    assert seen[-1].done == seen[-1].total == 15 * (2 * 4 + 2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"repeats": 0}, "repeats=0"),
+        ({"updates": 5}, "give at least 12"),
+        ({"dtype": "float16"}, "rounding of their dtype"),
+        ({"learning_rate": -1.0}, "must be above zero"),
+        ({"optimizer": "lion"}, "does not offer it"),
+        ({"batch_size": 7}, "makes batches of 20 samples"),
+        ({"splits": None, "batch_size": 1000}, "has 240 training samples"),
+        ({"low": 1.0, "high": 0.5}, "a ramp goes up"),
+        ({"splits": "4x"}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        survey(own_recipe.plane(), replace(SMALL, **changes))

@@ -1,0 +1,482 @@
+"""`lr_survey`: what it measures, and that training does not notice it: every item, every way to end it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from superbatch import InputError, OptimizerError, StatementError, WindowError
+from superbatch.survey import Sweep
+from superbatch.torch import (
+    Accumulator,
+    count_tokens,
+    lr_survey,
+    survey_dial,
+    survey_shadow,
+    windows,
+)
+from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
+from tests.torch.states import assert_unchanged, fingerprint
+
+module = sys.modules["superbatch.torch.lr_survey"]  # by its name it is the function
+POINTS = 14
+
+# ------------------------------------------------------------------------------------------ what it measures
+
+
+def simple(
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, rate: float = 0.1, **options: Any
+) -> tuple[nn.Module, Accumulator]:
+    model = mlp()
+    sgd = optimizer(model.parameters(), lr=rate)
+    return model, Accumulator(model, sgd, lambda batch: mse(model, batch), **options)
+
+
+def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, sweep: Sweep) -> list[float]:
+    """The survey written out: whole batches, plain PyTorch."""
+    losses = []
+    for value, batch in zip(sweep.values, itertools.cycle(batches), strict=False):
+        optimizer.param_groups[0]["lr"] = value
+        optimizer.zero_grad()
+        loss = mse(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+        if not sweep.add(losses[-1]):
+            break
+        optimizer.step()
+    return losses
+
+
+@pytest.mark.parametrize("size", [None, 1, 4, 7])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_a_survey_is_training_with_a_growing_rate(size: int | None, make: Any) -> None:
+    """Of the whole batch, whatever the micro-batches: losses, suggestion and end are the plain loop's."""
+    batches = rows(10, 4)
+    _, accumulate = simple(make, microbatch_size=size)
+    report = lr_survey(accumulate, batches, updates=60, low=1e-5, high=100.0)
+    reference = mlp()
+    sweep = Sweep("lr", 1e-5, 100.0, 60)
+    by_hand(reference, make(reference.parameters(), lr=0.1), batches, sweep)
+    expected = sweep.report()
+    assert len(report.losses) == len(expected.losses) > 20
+    lowest = 1 + expected.losses.index(min(expected.losses))
+    assert report.losses[:lowest] == pytest.approx(expected.losses[:lowest], rel=1e-10)
+    assert report.suggestion == expected.suggestion is not None
+    assert report.values == expected.values
+    assert report.epochs == math.ceil(len(report.losses) / 4)
+
+
+def test_the_loss_of_the_last_micro_batch_is_another_curve() -> None:
+    """What Lightning's range test records. The premise: micro-batches differ, as they do."""
+    batches, last = rows(10, 4), []
+    model = mlp()
+
+    def loss_fn(batch: Any) -> Tensor:
+        loss = mse(model, batch)
+        last.append(loss.item())
+        return loss
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate = Accumulator(model, sgd, loss_fn, microbatch_size=5, check=False)
+    report = lr_survey(accumulate, batches, updates=40, low=1e-6, high=1e-2)
+    assert len(last) == 80
+    means = [(a + b) / 2 for a, b in zip(last[::2], last[1::2], strict=True)]
+    assert report.losses == pytest.approx(means, rel=1e-12)
+    off = [abs(one - loss) / loss for one, loss in zip(last[1::2], report.losses, strict=True)]
+    assert min(off) > 0.05
+
+
+def test_the_loss_is_weighted_by_tokens() -> None:
+    batch = tokens([7, 1, 2, 7, 3, 1])
+    model = tiny_lm()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate = Accumulator(
+        model, sgd, lambda b: token_mean(model, b), microbatch_size=2, weight=count_tokens("labels")
+    )
+    report = lr_survey(accumulate, [batch], updates=POINTS)
+    assert report.losses[0] == pytest.approx(token_mean(model, batch).item(), rel=1e-12)
+    parts = [token_mean(model, {k: v[i : i + 2] for k, v in batch.items()}).item() for i in (0, 2, 4)]
+    assert abs(sum(parts) / 3 - report.losses[0]) > 1e-3, "the premise: a mean of means is another number"
+
+
+def test_the_stop_looks_at_the_smoothed_loss_of_the_window() -> None:
+    """One micro-batch of one window explodes: its mean is beyond 4 times the best, the survey goes on."""
+    model = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        model.weight.zero_()
+    ordinary = (torch.ones(4, 1, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64))
+    loud = (torch.ones(4, 1, dtype=torch.float64), torch.tensor([[1.0], [1.0], [1.0], [6.0]]).double())
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate = Accumulator(model, sgd, lambda b: mse(model, b), microbatch_size=1)
+    batches = [ordinary] * 20 + [loud] + [ordinary] * 79
+    report = lr_survey(accumulate, batches, updates=100, low=1e-9, high=1e-8)
+    assert report.losses[20] == pytest.approx(39 / 4, rel=1e-6)
+    assert report.losses[20] > 4 * min(report.smooth), "the premise: a rule on the raw loss would stop"
+    assert (len(report.losses), report.stopped) == (100, None)
+
+
+def test_windows_of_a_loader() -> None:
+    """Three ways to say the same; a tail is a shorter window, and the batches begin again behind it."""
+    microbatches = [rows(3, 1, seed=number)[0] for number in range(7)]
+    model, accumulate = simple()
+    grouped = lr_survey(accumulate, microbatches, accumulation_steps=3, updates=POINTS)
+    called = lr_survey(accumulate, lambda: windows(microbatches, 3), updates=POINTS)
+    listed = lr_survey(accumulate, list(windows(microbatches, 3)), updates=POINTS)
+    assert grouped.losses == called.losses == listed.losses
+    assert grouped.epochs == called.epochs == listed.epochs == 5, "14 points, 3 windows each time"
+    tail = mse(model, microbatches[6]).item()
+    assert grouped.losses[2] == pytest.approx(tail, rel=1e-3), "the rate is 1e-5 there"
+
+
+def test_a_function_makes_new_batches_for_each_epoch() -> None:
+    begun = []
+
+    def fresh() -> list[Any]:
+        begun.append(len(begun))
+        return rows(6, 5, seed=len(begun))
+
+    _, accumulate = simple()
+    report = lr_survey(accumulate, fresh, updates=POINTS)
+    assert begun == [0, 1, 2]
+    assert report.epochs == 3
+    assert report.losses[0] != pytest.approx(report.losses[5], rel=1e-3), "the premise: new data"
+
+
+class Stateful(list[Any]):
+    """A loader that knows where it is, as torchdata's."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < len(self):
+            self.position += 1
+            yield self[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_a_loader_with_a_state_goes_back_to_its_place() -> None:
+    loader = Stateful(rows(6, 5))
+    loader.position = 2
+    _, accumulate = simple()
+    lr_survey(accumulate, loader, updates=POINTS)
+    assert loader.position == 2
+
+
+def test_the_order_of_a_seeded_loader_is_that_without_a_survey() -> None:
+    x, y = rows(30, 1)[0]
+
+    def loader() -> DataLoader[Any]:
+        seeded = torch.Generator().manual_seed(3)
+        return DataLoader(TensorDataset(x, y), batch_size=6, shuffle=True, generator=seeded)
+
+    surveyed, plain = loader(), loader()
+    _, accumulate = simple()
+    lr_survey(accumulate, surveyed, updates=POINTS)
+    for a, b in zip(surveyed, plain, strict=True):
+        assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("split", [1, 2, 3, 5])
+def test_suggestions_do_not_depend_on_the_split(split: int) -> None:
+    batches = rows(12, 6)
+    _, whole = simple()
+    _, parts = simple(microbatch_size=split)
+    one, other = (lr_survey(each, batches, updates=50) for each in (whole, parts))
+    assert one.suggestions == other.suggestions
+    assert one.suggestion is not None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_coupled_batch_is_surveyed_as_the_whole_batch(reduction: Any) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    batches, curves = rows(12, 4), []
+    for options in ({"coupled": "exact", "microbatch_size": 4}, {"batchnorm": "per_microbatch"}):
+        model = build()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulate = Accumulator(model, sgd, lambda b, model=model: mse(model, b), **options)  # pyright: ignore[reportArgumentType]
+        curves.append(lr_survey(accumulate, batches, updates=POINTS, high=1e-2).losses)
+        assert accumulate.coupling is None
+    assert curves[0] == pytest.approx(curves[1], rel=1e-10)
+
+
+# --------------------------------------------------------------------------------- options, groups, scheduler
+
+
+def test_groups_keep_their_ratios() -> None:
+    model = mlp()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.02},
+        {"params": model[2].parameters(), "lr": 0.2},
+    ]
+    sgd = torch.optim.SGD(groups)
+    seen: list[tuple[float, ...]] = []
+
+    def loss_fn(batch: Any) -> Tensor:
+        seen.append(tuple(group["lr"] for group in sgd.param_groups))
+        return mse(model, batch)
+
+    accumulate = Accumulator(model, sgd, loss_fn, check=False)
+    report = lr_survey(accumulate, rows(6, 2), updates=POINTS, high=1e-2)
+    assert report.ratios == pytest.approx((0.1, 1.0))
+    assert [rate for _, rate in seen] == pytest.approx(report.values)
+    assert [rate for rate, _ in seen] == pytest.approx([0.1 * value for value in report.values])
+    assert [group["lr"] for group in sgd.param_groups] == [0.02, 0.2]
+
+
+def test_a_scheduler_neither_moves_nor_sets_the_surveyed_rate() -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(sgd, lambda update: update / 10)
+    assert sgd.param_groups[0]["lr"] == 0.0, "the premise: the warm-up begins at zero"
+    accumulate = Accumulator(model, sgd, lambda b: mse(model, b), scheduler=warm_up)
+    plain = simple()[1]
+    with_scheduler = lr_survey(accumulate, rows(6, 2), updates=POINTS)
+    assert with_scheduler.losses == lr_survey(plain, rows(6, 2), updates=POINTS).losses
+    assert (warm_up.last_epoch, sgd.param_groups[0]["lr"]) == (0, 0.0)
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
+    model = mlp()
+    rate = torch.tensor(0.01)
+    adam = torch.optim.Adam(model.parameters(), lr=rate, capturable=False, foreach=False)
+    accumulate = Accumulator(model, adam, lambda b: mse(model, b))
+    report = lr_survey(accumulate, rows(6, 2), updates=POINTS, high=0.1)
+    assert adam.param_groups[0]["lr"] is rate
+    assert rate == torch.tensor(0.01)
+    other = lr_survey(simple(torch.optim.Adam, 0.01)[1], rows(6, 2), updates=POINTS, high=0.1)
+    assert report.losses == pytest.approx(other.losses, rel=1e-5), "the rate is a float32"
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_a_momentum_is_surveyed(make: Any) -> None:
+    model = mlp()
+    optimizer = make(model.parameters(), lr=0.01)
+    seen = []
+
+    def loss_fn(batch: Any) -> Tensor:
+        group = optimizer.param_groups[0]
+        seen.append(group["betas"][0] if "betas" in group else group["momentum"])
+        return mse(model, batch)
+
+    accumulate = Accumulator(model, optimizer, loss_fn, check=False)
+    report = lr_survey(accumulate, rows(6, 2), what="momentum", updates=20)
+    assert seen == list(report.values)
+    assert (report.values[0], report.low, report.high) == (0.0, 0.0, 0.999)
+    group = optimizer.param_groups[0]
+    assert group.get("momentum", 0) == 0
+    assert group.get("betas", (0.9, 0.999)) == (0.9, 0.999)
+
+
+def test_weight_decay_is_surveyed_in_the_groups_that_have_it() -> None:
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.5)
+    seen = []
+
+    def loss_fn(batch: Any) -> Tensor:
+        seen.append(tuple(group["weight_decay"] for group in optimizer.param_groups))
+        return mse(model, batch)
+
+    accumulate = Accumulator(model, optimizer, loss_fn, check=False)
+    report = lr_survey(accumulate, rows(6, 2), what="weight_decay", updates=20, high=100.0)
+    assert [decay for _, decay in seen] == pytest.approx(report.values)
+    assert {decay for decay, _ in seen} == {0.0}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
+
+
+def test_an_optimizer_without_the_option_is_refused() -> None:
+    _, accumulate = simple(torch.optim.Adagrad)
+    with pytest.raises(OptimizerError, match="a parameter group has no such option"):
+        lr_survey(accumulate, rows(6, 2), what="momentum")
+    assert accumulate.updates == 0
+
+
+def test_several_optimizers_grow_together() -> None:
+    model = mlp()
+    one = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    other = torch.optim.Adam(model[2].parameters(), lr=0.001)
+    accumulate = Accumulator(model, [one, other], lambda b: mse(model, b))
+    report = lr_survey(accumulate, rows(6, 2), updates=POINTS)
+    assert report.ratios == pytest.approx((1.0, 0.01))
+    assert (report.low, report.high) == (1e-7, 1.0)
+    assert (one.state, other.state) == ({}, {})
+
+
+def test_parts_instead_of_an_accumulator() -> None:
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = lr_survey((model, sgd, lambda b: mse(model, b)), rows(6, 2), updates=POINTS)
+    assert report.losses == lr_survey(simple()[1], rows(6, 2), updates=POINTS).losses
+
+
+def test_an_overflow_of_the_scaler_is_a_point_without_an_update() -> None:
+    model = mlp(torch.float32)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    accumulate = Accumulator(model, sgd, lambda b: 100 * mse(model, b), scaler=scaler)
+    report = lr_survey(accumulate, rows(6, 1, torch.float32), updates=POINTS, high=1e-4)
+    assert 1 <= len(report.skipped) < POINTS
+    assert report.skipped[0] == 0
+    assert len(report.losses) == POINTS
+    assert report.losses[0] == report.losses[1], "nothing has moved"
+    assert scaler.state_dict()["scale"] == 2.0**127
+    assert scaler._scale is None, (
+        "the premise of the next window: it makes its scale as if for the first time"
+    )
+
+
+def test_the_accumulators_own_search_for_a_size_is_left_alone() -> None:
+    _, accumulate = simple(microbatch_size="largest")
+    batches = rows(64, 2)
+    before = accumulate.state_dict()
+    lr_survey(accumulate, batches, updates=POINTS)
+    assert accumulate.state_dict() == before
+    assert accumulate.memory is None
+    accumulate(batches[0])
+    found = accumulate.state_dict()["sizing"]
+    lr_survey(accumulate, rows(48, 2), updates=POINTS)
+    assert accumulate.state_dict()["sizing"] == found
+
+
+# ------------------------------------------------------------------------------------------------ how it ends
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip_update", "skip_microbatch"])
+def test_what_is_not_finite_ends_a_survey_and_is_no_error(nonfinite: Any) -> None:
+    model = nn.Linear(2, 1).double()
+    calls = itertools.count()
+
+    def loss_fn(batch: Any) -> Tensor:
+        loss = mse(model, batch)
+        return loss * math.nan if next(calls) >= 14 else loss
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate = Accumulator(model, sgd, loss_fn, microbatch_size=2, nonfinite=nonfinite, check=False)
+    batch = (torch.randn(4, 2).double(), torch.randn(4, 1).double())
+    report = lr_survey(accumulate, [batch], updates=20, low=1e-9, high=1e-8)
+    assert len(report.losses) == 7
+    assert report.stopped is not None
+    assert "not finite" in report.stopped or "no weight" in report.stopped or "left out" in report.stopped
+
+
+def test_a_wrong_statement_is_refused_and_nothing_has_moved() -> None:
+    model = tiny_lm()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate = Accumulator(model, sgd, lambda b: token_mean(model, b), microbatch_size=2)
+    before = fingerprint(model, sgd, accumulate)
+    with pytest.raises(StatementError):
+        lr_survey(accumulate, [tokens([7, 1, 2, 7])], updates=POINTS)
+    assert_unchanged(before, fingerprint(model, sgd, accumulate))
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (iter([1, 2]), "an iterator .*cannot be begun with again.*pass the DataLoader"),
+        ((n for n in range(3)), "generator"),
+        (windows([1, 2], 2), r"lambda: windows\(loader, 8\)"),
+        (3, "batches of type int"),
+        ([], "batches of which there is none"),
+        (lambda: iter([]), "batches of which there is none"),
+    ],
+)
+def test_batches_that_cannot_be_begun_again(batches: Any, message: str) -> None:
+    _, accumulate = simple()
+    with pytest.raises(InputError, match=message):
+        lr_survey(accumulate, batches)
+    assert accumulate.updates == 0
+
+
+def test_batches_that_come_only_once_are_found_out() -> None:
+    once = iter(rows(6, 3))
+    _, accumulate = simple()
+    with pytest.raises(InputError, match="none the second time"):
+        lr_survey(accumulate, lambda: once)
+
+
+def test_a_survey_in_a_window_is_refused() -> None:
+    model, accumulate = simple(microbatch_size=2)
+    batch = rows(4, 1)[0]
+    with accumulate.window(batch) as window:
+        for microbatch in window:
+            with pytest.raises(WindowError, match="in the middle of a window"):
+                lr_survey(accumulate, [batch])
+            window.backward(mse(model, microbatch))
+    assert accumulate.updates == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"what": "rate"}, "what='rate'"),
+        ({"updates": 5}, "give at least 12"),
+        ({"low": 1.0, "high": 0.1}, "a ramp goes up"),
+    ],
+)
+def test_options_that_make_no_survey(options: dict[str, Any], message: str) -> None:
+    _, accumulate = simple()
+    with pytest.raises(InputError, match=message):
+        lr_survey(accumulate, rows(4, 1), **options)
+
+
+def test_what_is_no_accumulator_is_refused() -> None:
+    with pytest.raises(InputError, match="a survey of a Linear"):
+        lr_survey(nn.Linear(1, 1), [])  # pyright: ignore[reportArgumentType]
+
+
+def test_an_owned_loop_has_no_loss_to_survey() -> None:
+    model = mlp()
+    accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(InputError, match="without loss_fn"):
+        lr_survey(accumulate, rows(4, 1))
+
+
+def test_nothing_of_a_survey_stays_in_memory() -> None:
+    import gc
+    import weakref
+
+    _, accumulate = simple(torch.optim.Adam)
+    kept: list[Any] = []
+
+    def watch(done: int, total: int) -> None:
+        if done == 3:
+            optimizer = accumulate._plan.step.optimizers[0]
+            kept.extend(weakref.ref(state["exp_avg"]) for state in optimizer.state.values())
+
+    lr_survey(accumulate, rows(6, 2), updates=POINTS, progress=watch)
+    gc.collect()
+    assert len(kept) == 4
+    assert [reference() for reference in kept] == [None] * 4
+    assert accumulate._plan.until_next == []
+
+
+def test_ranges_are_those_of_the_optimizer() -> None:
+    parameters = [torch.zeros(1, requires_grad=True)]
+    assert survey_dial.range_of([torch.optim.SGD(parameters, lr=1.0)], "lr") == (1e-6, 10.0)
+    assert survey_dial.range_of([torch.optim.RMSprop(parameters)], "lr") == (1e-7, 1.0)
+
+
+def test_the_shadow_shares_the_model_and_no_counter() -> None:
+    _, accumulate = simple(microbatch_size=2, max_grad_norm=0.5)
+    shadow = survey_shadow.shadow_of(accumulate)
+    assert shadow._plan.models == accumulate._plan.models
+    assert shadow._plan.step.max_grad_norm == 0.5
+    shadow(rows(4, 1)[0])
+    assert (shadow.updates, accumulate.updates, accumulate._first) == (1, 0, True)

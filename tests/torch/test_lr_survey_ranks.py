@@ -1,0 +1,86 @@
+"""A survey over two real gloo ranks: the curve of the batch of both, ended by both at the same point."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from superbatch.torch import Accumulator, lr_survey
+from tests.torch.helpers import mlp, mse, sgd
+from tests.torch.survey_ranks import BATCHES, POINTS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("survey_ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-W", "error", "-m", "tests.torch.survey_ranks"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=90)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def joined(point: int) -> tuple[torch.Tensor, ...]:
+    """The batch of both ranks at a point: each begins again at its own time."""
+    parts = [batches[point % len(batches)] for batches in BATCHES]
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize(("name", "high"), [("plain", 10.0), ("far", 1e6)])
+def test_the_curve_is_that_of_the_batch_of_both(ranks: list[dict[str, Any]], name: str, high: float) -> None:
+    one, other = (rank[name]["report"] for rank in ranks)
+    assert (one.values, one.losses, one.stopped) == (other.values, other.losses, other.stopped)
+    assert one.suggestions == other.suggestions
+    assert (one.epochs, other.epochs) == tuple(-(-len(one.losses) // n) for n in (3, 5))
+    model = mlp()
+    accumulate = Accumulator(model, sgd(model.parameters()), lambda b: mse(model, b))
+    accumulate(joined(0))
+    expected = lr_survey(accumulate, [joined(point) for point in range(POINTS)], updates=POINTS, high=high)
+    lowest = 1 + expected.losses.index(min(expected.losses))
+    assert one.losses[:lowest] == pytest.approx(expected.losses[:lowest], rel=1e-10)
+    assert len(one.losses) == len(expected.losses)
+    assert one.suggestion == expected.suggestion is not None
+    if name == "far":
+        assert one.stopped is not None, "the premise: it diverges"
+
+
+def test_a_nan_on_one_rank_ends_it_on_both(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["spoiled"]["report"] for rank in ranks)
+    assert len(one.losses) == len(other.losses) == 4, "the fifth batch of rank 1 has the NaN"
+    assert one.stopped is not None
+    assert other.stopped is not None
+    assert "not finite" in one.stopped
+
+
+def test_both_end_where_one_does(ranks: list[dict[str, Any]]) -> None:
+    """Were each to go by its own rule, rank 0 would wait for ever in the next window."""
+    one, other = (rank["one ends"]["report"] for rank in ranks)
+    assert len(one.losses) == len(other.losses) == 9
+    assert one.stopped == "another rank stopped"
+
+
+def test_training_goes_on_alike(ranks: list[dict[str, Any]]) -> None:
+    for name in ("plain", "far", "spoiled", "one ends"):
+        one, other = (rank[name] for rank in ranks)
+        assert one["update"].loss == other["update"].loss
+        for key, value in one["parameters"].items():
+            assert torch.equal(value, other["parameters"][key]), (name, key)

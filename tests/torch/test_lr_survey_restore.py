@@ -1,0 +1,331 @@
+"""Training does not notice a survey: every item is put back, bit for bit, whatever ends it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from superbatch.torch import (
+    Accumulator,
+    Window,
+    fp32_masters,
+    lr_survey,
+    survey_state,
+    windows,
+)
+from tests.torch.helpers import mse, rows
+from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
+
+module = sys.modules["superbatch.torch.lr_survey"]  # by its name it is the function
+POINTS = 14
+
+# ------------------------------------------------------------------------------------------- a whole training
+
+
+class Net(nn.Module):
+    """Dropout, BatchNorm, an attribute that counts, a part in evaluation mode, a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self.calls, self.notes = 0, ["a list"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            self.notes.append("called")
+            self.get_buffer("seen").add_(len(x))
+        return self.last(self.drop(torch.tanh(self.norm(self.first(x)))))
+
+
+@dataclass
+class Training:
+    """Everything that a training has, some updates into it.
+
+    Attributes:
+        fail: called before each forward; it may raise.
+    """
+
+    dtype: torch.dtype = torch.float32
+    masters: bool = False
+    started: int = 3
+    fail: Callable[[], None] = lambda: None
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(5)
+        np.random.seed(5)
+        self.model = Net().to(self.dtype)
+        masters = fp32_masters(self.model) if self.masters else None
+        owned = list(self.model.parameters() if masters is None else masters.values())
+        self.targets = owned
+        self.optimizer = torch.optim.Adam(
+            [{"params": owned[:2], "weight_decay": 0.1}, {"params": owned[2:], "lr": 0.003}], lr=0.01
+        )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+        x, y = torch.randn(48, 4), torch.randn(48, 3)
+        self.loader = DataLoader(
+            TensorDataset(x, y), batch_size=5, shuffle=True, generator=torch.Generator().manual_seed(9)
+        )
+        self.accumulate = Accumulator(
+            self.model,
+            self.optimizer,
+            self.loss_fn,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            masters=masters,
+            batchnorm="per_microbatch",
+            max_grad_norm=1.0,
+        )
+        self.train(self.started)
+
+    def loss_fn(self, microbatch: Any) -> Tensor:
+        self.fail()
+        draw_everywhere()
+        x, y = (part.to(self.dtype) for part in microbatch)
+        return nn.functional.mse_loss(self.model(x), y)
+
+    def train(self, updates: int) -> None:
+        def forever() -> Iterator[Window]:
+            while True:
+                yield from windows(self.loader, 3)
+
+        for window in itertools.islice(forever(), updates):
+            self.losses.append(self.accumulate(window).loss)
+        for target in self.targets:
+            target.grad = torch.full_like(target, 0.5)  # what a window would set to None
+
+    def survey(self, **options: Any) -> Any:
+        return lr_survey(self.accumulate, self.loader, accumulation_steps=3, updates=POINTS, **options)
+
+    def everything(self) -> dict[str, Any]:
+        """All that can be seen of it, and what only the next window would show."""
+        generator = self.loader.generator
+        assert isinstance(generator, torch.Generator)
+        found = fingerprint(
+            self.model, self.optimizer, self.scheduler, self.scaler, self.accumulate, generators=True
+        )
+        found |= {f"target {i}": target.detach().clone() for i, target in enumerate(self.targets)}
+        found |= {f"gradient {i}": id(target.grad) for i, target in enumerate(self.targets)}
+        found |= {f"master {name}": value for name, value in _stale(self.accumulate).items()}
+        found["states"] = [id(state) for state in self.optimizer.state.values()]
+        found["stepped"] = vars(self.optimizer).get("_opt_called")
+        found["scale"] = None if self.scaler._scale is None else float(self.scaler._scale)
+        found["loader"] = generator.get_state()
+        found["notes"] = list(self.model.notes)
+        found["seen"] = self.model.get_buffer("seen").clone()
+        found["first"] = self.accumulate._first
+        return found
+
+
+def _stale(accumulate: Accumulator) -> dict[str, bool]:
+    """Masters that the next window would write over with their parameters."""
+    written = accumulate._written
+    return {e.name: written[e.name] != e.parameter._version for e in accumulate._owned if e.name in written}
+
+
+def nothing() -> None:
+    pass
+
+
+def after(calls: int, raised: type[BaseException]) -> Callable[[], None]:
+    count = itertools.count(1)
+
+    def fail() -> None:
+        if next(count) == calls:
+            raise raised
+
+    return fail
+
+
+class Broken(Exception):
+    """Of a user's loss function."""
+
+
+def interrupt_at(point: int) -> Callable[[int, int], None]:
+    def progress(done: int, total: int) -> None:
+        if done == point:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def to_the_end(training: Training) -> None:
+    report = training.survey(high=0.1)
+    assert len(report.values) == POINTS, "the premise: it goes to the end"
+    assert report.losses[-1] != report.losses[0]
+
+
+def to_a_stop(training: Training) -> None:
+    report = training.survey(high=1e9)
+    assert report.stopped is not None, "the premise: it diverges"
+    assert 1 < len(report.values) < POINTS
+
+
+def to_an_error(training: Training) -> None:
+    training.fail = after(20, Broken)
+    with pytest.raises(Broken):
+        training.survey()
+    training.fail = nothing
+
+
+def to_ctrl_c(training: Training) -> None:
+    training.fail = after(17, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        training.survey()
+    training.fail = nothing
+
+
+def to_ctrl_c_between_updates(training: Training) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        training.survey(progress=interrupt_at(6))
+
+
+ENDINGS = [to_the_end, to_a_stop, to_an_error, to_ctrl_c, to_ctrl_c_between_updates]
+KINDS: dict[str, dict[str, Any]] = {
+    "in training": {},
+    "before training": {"started": 0},
+    "with masters": {"dtype": torch.bfloat16, "masters": True},
+    "with masters, before training": {"dtype": torch.bfloat16, "masters": True, "started": 0},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
+def test_everything_is_put_back(kind: str, ending: Callable[[Training], None]) -> None:
+    training = Training(**KINDS[kind])
+    before = training.everything()
+    ending(training)
+    assert_unchanged(before, training.everything())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_as_if_there_had_been_no_survey(kind: str) -> None:
+    surveyed, plain = Training(**KINDS[kind]), Training(**KINDS[kind])
+    before = torch.get_rng_state()
+    surveyed.survey()
+    assert torch.equal(before, torch.get_rng_state())
+    state = (torch.get_rng_state(), np.random.get_state())
+    surveyed.train(4)
+    torch.set_rng_state(state[0])
+    np.random.set_state(state[1])
+    plain.train(4)
+    assert surveyed.losses == plain.losses
+    for a, b in zip(surveyed.targets, plain.targets, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(surveyed.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert surveyed.accumulate.updates == plain.accumulate.updates == surveyed.started + 4
+    assert surveyed.scheduler.state_dict() == plain.scheduler.state_dict()
+
+
+def keep_nothing(*_: Any) -> None:
+    pass
+
+
+def shadow_that_counts(accumulator: Accumulator) -> Accumulator:
+    return accumulator
+
+
+def forget_the_state(optimizer: torch.optim.Optimizer, undo: Any) -> None:
+    optimizer.state.clear()
+
+
+def clear_only(tensors: Any, undo: Any) -> None:
+    for tensor in tensors:
+        tensor.grad = None
+
+
+def copy_state_only(optimizer: torch.optim.Optimizer, undo: Any) -> None:
+    """The optimizer's state is put back, its groups and attributes are not."""
+    state = dict(optimizer.state)
+    undo.callback(survey_state._as_it_was, optimizer.state, state)
+    optimizer.state.clear()
+
+
+MUTANTS: dict[str, tuple[Any, str, Any, str, str]] = {
+    # name: (module, attribute, replacement, kind of training, what must be reported)
+    "parameters": (survey_state, "_keep_contents", keep_nothing, "in training", "first.weight"),
+    "gradients": (survey_state, "_set_gradients_aside", clear_only, "in training", "gradient"),
+    "buffers": (survey_state, "state_restorer", lambda model: nothing, "in training", "running_mean"),
+    "a buffer that is not saved": (
+        survey_state,
+        "state_restorer",
+        lambda model: nothing,
+        "in training",
+        "'seen'",
+    ),
+    "attributes": (survey_state, "state_restorer", lambda model: nothing, "in training", "'notes'"),
+    "random state": (survey_state, "restore_random_state", keep_nothing, "in training", "numpy generator"),
+    "optimizer state": (survey_state, "_begin_afresh", forget_the_state, "in training", "state.0"),
+    "optimizer groups": (survey_state, "_begin_afresh", copy_state_only, "in training", "param_groups.0.lr"),
+    "optimizer attributes": (survey_state, "_keep_attributes", keep_nothing, "before training", "stepped"),
+    "scaler": (survey_state, "_keep_attributes", keep_nothing, "in training", "scale"),
+    "masters": (survey_state, "_keep_masters", keep_nothing, "with masters", "master"),
+    "loader": (module, "keep_position", keep_nothing, "in training", "'loader'"),
+    "counters and scheduler": (module, "shadow_of", shadow_that_counts, "in training", "StepLR"),
+    "counter": (module, "shadow_of", shadow_that_counts, "in training", "updates"),
+    "first check": (module, "shadow_of", shadow_that_counts, "before training", "first"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_item_is_missed_where_it_is_not_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, attribute, replacement, kind, reported = MUTANTS[name]
+    training = Training(**KINDS[kind])
+    before = training.everything()
+    monkeypatch.setattr(where, attribute, replacement)
+    training.survey(high=0.1)
+    found = training.everything()
+    monkeypatch.undo()
+    changed = {key for key in before if not _is(before, found, key)} | (before.keys() ^ found.keys())
+    assert any(reported.strip("'") in key for key in changed), sorted(changed)
+    with pytest.raises(AssertionError):
+        assert_unchanged(before, found)
+
+
+def _is(before: dict[str, Any], found: dict[str, Any], key: str) -> bool:
+    try:
+        assert_unchanged({key: before[key]}, {key: found[key]} if key in found else {})
+    except AssertionError:
+        return False
+    return True
+
+
+def test_training_modes_are_put_back_where_the_loss_sets_them() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))
+    model[1].eval()
+
+    def loss_fn(batch: Any) -> Tensor:
+        model.train()
+        return mse(model, batch)
+
+    accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, check=False)
+    lr_survey(accumulate, rows(6, 2, torch.float32), updates=POINTS)
+    assert [m.training for m in model.modules()] == [True, True, False]
+
+
+def test_an_error_while_putting_back_leaves_nothing_else_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    before = training.everything()
+
+    def broken(*_: Any) -> None:
+        raise Broken
+
+    monkeypatch.setattr(training.loader, "state_dict", dict, raising=False)
+    monkeypatch.setattr(training.loader, "load_state_dict", broken, raising=False)
+    with pytest.raises(Broken):
+        training.survey(high=0.1)
+    assert_unchanged(before, training.everything())
