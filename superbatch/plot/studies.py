@@ -194,6 +194,8 @@ def _survey(figure: Figure, report: Study, theme: Theme) -> None:
     curves.legend(frameon=False, fontsize=9)
     _dots(rates, report, report.quantities[0].name, theme, log=True)
     rates.set_title("What each survey suggests")
+    rates.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    rates.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
 
 
 def _splits(figure: Figure, report: Study, theme: Theme) -> None:
