@@ -83,8 +83,8 @@ def as_study(report: Surveys, options: Options) -> Study:
             Quantity(name=RATE, meaning="the middle of the curve's longest descent", form=".3g"),
             Quantity(
                 name=PAIRS,
-                meaning="largest relative difference of the curve from the real batch's with the same weights "
-                "and samples, up to its lowest point",
+                meaning="largest relative difference of the curve from the real batch's with the same "
+                "weights and samples, up to its lowest point",
                 form=".1e",
             ),
             Quantity(
