@@ -84,7 +84,8 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
         expected = arm.mean(theory)
         if anchor is not None and expected is not None:
             noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
-    noise.set_yscale("log")
+    if anchor is not None:
+        noise.set_yscale("log")
     noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
     noise.set_ylabel("noise excess of the training loss")
     noise.set_title("Runs as dots; bar: that of A times lr / (batch (1 - momentum))")
@@ -101,7 +102,7 @@ def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
     samples.set_ylabel("training loss, mean over seeds; band: range")
     samples.set_title("Against samples")
     updates.set_title("Against updates")
-    samples.legend(frameon=False, fontsize=9)
+    _legend(samples)
 
 
 def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
@@ -112,7 +113,7 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     loss.set_xlabel("samples since the checkpoint")
     loss.set_ylabel("smoothed training loss, mean over seeds")
     loss.set_title("Branches of one checkpoint: the same samples in the same order")
-    loss.legend(frameon=False, fontsize=9)
+    _legend(loss)
     for quantity, colour, marker, label in (
         ("samples needed, x", BLUE, "o", "measured; each dot a seed"),
         ("by the noise scale, x", VERMILION, "D", "predicted by the noise scale at the checkpoint"),
@@ -136,7 +137,7 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     needed.set_xlabel("batch")
     needed.set_ylabel("samples needed, relative to the smallest batch")
     needed.set_title("What the larger batch costs in samples; line: median")
-    needed.legend(frameon=False, fontsize=9)
+    _legend(needed)
 
 
 def _number(name: str) -> float:
@@ -179,7 +180,7 @@ def _precision(figure: Figure, report: Study, theme: Theme) -> None:
     axes.set_xticks(report.curve_at, [f"{count:g}" for count in report.curve_at])
     axes.set_xlabel("gradients in the sum, K")
     axes.set_ylabel("relative error of the sum")
-    axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=theme.ink)
+    _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _survey(figure: Figure, report: Study, theme: Theme) -> None:
@@ -191,11 +192,11 @@ def _survey(figure: Figure, report: Study, theme: Theme) -> None:
     curves.set_xlabel("value surveyed")
     curves.set_ylabel("smoothed training loss, mean over surveys")
     curves.set_title("Band: range over surveys")
-    curves.legend(frameon=False, fontsize=9)
+    _legend(curves)
     _dots(rates, report, report.quantities[0].name, theme, log=True)
     rates.set_title("What each survey suggests")
     rates.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    rates.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+    rates.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "2357" else "")
 
 
 def _splits(figure: Figure, report: Study, theme: Theme) -> None:
@@ -256,6 +257,12 @@ def _row(axes: Axes, arm: StudyArm, quantity: str, y: float, colour: str, marker
     sd = statistics.stdev(values) if len(values) > 1 and not log else None
     mean = _geometric(values) if log else statistics.fmean(values)
     axes.errorbar(mean, y, xerr=sd, fmt=marker, color=colour, markersize=7, capsize=4, linewidth=1.6)
+
+
+def _legend(axes: Axes, **where: Any) -> None:
+    """A legend, where anything was drawn that has a name: an interrupted study may have nothing."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9, **where)
 
 
 def _geometric(values: Sequence[float]) -> Any:

@@ -253,6 +253,7 @@ def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
         microbatch_size=batch,
         reduction=recipe.reduction,
         weight=recipe.weight,
+        batchnorm=recipe.batchnorm,
         noise=NoiseMeter(data_size=recipe.samples),
     )
     size = NOISE_STEPS * batch

@@ -207,7 +207,12 @@ def _train(
 ) -> StudyRun:
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate)
     accumulate = Accumulator(
-        model, optimizer, recipe.loss_fn(model), reduction=recipe.reduction, weight=recipe.weight
+        model,
+        optimizer,
+        recipe.loss_fn(model),
+        reduction=recipe.reduction,
+        weight=recipe.weight,
+        batchnorm=recipe.batchnorm,
     )
     schedule = schedule_of(setting)
     # The last window may reach beyond the end, where the batch has grown.

@@ -215,7 +215,13 @@ def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[An
     loss_fn = recipe.loss_fn(model)
     if arm.virtual:
         make_update = Accumulator(
-            model, optimizer, loss_fn, microbatch_size=1, reduction=recipe.reduction, weight=recipe.weight
+            model,
+            optimizer,
+            loss_fn,
+            microbatch_size=1,
+            reduction=recipe.reduction,
+            weight=recipe.weight,
+            batchnorm=recipe.batchnorm,
         )
 
         def virtual(batch: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -377,6 +378,17 @@ def test_reports_are_written_and_read_again(momentum: Study, grown: Study, preci
         assert report.conclusion.endswith(".") and ". " not in report.conclusion, "one sentence"
         figure = plot.study(report, dark=report is momentum)
         assert plot.png(figure, dots_per_inch=30).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_an_interruption_before_the_first_run_has_a_picture(name: str, momentum: Study) -> None:
+    from superbatch import plot
+    from superbatch.report.html import study_page
+
+    nothing = tuple(StudyArm(name=f"batch {k}", how="", facts={}, runs=()) for k in (1, 2))
+    report = replace(momentum, name=name, arms=nothing, tests=(), curve_at=(1.0, 2.0), partial=True)
+    picture = plot.png(plot.study(report), dots_per_inch=30)
+    assert "interrupted before the last run" in study_page(report, light=picture, dark=picture)
 
 
 def test_seeds_spread_over_processes_give_the_same_report() -> None:
