@@ -39,8 +39,15 @@ Recipe = Annotated[
 Quick = Annotated[bool, _option("shorter runs and fewer seeds: under a minute", "--quick")]
 Runs = Annotated[int | None, _option("seeds; the study's own number if left out")]
 Samples = Annotated[int | None, _option("that each run sees; the study's own number if left out")]
-BatchSize = Annotated[int | None, _option("samples of the study's batch; its own if left out")]
-LearningRate = Annotated[float | None, _option("learning rate; the study's if left out", "--lr")]
+BatchSize = Annotated[
+    int | None,
+    _option(
+        "momentum: the large batch; grow-batch, critical-batch: the first one; splits, survey: the whole one"
+    ),
+]
+LearningRate = Annotated[
+    float | None, _option("at that batch (momentum: at batch 1); the study's if left out", "--lr")
+]
 Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
 Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
 Tolerance = Annotated[

@@ -35,8 +35,9 @@ class Options:
     Attributes:
         runs: seeds 0, 1, ...
         samples: that each run sees.
-        batch_size: the smallest batch, in samples.
-        learning_rate: at that batch.
+        batch_size: in samples: the large batch of momentum, the first one of grow-batch and critical-batch,
+            the whole one of splits and survey.
+        learning_rate: at that batch; of momentum at batch 1.
         optimizer: one that the recipe allows.
         margin: a difference of the metric that does not matter, in its unit.
         tolerance: a relative difference of the loss that does not matter.
