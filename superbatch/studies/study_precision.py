@@ -47,7 +47,7 @@ class Way:
 NAIVE, SAME_SIGN, FLOAT32 = "naive sum, bfloat16", "naive sum, bfloat16, one sign", "float32 sum of bfloat16"
 OWN_NATIVE, OWN_FLOAT32, INHERENT = (
     "model: sum in .grad, bfloat16",
-    "model: sum in float32, the default",
+    "model: sum in float32",
     "model: the gradients themselves",
 )
 DRAWN: tuple[tuple[Way, Callable[[Tensor], Tensor]], ...] = (
@@ -62,7 +62,7 @@ DRAWN: tuple[tuple[Way, Callable[[Tensor], Tensor]], ...] = (
 )
 OWN = (
     Way(OWN_NATIVE, "the recipe's model in bfloat16, Accumulator(accumulator_dtype=None)"),
-    Way(OWN_FLOAT32, "the same, Accumulator(accumulator_dtype=torch.float32)"),
+    Way(OWN_FLOAT32, 'the same, torch.float32: what "auto" takes for windows of more than 16'),
     Way(INHERENT, "exact sum of the bfloat16 gradients, against float64 backwards of the same weights"),
 )
 

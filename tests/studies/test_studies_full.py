@@ -77,7 +77,7 @@ def test_precision() -> None:
     }
     for name, expected in table.items():
         assert rows[name] == pytest.approx(expected, rel=0.25), name
-    for name in ("float32 sum of bfloat16", "model: sum in float32, the default"):
+    for name in ("float32 sum of bfloat16", "model: sum in float32"):
         assert max(each or 1.0 for each in rows[name]) < 1e-6, name
 
 
