@@ -88,7 +88,7 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
         noise.set_yscale("log")
     noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
     noise.set_ylabel("noise excess of the training loss")
-    noise.set_title("Runs as dots; bar: that of A times lr / (batch (1 - momentum))")
+    noise.set_title("Runs as dots; bar: A's x lr / (batch (1 - momentum))")
 
 
 def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
@@ -218,7 +218,7 @@ def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool =
         axes.axvspan(middle - margin, middle + margin, color=theme.faint, alpha=0.4, linewidth=0)
         axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
         _cut(axes, report, quantity, middle, FAR * margin, theme)
-    names = [f"{arm.name}: {fill(arm.how, 26)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
+    names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
     axes.set_yticks(rows, names)
     axes.tick_params(axis="y", labelsize=8)
     axes.set_ylim(rows[-1] - 0.6, 0.6)
@@ -229,8 +229,9 @@ def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool =
 
 def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:
     """Leave out what is far away, and say where it is: one arm that failed would flatten all others."""
-    low, high = axes.get_xlim()
-    axes.set_xlim(max(low, middle - most), min(high, middle + most))
+    near = [each for arm in report.arms for each in arm.values(quantity) if abs(each - middle) <= most]
+    pad = 0.05 * (max(near) - min(near) + most)
+    axes.set_xlim(min(near) - pad, max(near) + pad)
     for index, arm in enumerate(report.arms):
         mean = arm.mean(quantity)
         if mean is None or abs(mean - middle) <= most:
