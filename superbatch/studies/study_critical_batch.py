@@ -26,7 +26,7 @@ from superbatch.recipes import Recipe
 from superbatch.report.noise import Noise
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from superbatch.studies.study import ArmSetting, Design, Findings, Options, Show, run_design
-from superbatch.studies.study_common import compared, mean_loss, present, separable, stream
+from superbatch.studies.study_common import compared, diverged, mean_loss, present, separable, stream
 from superbatch.torch import Accumulator
 from superbatch.torch.scaling import rescale
 
@@ -166,7 +166,8 @@ def train(
         torch.manual_seed(seed)
         model = recipe.model(seed)
         optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
-        _work(recipe, model, optimizer, first, setting.batch, tick)
+        if not math.isfinite(_work(recipe, model, optimizer, first, setting.batch, tick)[-1]):
+            raise diverged(setting.learning_rate)
         noise = noise_at(recipe, model, setting.batch, seed)
         base: list[float] = []
         for index, arm in enumerate(setting.arms):

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError, NonFiniteError, explain
 from superbatch.growing import GrowingBatch, grow_batch
 from superbatch.recipes import Recipe
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
@@ -26,6 +26,7 @@ from superbatch.studies.arms import cut
 from superbatch.studies.study import ArmSetting, Design, Findings, Options, Show, run_design
 from superbatch.studies.study_common import (
     compared,
+    diverged,
     present,
     quantity_of_metric,
     rate_of,
@@ -227,7 +228,10 @@ def _train(
         )
         size = steps * setting.batch
         batch = recipe.batch(order[seen : seen + size])
-        accumulate(Window(cut(batch, (setting.batch,) * steps)))
+        try:
+            accumulate(Window(cut(batch, (setting.batch,) * steps)))
+        except NonFiniteError:
+            raise diverged(setting.learning_rate) from None
         seen, update = seen + size, update + 1
         tick(size)
         while len(curve) < POINTS and seen >= setting.samples * (len(curve) + 1) / POINTS:

@@ -134,7 +134,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     separable(recipe, NAME)
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     large = options.batch_size or BATCH
-    rate = options.learning_rate or rate_of(recipe, 1)
+    rate = options.learning_rate or rate_of(recipe, large) / large
     arms = (
         Arm(A, 1, 0.0, rate, samples),
         Arm(B, 1, 0.9, rate / 10, samples),

@@ -440,6 +440,12 @@ def test_wrong_options(name: str, options: dict[str, float], message: str) -> No
         study(name, own_recipe.plane(), Options(**options))  # pyright: ignore[reportArgumentType]  (by name)
 
 
+@pytest.mark.parametrize("name", ["grow-batch", "critical-batch"])
+def test_a_training_that_diverges_is_said_to(name: str) -> None:
+    with pytest.raises(InputError, match=r"Given: lr 50\. Wrong: training diverges.*--lr"):
+        study(name, own_recipe.plane(), Options(runs=1, samples=900, learning_rate=50.0))
+
+
 @pytest.mark.parametrize("name", ["momentum", "grow-batch", "critical-batch"])
 def test_samples_that_see_each_other_are_refused(name: str) -> None:
     with pytest.raises(
