@@ -130,6 +130,22 @@ def test_auto_takes_as_many_samples_as_there_is_memory_for(
         assert torch.allclose(a, b, atol=1e-5)
 
 
+def test_what_is_whole_is_let_go_when_its_last_reader_has_run() -> None:
+    """A loss over an N x N matrix, by rows and by columns: as few of such matrices as in plain PyTorch."""
+    model, y = nn.Linear(2, 4), torch.arange(512)
+    x = torch.randn(512, 2)
+
+    def loss(z: Tensor) -> Tensor:
+        similarities = z @ z.detach().T
+        return F.cross_entropy(similarities, y) + F.cross_entropy(similarities.T, y)
+
+    def train() -> None:
+        with virtual_batch(model, 64) as batch:
+            loss(model(batch(x))).backward()
+
+    assert peak_bytes(train) <= 1.1 * peak_bytes(lambda: loss(model(x)).backward())
+
+
 # ---- the last micro-batch of a sweep is the first of the next, and is not worked out again
 
 
