@@ -347,7 +347,7 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_grou
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")
 def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path) -> None:
     long = ("--updates", "20", "--runs", "3", "--splits", "4x5", "--workers", "1", "--out", str(tmp_path))
-    code, shown = on_a_terminal(120, "compare", PLANE, *long)
+    code, shown = on_a_terminal(160, "compare", PLANE, *long)
     assert code == 0, shown
     bar, table = shown.split("plane: 3 runs")
     assert re.search(r"compare own_recipe.py:plane .+ \d+ %.+left:", bar)
