@@ -10,6 +10,11 @@ from typing import Any, NamedTuple
 
 CONFIDENCE = 0.95
 
+FEWEST_EFFECTIVE = 2.0
+"""Windows of equal weight that an average must be worth; their number less one is the degrees of freedom."""
+
+FORGETFUL = "the average remembers fewer than 2 windows: give a beta of more than 1/3"
+
 
 @lru_cache(maxsize=256)
 def student_quantile(probability: float, freedom: float) -> float:
@@ -101,13 +106,15 @@ class Moments:
     """Averages of x (variance of one sample), y (signal), x^2, y^2 and x y, not yet debiased."""
 
     def __init__(self, values: Sequence[float] = (0.0,) * 5) -> None:
-        self.values = tuple(values)
+        x, y, xx, yy, xy = values
+        self.values = (x, y, xx, yy, xy)
 
     def add(self, x: float, y: float, beta: float) -> None:
         """Let the averages move towards one more window."""
         new = (x, y, x * x, y * y, x * y)
         rest = 1 - beta
-        self.values = tuple([beta * old + rest * value for old, value in zip(self.values, new, strict=True)])
+        x, y, xx, yy, xy = (beta * old + rest * value for old, value in zip(self.values, new, strict=True))
+        self.values = (x, y, xx, yy, xy)
 
     def of(self, worth: float, debias: float, data_size: int | None) -> Ratio:
         """The ratio of the averages, over so many windows of equal weight."""
@@ -120,8 +127,8 @@ class Moments:
             # the data that there are.
             d = 1 / data_size
             y, var_y, cov = y + d * x, max(0.0, var_y + 2 * d * cov + d * d * var_x), cov + d * var_x
-        if worth * debias == 0 or worth <= 1:
-            return Ratio(None, 0.0, math.inf, y, x, None)
+        if worth < FEWEST_EFFECTIVE:  # a small beta: the quantile would be beyond all numbers
+            return Ratio(None, 0.0, math.inf, y, x, FORGETFUL)
         means = worth - 1
         low, high = fieller(
             x,
