@@ -178,6 +178,12 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
             )
         )
     rate = recipe.learning_rates[optimizer] if options.learning_rate is None else options.learning_rate
+    if not 0 < rate < math.inf:
+        raise InputError(explain(f"learning_rate={rate!r}", "it is a positive number", "give one"))
+    if not -(2**63) <= options.seed < 2**64:
+        raise InputError(
+            explain(f"seed={options.seed}", "it is a number of 64 bits", "give a smaller one, such as 0")
+        )
     setting = Setting(
         arms=(),
         updates=options.updates or recipe.updates,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -112,3 +113,10 @@ def test_an_interruption_leaves_what_is_known() -> None:
     assert (report.partial, report.updates, report.steps) == (True, 30, ())
     assert plot.png(plot.noise(report)).startswith(b"\x89PNG")
     assert "partial" in plot.noise(report).get_suptitle()
+
+
+@pytest.mark.parametrize("changed", [{"learning_rate": -1.0}, {"learning_rate": math.inf}, {"seed": 1 << 64}])
+def test_numbers_that_torch_would_refuse_are_refused(changed: dict[str, Any]) -> None:
+    (name,) = changed
+    with pytest.raises(InputError, match=name):
+        study("digits", Options(updates=1, **changed))
