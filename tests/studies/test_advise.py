@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from superbatch import plot
 from superbatch.errors import InputError
 from superbatch.noise import NoiseMeter, estimate
 from superbatch.noise_range import NoiseRange
 from superbatch.report.advice import Advice
+from superbatch.report.advice_text import alternative_table
 from superbatch.scaling import gain
 from superbatch.studies import advise as study
 from superbatch.studies.advise import AdviceInterrupted, Options, advise
@@ -241,3 +243,24 @@ def test_a_rate_is_for_the_batch_that_it_was_given_with() -> None:
         )
     given = accumulated(learning_rate=0.05, beta2=0.9)  # eight micro-batches are our choice
     assert (given["lr"], given["beta2"]) == pytest.approx((0.05 * 8**0.5, 0.9**8))
+
+
+def test_a_picture_has_its_legend_beside_the_curves() -> None:
+    for accumulation_steps, noise in ((2, 1e9), (8, 1e-3), (128, 50.0)):
+        options = Options(**(GIVEN | {"accumulation_steps": accumulation_steps, "noise": noise}), **TIMES)
+        figure = plot.advice(advise(None, options))
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        assert len(legend.get_texts()) == 3
+        box = legend.get_window_extent()
+        assert not box.overlaps(figure.axes[0].get_window_extent())
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y0 >= figure.bbox.y0
+
+
+def test_a_beta_near_one_is_not_shown_as_one() -> None:
+    options = Options(
+        **(GIVEN | {"accumulation_steps": 4096, "noise": 1e9}), **TIMES, learning_rate=1e-3, beta2=0.999
+    )
+    rows = {name: (old, new) for name, old, new in alternative_table(advise(None, options)).rows}
+    assert rows["beta2"] == ("0.999", "0.999999756")
+    assert float(rows["beta2"][1]) == pytest.approx(0.999 ** (1 / 4096), rel=1e-8)
