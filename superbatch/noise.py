@@ -217,13 +217,14 @@ class NoiseMeter:
         signal, variance = (math.fsum(one[part] for one in estimates.values()) for part in (0, 1))
         self._total.add(variance * samples, signal, self.beta)
 
-    def expect(self, groups: Iterable[str]) -> None:
+    def expect(self, groups: Iterable[str], *, anew: bool = False) -> None:
         """Begin anew if the parameter groups are others than before: it would be another noise scale.
 
         Args:
             groups: their names.
+            anew: their parameters are others, whatever their names.
         """
-        if self._windows and set(groups) != self._groups.keys():
+        if anew or (self._windows and set(groups) != self._groups.keys()):
             self._begin()
 
     def leave_out(self, reason: str) -> None:
