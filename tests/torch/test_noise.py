@@ -534,13 +534,14 @@ def test_a_new_parameter_group_begins_a_new_average() -> None:
 def test_other_parameters_in_a_group_begin_a_new_average() -> None:
     model = mlp()
     optimizer = sgd(model.parameters())
-    model[0].weight.requires_grad = False
+    weight = next(model.parameters())
+    weight.requires_grad = False
     meter = NoiseMeter(every=1)
     accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), noise=meter)
     for _ in range(2):
         accumulate(Window(PARTS))
     assert meter.windows == 2
-    model[0].weight.requires_grad = True
+    weight.requires_grad = True
     accumulate(Window(PARTS))
     assert meter.windows == 1, "of a model that was partly frozen it is another noise scale"
     accumulate(Window(PARTS))
