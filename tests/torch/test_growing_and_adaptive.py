@@ -370,7 +370,7 @@ def test_gradients_that_share_memory_are_summed_apart() -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (x @ (parts["a"] + parts["b"]) - 1).square().sum() + len(x) * parts["c"].sum()
 
-    expected = torch.autograd.grad(sum(map(loss, rows)), list(parts.values()))
+    expected = torch.autograd.grad(torch.stack([loss(x) for x in rows]).sum(), list(parts.values()))
     optimizer = SGD(parts.values(), lr=1.0)
     done = update_until(nn.ParameterDict(parts), optimizer, loss, iter(rows), planned=32, least=4)
     assert done.microbatches == 4
