@@ -156,7 +156,7 @@ class NoiseMeter:
     """
 
     def __init__(self, beta: float = 0.98, *, every: int | None = None, data_size: int | None = None) -> None:
-        if isinstance(beta, bool) or not 0 < beta < 1:
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller without types)
             raise InputError(explain(f"beta={beta!r}", "an average remembers a part", "pass 0 < beta < 1"))
         for name, value in (("every", every), ("data_size", data_size)):
             if value is None:
@@ -218,13 +218,14 @@ class NoiseMeter:
         signal, variance = (math.fsum(one[part] for one in estimates.values()) for part in (0, 1))
         self._total.add(variance * samples, signal, self.beta)
 
-    def expect(self, groups: Iterable[str]) -> None:
+    def expect(self, groups: Iterable[str], *, anew: bool = False) -> None:
         """Begin anew if the parameter groups are others than before: it would be another noise scale.
 
         Args:
             groups: their names.
+            anew: their parameters are others, whatever their names.
         """
-        if self._windows and set(groups) != self._groups.keys():
+        if anew or (self._windows and set(groups) != self._groups.keys()):
             self._begin()
 
     def leave_out(self, reason: str) -> None:
@@ -283,7 +284,7 @@ class NoiseMeter:
             state: from `state_dict`, of a meter with the same `beta`.
 
         Raises:
-            InputError: it is no such state.
+            InputError: it is no such state; nothing has changed.
         """
         if state.get("version") != 1 or state.get("beta") != self.beta:
             raise InputError(
@@ -293,11 +294,20 @@ class NoiseMeter:
                     "make the NoiseMeter with the same beta, or load no state into it",
                 )
             )
-        self.passed = int(state["passed"])
-        self._windows, self._samples = int(state["windows"]), float(state["samples"])
-        self._seen = dict(state["left_out"])
-        self._total = Moments(state["total"], self._windows)
-        self._groups = {name: Moments(values, self._windows) for name, values in state["groups"].items()}
+        try:
+            passed, windows, samples = int(state["passed"]), int(state["windows"]), float(state["samples"])
+            seen, total = dict(state["left_out"]), Moments(state["total"], windows)
+            groups = {name: Moments(values, windows) for name, values in state["groups"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                explain(
+                    f"a saved average that is not whole ({error!r})",
+                    "it cannot be gone on from",
+                    "load what `state_dict()` returned",
+                )
+            ) from None
+        self.passed, self._windows, self._samples = passed, windows, samples
+        self._seen, self._total, self._groups = seen, total, groups
 
     def _moved(self, mean: float, value: float) -> float:
         return self.beta * mean + (1 - self.beta) * value

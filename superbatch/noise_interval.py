@@ -10,6 +10,11 @@ from typing import Any, NamedTuple
 
 CONFIDENCE = 0.95
 
+FEWEST_EFFECTIVE = 2.0
+"""Windows of equal weight that a long average must be worth."""
+
+FORGETFUL = "the average remembers fewer than 2 windows: give a beta of more than 1/3"
+
 
 @lru_cache(maxsize=256)
 def student_quantile(probability: float, freedom: float) -> float:
@@ -110,7 +115,8 @@ class Moments:
     """
 
     def __init__(self, values: Sequence[float] = (0.0,) * 7, count: int = 0) -> None:
-        self.values = tuple(values)
+        x, y, xx, yy, xy, last_x, last_y = values
+        self.values = (x, y, xx, yy, xy, last_x, last_y)
         self.count = count
 
     def add(self, x: float, y: float, beta: float) -> None:
@@ -141,6 +147,8 @@ class Moments:
             # the data that there are.
             d = 1 / data_size
             y, s_yy, s_xy = y + d * x, max(0.0, s_yy + 2 * d * s_xy + d * d * s_xx), s_xy + d * s_xx
+        if (1 + beta) / (1 - beta) < FEWEST_EFFECTIVE:
+            return Ratio(None, 0.0, math.inf, y, x, FORGETFUL)
         # Windows of equal weight that the sum of squares is worth; differences of n values have the freedom
         # of 2 (n - 1)^2 / (3 n - 4) independent ones (von Neumann 1941).
         n = worth(beta * beta, self.count)

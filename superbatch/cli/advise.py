@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,11 +36,11 @@ Recipe = Annotated[
     ),
 ]
 MicrobatchSize = Annotated[
-    int | None, _option("samples of a micro-batch on one rank; an eighth of the batch if left out")
+    int | None, _option("samples of a micro-batch on one rank; the recipe's batch, if it fits, if left out")
 ]
 AccumulationSteps = Annotated[int | None, _option("micro-batches per update in question")]
 BatchSize = Annotated[
-    int | None, _option("samples of the update in question, on all ranks; the recipe's if left out")
+    int | None, _option("samples of the update in question, on all ranks; if left out, eight micro-batches")
 ]
 Ranks = Annotated[int, typer.Option(help="that work at the same time")]
 Noise = Annotated[float | None, _option("noise scale in samples; measured on the recipe if left out")]
@@ -50,9 +51,15 @@ UpdateSeconds = Annotated[float | None, _option("time of the optimizer's update;
 AllReduceSeconds = Annotated[float, typer.Option(help="time of the exchange of gradients, once per update")]
 Parameters = Annotated[float | None, _option("of the model, such as 1.3e9; the recipe's if left out")]
 Optimizer = Annotated[str | None, _option("sgd, momentum, adam, adamw: one that the recipe offers")]
-LearningRate = Annotated[float | None, _option("for the batch in question; the recipe's if left out", "--lr")]
-Beta2 = Annotated[float | None, _option("of Adam, for the batch in question")]
-WeightDecay = Annotated[float | None, _option("for the batch in question")]
+LearningRate = Annotated[
+    float | None,
+    _option(
+        "for the batch in question if that is stated (else for the recipe's); the recipe's if left out",
+        "--lr",
+    ),
+]
+Beta2 = Annotated[float | None, _option("of Adam, for the same batch as the rate")]
+WeightDecay = Annotated[float | None, _option("for the same batch as the rate")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Threads = Annotated[int | None, _option("torch threads; as many as torch takes if left out")]
 Updates = Annotated[int | None, _option("over which noise is measured; the recipe's if left out")]
@@ -111,7 +118,7 @@ def advise(
         microbatch_seconds=micro_seconds,
         update_seconds=update_seconds,
         all_reduce_seconds=all_reduce_seconds,
-        parameters=None if parameters is None else round(parameters),
+        parameters=_count(parameters),
         optimizer=optimizer,
         learning_rate=lr,
         beta2=beta2,
@@ -125,6 +132,11 @@ def advise(
     report = measure(recipe, options)
     _publish(report, folder, as_json=as_json)
     raise typer.Exit(INTERRUPTED if report.partial else 0)
+
+
+def _count(value: float | None) -> Any:
+    """A count that may be written as 1.3e9; what is none is refused with the other options."""
+    return round(value) if value is not None and math.isfinite(value) else value
 
 
 def measure(recipe: str | None, options: Options) -> Advice:

@@ -49,9 +49,8 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
     each = report.microbatch_size * report.ranks
     axes.set_xlabel(f"accumulation steps K (batch = K x {each} samples)")
     axes.set_ylabel("relative to K = 1, to the same loss")
-    # Where the curves are not.
-    where = "lower right" if report.verdict == "wasteful" else "upper left"
-    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc=where)
+    # Below the axes: inside, it would lie on curves that fall, or on the words at a small K.
+    figure.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="outside lower center", ncols=3)
     partial = " (interrupted: partial)" if report.partial else ""
     axes.set_title(f"{title_of(report)}{partial}", fontsize=10, loc="left", color=theme.ink, wrap=True)
     figure.suptitle(verdict_text(report).split(". ")[0] + ".", color=theme.ink, fontsize=13)

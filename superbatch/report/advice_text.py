@@ -6,6 +6,7 @@ from __future__ import annotations
 from superbatch.report.advice import Advice, Steps, number_text
 from superbatch.report.fitting_text import seconds_text
 from superbatch.report.memory import binary_text
+from superbatch.report.scaling import setting_text
 from superbatch.report.table import Column, Table
 
 NOT_KNOWN = "–"
@@ -49,7 +50,9 @@ def alternative_table(report: Advice) -> Table:
     rows = (
         ()
         if found is None
-        else tuple((name, f"{value:.6g}", f"{found.after[name]:.6g}") for name, value in found.before.items())
+        else tuple(
+            (name, setting_text(old), setting_text(found.after[name])) for name, old in found.before.items()
+        )
     )
     return Table("The alternative: no accumulation", columns, rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # pyright: strict
+import math
 from dataclasses import dataclass
 
 
@@ -46,5 +47,23 @@ class Scaling:
         return f"{self.optimizer}, batch x {self.kappa:g}, rule {self.rule!r}: {changes}"
 
 
+def setting_text(value: float) -> str:
+    """A setting to six digits, and a beta that is near 1 to as many as tell it from 1.
+
+    Args:
+        value: of the setting.
+
+    Examples:
+        >>> setting_text(0.00123456789), setting_text(0.9999995), setting_text(1.0)
+        ('0.00123457', '0.9999995', '1')
+    """
+    if value == 1 or f"{value:.6g}" != "1":
+        return f"{value:.6g}"
+    return f"{value:.{math.ceil(-math.log10(abs(1 - value))) + 2}g}"
+
+
 def _change(name: str, old: float, new: float) -> str:
-    return f"{name} {old:.6g} (kept)" if old == new else f"{name} {old:.6g} -> {new:.6g}"
+    same = old == new
+    return (
+        f"{name} {setting_text(old)} (kept)" if same else f"{name} {setting_text(old)} -> {setting_text(new)}"
+    )

@@ -258,7 +258,9 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
     signal is strongest, has next to no weight.
     """
     name = _optimizer(recipe, options)
-    rate = options.learning_rate or recipe.learning_rates[name]
+    # A rate that is for another batch would not train this one.
+    own = None if options.batch_stated else options.learning_rate
+    rate = own or recipe.learning_rates[name]
     with _seeded():
         model = recipe.model(0).to(options.device)
     accumulate = Accumulator(
@@ -341,24 +343,35 @@ def _alternative(found: _Found, asked_for: Question, noise: NoiseRange) -> Scali
     factories = OPTIMIZERS
     if recipe is not None:
         name, factories = _optimizer(recipe, options), recipe.optimizers
-        rate = rate or recipe.learning_rates[name]
+        rate = recipe.learning_rates[name]
     if rate is None:
         return None
     if name not in factories:
         raise InputError(explain(f"optimizer={name!r}", "it is unknown", f"use {', '.join(factories)}"))
     optimizer = factories[name]([torch.nn.Parameter(torch.zeros(1))], rate)
+    batch = asked_for.microbatch_size * options.ranks
+    large = asked_for.accumulation_steps * batch
+    known = noise.value or None
+    # What is the recipe's own is for its own batch; what was given with a batch is for that.
+    given_last = options.batch_stated
+    try:
+        if not given_last:
+            _set_given(optimizer, options)
+        if recipe is not None:
+            rescale(optimizer, recipe.batch_size, large, known)
+        if given_last:
+            _set_given(optimizer, options)
+        (scaling, *_) = rescale(optimizer, large, batch, known)
+    except OptimizerError:  # an optimizer of the user's own, for which no rule is known
+        return None
+    return scaling
+
+
+def _set_given(optimizer: torch.optim.Optimizer, options: Options) -> None:
     for group in optimizer.param_groups:
+        if options.learning_rate is not None:
+            group["lr"] = options.learning_rate
         if options.beta2 is not None and "betas" in group:
             group["betas"] = (group["betas"][0], options.beta2)
         if options.weight_decay is not None and "weight_decay" in group:
             group["weight_decay"] = options.weight_decay
-    batch = asked_for.microbatch_size * options.ranks
-    large = asked_for.accumulation_steps * batch
-    # The rate of a recipe is for its own batch; one that was given with a batch is for that.
-    own = large if recipe is None or options.batch_size is not None else recipe.batch_size
-    try:
-        rescale(optimizer, own, large, noise.value or None)
-        (scaling, *_) = rescale(optimizer, large, batch, noise.value or None)
-    except OptimizerError:  # an optimizer of the user's own, for which no rule is known
-        return None
-    return scaling

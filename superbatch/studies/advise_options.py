@@ -33,7 +33,8 @@ class Options:
         all_reduce_seconds: of the exchange of gradients over ranks, once per update.
         parameters: of the model.
         optimizer: one that the recipe allows; without a recipe sgd, momentum, adam or adamw.
-        learning_rate: for the batch in question, where that or no recipe is given; else for the recipe's.
+        learning_rate: for the batch in question, where that is stated (see `Options.batch_stated`) or there
+            is no recipe; else for the recipe's.
         beta2: likewise, of Adam.
         weight_decay: likewise.
         device: ``"cpu"`` or ``"cuda"``.
@@ -64,8 +65,52 @@ class Options:
     seconds: float = 60.0
     data: str | Path | None = None
 
+    @property
+    def batch_stated(self) -> bool:
+        """Whether these options alone say which batch is in question."""
+        return self.batch_size is not None or None not in (self.microbatch_size, self.accumulation_steps)
+
 
 COUNTS = ("microbatch_size", "accumulation_steps", "batch_size", "ranks", "parameters", "updates", "threads")
+
+
+def check_options(options: Options) -> None:
+    """Refuse numbers that cannot be used, before anything is measured.
+
+    Args:
+        options: what was asked.
+
+    Raises:
+        InputError: with what was given, what is wrong with it and what to do.
+
+    Examples:
+        >>> check_options(Options(beta2=0.95, learning_rate=1e-3))
+    """
+    for name in COUNTS:
+        value = getattr(options, name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(explain(f"{name}={value!r}", "it counts something", "give a positive int"))
+    for names, fine, do in (
+        (
+            ("learning_rate", "microbatch_seconds", "seconds"),
+            lambda value: 0 < value < math.inf,
+            "more than 0",
+        ),
+        (
+            ("update_seconds", "all_reduce_seconds", "weight_decay"),
+            lambda value: 0 <= value < math.inf,
+            "0 or more",
+        ),
+        (("beta2",), lambda value: 0 < value < 1, "a number between 0 and 1"),
+    ):
+        for name in names:
+            value = getattr(options, name)
+            if value is not None and not fine(value):
+                raise InputError(explain(f"{name}={value!r}", "it is out of its range", f"give {do}"))
+    if options.device.split(":")[0] not in ("cpu", "cuda"):
+        raise InputError(
+            explain(f"device={options.device!r}", "memory is counted on CPU and CUDA only", "use cpu or cuda")
+        )
 
 
 class Question(NamedTuple):
@@ -96,10 +141,7 @@ def question(recipe: Recipe | None, options: Options, *, largest: Callable[[int]
         >>> question(None, Options(microbatch_size=4, batch_size=512, ranks=8))
         Question(microbatch_size=4, accumulation_steps=16)
     """
-    for name in COUNTS:
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(explain(f"{name}={value!r}", "it counts something", "give a positive int"))
+    check_options(options)
     size, steps, batch = options.microbatch_size, options.accumulation_steps, options.batch_size
     if None not in (size, steps, batch):
         raise InputError(

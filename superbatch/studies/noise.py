@@ -178,6 +178,12 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
             )
         )
     rate = recipe.learning_rates[optimizer] if options.learning_rate is None else options.learning_rate
+    if not 0 < rate < math.inf:
+        raise InputError(explain(f"learning_rate={rate!r}", "it is a positive number", "give one"))
+    if not -(2**63) <= options.seed < 2**64:
+        raise InputError(
+            explain(f"seed={options.seed}", "it is a number of 64 bits", "give a smaller one, such as 0")
+        )
     setting = Setting(
         arms=(),
         updates=options.updates or recipe.updates,
@@ -248,7 +254,11 @@ def _time(recipe: Recipe, setting: Setting, size: int, found: _Found) -> None:
 
 
 def _over_run(found: _Found, batch_size: int) -> tuple[float | None, float, float]:
-    """One noise scale for the run, and its interval."""
+    """One noise scale for the run, and its interval.
+
+    Where the signal was lost again the noise scale is mostly larger than where it was seen: such points have
+    no number, but the upper end must not leave them out.
+    """
     known = [each for each in found.points if each.batch_size]
     if not known:
         return None, max((each.low for each in found.points), default=0.0), math.inf
@@ -256,7 +266,8 @@ def _over_run(found: _Found, batch_size: int) -> tuple[float | None, float, floa
     def mean(values: list[float]) -> float:
         return noise_over_run([max(value, 1e-9) for value in values], batch_size=batch_size)
 
-    low, high = mean([each.low for each in known]), mean([each.high for each in known])
+    since = found.points[found.points.index(known[0]) :]
+    low, high = mean([each.low for each in known]), mean([each.high for each in since])
     return mean([each.batch_size or 0.0 for each in known]), low, high
 
 
@@ -306,7 +317,8 @@ def _report(
         notes = [
             *notes,
             f"At {unknown} of {len(found.points)} points of the run the noise scale was not determined: the "
-            "numbers for the whole run are of the others.",
+            "number for the whole run is of the others; its upper end takes those that came later as without "
+            "end.",
         ]
     return NoiseStudy(
         recipe=recipe.name,

@@ -128,7 +128,8 @@ class AdaScaleRate:
             0.5 ** (tau // 1000)``.
         base_batch: samples of one update, on all ranks, that the rate and `factor` are for.
         batch: samples of each update, on all ranks: a number, or a function of the update's index.
-        noise: what is known now, such as ``lambda: accumulate.noise``.
+        noise: what is known now, such as ``meter.estimate`` with a `NoiseMeter` that the Accumulator gets as
+            ``noise=meter``. It is asked at once, when there is no Accumulator yet.
 
     Examples:
         >>> import torch

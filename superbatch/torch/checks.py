@@ -127,10 +127,10 @@ def own_parameters(
     return owned
 
 
-def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[bool]:
-    """Which parameters need a gradient, in order: it changes when one is frozen or added."""
-    targets = [p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
-    return targets + [parameter.requires_grad for parameter in masters]
+def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
+    """Which parameters need a gradient, in order: it changes when one is frozen, added or replaced."""
+    targets = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return [id(parameter) * parameter.requires_grad for parameter in [*targets, *masters]]
 
 
 def has_others(models: Sequence[nn.Module], owned: list[Owned]) -> bool:

@@ -142,11 +142,14 @@ class NoiseOfWindows:
         return [0.0 if each is None else float(each) ** 2 for each in norms]
 
     def _name_groups(self) -> None:
-        if self._named != self._owned:
-            numbers, self._names = group_names(self._optimizers)
-            self._groups = [numbers[id(entry.optimizer), entry.number] for entry in self._owned]
-            self._named = list(self._owned)
-            self.meter.expect(self._names)
+        # By identity: the entries hold tensors, which do not compare as a whole.
+        if [id(entry) for entry in self._named] == [id(entry) for entry in self._owned]:
+            return
+        numbers, self._names = group_names(self._optimizers)
+        self._groups = [numbers[id(entry.optimizer), entry.number] for entry in self._owned]
+        # Of other parameters, as where some were frozen since, it is another noise scale.
+        self.meter.expect(self._names, anew=bool(self._named))
+        self._named = list(self._owned)
 
 
 def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], int], list[str]]:

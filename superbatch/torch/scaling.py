@@ -22,7 +22,7 @@ from ..scaling import Family, Rule, choose, scale
 
 Change = Callable[[], object]
 
-RATES_OF_GROUPS = ("initial_lr", "max_lr", "min_lr")
+RATES_OF_GROUPS = ("initial_lr", "max_lr", "min_lr", "swa_lr")
 """What schedulers write into a group, in units of the learning rate."""
 
 RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")

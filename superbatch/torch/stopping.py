@@ -123,7 +123,9 @@ class _Seen:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 old = self.sums[index]
-                self.sums[index] = gradient if old is None else old.add_(gradient)
+                # The first one is copied: autograd may give two parameters one tensor (that of ``a + b``), or
+                # one whose elements share memory (that of ``a.sum()``), and neither can be added to in place.
+                self.sums[index] = gradient.clone() if old is None else old.add_(gradient)
         self.count, self.weight, self.loss = (
             self.count + 1,
             self.weight + weight,
@@ -138,6 +140,8 @@ class _Seen:
         if self.count < 2 or norm is None or not self.weight:
             return None
         whole = self.weight**2
+        if self._weights >= whole:  # all the weight is on one micro-batch
+            return None
         found = estimate(self._squares / whole, float(norm) ** 2 / whole, self._weights / whole)
         return found.variance / found.signal if found.signal > 0 else None
 

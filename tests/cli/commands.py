@@ -29,13 +29,22 @@ def run(*arguments: str) -> int:
     return main([*arguments])
 
 
-def process(*arguments: str, **options: object) -> subprocess.Popen[str]:
-    """The command line as a process of its own, in a session of its own, that hears interrupts."""
+_TALKATIVE = (
+    "import sys; import superbatch.cli.progress as progress; progress.LINE_EVERY = 0.1; "
+    "from superbatch.cli import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def process(*arguments: str, talkative: bool = False, **options: object) -> subprocess.Popen[str]:
+    """The command line as a process of its own, in a session of its own, that hears interrupts.
+
+    Talkative, it says every 0.1 seconds how far it is, so that a test need not wait.
+    """
     # Tests that run in the background may ignore interrupts, and a child inherits that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "superbatch", *arguments],
+            [sys.executable, *(("-c", _TALKATIVE) if talkative else ("-m", "superbatch")), *arguments],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
             text=True,

@@ -117,15 +117,11 @@ def test_on_a_narrow_terminal_nothing_is_cut(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
-    started = process(
-        PLANE, "--microbatch-size", "5", "--updates", "1000000", "--threads", "1", "--out", str(tmp_path)
-    )
+    arguments = ("--microbatch-size", "5", "--updates", "1000000", "--threads", "1", "--out", str(tmp_path))
+    started = process(PLANE, *arguments, talkative=True)
     try:
-        assert "%" in first_line(started.stderr, seconds=60)
-        for _ in range(3):  # by the third line it is training
-            line = first_line(started.stderr, seconds=60)
-            if "update" in line:
-                break
+        while "update" not in (line := first_line(started.stderr, seconds=60)):
+            assert "%" in line
         os.kill(started.pid, signal.SIGINT)
         _, told = started.communicate(timeout=60)
     finally:

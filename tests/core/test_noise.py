@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -312,6 +313,33 @@ def test_a_saved_meter_goes_on_bit_for_bit() -> None:
         NoiseMeter(0.9).load_state_dict(one.state_dict())
 
 
+@pytest.mark.parametrize(
+    "change", [{"windows": None}, {"total": [1.0, 2.0]}, {"groups": [1]}, {"groups": {"a": [1.0]}}]
+)
+def test_a_saved_average_that_is_damaged_changes_nothing(change: dict[str, Any]) -> None:
+    saved, meter = NoiseMeter(), NoiseMeter()
+    for _ in range(3):
+        saved.add({"a": Estimate(1.0, 2.0)}, samples=8)
+    state = saved.state_dict() | {"passed": 7} | change
+    before = meter.state_dict()
+    with pytest.raises(InputError, match="a saved average that is not whole"):
+        meter.load_state_dict(state)
+    del state[next(iter(change))]
+    with pytest.raises(InputError, match="a saved average that is not whole"):
+        meter.load_state_dict(state)
+    assert meter.state_dict() == before
+
+
+@pytest.mark.parametrize("beta", [1e-20, 0.05, 0.33])
+def test_an_average_of_hardly_more_than_one_window_has_no_interval(beta: float) -> None:
+    meter = NoiseMeter(beta)
+    for number in range(20):
+        meter.add({"a": Estimate(2.0 + number % 3, 3.0)}, samples=8)
+    noise = meter.estimate()
+    assert (noise.batch_size, noise.low, noise.high) == (None, 0.0, math.inf)
+    assert noise.reason == "the average remembers fewer than 2 windows: give a beta of more than 1/3"
+
+
 def test_wrong_input_is_refused() -> None:
     with pytest.raises(InputError, match="differences between micro-batches"):
         estimate(1.0, 1.0, 1.0)
@@ -319,6 +347,8 @@ def test_wrong_input_is_refused() -> None:
         homogeneous_estimate(1.0, 1.0, [1.0], [4])
     with pytest.raises(InputError, match="0 < beta < 1"):
         NoiseMeter(1.0)
+    with pytest.raises(InputError, match="0 < beta < 1"):
+        NoiseMeter("0.9")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="every=0"):
         NoiseMeter(every=0)
     with pytest.raises(InputError, match="would never leave the average"):

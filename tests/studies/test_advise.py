@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from superbatch import plot
 from superbatch.errors import InputError
 from superbatch.noise import NoiseMeter, estimate
 from superbatch.noise_range import NoiseRange
 from superbatch.report.advice import Advice
+from superbatch.report.advice_text import alternative_table
 from superbatch.scaling import gain
 from superbatch.studies import advise as study
 from superbatch.studies.advise import AdviceInterrupted, Options, advise
@@ -191,3 +193,74 @@ def test_the_meter_and_the_advice_speak_of_the_same_samples() -> None:
         meter.add({"all": estimate(a2=(1.0 + (3.0 + sign * 0.1) ** 2) / 4, b2=4.0, q=0.5)}, samples=16)
     found = meter.estimate()
     assert found.batch_size == pytest.approx(16 * found.variance / 16 / found.signal, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate=0.0.*more than 0"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0"),
+        ({"beta2": 1.5}, "beta2=1.5.*between 0 and 1"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"microbatch_seconds": 0.0}, "microbatch_seconds=0.0"),
+        ({"update_seconds": math.nan}, "update_seconds=nan"),
+        ({"all_reduce_seconds": -1.0}, "all_reduce_seconds=-1.0"),
+        ({"seconds": math.nan}, "seconds=nan"),
+        ({"parameters": math.inf}, "parameters=inf.*it counts"),
+        ({"device": "tpu"}, "device='tpu'.*use cpu or cuda"),
+    ],
+)
+def test_numbers_that_cannot_be_used_are_refused_before_anything_is_measured(
+    changed: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: Any) -> None:
+        raise AssertionError("it was measured")
+
+    monkeypatch.setattr(study, "_measure", measure)
+    with pytest.raises(AssertionError, match="it was measured"):
+        advise(own_recipe.plane(), Options())
+    with pytest.raises(InputError, match=match):
+        advise(own_recipe.plane(), Options(**changed))
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rate_is_for_the_batch_that_it_was_given_with() -> None:
+    """The recipe's batch is 20, and its rate for Adam 0.01; by the square root of the batch from there."""
+    numbers: dict[str, Any] = {"noise_high": 1e9, "optimizer": "adam", "microbatch_size": 20}
+
+    def accumulated(**options: Any) -> dict[str, float]:
+        report = advise(own_recipe.plane(), Options(**numbers, **options))
+        assert report.alternative is not None and report.alternative.rule == "sqrt"
+        return report.alternative.before
+
+    for stated in ({"accumulation_steps": 4}, {"batch_size": 80}):
+        assert accumulated(**stated)["lr"] == pytest.approx(0.01 * 2), (
+            "the recipe's rate is for its own batch"
+        )
+        given = accumulated(**stated, learning_rate=0.05, beta2=0.9)
+        assert (given["lr"], given["beta2"]) == pytest.approx((0.05, 0.9)), (
+            "and this one for that in question"
+        )
+    given = accumulated(learning_rate=0.05, beta2=0.9)  # eight micro-batches are our choice
+    assert (given["lr"], given["beta2"]) == pytest.approx((0.05 * 8**0.5, 0.9**8))
+
+
+def test_a_picture_has_its_legend_beside_the_curves() -> None:
+    for accumulation_steps, noise in ((2, 1e9), (8, 1e-3), (128, 50.0)):
+        options = Options(**(GIVEN | {"accumulation_steps": accumulation_steps, "noise": noise}), **TIMES)
+        figure = plot.advice(advise(None, options))
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        assert len(legend.get_texts()) == 3
+        box = legend.get_window_extent()
+        assert not box.overlaps(figure.axes[0].get_window_extent())
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y0 >= figure.bbox.y0
+
+
+def test_a_beta_near_one_is_not_shown_as_one() -> None:
+    options = Options(
+        **(GIVEN | {"accumulation_steps": 4096, "noise": 1e9}), **TIMES, learning_rate=1e-3, beta2=0.999
+    )
+    rows = {name: (old, new) for name, old, new in alternative_table(advise(None, options)).rows}
+    assert rows["beta2"] == ("0.999", "0.999999756")
+    assert float(rows["beta2"][1]) == pytest.approx(0.999 ** (1 / 4096), rel=1e-8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from superbatch import plot
 from superbatch.errors import InputError
 from superbatch.noise import noise_over_run, relative_time
 from superbatch.report.json import from_json, to_json
-from superbatch.report.noise_study import NoiseStudy, findings, points_table, steps_table
+from superbatch.report.noise_study import NoiseAt, NoiseStudy, findings, points_table, steps_table
+from superbatch.studies import noise as module
 from superbatch.studies.noise import NoiseInterrupted, Options
 from superbatch.studies.noise import noise as study
 from tests.studies.own_recipe import plane
@@ -112,3 +114,31 @@ def test_an_interruption_leaves_what_is_known() -> None:
     assert (report.partial, report.updates, report.steps) == (True, 30, ())
     assert plot.png(plot.noise(report)).startswith(b"\x89PNG")
     assert "partial" in plot.noise(report).get_suptitle()
+
+
+@pytest.mark.parametrize("changed", [{"learning_rate": -1.0}, {"learning_rate": math.inf}, {"seed": 1 << 64}])
+def test_numbers_that_torch_would_refuse_are_refused(changed: dict[str, Any]) -> None:
+    (name,) = changed
+    with pytest.raises(InputError, match=name):
+        study("digits", Options(updates=1, **changed))
+
+
+def test_where_the_signal_was_lost_again_the_upper_end_says_so() -> None:
+    def at(update: int, size: float | None, low: float, high: float) -> NoiseAt:
+        reason = None if size else "signal not told from noise"
+        return NoiseAt(
+            update=update, samples=update, loss=1.0, batch_size=size, low=low, high=high, reason=reason
+        )
+
+    early = [at(1, None, 0.0, math.inf), at(2, 10.0, 5.0, 20.0), at(3, 10.0, 5.0, 20.0)]
+    assert over_run(early) == pytest.approx((10.0, 5.0, 20.0)), (
+        "too few windows at first are no sign of noise"
+    )
+    value, low, high = over_run([*early, at(4, None, 15.0, math.inf), at(5, None, 15.0, math.inf)])
+    assert (value, low) == pytest.approx((10.0, 5.0))
+    # Progress: 2/3 of the samples of two points, and all of the two others: 20 (2/3 + 1) / (2/3)
+    assert high == pytest.approx(50.0)
+
+
+def over_run(points: list[NoiseAt]) -> tuple[float | None, float, float]:
+    return module._over_run(module._Found(points=points), 10)

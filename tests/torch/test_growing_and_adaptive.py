@@ -360,3 +360,35 @@ def test_a_controller_says_what_it_was_told_to() -> None:
     steps = controller(nn.Linear(2, 1), lambda: None, microbatch=8, start=4)
     assert isinstance(steps, Controller)
     assert [steps(update) for update in range(3)] == [4, 4, 4]
+
+
+def test_gradients_that_share_memory_are_summed_apart() -> None:
+    """Autograd gives both parts of ``a + b`` one tensor, and ``a.sum()`` one element for all."""
+    rows = torch.randn(4, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    parts = {name: nn.Parameter(torch.zeros(3, dtype=torch.float64)) for name in ("a", "b", "c")}
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x @ (parts["a"] + parts["b"]) - 1).square().sum() + len(x) * parts["c"].sum()
+
+    expected = torch.autograd.grad(torch.stack([loss(x) for x in rows]).sum(), list(parts.values()))
+    optimizer = SGD(parts.values(), lr=1.0)
+    done = update_until(nn.ParameterDict(parts), optimizer, loss, iter(rows), planned=32, least=4)
+    assert done.microbatches == 4
+    for parameter, gradient in zip(parts.values(), expected, strict=True):
+        assert gradient.abs().min() > 0, "premise"
+        torch.testing.assert_close(parameter.detach(), -gradient / 32)
+
+
+def test_a_micro_batch_without_weight_ends_no_window() -> None:
+    model = nn.Linear(3, 1)
+    weights = iter([8.0, 0.0, 8.0])
+    done = update_until(
+        model,
+        SGD(model.parameters(), lr=0.1),
+        lambda x: model(x).sum(),
+        iter(torch.randn(3, 8, 3)),
+        planned=16.0,
+        target=1e-9,
+        weight=lambda _: next(weights),
+    )
+    assert (done.microbatches, done.weight) == (3, 16.0)

@@ -169,3 +169,20 @@ def test_a_state_that_moves_in_the_forward_is_said(layer: nn.Module, state: str)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accumulate(x)
+
+
+def test_a_parameter_that_is_replaced_is_the_one_that_is_summed_from_then_on() -> None:
+    """As a head that is made anew between two windows."""
+    head = nn.Linear(4, 1, bias=False)
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), head).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    accumulate = Accumulator(model, optimizer, lambda mb: model(mb).square().mean(), microbatch_size=4)
+    norm = accumulate(x).grad_norm
+    old = head.weight
+    head.weight = nn.Parameter(old.detach().clone())
+    (group,) = optimizer.param_groups
+    group["params"] = [head.weight if each is old else each for each in group["params"]]
+    for _ in range(2):
+        assert accumulate(x).grad_norm == norm
+        assert head.weight.grad is None

@@ -531,6 +531,23 @@ def test_a_new_parameter_group_begins_a_new_average() -> None:
     assert [group.name for group in meter.estimate().groups] == ["group 0", "group 1"]
 
 
+def test_other_parameters_in_a_group_begin_a_new_average() -> None:
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    weight = next(model.parameters())
+    weight.requires_grad = False
+    meter = NoiseMeter(every=1)
+    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), noise=meter)
+    for _ in range(2):
+        accumulate(Window(PARTS))
+    assert meter.windows == 2
+    weight.requires_grad = True
+    accumulate(Window(PARTS))
+    assert meter.windows == 1, "of a model that was partly frozen it is another noise scale"
+    accumulate(Window(PARTS))
+    assert meter.windows == 2
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     model = mlp()
     with pytest.raises(InputError, match="never exists on its own"):

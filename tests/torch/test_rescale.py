@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
+from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler, swa_utils
 
 from superbatch.errors import InputError, OptimizerError
 from superbatch.torch import scaling
@@ -227,6 +227,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
         ],
         milestones=[5],
     ),
+    "weight averaging": lambda optimizer: swa_utils.SWALR(optimizer, swa_lr=0.01, anneal_epochs=10),
 }
 
 
