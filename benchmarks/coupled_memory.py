@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from superbatch.torch.ledger import Ledger
+from superbatch.torch.virtual import store
+from superbatch.torch.virtual.ahead import Ahead
 from superbatch.torch.virtual.store import Store
 
 
@@ -24,6 +26,11 @@ class Host:
 
     def __init__(self) -> None:
         self.live = self.peak = 0
+        self._places: set[int] = set()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return tensor.untyped_storage().data_ptr() in self._places
 
     def put(self, tensor: Tensor) -> Tensor:
         """Return a copy on the host."""
@@ -31,11 +38,14 @@ class Host:
             copy = tensor.detach().clone()
         self.live += copy.nbytes
         self.peak = max(self.peak, self.live)
-        weakref.finalize(copy.untyped_storage(), self._leave, copy.nbytes)
+        place = copy.untyped_storage().data_ptr()
+        self._places.add(place)
+        weakref.finalize(copy.untyped_storage(), self._leave, copy.nbytes, place)
         return copy
 
-    def _leave(self, nbytes: int) -> None:
+    def _leave(self, nbytes: int, place: int) -> None:
         self.live -= nbytes
+        self._places.discard(place)
 
 
 @contextmanager
@@ -45,22 +55,38 @@ def _saving_to(host: Host) -> Iterator[None]:
         yield
 
 
+class _FromHost(Ahead):
+    """Copies what lies on the host, one tensor ahead, as on a device."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(torch.device("cpu"))
+        self._host = host
+
+    def fetch(self, key: Any, rows: Tensor) -> Tensor:
+        coming, self._coming = self._coming, None
+        if coming is not None and coming[0] == key:
+            return coming[1]
+        return rows.clone() if rows in self._host else rows
+
+    def begin(self, key: Any, rows: Tensor) -> None:
+        if rows in self._host:
+            self._coming = key, rows.clone()
+
+
 def measure(run: Callable[[], Any]) -> tuple[int, int]:
     """Run, and return the peaks on the device and on the host."""
     host, ledger = Host(), Ledger(torch.device("cpu"))
     keep = Store.keep
 
-    def kept(store: Store, piece: Tensor) -> tuple[Tensor, bool]:
-        piece, away = keep(store, piece)
+    def kept(self: Store, piece: Tensor) -> tuple[Tensor, bool]:
+        piece, away = keep(self, piece)
         return (host.put(piece), True) if away else (piece, False)
-
-    def fetched(store: Store, piece: Tensor) -> Tensor:
-        return piece.clone() if store.budget is not None else piece
 
     with (
         mock.patch.object(torch.autograd.graph, "save_on_cpu", return_value=_saving_to(host)),
         mock.patch.object(Store, "keep", kept),
-        mock.patch.object(Store, "fetch", fetched),
+        mock.patch.object(store, "ELSEWHERE", {"cpu"}),
+        mock.patch.object(store, "Ahead", return_value=_FromHost(host)),
         ledger,
     ):
         run()

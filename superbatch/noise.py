@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .errors import InputError, explain
-from .noise_interval import Moments, Ratio
+from .noise_interval import Moments, Ratio, worth
 from .report.noise import Noise, NoiseOfGroup
 
 FEWEST_WINDOWS = 8
@@ -129,7 +129,8 @@ class NoiseMeter:
 
     Numerator and denominator are averaged apart, by exponentially decaying weights (debiased), and divided
     only when asked. Windows of different size are averaged rightly: the numerator is the variance of *one*
-    sample's gradient.
+    sample's gradient. The interval comes from the differences between successive windows, so that a gradient
+    that shrinks along the training is not taken for an uncertain one.
 
     Args:
         beta: how much of the average the next window leaves: 0.98 remembers about 100 windows.
@@ -241,11 +242,11 @@ class NoiseMeter:
             >>> NoiseMeter().estimate().reason
             '0 windows measured; 8 needed'
         """
-        worth, debias = self._worth(), 1 - self.beta**self._windows
+        debias = 1 - self.beta**self._windows
         few = self._windows < FEWEST_WINDOWS
 
         def ratio(moments: Moments) -> Ratio:
-            found = moments.of(worth, debias, self.data_size)
+            found = moments.of(self.beta, self.data_size)
             return found._replace(batch_size=None, low=0.0, high=math.inf) if few else found
 
         total = ratio(self._total)
@@ -255,7 +256,7 @@ class NoiseMeter:
         return Noise(
             **total.as_fields(),
             windows=self._windows,
-            effective_windows=worth,
+            effective_windows=worth(self.beta, self._windows),
             samples_per_window=self._samples / debias if debias else 0.0,
             groups=groups,
             reason=self._too_few() if few else total.reason,
@@ -295,18 +296,11 @@ class NoiseMeter:
         self.passed = int(state["passed"])
         self._windows, self._samples = int(state["windows"]), float(state["samples"])
         self._seen = dict(state["left_out"])
-        self._total = Moments(state["total"])
-        self._groups = {name: Moments(values) for name, values in state["groups"].items()}
+        self._total = Moments(state["total"], self._windows)
+        self._groups = {name: Moments(values, self._windows) for name, values in state["groups"].items()}
 
     def _moved(self, mean: float, value: float) -> float:
         return self.beta * mean + (1 - self.beta) * value
-
-    def _worth(self) -> float:
-        """(sum of the weights)^2 / sum of their squares."""
-        beta, count = self.beta, self._windows
-        if not count:
-            return 0.0
-        return (1 + beta) / (1 - beta) * (1 - beta**count) / (1 + beta**count)
 
     def _too_few(self) -> str:
         said = f"{self._windows} window{'s' * (self._windows != 1)} measured; {FEWEST_WINDOWS} needed"

@@ -98,43 +98,75 @@ class Ratio(NamedTuple):
 
 
 class Moments:
-    """Averages of x (variance of one sample), y (signal), x^2, y^2 and x y, not yet debiased."""
+    """Averages of x (variance of one sample) and y (signal) with the weights of an exponential decay.
 
-    def __init__(self, values: Sequence[float] = (0.0,) * 5) -> None:
+    The variances of the two averages come from differences of successive windows: their draws are
+    independent, while what x and y are averages *of* drifts in the course of a training, which is no
+    uncertainty. With weights ``o_t`` that is ``sum o_t^2 (x_t - x_(t-1))^2 / 2``, and likewise for y and x y.
+
+    Args:
+        values: mean x, mean y (not yet debiased); the variances xx, yy, xy of these; the last x and y.
+        count: of windows.
+    """
+
+    def __init__(self, values: Sequence[float] = (0.0,) * 7, count: int = 0) -> None:
         self.values = tuple(values)
+        self.count = count
 
     def add(self, x: float, y: float, beta: float) -> None:
         """Let the averages move towards one more window."""
-        new = (x, y, x * x, y * y, x * y)
+        mean_x, mean_y, xx, yy, xy, last_x, last_y = self.values
         rest = 1 - beta
-        self.values = tuple([beta * old + rest * value for old, value in zip(self.values, new, strict=True)])
+        if self.count:
+            # The first window has no one before it: the second speaks for both.
+            share = rest * rest * (1 + beta * beta if self.count == 1 else 1)
+            dx, dy = x - last_x, y - last_y
+            old = beta * beta
+            xx, yy, xy = (
+                old * each + share * new / 2 for each, new in ((xx, dx * dx), (yy, dy * dy), (xy, dx * dy))
+            )
+        self.values = (beta * mean_x + rest * x, beta * mean_y + rest * y, xx, yy, xy, x, y)
+        self.count += 1
 
-    def of(self, worth: float, debias: float, data_size: int | None) -> Ratio:
-        """The ratio of the averages, over so many windows of equal weight."""
-        if not debias:
-            return Ratio(None, 0.0, math.inf, 0.0, 0.0, None)
-        x, y, xx, yy, xy = (value / debias for value in self.values)
-        var_x, var_y, cov = max(0.0, xx - x * x), max(0.0, yy - y * y), xy - x * y
+    def of(self, beta: float, data_size: int | None) -> Ratio:
+        """The ratio of the averages, with its interval."""
+        if self.count < 2:
+            debias = 1 - beta**self.count if self.count else 1.0
+            return Ratio(None, 0.0, math.inf, self.values[1] / debias, self.values[0] / debias, None)
+        debias = 1 - beta**self.count
+        x, y = (value / debias for value in self.values[:2])
+        s_xx, s_yy, s_xy = (value / debias**2 for value in self.values[2:5])
         if data_size is not None:
             # Without replacement |g|^2 has T / D too little noise in it, which was taken off: it is signal of
             # the data that there are.
             d = 1 / data_size
-            y, var_y, cov = y + d * x, max(0.0, var_y + 2 * d * cov + d * d * var_x), cov + d * var_x
-        if worth * debias == 0 or worth <= 1:
-            return Ratio(None, 0.0, math.inf, y, x, None)
-        means = worth - 1
-        low, high = fieller(
-            x,
-            y,
-            s_xx=var_x / means,
-            s_yy=var_y / means,
-            s_xy=cov / means,
-            quantile=student_quantile((1 + CONFIDENCE) / 2, means),
-        )
-        return _judged(x, y, low, high, known=worth)
+            y, s_yy, s_xy = y + d * x, max(0.0, s_yy + 2 * d * s_xy + d * d * s_xx), s_xy + d * s_xx
+        # Windows of equal weight that the sum of squares is worth; differences of n values have the freedom
+        # of 2 (n - 1)^2 / (3 n - 4) independent ones (von Neumann 1941).
+        n = worth(beta * beta, self.count)
+        freedom = max(1.0, 2 * (n - 1) ** 2 / max(1.0, 3 * n - 4))
+        quantile = student_quantile((1 + CONFIDENCE) / 2, freedom)
+        low, high = fieller(x, y, s_xx=s_xx, s_yy=s_yy, s_xy=s_xy, quantile=quantile)
+        return _judged(x, y, low, high)
 
 
-def _judged(x: float, y: float, low: float, high: float, *, known: float) -> Ratio:
+def worth(beta: float, count: int) -> float:
+    """Return how many windows of equal weight an average is worth: (sum of weights)^2 / sum of squares.
+
+    Args:
+        beta: of the decay.
+        count: of windows.
+
+    Examples:
+        >>> worth(0.98, 0), round(worth(0.98, 50), 1), round(worth(0.98, 10**6), 1)
+        (0.0, 46.1, 99.0)
+    """
+    if not count:
+        return 0.0
+    return (1 + beta) / (1 - beta) * (1 - beta**count) / (1 + beta**count)
+
+
+def _judged(x: float, y: float, low: float, high: float) -> Ratio:
     """A ratio is named where its interval ends; the only clamp of all is here."""
     if math.isinf(low):
         reason = (

@@ -17,6 +17,7 @@ from superbatch.cli.advise import advise
 from superbatch.cli.compare import compare
 from superbatch.cli.fit import fit
 from superbatch.cli.noise import noise
+from superbatch.cli.study import study
 from superbatch.cli.survey import survey
 from superbatch.cli.verify import verify
 from superbatch.errors import SuperbatchError, explain
@@ -35,8 +36,9 @@ app = typer.Typer(
 app.command("advise")(advise)
 app.command("compare")(compare)
 app.command("fit")(fit)
-app.command("survey")(survey)
 app.command("noise")(noise)
+app.command("study")(study)
+app.command("survey")(survey)
 app.command("verify")(verify)
 
 

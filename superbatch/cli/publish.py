@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from superbatch.report.comparison import Comparison
     from superbatch.report.fitting import Fitting
     from superbatch.report.noise_study import NoiseStudy
+    from superbatch.report.study import Study
     from superbatch.report.surveys import Surveys
 
 
 def publish(
-    report: Comparison | Fitting | Advice | NoiseStudy | Surveys,
+    report: Comparison | Fitting | Advice | NoiseStudy | Study | Surveys,
     folder: Path | None,
     *,
     as_json: bool,

@@ -6,6 +6,7 @@ from .fit import fitting as fitting
 from .growing import growing as growing
 from .noise import noise as noise
 from .scaling import scaling_rules as scaling_rules
+from .studies import study as study
 from .style import png as png
 from .survey import one_survey as one_survey
 from .survey import surveys as surveys

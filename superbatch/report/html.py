@@ -1,4 +1,4 @@
-"""A comparison as one self-contained page: no script, no request to anywhere, light and dark."""
+"""A comparison or a study as one self-contained page: no script, no request to anywhere, light and dark."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from superbatch.report.comparison import Comparison
+from superbatch.report.study import Study
+from superbatch.report.study_text import equivalence_table, study_table
+from superbatch.report.study_text import title_of as title_of_study
 from superbatch.report.table import Table, comparison_table, margin_text, rows_with_details, title_of
 from superbatch.report.verdict import verdict
 
@@ -47,6 +50,10 @@ dd { margin: 0 0 .5rem 0; color: var(--quiet); }
 .columns table { align-self: start; }
 """
 
+_COMPARED = (
+    "Training loss over updates; the metric of each arm with its margin; the differences of the weights."
+)
+
 
 def comparison_page(report: Comparison, *, light: bytes, dark: bytes) -> str:
     """Write a comparison as an HTML page.
@@ -67,7 +74,7 @@ def comparison_page(report: Comparison, *, light: bytes, dark: bytes) -> str:
         *(f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict(report)),
         _table(comparison_table(report)),
         "<h2>Plot</h2>",
-        _picture(light, dark),
+        _picture(light, dark, what=_COMPARED),
         "<h2>Equivalence tests</h2>",
         _tests(report),
         "<h2>How to read this</h2>",
@@ -79,6 +86,44 @@ def comparison_page(report: Comparison, *, light: bytes, dark: bytes) -> str:
         f'<div class="columns">{_pairs("Setting", _setting(report))}{_pairs("Asked for", report.command)}'
         f"{_pairs('Versions', report.versions)}</div>",
     ]
+    return _page(title, body)
+
+
+def study_page(report: Study, *, light: bytes, dark: bytes) -> str:
+    """Write a study as an HTML page.
+
+    Args:
+        report: of a study, whole or partial.
+        light: PNG of the plot on a light ground.
+        dark: PNG of the plot on a dark ground.
+
+    Returns:
+        HTML with everything inside it.
+    """
+    tests = equivalence_table(report)
+    partial = '<p class="partial"><strong>Partial:</strong> interrupted before the last run.</p>'
+    body = [
+        f"<h1>{escape(report.question)}</h1>",
+        f'<p class="quiet">{escape(title_of_study(report))}: {escape(report.description)}.</p>',
+        partial if report.partial else "",
+        f'<p class="verdict">{escape(report.conclusion)}</p>',
+        _table(study_table(report)),
+        "<h2>Plot</h2>",
+        _picture(light, dark, what="The quantities of the table."),
+        *(("<h2>Tests</h2>", _table(tests)) if tests.rows else ()),
+        "<h2>How to read this</h2>",
+        *(f"<p>{escape(note)}</p>" for note in report.notes),
+        _terms((each.name, each.meaning) for each in report.quantities),
+        "<h2>The arms</h2>",
+        _terms((arm.name, arm.how) for arm in report.arms),
+        "<h2>What was run</h2>",
+        f'<div class="columns">{_pairs("Setting", report.setting)}{_pairs("Asked for", report.command)}'
+        f"{_pairs('Versions', report.versions)}</div>",
+    ]
+    return _page(f"superbatch study {report.name}", body)
+
+
+def _page(title: str, body: Iterable[str]) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -116,10 +161,7 @@ def _tests(report: Comparison) -> str:
     )
 
 
-def _picture(light: bytes, dark: bytes) -> str:
-    what = (
-        "Training loss over updates; the metric of each arm with its margin; the differences of the weights."
-    )
+def _picture(light: bytes, dark: bytes, *, what: str) -> str:
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
         f'<img alt="{what}" src="{_data(light)}"></picture>'

@@ -222,12 +222,12 @@ def number(value: float) -> str:
     """A count that is an estimate: two digits, three from a hundred on.
 
     Examples:
-        >>> number(1234.5), number(7.123), number(0.0)
-        ('1230', '7.1', '0')
+        >>> number(1234.5), number(99.7), number(7.123), number(0.0)
+        ('1230', '100', '7.1', '0')
     """
-    if value < 100:
+    if value < 99.5:
         return f"{value:.2g}"
-    power = 10 ** (len(str(int(value))) - 3)
+    power = 10 ** max(0, len(str(int(value))) - 3)
     return str(int(round(value / power) * power))
 
 

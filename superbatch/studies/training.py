@@ -139,7 +139,7 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
     """
     model = recipe.model(0).to(getattr(torch, setting.dtype))
     update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
-    batch = _cast(recipe.batch(torch.arange(setting.batch_size)), setting.dtype)
+    batch = cast_batch(recipe.batch(torch.arange(setting.batch_size)), setting.dtype)
     with torch.random.fork_rng(devices=[]):
         update(batch)
         return peak_bytes(lambda: update(batch))
@@ -222,7 +222,7 @@ def _train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # a model that draws (dropout) starts every arm from the same state
         for indices in orders(recipe.samples, setting, seed):
-            batch = _cast(recipe.batch(indices), setting.dtype)
+            batch = cast_batch(recipe.batch(indices), setting.dtype)
             start = time.perf_counter()
             losses.append(update(batch))
             seconds += time.perf_counter() - start
@@ -234,7 +234,16 @@ def _optimizer(recipe: Recipe, setting: Setting, model: nn.Module) -> torch.opti
     return recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
 
 
-def _cast(batch: Any, dtype: str) -> Any:
+def cast_batch(batch: Any, dtype: str) -> Any:
+    """A batch with its floating-point leaves in another dtype.
+
+    Args:
+        batch: any structure that the accumulator splits, floating-point leaves in float32.
+        dtype: name of a torch dtype.
+
+    Returns:
+        The batch itself for float32, else a copy.
+    """
     wanted = getattr(torch, dtype)
 
     def cast(leaf: Any) -> Any:

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from superbatch.errors import SuperbatchError, explain
 from superbatch.recipes import Recipe, load_recipe
-from superbatch.report.comparison import Run
-from superbatch.studies.training import Setting, train_seed
+from superbatch.studies.training import train_seed
 
 REPORT_EVERY = 0.2
 """Seconds between two messages about progress."""
@@ -39,11 +38,11 @@ class Advanced:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run is complete."""
+    """A run is complete; `run` is the record that the training function made of it."""
 
     seed: int
     arm: int
-    run: Run
+    run: Any
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,28 @@ Event = Advanced | Finished
 Receive = Callable[[Event], None]
 
 
-def train_here(recipe: Recipe, setting: Setting, seeds: Sequence[int], receive: Receive) -> None:
+class Arms(Protocol):
+    """How seeds are trained; it can be sent to another process."""
+
+    @property
+    def arms(self) -> Sequence[Any]:
+        """What each seed is trained with; the index tells one from another."""
+        ...
+
+
+class Train(Protocol):
+    """Trains every arm from one seed: a function of a module, so that other processes find it."""
+
+    def __call__(
+        self, recipe: Recipe, setting: Any, seed: int, *, tick: Callable[[int], None]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield (index of the arm, its run); tell `tick` of the work done."""
+        ...
+
+
+def train_here(
+    recipe: Recipe, setting: Arms, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
+) -> None:
     """Train the seeds one after the other in this process.
 
     Args:
@@ -65,23 +85,25 @@ def train_here(recipe: Recipe, setting: Setting, seeds: Sequence[int], receive: 
         setting: how.
         seeds: one set of runs each.
         receive: told what happens.
+        train: trains every arm from one seed.
     """
     tick, flush = _gathered(receive)
     for seed in seeds:
-        for arm, run in train_seed(recipe, setting, seed, tick=tick):
+        for arm, run in train(recipe, setting, seed, tick=tick):
             flush()
             receive(Finished(seed, arm, run))
 
 
 def train_spread(
     recipe: str,
-    setting: Setting,
+    setting: Arms,
     seeds: Sequence[int],
     receive: Receive,
     *,
     workers: int,
     threads: int,
     data: str | Path | None = None,
+    train: Train = train_seed,
 ) -> None:
     """Train the seeds in processes of their own; each takes the next seed when it has finished one.
 
@@ -93,6 +115,7 @@ def train_spread(
         workers: how many processes.
         threads: of torch in each.
         data: folder, for a recipe that reads one.
+        train: trains every arm from one seed.
 
     Raises:
         SuperbatchError: what a worker met, or that one died.
@@ -102,7 +125,7 @@ def train_spread(
     for seed in (*seeds, *[None] * workers):
         todo.put(seed)
     processes = [
-        context.Process(target=_work, args=(recipe, data, setting, threads, todo, events), daemon=True)
+        context.Process(target=_work, args=(recipe, data, setting, train, threads, todo, events), daemon=True)
         for _ in range(workers)
     ]
     try:
@@ -156,14 +179,16 @@ def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: in
         receive(event)
 
 
-def _work(name: str, data: str | Path | None, setting: Setting, threads: int, todo: Any, events: Any) -> None:
+def _work(
+    name: str, data: str | Path | None, setting: Arms, train: Train, threads: int, todo: Any, events: Any
+) -> None:
     """What a worker process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     try:
         recipe = load_recipe(name, data=data)
         while (seed := todo.get()) is not None:
-            train_here(recipe, setting, [seed], _put_while_parent_lives(events))
+            train_here(recipe, setting, [seed], _put_while_parent_lives(events), train=train)
     except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
         events.put(Failed(error if isinstance(error, SuperbatchError) else _described(error)))
 

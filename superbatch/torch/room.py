@@ -114,11 +114,13 @@ class Room:
     def reach(self, known: Known, others: Iterator[Known]) -> int:
         """The largest micro-batch that what was measured so far lets one dare (see `trials.reach`)."""
         assert self.total is not None
+        # What a new size keeps is not known before one was run that is not the first of its window.
+        top = self._bound() if self._kept else self.top()
         ratios = [max(o.needed.values()) / max(1, o.curve.at(o.tried)) for o in others if o.needed]
         return reach(
             known,
             total=self.total,
-            top=self._bound(),
+            top=top,
             at_first=0 if ratios else AT_FIRST.get(self._device.type, 0),
             each=self._kernels(known),
             ratio=max(ratios, default=0.0),

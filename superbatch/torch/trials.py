@@ -10,7 +10,7 @@ there was:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,12 +104,20 @@ class Known:
         self.needed[samples] = max(needed, self.needed.get(samples, 0)) if runs > 2 else needed
         if first:
             self.rough.add(samples)
+            # The gradients made meanwhile hide what is smaller than they are, and so the slope from there.
+            self._drop(other for other in self.rough if other < samples and self._hidden(other))
             return
         self.rough.discard(samples)
         # Between a guess and a measurement there is no slope, unless the guess is a small part of both.
-        for other in [size for size in self.rough if self.missing(size) > _ROUGH * needed]:
-            self.rough.discard(other)
-            del self.needed[other]
+        self._drop(other for other in self.rough if self.missing(other) > _ROUGH * needed)
+
+    def _hidden(self, samples: int) -> bool:
+        return self.first.at(samples) < 2 * self.gradients
+
+    def _drop(self, sizes: Iterable[int]) -> None:
+        for size in list(sizes):
+            self.rough.discard(size)
+            del self.needed[size]
 
 
 def known_from(peaks: Sequence[Peak], how: How) -> Known:

@@ -166,11 +166,43 @@ def test_the_meter_takes_the_ratio_of_debiased_means() -> None:
     assert noise.signal == pytest.approx(omega @ y, rel=1e-12)
     assert noise.effective_windows == pytest.approx(1 / (omega @ omega), rel=1e-12)
     assert noise.samples_per_window == pytest.approx(omega @ np.array(samples), rel=1e-12)
-    means = noise.effective_windows - 1
-    cov = np.cov(x, y, aweights=omega, ddof=0) / means
-    t = float(stats.t.ppf(0.975, means))
-    low, high = fieller(omega @ x, omega @ y, s_xx=cov[0, 0], s_yy=cov[1, 1], s_xy=cov[0, 1], quantile=t)
-    assert (noise.low, noise.high) == (pytest.approx(low, rel=1e-9), pytest.approx(high, rel=1e-9))
+    dx, dy = np.diff(x, prepend=x[1]), np.diff(y, prepend=y[1])  # the second difference stands for the first
+    squares = omega**2
+    s_xx, s_yy, s_xy = (float(squares @ (a * b)) / 2 for a, b in ((dx, dx), (dy, dy), (dx, dy)))
+    n = squares.sum() ** 2 / (squares**2).sum()
+    t = float(stats.t.ppf(0.975, 2 * (n - 1) ** 2 / (3 * n - 4)))
+    low, high = fieller(omega @ x, omega @ y, s_xx=s_xx, s_yy=s_yy, s_xy=s_xy, quantile=t)
+    assert (noise.low, noise.high) == (pytest.approx(low, rel=1e-7), pytest.approx(high, rel=1e-7))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_meter_covers_while_the_gradient_shrinks(decay: float) -> None:
+    """The signal falls by exp(-decay) with each window; the truth is the ratio of its averages."""
+    runs, count, beta = 400, 80, 0.95
+    weights, fall = np.full(4, 0.25), np.exp(-decay * np.arange(count))
+    omega = beta ** np.arange(count - 1, -1, -1.0)
+    truth = VARIANCE * omega.sum() / (omega @ (20 * SIGNAL * fall))
+    covered = ended = static = 0
+    for seed in range(runs):
+        gradients = windows(count, (8,) * 4, seed=seed, signal=20 * SIGNAL)
+        mean = math.sqrt(20 * SIGNAL / DIMENSIONS)
+        gradients += (mean * np.sqrt(fall) - mean)[:, None, None]
+        a2, b2, q = scalars(gradients, weights)
+        meter = NoiseMeter(beta)
+        for a, b in zip(a2.tolist(), b2.tolist(), strict=True):
+            meter.add({"all": estimate(a, b, q)}, samples=32)
+        noise = meter.estimate()
+        covered += noise.low <= truth <= noise.high
+        ended += noise.determined
+        y = (b2 - a2) / (1 - q)
+        n = noise.effective_windows
+        spread = np.cov(y, aweights=omega, ddof=0) / (n - 1)
+        static += bool((omega @ y / omega.sum()) ** 2 > stats.t.ppf(0.975, n - 1) ** 2 * spread)
+    assert covered / runs >= 0.93 - 2 * math.sqrt(0.95 * 0.05 / runs)
+    if decay:
+        assert ended > 2 * static > 0, (
+            "the mutant: a variance over windows, which takes the fall for uncertainty"
+        )
 
 
 @pytest.mark.parametrize("freedom", [0.7, 1, 1.5, 2, 3.3, 7, 19.5, 98.2, 1e3, 1e6])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -54,7 +54,8 @@ def test_what_the_optimizer_took_less_than_was_predicted_is_used():
     true = machine.true_largest()
     for _ in range(3):
         window(sizing, machine, 7344)  # 9 pieces of 816, so that later windows bring no new size
-        report = sizing.report()
+        assert sizing.report() is not None, "asked after each window, as a user may"
+    report = sizing.report()
     assert report is not None and machine.failures == 0
     assert max(machine.log[0]) < 0.97 * true, "the first window cannot know"
     assert 0.97 * true <= report.largest <= true
@@ -70,6 +71,8 @@ def test_what_the_optimizer_took_less_than_was_predicted_is_used():
     kernels=st.integers(0, 8),
     batches=st.lists(st.integers(1, 20_000), min_size=1, max_size=4),
 )
+# Nothing but first micro-batches of windows was run: what a new size keeps is not known yet.
+@example(limit=600, each=64, gradients=27, states=0, wrong=1.0, once=8, kernels=7, batches=[3, 139])
 @settings(max_examples=60, deadline=None)
 def test_no_micro_batch_ever_fails(
     limit: int,

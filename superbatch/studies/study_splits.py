@@ -1,0 +1,132 @@
+"""Does a batch in K micro-batches train like the batch in one piece? The first source's table.
+
+This is `superbatch.studies.compare` and nothing else, put into the form of a study.
+"""
+
+from __future__ import annotations
+
+from superbatch.recipes import Recipe
+from superbatch.report.comparison import Arm, Comparison
+from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from superbatch.report.verdict import verdict
+from superbatch.studies import compare as comparing
+from superbatch.studies.catalogue import entry_of
+from superbatch.studies.study import Options, Progress, Show, StudyInterrupted, asked, loaded, seeds_of
+
+NAME = "splits"
+QUICK_UPDATES = 200
+UPDATES, APART = "updates", "weights differ by"
+
+
+def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
+    """Compare the real batch with its splits.
+
+    Args:
+        recipe: a name or a recipe.
+        options: what was asked.
+        progress: told what happens.
+
+    Returns:
+        The report.
+
+    Raises:
+        StudyInterrupted: on Ctrl-C; it carries the partial report.
+    """
+    what = loaded(recipe, options)
+    size = options.batch_size or what.batch_size
+    updates = max(1, options.samples // size) if options.samples else QUICK_UPDATES if options.quick else None
+    wanted = comparing.Options(
+        updates=updates,
+        runs=len(seeds_of(NAME, options)),
+        optimizer=options.optimizer,
+        learning_rate=options.learning_rate,
+        batch_size=options.batch_size,
+        margin=options.margin,
+        threads=options.threads,
+        workers=options.workers,
+        data=options.data,
+    )
+
+    def receive(event: comparing.Progress) -> None:
+        text = None
+        if event.finished is not None:
+            seed, arm, metric = event.finished
+            text = f"seed {seed}, {arm}: {metric:.4g}"
+        progress(Progress(event.done, event.total, text))
+
+    try:
+        return as_study(comparing.compare(recipe, wanted, progress=receive), options)
+    except comparing.ComparisonInterrupted as stopped:
+        raise StudyInterrupted(as_study(stopped.report, options)) from None
+
+
+def as_study(report: Comparison, options: Options) -> Study:
+    """A comparison in the form of a study.
+
+    Args:
+        report: whole or partial.
+        options: what was asked.
+
+    Returns:
+        The same numbers.
+    """
+    metric = f"{report.metric}, {report.unit}" if report.unit else report.metric
+    return Study(
+        name=NAME,
+        question=entry_of(NAME).question,
+        recipe=report.recipe,
+        description=report.description,
+        setting={
+            "batch": str(report.batch_size),
+            "updates": str(report.updates),
+            report.optimizer: f"lr {report.learning_rate:g}",
+            "dtype": report.dtype,
+        },
+        quantities=(
+            Quantity(
+                name=metric,
+                meaning="of held-out data, after the last update",
+                form=".2f" if report.unit == "%" else ".4g",
+            ),
+            Quantity(name=UPDATES, meaning="of each run", form=",.0f"),
+            Quantity(
+                name=APART,
+                meaning="|w - w_real| / |w_real| after the last update, pairs of the same seed",
+                form=".1e",
+            ),
+        ),
+        arms=tuple(_arm(arm, metric) for arm in report.arms),
+        tests=tuple(
+            StudyTest(first=arm.name, second=report.arms[0].name, quantity=metric, ratio=False, result=test)
+            for arm in report.arms
+            if (test := arm.paired) is not None
+        ),
+        conclusion=verdict(report)[0],
+        curve_at=tuple(map(float, report.curve_updates)),
+        seeds=report.seeds,
+        seconds=report.seconds,
+        partial=report.partial,
+        versions=report.versions,
+        command=asked(options),
+        notes=(
+            *report.notes,
+            "superbatch compare shows time and memory too, other splits, and wrong ways beside it.",
+        ),
+    )
+
+
+def _arm(arm: Arm, metric: str) -> StudyArm:
+    return StudyArm(
+        name=arm.name,
+        how=arm.how,
+        facts={UPDATES: float(arm.updates)},
+        runs=tuple(
+            StudyRun(
+                seed=run.seed,
+                values={metric: run.metric}
+                | ({} if run.weight_difference is None else {APART: run.weight_difference}),
+                curve=run.losses,
+            )
+            for run in arm.runs
+        ),
+    )

@@ -1,0 +1,131 @@
+"""`superbatch study` as a user meets it: flags, files, messages, exit codes, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from superbatch.report.json import from_json
+from superbatch.report.study import Study
+from superbatch.studies.catalogue import STUDIES
+from tests.cli import commands
+from tests.cli.commands import PLANE, PNG, first_line
+
+TINY = ("--runs", "2", "--samples", "96", "--workers", "1")
+
+run = partial(commands.run, "study")
+process = partial(commands.process, "study")
+read = partial(commands.read, Study)
+
+
+def test_table_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "made" / "here"
+    assert run("grow-batch", PLANE, *TINY, "--lr", "0.05", "--out", str(out)) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == "grow-batch: plane, 2 seeds, first batch 3, lr 0.05"
+    assert re.match(r"arm +squared error +training loss +updates +samples$", lines[1])
+    assert [line.split("  ")[0] for line in lines[3:6]] == [
+        "constant rate",
+        "decay the rate",
+        "grow the batch",
+    ]
+    report = read(out)
+    assert lines[-1] == report.conclusion
+    assert "equivalence (TOST)" in shown.out
+    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
+    assert (out / "plot.png").read_bytes().startswith(PNG)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "Decay the learning rate, or grow the batch" in page
+    assert "<script" not in page
+    assert report.command["learning_rate"] == "0.05"
+    assert not report.partial
+
+
+def test_the_quickest_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("critical-batch", PLANE, "--quick", "--samples", "240", "--workers", "1", "--json") == 0
+    report = from_json(Study, capsys.readouterr().out)
+    assert len(report.seeds) == STUDIES["critical-batch"].quick_runs
+    assert report.command["quick"] == "True"
+
+
+def test_files_lie_in_a_folder_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("splits", PLANE, *TINY) == 0
+    names = sorted(os.listdir(tmp_path / "superbatch-study" / "splits"))
+    assert names == ["plot.png", "report.html", "report.json"]
+
+
+def test_without_a_name_the_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    shown = capsys.readouterr().out
+    for name, entry in STUDIES.items():
+        assert re.search(rf"^{name} +{re.escape(entry.question)}$", shown, re.MULTILINE)
+
+
+def test_help_names_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "momentum" in shown and "--quick" in shown
+
+
+def test_help_does_not_import_torch() -> None:
+    done = commands.python(
+        "import sys; from superbatch.cli import main; main(['study']); print('torch' in sys.modules)"
+    )
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("momentun",), "Given: the study 'momentun'. Wrong: there is none of that name. Do: use one of"),
+        (("momentum", "digit"), "Given: the recipe 'digit'. Wrong: there is none of that name"),
+        (("precision", "--margin", "0.5"), "margin=0.5 with the study 'precision'. Wrong: it means nothing"),
+        (("momentum", "pairs", "--quick"), "its samples see each other"),
+        (("momentum", "--runs", "0"), "Given: runs=0. Wrong: it counts something"),
+        (("momentum", "--out", f"{__file__}/report"), "test_study_cli.py' is a file"),
+        (("momentum", "--colour", "red"), "No such option: --colour.* Do: see superbatch study --help"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert re.search(message, line), line
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
+def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
+    long = ("--samples", "400", "--runs", "5000", "--workers", "1")
+    started = process("grow-batch", PLANE, *long, "--out", str(tmp_path))
+    try:
+        assert first_line(started.stderr, seconds=60).startswith("study grow-batch: seed ")
+        os.killpg(started.pid, signal.SIGINT)
+        out, err = started.communicate(timeout=60)
+        assert started.returncode == 130, err
+        assert "Traceback" not in err
+        assert "the report is partial" in err
+        report = read(tmp_path)
+        assert report.partial
+        assert 0 < len(report.arms[0].runs) < 5000
+        assert out.splitlines()[0].startswith(f"grow-batch: plane, {len(report.arms[0].runs)} of 5000 seeds")
+    finally:
+        started.kill()
+        started.communicate()
