@@ -438,7 +438,7 @@ def test_an_interruption_leaves_what_was_finished(name: str) -> None:
 def test_progress_ends_at_the_whole() -> None:
     for name in ("momentum", "grow-batch", "critical-batch"):
         events: list[Progress] = []
-        study(name, own_recipe.plane(), Options(runs=2, samples=256), progress=events.append)
+        study(name, own_recipe.plane(), Options(runs=2, samples=32, batch_size=2), progress=events.append)
         assert events[-1].done == events[-1].total
         assert [event.done for event in events] == sorted(event.done for event in events)
 
