@@ -89,6 +89,7 @@ def keep_position(batches: Any, undo: ExitStack) -> None:
         undo: what puts everything back.
 
     Examples:
+        >>> import torch
         >>> from torch.utils.data import DataLoader
         >>> seeded = torch.Generator().manual_seed(0)
         >>> loader = DataLoader(range(100), batch_size=3, shuffle=True, generator=seeded)
