@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .report.survey import Suggestions, Survey, What
 from .survey_curve import Curve, smoothing
 from .survey_ramp import from_axis, to_axis, values_of
-from .survey_suggestions import still_falling, suggest
+from .survey_suggestions import by_chance, still_falling, suggest
 
 
 class Sweep:
@@ -128,6 +128,11 @@ def remarks(report: Survey) -> list[str]:
         found.append(
             f"The loss still fell at the end of the ramp, at {report.values[-1]:.3g}: survey up to a higher "
             "value."
+        )
+    if report.suggestions.reason is None and by_chance(report.losses, report.smooth, report.beta):
+        found.append(
+            "The loss fell no further than noise may make it fall: look at the curve, take more points or "
+            "larger batches, or average several surveys."
         )
     if report.skipped:
         found.append(

@@ -24,6 +24,12 @@ FIRST, LAST = 5, 3
 
 _LEAST = 4
 
+_ROUNDING = 1e-9
+"""Of a loss: what it falls by less is none."""
+
+BY_CHANCE = 7.0
+"""A curve of noise alone falls by less in 9 of 10 surveys or more, in units of the smoothed noise."""
+
 
 def suggest(axis: Sequence[float], smooth: Sequence[float]) -> Suggestions:
     """Suggest places of a survey's axis.
@@ -48,7 +54,9 @@ def suggest(axis: Sequence[float], smooth: Sequence[float]) -> Suggestions:
         return _none(f"{len(axis)} points are too few: the first {FIRST} and the last {LAST} are left out")
     xs, losses = [x for x, _ in kept], [loss for _, loss in kept]
     lowest = losses.index(min(losses))
-    if lowest == 0:
+    if max(losses) - losses[lowest] <= _ROUNDING * abs(losses[lowest]):
+        return _none("the loss did not move: survey up to a higher value")
+    if max(losses[: lowest + 1]) - losses[lowest] <= _ROUNDING * abs(losses[lowest]):
         return _none("the loss never fell: begin lower")
     return Suggestions(
         valley=valley(xs[: lowest + 1], losses[: lowest + 1]),
@@ -118,6 +126,35 @@ def still_falling(smooth: Sequence[float]) -> bool:
         (True, False)
     """
     return bool(smooth) and list(smooth).index(min(smooth)) >= max(1, len(smooth) - LAST)
+
+
+def by_chance(losses: Sequence[float], smooth: Sequence[float], beta: float) -> bool:
+    """Return whether noise alone may have made the fall that is suggested from.
+
+    The noise of a window is told from how much the losses bend from point to point, ``sd = sqrt(mean((l_(t-1)
+    - 2 l_t + l_(t+1))^2) / 6)``; smoothing leaves ``sqrt((1 - beta) / (1 + beta))`` of it.
+
+    Args:
+        losses: of the windows.
+        smooth: their debiased means.
+        beta: of the smoothing.
+
+    Examples:
+        >>> from superbatch.survey import Sweep
+        >>> sweep = Sweep("lr", 1e-9, 1e-6, 40)
+        >>> _ = [sweep.add(2.3 + 0.1 * math.sin(100 * t * t)) for t in range(40)]
+        >>> flat = sweep.report()
+        >>> flat.suggestion is not None, by_chance(flat.losses, flat.smooth, flat.beta)
+        (True, True)
+    """
+    kept, curve = losses[FIRST : len(losses) - LAST], smooth[FIRST : len(smooth) - LAST]
+    if len(kept) < _LEAST:
+        return False
+    lowest = curve.index(min(curve))
+    near = kept[: max(lowest, 2) + 1]
+    bends = [a - 2 * b + c for a, b, c in zip(near, near[1:], near[2:], strict=False)]
+    noise = math.sqrt(math.fsum(bend * bend for bend in bends) / (6 * len(bends)))
+    return max(curve[: lowest + 1]) - curve[lowest] < BY_CHANCE * noise * math.sqrt((1 - beta) / (1 + beta))
 
 
 def _none(reason: str) -> Suggestions:

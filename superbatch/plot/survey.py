@@ -174,7 +174,9 @@ def _draw_curves(
         if len(surveys) > 1:
             low, high = [min(column) for column in columns], [max(column) for column in columns]
             axes.fill_between(x, low, high, color=colour, alpha=0.08, linewidth=0)
-        ends = [to_axis(s.what, s.values[-1]) for s in surveys if s.stopped is not None]
+        ends = [
+            to_axis(s.what, s.values[-1] if s.values else s.low) for s in surveys if s.stopped is not None
+        ]
         where = blended_transform_factory(axes.transData, axes.transAxes)
         axes.plot(ends, [0.985] * len(ends), "x", color=colour, markersize=5, transform=where)
     axes.set_ylabel("training loss, smoothed")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from superbatch.report.survey import What
 from superbatch.report.surveys import SurveyArm, Surveys
 from superbatch.report.table import Column, Table, difference_text
-from superbatch.survey_suggestions import still_falling
+from superbatch.survey_suggestions import by_chance, still_falling
 
 NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight_decay": "weight decay"}
 
@@ -79,7 +79,7 @@ def conclusions(report: Surveys) -> list[str]:
     if exact and again and again[0].alike is False and all(arm.alike is not True for arm in exact):
         sentences.append(
             "The real batch itself, surveyed again, is not shown to be alike: these surveys are too few for "
-            f"the tests ({_needed(again)} per arm would do in 4 of 5 studies)."
+            f"the tests{_needed(again[0])}."
         )
     if not sentences:
         done = any(arm.runs for arm in report.arms)
@@ -101,6 +101,12 @@ def suggestion(report: Surveys) -> str:
         return f"No {name} is suggested: {runs[0].survey.suggestions.reason}."
     found = (run.survey.suggestions.minimum for run in runs)
     tenths = sorted(value for value in found if value is not None)
+    chance = sum(by_chance(run.survey.losses, run.survey.smooth, run.survey.beta) for run in runs)
+    noisy = (
+        " In most surveys the loss fell no further than noise may make it fall: look at the picture."
+        if 2 * chance > len(runs)
+        else ""
+    )
     fell = sum(run.survey.stopped is None and still_falling(run.survey.smooth) for run in runs)
     further = (
         " The loss still fell at the end of the ramp: survey up to a higher value."
@@ -109,7 +115,8 @@ def suggestion(report: Surveys) -> str:
     )
     return (
         f"Begin with a {name} of about {rate:.2g} for batches of {report.batch_size} samples: the middle of "
-        f"the longest descent. A tenth of where the loss is lowest: {tenths[len(tenths) // 2]:.2g}.{further}"
+        f"the longest descent. A tenth of where the loss is lowest: {tenths[len(tenths) // 2]:.2g}."
+        f"{noisy}{further}"
     )
 
 
@@ -123,6 +130,8 @@ def headline(report: Surveys) -> str:
     pairs = [pair for arm in exact for pair in arm.pairs]
     if not pairs:
         return "nothing was compared"
+    if not max(pairs) <= report.tolerance:
+        return f"NOT THE SAME: from the same weights and samples curves differ by {_pairs_text(pairs)}"
     said = f"same weights and samples: curves agree to {difference_text(max(pairs))}"
     if any(arm.alike is None for arm in exact):
         return said
@@ -164,14 +173,15 @@ def failures(report: Surveys) -> list[str]:
 
 
 def _row(arm: SurveyArm) -> tuple[str, ...]:
-    stopped = sorted(run.survey.values[-1] for run in arm.runs if run.survey.stopped is not None)
+    early = [run.survey for run in arm.runs if run.survey.stopped is not None]
+    stopped = sorted(survey.values[-1] if survey.values else survey.low for survey in early)
     names = {"real": f"{arm.name} (real batch)", "inexact": f"{arm.name} (not exact)"}
     curve, rate = arm.curve, arm.suggested
     return (
         names.get(arm.claim, arm.name),
         rate_text(arm),
         f"{stopped[len(stopped) // 2]:.2g} ({len(stopped)} of {len(arm.runs)})" if stopped else "–",
-        difference_text(max(arm.pairs)) if arm.pairs and math.isfinite(max(arm.pairs)) else "–",
+        _pairs_text(arm.pairs) if arm.pairs else "–",
         "–" if curve is None else _yes(p=curve.p_value, equivalent=curve.equivalent),
         "–" if rate is None else _yes(p=rate.p_value, equivalent=rate.equivalent),
     )
@@ -200,7 +210,7 @@ def _of_splits(report: Surveys, arms: Sequence[SurveyArm]) -> str:
             return f"{names}: no pair was surveyed."
         return (
             f"NOT THE SAME: paired curves of {names} differ from the real batch's by "
-            f"{difference_text(largest)}; rounding in {report.dtype} explains {report.tolerance:g}."
+            f"{_pairs_text(pairs)}; rounding in {report.dtype} explains {report.tolerance:g}."
         )
     said = (
         f"{names} survey like the real batch: from the same weights and samples the curves agree to "
@@ -210,7 +220,9 @@ def _of_splits(report: Surveys, arms: Sequence[SurveyArm]) -> str:
         (arm.curve, arm.suggested) for arm in arms if arm.curve is not None and arm.suggested is not None
     ]
     if len(tests) < len(arms):
-        return f"{said}; at least 2 surveys per arm are needed for a test from different seeds."
+        few = min(len(arm.runs) for arm in arms) < 2
+        why = "at least 2 surveys per arm are needed for" if few else "these surveys suggest too little for"
+        return f"{said}; {why} a test from different seeds."
     curve = max(c.p_value for c, _ in tests)
     rate = max(r.p_value for _, r in tests)
     word = "indistinguishable" if all(arm.alike for arm in arms) else "NOT shown to be alike"
@@ -251,7 +263,14 @@ def _tests(arm: SurveyArm) -> str:
     return "; ".join(words)
 
 
-def _needed(arms: Sequence[SurveyArm]) -> str:
-    test = arms[0].suggested
-    needed = None if test is None else test.runs_needed
-    return "more" if needed is None else f"{max(needed, len(arms[0].runs) + 1)}"
+def _needed(arm: SurveyArm) -> str:
+    """What is known of how many would do: of the curve nothing is."""
+    test = arm.suggested
+    needed = None if test is None or test.equivalent else test.runs_needed
+    if needed is None or needed <= len(arm.runs):
+        return ""
+    return f" (for that of the suggestion {needed} per arm would do in 4 of 5 studies)"
+
+
+def _pairs_text(pairs: Sequence[float]) -> str:
+    return difference_text(max(pairs)) if math.isfinite(max(pairs)) else "∞ (one ended early)"

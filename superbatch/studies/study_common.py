@@ -124,6 +124,30 @@ def parameters_apart(model: nn.Module) -> Iterator[Tensor]:
     return (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
 
 
+def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
+    """A debiased moving average of losses, with a half-life in samples.
+
+    Args:
+        losses: one per update.
+        batch: samples of an update.
+        half_life: in samples.
+
+    Returns:
+        One value per update.
+
+    Examples:
+        >>> smooth([4.0, 4.0, 4.0], batch=8, half_life=16)[-1]
+        4.0
+    """
+    keep = 2 ** (-batch / half_life)
+    total = weight = 0.0
+    found: list[float] = []
+    for loss in losses:
+        total, weight = keep * total + (1 - keep) * loss, keep * weight + 1 - keep
+        found.append(total / weight)
+    return found
+
+
 def compared(
     first: StudyArm, second: StudyArm, quantity: str, *, margin: float, ratio: bool = False
 ) -> StudyTest | None:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from scipy import stats
 from torch import Tensor, nn
 
 from superbatch.errors import InputError, explain
@@ -26,7 +27,7 @@ from superbatch.recipes import Recipe
 from superbatch.report.noise import Noise
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from superbatch.studies.study import ArmSetting, Design, Findings, Options, Show, run_design
-from superbatch.studies.study_common import compared, diverged, mean_loss, present, separable, stream
+from superbatch.studies.study_common import compared, diverged, mean_loss, present, separable, smooth, stream
 from superbatch.torch import Accumulator
 from superbatch.torch.scaling import rescale
 
@@ -99,7 +100,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         The study's own part.
 
     Raises:
-        InputError: samples of the recipe see each other, or it does not offer the optimizer.
+        InputError: samples of the recipe see each other, it does not offer the optimizer, or the samples
+            are too few.
     """
     separable(recipe, NAME)
     optimizer = options.optimizer or recipe.default_optimizer
@@ -112,9 +114,18 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             )
         )
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
+    batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)
+    if samples < KS[-1] * batch:
+        raise InputError(
+            explain(
+                f"branches of {samples} samples from batch_size={batch}",
+                f"the largest branch has batches of {KS[-1]} times the size, and makes not one update",
+                f"give at least {KS[-1] * batch} samples, better many times as many",
+            )
+        )
     setting = Setting(
         arms=tuple(map(Arm, KS)),
-        batch=options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH),
+        batch=batch,
         before=round(BEFORE * samples),
         samples=samples,
         optimizer=optimizer,
@@ -190,30 +201,6 @@ def train(
             yield index, StudyRun(seed=seed, values=values, curve=tuple(smoothed[end - 1] for end in ends))
 
 
-def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
-    """A debiased moving average of losses, with a half-life in samples.
-
-    Args:
-        losses: one per update.
-        batch: samples of an update.
-        half_life: in samples.
-
-    Returns:
-        One value per update.
-
-    Examples:
-        >>> smooth([4.0, 4.0, 4.0], batch=8, half_life=16)[-1]
-        4.0
-    """
-    keep = 2 ** (-batch / half_life)
-    total = weight = 0.0
-    found: list[float] = []
-    for loss in losses:
-        total, weight = keep * total + (1 - keep) * loss, keep * weight + 1 - keep
-        found.append(total / weight)
-    return found
-
-
 def waste(base: list[float], loss: float) -> float:
     """How many times the samples a branch took after which the small batch stayed below the same loss.
 
@@ -255,7 +242,7 @@ def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
         reduction=recipe.reduction,
         weight=recipe.weight,
         batchnorm=recipe.batchnorm,
-        noise=NoiseMeter(data_size=recipe.samples),
+        noise=NoiseMeter(data_size=recipe.samples, every=1),
     )
     size = NOISE_STEPS * batch
     for indices in stream(recipe.samples, NOISE_WINDOWS * size, seed + 10_000).split(size):
@@ -317,10 +304,14 @@ def noise_scale(base: StudyArm) -> float | None:
         base: the arm of the small batch.
 
     Returns:
-        Samples; None without runs, or where the signal is not positive.
+        Samples; None with fewer than two seeds, or where their signals are not told from none (95 %).
     """
-    signal, variance = base.mean(SIGNAL), base.mean(VARIANCE)
-    return None if signal is None or variance is None or signal <= 0 else variance / signal
+    signal, variance = base.values(SIGNAL), base.mean(VARIANCE)
+    if len(signal) < 2 or variance is None:
+        return None
+    mean, error = statistics.fmean(signal), statistics.stdev(signal) / math.sqrt(len(signal))
+    sure = mean - float(stats.t.ppf(0.975, len(signal) - 1)) * error > 0
+    return variance / mean if sure else None
 
 
 def conclude(
@@ -354,10 +345,12 @@ def conclude(
         )
     else:
         failing = tests[matching]
+        # That a batch is not shown to match does not show that it does not.
+        known = "is" if failing.low > failing.margin else "is at least"
         found = (
-            f"The critical batch by branching is {batch * KS[matching]}: up to there the smoothed loss stays "
-            f"{within}, while batch {batch * KS[matching + 1]} is at x {failing.difference:.3g} "
-            f"(up to x {failing.high:.3g})"
+            f"The critical batch by branching {known} {batch * KS[matching]}: up to there the smoothed loss "
+            f"stays {within}, while batch {batch * KS[matching + 1]} is at x {failing.difference:.3g} "
+            f"({failing.low:.3g} to {failing.high:.3g})"
         )
     scale = noise_scale(arms[0])
     if scale is None:

@@ -292,7 +292,7 @@ def conclude(of: dict[str, StudyArm], tests: tuple[StudyTest, ...], metric: str)
         f"{made:,.0f} updates instead of {instead:,.0f}, training loss x {loss.difference:.3g} "
         f"({loss.low:.3g} to {loss.high:.3g}), {words} {signed(same.difference)}"
     )
-    if not (loss.result.equivalent and same.result.equivalent):
+    if not (loss.result.equivalent and same.result.equivalent and made < instead):
         return f"Not shown to be the same: growing the batch instead of decaying the rate made {said}."
     beside = f"a rate that stays ends at x {constant.difference:.2g}"
     if constant.result.equivalent:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import NonFiniteError
+from superbatch.errors import InputError, NonFiniteError, explain
 from superbatch.recipes import Recipe
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from superbatch.report.study_text import number, signed
@@ -130,10 +130,21 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 
     Returns:
         The study's own part.
+
+    Raises:
+        InputError: samples of the recipe see each other, or there are too few for the large batch.
     """
     separable(recipe, NAME)
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     large = options.batch_size or BATCH
+    if large < 2 or samples < LOOKS * large:
+        raise InputError(
+            explain(
+                f"samples={samples} with batch_size={large}",
+                "a large batch is more than one sample, and its noise is looked at over many updates",
+                f"give at least {LOOKS} batches of at least 2 samples",
+            )
+        )
     rate = options.learning_rate or rate_of(recipe, large) / large
     arms = (
         Arm(A, 1, 0.0, rate, samples),
@@ -303,6 +314,11 @@ def conclude(of: dict[str, StudyArm], tests: tuple[StudyTest, ...], metric: str)
     )
     # Half way, by logarithms, between the noise of batch 1 and that of the large batch.
     between = 1 / math.sqrt(times)
+    if not large < between:
+        return (
+            f"Undecided whether momentum 0.99 is a large batch: here a batch of {times:.0f} at the rate of "
+            f"batch 1 has no clearly lower noise, so that noise does not tell them apart: {measured}."
+        )
     if noise.low > between and same.result.equivalent:
         reached = "reaches" if scaled.result.equivalent else "is not shown to reach"
         return (

@@ -66,10 +66,11 @@ def curve_test(
         factor: above 1.
 
     Returns:
-        The test; None where a loss is not positive, so that it has no logarithm.
+        The test; None where a loss is not positive, so that it has no logarithm, and where a baseline ended
+        so early that no point counts.
     """
     logs, reference = _logs(surveys), _logs(baseline)
-    if logs is None or reference is None:
+    if logs is None or reference is None or min(map(len, reference)) <= FIRST:
         return None
     longest = max(baseline, key=lambda survey: len(survey.values))
     values = longest.values

@@ -43,7 +43,8 @@ def lr_survey(
     Afterwards all is as before, bit for bit, also after an exception or Ctrl-C: parameters, masters, buffers,
     attributes and modes of the models, `.grad`, optimizer, GradScaler, random state (torch, Python, NumPy),
     the accumulator's counters and sizes. Its schedulers and its noise meter are left alone. What is read is
-    put back where it can be: the generators of a DataLoader and its samplers, a loader with `state_dict`.
+    put back where it can be: counters and generators of a loader, its samplers and its datasets, an epoch of
+    its workers, a loader with `state_dict`.
 
     Args:
         accumulator: of the training, or (model, optimizer, loss_fn) to make one of.

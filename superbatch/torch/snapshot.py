@@ -9,7 +9,8 @@ import ctypes
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -166,6 +167,35 @@ def restore_random_state(state: dict[str, Any]) -> None:
         else:
             device = torch.device(name)
             torch.get_device_module(device).set_rng_state(value, device)
+
+
+def generator_restorer(value: Any) -> Callable[[], object] | None:
+    """Remember the state of a generator that a user's object holds.
+
+    Args:
+        value: anything.
+
+    Returns:
+        A function that puts its state back; None if it is no generator of torch, Python or NumPy.
+
+    Examples:
+        >>> own = random.Random(0)
+        >>> restore = generator_restorer(own)
+        >>> first = own.random()
+        >>> restore()
+        >>> own.random() == first
+        True
+    """
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):  # the system's has no state
+        return None if isinstance(value, random.SystemRandom) else partial(value.setstate, value.getstate())
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy_random is not None and isinstance(value, numpy_random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if numpy_random is not None and isinstance(value, numpy_random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -1,8 +1,8 @@
 """The batches of a survey: as many as it has points, from the beginning again where they end.
 
-What is read is put back where it can be: the generators of a DataLoader and its samplers, and the state of a
-loader that has `state_dict` and `load_state_dict`. Where an iterator stands cannot be put back, so none is
-taken.
+What is read is put back where it can be: counters and generators of a loader, its samplers and its datasets;
+the epoch of persistent workers; and the state of a loader that has `state_dict` and `load_state_dict`. Where
+an iterator stands cannot be put back, so none is taken.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any
 
-import torch
+from torch.utils.data import DataLoader
 
 from ..errors import InputError, explain
 from ..schedule import Schedule
 from ..window import windows
+from .snapshot import generator_restorer
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Batches:
@@ -85,6 +89,7 @@ def keep_position(batches: Any, undo: ExitStack) -> None:
         undo: what puts everything back.
 
     Examples:
+        >>> import torch
         >>> from torch.utils.data import DataLoader
         >>> seeded = torch.Generator().manual_seed(0)
         >>> loader = DataLoader(range(100), batch_size=3, shuffle=True, generator=seeded)
@@ -94,18 +99,48 @@ def keep_position(batches: Any, undo: ExitStack) -> None:
         >>> bool((first == next(iter(loader))).all())
         True
     """
-    for generator in _generators(batches):
-        undo.callback(generator.set_state, generator.get_state())
-    if callable(getattr(batches, "state_dict", None)) and callable(getattr(batches, "load_state_dict", None)):
+    holders, with_state = _holders(batches), _has_state(batches)
+    for holder in holders:
+        if not (holder is batches and with_state):
+            _keep_attributes(holder, undo)
+    if with_state:
         undo.callback(batches.load_state_dict, copy.deepcopy(batches.state_dict()))
+    if isinstance(batches, DataLoader):
+        # Persistent workers go on with their epoch afterwards, unaware of those that serve the survey.
+        undo.callback(setattr, batches, "_iterator", batches._iterator)
+        batches._iterator = None
 
 
-def _generators(batches: Any) -> list[torch.Generator]:
-    sampler = getattr(batches, "sampler", None)
-    batch_sampler = getattr(batches, "batch_sampler", None)
-    holders = (batches, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = {id(g): g for g in (getattr(one, "generator", None) for one in holders)}
-    return [generator for generator in found.values() if isinstance(generator, torch.Generator)]
+def _has_state(batches: Any) -> bool:
+    return all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _holders(batches: Any) -> list[Any]:
+    """The loader, its samplers and its datasets, with those that they wrap: whatever may count or draw."""
+    found: dict[int, Any] = {}
+    waiting = [batches]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in found or not hasattr(one, "__dict__") or isinstance(one, FunctionType):
+            continue
+        found[id(one)] = one
+        waiting += [
+            getattr(one, name) for name in ("sampler", "batch_sampler", "dataset") if hasattr(one, name)
+        ]
+        several = getattr(one, "datasets", ())
+        waiting += several if isinstance(several, list | tuple) else ()
+    return list(found.values())
+
+
+def _keep_attributes(holder: Any, undo: ExitStack) -> None:
+    """Its counters, and the generators it draws from. Not its containers: a cache may go on growing."""
+    attributes = vars(holder)
+    plain = {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
+    undo.callback(attributes.update, plain)
+    for value in attributes.values():
+        restore = generator_restorer(value)
+        if restore is not None:
+            undo.callback(restore)
 
 
 def _beginner(batches: Any) -> Callable[[], Iterable[Any]]:

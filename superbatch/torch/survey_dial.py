@@ -104,11 +104,14 @@ def _set_number(name: str) -> Callable[[dict[str, Any], float], None]:
     return put
 
 
+_NO_MOMENTUM = 1e-300  # of which float32 and float64 make nothing
+
+
 def _set_momentum(group: dict[str, Any], value: float) -> None:
     if "betas" in group:
         group["betas"] = (value, *group["betas"][1:])
-    else:
-        group["momentum"] = value
+    else:  # RMSprop has a buffer only if its first update has momentum; gradients can be summed only into one
+        group["momentum"] = value or _NO_MOMENTUM
 
 
 _SETTERS: dict[What, Callable[[dict[str, Any], float], None]] = {

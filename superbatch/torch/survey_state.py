@@ -6,8 +6,11 @@ one leaves no other behind. Tensors keep their identity: contents are copied bac
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -54,7 +57,8 @@ def put_back(
         True
     """
     tensors = _tensors(models, optimizers, owned)
-    with ExitStack() as undo:  # what is noted first is put back last
+    undo = ExitStack()  # what is noted first is put back last
+    try:
         undo.callback(restore_random_state, random_state({*devices, *(t.device for t in tensors)}))
         _keep_masters(list(owned), {} if written is None else written, undo)
         for model in models:
@@ -66,6 +70,26 @@ def put_back(
         for optimizer in optimizers:
             _begin_afresh(optimizer, undo)
         yield undo
+    finally:
+        with _interrupts_wait():
+            undo.close()
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Let Ctrl-C wait until the body is done: half of what was put back would be worse than nothing."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield  # other threads are not interrupted; where nobody listens, or C code does, nothing is raised
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        before(*pressed[0])
 
 
 def _tensors(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .looking import run_eagerly
-from .snapshot import random_state, restore_random_state
+from .snapshot import generator_restorer, random_state, restore_random_state
 
 # What torch itself keeps in a module; everything else in its `__dict__` is the user's.
 _INTERNAL = frozenset(nn.Module().__dict__)
@@ -27,7 +27,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class _Slot(NamedTuple):
-    owner: Any  # a dict or other container whose content is put back in place
+    owner: Any  # a dict or other container whose content is put back in place; None: `content` does it
     content: Any
 
 
@@ -43,8 +43,9 @@ def untouched(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator
     """Let the body run and convert a model, and put everything back afterwards, also after an exception.
 
     Restored are: parameters, buffers and other tensors of the modules (object, storage and bits), `.grad`,
-    `requires_grad`, training flags, Python attributes and containers of the modules, and the random state of
-    torch (CPU and the model's devices), Python and NumPy. State outside the modules is the caller's.
+    `requires_grad`, training flags, Python attributes, containers and generators of the modules, and the
+    random state of torch (CPU and the model's devices), Python and NumPy. State outside the modules is the
+    caller's.
 
     Args:
         model: its parameters get working copies; `.grad` is None inside.
@@ -101,13 +102,19 @@ def state_restorer(model: nn.Module) -> Callable[[], None]:
         tensor(0)
     """
     slots, modes = _slots(model), [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    # A plain tensor that a forward writes to is as good as a buffer; one with a gradient is a result.
+    attributes = (value for module in model.modules() for value in _held(_attributes(module).values()))
+    plain = (value for value in attributes if isinstance(value, Tensor) and not value.requires_grad)
+    tensors = {id(tensor): tensor for tensor in (*model.buffers(), *plain)}
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
 
     def restore() -> None:
         _restore_python(slots, modes)
         with torch.no_grad():
-            for buffer, content in buffers:
-                buffer.copy_(content)
+            for tensor, content in copies:
+                if tensor.shape != content.shape:
+                    tensor.resize_(content.shape)
+                tensor.copy_(content)
 
     return restore
 
@@ -237,13 +244,34 @@ def _slots(model: nn.Module) -> list[_Slot]:
     for module in model.modules():
         slots += [_Slot(table, dict(table)) for table in (module._parameters, module._buffers)]
         attributes = _attributes(module)
-        slots += [_Slot(value, value.copy()) for value in attributes.values() if type(value) in _CONTAINERS]
+        for value in _held(attributes.values()):
+            if type(value) in _CONTAINERS:
+                slots.append(_Slot(value, value.copy()))
+            elif (restore := generator_restorer(value)) is not None:
+                slots.append(_Slot(None, restore))
         slots.append(_Slot(module, attributes))
     return slots
 
 
+def _held(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, and those in built-in containers among them, however deep: each object once."""
+    seen: set[int] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        if type(value) in _CONTAINERS:
+            waiting.extend(value.values() if isinstance(value, dict) else value)
+
+
 def _restore_python(slots: list[_Slot], modes: list[tuple[nn.Module, bool]]) -> None:
     for owner, content in slots:
+        if owner is None:
+            content()
+            continue
         if isinstance(owner, nn.Module):
             for name in _attributes(owner).keys() - content.keys():
                 del owner.__dict__[name]

@@ -156,8 +156,10 @@ def test_momentum_points_the_right_way(momentum: Study) -> None:
     assert noise["A"] / 2.5 < noise["C"] < 2.5 * noise["A"]
 
 
-def conclude_momentum(c_noise: float, c_accuracy: float = 97.0, spread: float = 0.05) -> str:
-    noise = {"A": 1e-2, "B": 1e-2, "C": c_noise, "D": 1e-2, "E": 1e-1, "F": 6e-4, "G": 9.0}
+def conclude_momentum(
+    c_noise: float, c_accuracy: float = 97.0, spread: float = 0.05, large: float = 6e-4
+) -> str:
+    noise = {"A": 1e-2, "B": 1e-2, "C": c_noise, "D": 1e-2, "E": 1e-1, "F": large, "G": 9.0}
     arms = tuple(
         planted(
             name,
@@ -181,6 +183,9 @@ def test_momentum_concludes_from_the_numbers() -> None:
     )
     assert conclude_momentum(2.5e-3, spread=0.9).startswith("Undecided"), "half way, and very noisy"
     assert conclude_momentum(1e-2, c_accuracy=95.0).startswith("Undecided")
+    alike = conclude_momentum(1e-2, large=0.9e-2)
+    assert alike.startswith("Undecided"), "if the large batch is as noisy, noise cannot tell"
+    assert "no clearly lower noise" in alike
     nothing = tuple(planted(name) for name in "ABCDEFG")
     found = study_momentum.find(nothing, metric=METRIC, margin=0.5, recipe=own_recipe.plane())
     assert found.conclusion == "Too few runs were finished to conclude anything."
@@ -270,8 +275,18 @@ def test_the_larger_batch_costs_samples() -> None:
         assert predicted == sorted(predicted)  # pyright: ignore[reportArgumentType]  (none of them is None)
 
 
-def conclude_critical(factors: tuple[float, ...], *, signal: float = 1.0) -> str:
-    base = {"signal": around(signal), "variance": around(64.0)}
+def test_the_noise_scale_is_measured_in_every_window() -> None:
+    """A meter of its own accord looks at one window in ten of so small a model: too few of 64."""
+    recipe = own_recipe.plane()
+    noise = study_critical_batch.noise_at(recipe, recipe.model(0), 2, seed=0)
+    assert noise.windows == study_critical_batch.NOISE_WINDOWS
+    assert noise.batch_size is not None
+
+
+def conclude_critical(
+    factors: tuple[float, ...], *, signal: float = 1.0, signals: list[float] | None = None
+) -> str:
+    base = {"signal": signals or around(signal), "variance": around(64.0)}
     arms = tuple(
         planted(
             f"batch {8 * k}",
@@ -289,9 +304,15 @@ def test_critical_batch_concludes_from_the_numbers() -> None:
     # 64 samples of noise: (1 + 64/64) / (1 + 8/64).
     assert "64 samples, says that batch 64 needs x 1.78 the samples, measured x 1.2" in text
     assert conclude_critical((1.0, 1.1, 1.0, 1.0, 1.0)).startswith("Already batch 16 is not shown")
+    # Not shown to match, and not shown not to: its interval holds the margin.
+    assert conclude_critical((1.0, 1.0, 1.01, 1.05, 1.5)).startswith(
+        "The critical batch by branching is at least 32:"
+    )
     assert conclude_critical((1.0,) * 5).startswith("The critical batch is at least 128:")
     assert conclude_critical((1.0, 0.8, 0.7, 0.7, 0.7)).startswith("The critical batch is at least 128:")
     assert "not determined" in conclude_critical((1.0,) * 5, signal=-1.0)
+    unsure = conclude_critical((1.0,) * 5, signals=[3.0, -2.0, 1.0, -1.0, 2.0, 0.5])
+    assert "not determined" in unsure, "positive in the mean, and not told from none"
     nothing = tuple(planted(f"batch {k}") for k in (1, 2, 4, 8, 16))
     found = study_critical_batch.find(nothing, batch=1, tolerance=0.05, samples=10)
     assert found.conclusion == "Too few runs were finished to conclude anything."
@@ -406,7 +427,7 @@ def test_an_interruption_leaves_what_was_finished(name: str) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(StudyInterrupted) as caught:
-        study(name, own_recipe.plane(), Options(runs=3, samples=120), progress=stop)
+        study(name, own_recipe.plane(), Options(runs=3, samples=256), progress=stop)
     report = caught.value.report
     assert report.partial
     assert {run.seed for run in report.arms[0].runs} == {0, 1}
@@ -417,7 +438,7 @@ def test_an_interruption_leaves_what_was_finished(name: str) -> None:
 def test_progress_ends_at_the_whole() -> None:
     for name in ("momentum", "grow-batch", "critical-batch"):
         events: list[Progress] = []
-        study(name, own_recipe.plane(), Options(runs=2, samples=96), progress=events.append)
+        study(name, own_recipe.plane(), Options(runs=2, samples=32, batch_size=2), progress=events.append)
         assert events[-1].done == events[-1].total
         assert [event.done for event in events] == sorted(event.done for event in events)
 
@@ -433,6 +454,9 @@ def test_progress_ends_at_the_whole() -> None:
         ("critical-batch", {"optimizer": "lion"}, "optimizer='lion'.*does not offer it.*sgd, adam"),
         ("grow-batch", {"batch_size": 200}, "batch_size=200 with 240 training samples"),
         ("momentum", {"workers": 2}, "workers=2 with a Recipe object"),
+        ("momentum", {"samples": 200}, "samples=200 with batch_size=16.*at least 16 batches"),
+        ("momentum", {"batch_size": 1}, "batch_size=1.*more than one sample"),
+        ("critical-batch", {"samples": 100, "batch_size": 8}, "makes not one update.*at least 128 samples"),
     ],
 )
 def test_wrong_options(name: str, options: dict[str, float], message: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from superbatch import InputError, plot
 from superbatch.report.json import from_json, to_json
@@ -48,7 +49,7 @@ def test_pairs_agree_to_rounding(recipe: Any, optimizer: str) -> None:
 
 def test_a_coupled_recipe_is_surveyed_exactly() -> None:
     recipe = own_recipe.crowd(coupled="exact", batchnorm="per_microbatch", batch_size=20)
-    report = survey(recipe, replace(SMALL, repeats=2, updates=20))
+    report = survey(recipe, replace(SMALL, repeats=1, updates=14))
     assert [arm.claim for arm in report.arms] == ["real", "again", "exact", "exact"]
     # The loss is 5 times a cosine through a softmax, so a rounding is some units in its last place.
     assert max(pair for arm in report.arms for pair in arm.pairs) < 1e-12
@@ -67,6 +68,7 @@ def test_a_mean_of_means_is_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(arm_of(report, "13/5/2").pairs) > 1e-3
     assert failures(report)[0].startswith("13/5/2: paired curves differ by")
     assert conclusions(report)[0].startswith("NOT THE SAME: paired curves of 4x5 and 13/5/2 differ")
+    assert headline(report).startswith("NOT THE SAME: from the same weights and samples curves differ by")
 
 
 def test_a_pair_that_ends_early_is_infinitely_far() -> None:
@@ -226,6 +228,65 @@ def test_the_report_goes_through_json_and_is_drawn(digits: Surveys) -> None:
 
 
 # ------------------------------------------------------------------------------------------- other questions
+
+
+class Spoilt(nn.Module):
+    """Its loss is not finite from the first window on."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * math.nan
+
+
+def test_surveys_that_end_at_once_can_be_shown() -> None:
+    recipe = own_recipe.plane()
+    spoilt = replace(recipe, model=lambda seed: Spoilt(recipe.model(seed)))
+    report = survey(spoilt, replace(SMALL, repeats=2, splits="4x5", include_wrong=True))
+    assert all(run.survey.values == () for arm in report.arms for run in arm.runs), "the premise"
+    assert [row[2] for row in surveys_table(report).rows] == [f"{report.low:.2g} (2 of 2)"] * len(report.arms)
+    assert surveys_table(report).rows[2][3] == "∞ (one ended early)"
+    assert suggestion(report).startswith("No learning rate is suggested: 0 points are too few")
+    assert conclusions(report)[0].startswith("NOT THE SAME")
+    assert failures(report)
+    assert plot.surveys(report).axes
+    assert plot.one_survey(report.arms[0].runs[0].survey).axes
+    assert from_json(Surveys, to_json(report)) == report
+
+
+def test_a_ramp_that_begins_too_high_is_not_called_too_few_surveys() -> None:
+    report = survey(own_recipe.plane(), replace(SMALL, splits="4x5", repeats=2, low=1e4, high=1e9))
+    assert report.arms[2].suggested is None
+    assert "these surveys suggest too little for a test from different seeds" in conclusions(report)[0]
+
+
+def test_how_many_surveys_would_do_is_said_of_the_suggestion_alone() -> None:
+    """The curve is not shown, the suggestion is: nobody knows how many would do."""
+    found = survey(own_recipe.plane(), replace(SMALL, splits="4x5", repeats=2))
+    again, split = arm_of(found, "1x20 again"), arm_of(found, "4x5")
+    assert again.curve is not None
+    assert again.suggested is not None
+    assert split.curve is not None
+    no = replace(again.curve, equivalent=False)
+    fine = replace(again.suggested, equivalent=True, p_value=0.01)
+    bad = replace(again.suggested, equivalent=False, runs_needed=40)
+
+    def said(suggested: Any) -> str:
+        arms = {"again": replace(again, curve=no, suggested=suggested), "exact": replace(split, curve=no)}
+        return conclusions(replace(found, arms=tuple(arms.get(arm.claim, arm) for arm in found.arms)))[1]
+
+    assert said(fine).endswith("these surveys are too few for the tests.")
+    assert said(bad).endswith("(for that of the suggestion 40 per arm would do in 4 of 5 studies).")
+
+
+def test_a_fall_that_noise_may_make_is_said() -> None:
+    tiny = survey(own_recipe.plane(), replace(SMALL, splits="1x20", low=1e-9, high=1e-7, updates=60))
+    assert tiny.arms[0].rate is not None, "the premise: there is a suggestion"
+    assert "no further than noise may make it fall" in suggestion(tiny)
+    far = survey(own_recipe.plane(), replace(SMALL, splits="1x20", high=30.0, updates=60))
+    assert "noise" not in suggestion(far)
 
 
 @pytest.mark.parametrize(("what", "high"), [("momentum", 0.99), ("weight_decay", 1.0)])

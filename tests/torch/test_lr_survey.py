@@ -264,7 +264,7 @@ def test_a_rate_that_is_a_tensor_stays_that_tensor() -> None:
     assert report.losses == pytest.approx(other.losses, rel=1e-5), "the rate is a float32"
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
 def test_a_momentum_is_surveyed(make: Any) -> None:
     model = mlp()
     optimizer = make(model.parameters(), lr=0.01)
@@ -277,11 +277,23 @@ def test_a_momentum_is_surveyed(make: Any) -> None:
 
     accumulate = Accumulator(model, optimizer, loss_fn, check=False)
     report = lr_survey(accumulate, rows(6, 2), what="momentum", updates=20)
-    assert seen == list(report.values)
+    assert seen == pytest.approx(report.values, rel=1e-15, abs=1e-200)
     assert (report.values[0], report.low, report.high) == (0.0, 0.0, 0.999)
     group = optimizer.param_groups[0]
     assert group.get("momentum", 0) == 0
     assert group.get("betas", (0.9, 0.999)) == (0.9, 0.999)
+
+
+def test_a_momentum_is_surveyed_where_gradients_are_summed_into_it() -> None:
+    curves = []
+    for into in ("grad", "momentum"):
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        accumulate = Accumulator(
+            model, sgd, lambda b, model=model: mse(model, b), accumulate_into=into, microbatch_size=2
+        )
+        curves.append(lr_survey(accumulate, rows(6, 2), what="momentum", updates=20).losses)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-12)
 
 
 def test_weight_decay_is_surveyed_in_the_groups_that_have_it() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -338,4 +341,73 @@ def test_an_error_while_putting_back_leaves_nothing_else_behind(monkeypatch: pyt
     monkeypatch.setattr(training.loader, "load_state_dict", broken, raising=False)
     with pytest.raises(Broken):
         training.survey(high=0.1)
+    assert_unchanged(before, training.everything())
+
+
+class Wayward(nn.Module):
+    """Draws from generators of its own, and writes to tensors and containers that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.torch, self.numpy = torch.Generator().manual_seed(1), np.random.default_rng(1)
+        self.python = [random.Random(1)]
+        self.mean = torch.zeros(3)
+        self.deep: dict[str, Any] = {"seen": [], "sum": torch.zeros(())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.add_(1)
+        self.deep["sum"].add_(1)
+        self.deep["seen"].append(len(x))
+        drawn = torch.rand(3, generator=self.torch) + self.numpy.random() + self.python[0].random()
+        return (
+            self.linear(x) * drawn
+            + 0.01 * self.mean
+            + 0.01 * self.deep["sum"]
+            + 0.01 * len(self.deep["seen"])
+        )
+
+
+def test_what_a_model_holds_beside_its_buffers_is_put_back() -> None:
+    def train(*, survey: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = Wayward().double()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        accumulate = Accumulator(model, sgd, lambda b: mse(model, b), check=False)
+        batches = rows(6, 2)
+        found = [accumulate(batches[0]).loss]
+        if survey:
+            assert len(lr_survey(accumulate, batches, updates=POINTS, high=0.1).losses) == POINTS
+        return found + [accumulate(batch).loss for batch in batches]
+
+    assert train(survey=True) == train(survey=False)
+
+
+def test_ctrl_c_while_all_is_put_back_waits_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    before = training.everything()
+    put, pressed = survey_state._as_it_was, itertools.count()
+
+    def interrupted(table: Any, content: Any) -> None:
+        if next(pressed) == 2:
+            signal.raise_signal(signal.SIGINT)
+        put(table, content)
+
+    monkeypatch.setattr(survey_state, "_as_it_was", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        training.survey(high=0.1)
+    assert next(pressed) > 3, "the premise: there was more to be put back"
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert_unchanged(before, training.everything())
+
+
+def test_a_survey_in_another_thread() -> None:
+    """Where Ctrl-C never arrives, and Python lets nobody set a handler."""
+    training, found = Training(), []
+    before = training.everything()
+    thread = threading.Thread(target=lambda: found.append(training.survey(high=0.1)))
+    thread.start()
+    thread.join()
+    assert len(found[0].losses) == POINTS
     assert_unchanged(before, training.everything())
