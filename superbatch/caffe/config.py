@@ -98,9 +98,9 @@ class SolverConfig:
     device_id: int = 0
     random_seed: int = -1
     type: SolverType = "SGD"
-    delta: float = 1e-8
-    momentum2: float = 0.999
-    rms_decay: float = 0.99
+    delta: float = float32(1e-8)
+    momentum2: float = float32(0.999)
+    rms_decay: float = float32(0.99)
     debug_info: bool = False
     snapshot_after_train: bool = True
     layer_wise_reduce: bool = True

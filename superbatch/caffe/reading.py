@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, explain
-from .config import FLOATS, INTS, TYPES, NetState, SolverConfig, violation
+from .config import FLOATS, INTS, TYPES, NetState, SolverConfig, float32, violation
 from .text_format import Field, Message, Scalar, parse
 from .tokens import Token, tokens, wrong_at, wrong_token
 
@@ -68,14 +68,12 @@ def parse_solver(text: str) -> SolverConfig:
         (10, 20)
         >>> parse_solver('base_lr: 0.01\nlr_polcy: "fixed"')
         Traceback (most recent call last):
-        superbatch.errors.PrototxtError: Given: line 2, column 1: 'lr_polcy'. Wrong: a solver has no such field. ...
+        superbatch.errors.PrototxtError: Given: line 2, column 1: 'lr_polcy'. Wrong: ...
     """
     values, places = _message(parse(text), _SOLVER, "a solver")
     if "solver_type" in values:
         if "type" in values:
-            raise wrong_token(
-                places["solver_type"], "type is given too", "take out solver_type, the old name"
-            )
+            raise wrong_token(places["solver_type"], "type is given too", "take out the old solver_type")
         values["type"], places["type"] = values.pop("solver_type"), places["solver_type"]
     defaults = {field.name: field.default for field in dataclasses.fields(SolverConfig)}
     found = violation({**defaults, "lr_policy": "", **values})
@@ -194,7 +192,7 @@ def _float(field: Field, value: Scalar) -> float:
     octal = len(text) > 1 and text[0] == "0" and text.isdigit()
     if value.string is not None or value.token.kind != "number" or text[1:2] in ("x", "X") or octal:
         raise _mistyped(field, value, "a number", "write a decimal number, without quotes")
-    return sign * float(text.rstrip("fF"))
+    return float32(sign * float(text.rstrip("fF")))
 
 
 def _enum(names: tuple[str, ...], values: tuple[str, ...] | None = None) -> _Read:

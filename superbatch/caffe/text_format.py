@@ -101,12 +101,12 @@ class _Reader:
         self._tokens = tokens(text)
         self._next = next(self._tokens)
 
-    def fields(self, closes: str | None, depth: int) -> Iterator[Field]:
-        """Read fields up to the mark that closes the message (None: the end of the file)."""
-        opened = self._next
+    def fields(self, opened: Token | None, depth: int) -> Iterator[Field]:
+        """Read fields up to the mark that closes what was opened (None: the end of the file)."""
+        closes = None if opened is None else _CLOSES[opened.text]
         while True:
             token = self._take()
-            if token.kind == "end" and closes is not None:
+            if token.kind == "end" and opened is not None:
                 raise wrong_token(
                     token,
                     f"the message that begins in line {opened.line}, column {opened.column} has no end",
@@ -150,7 +150,7 @@ class _Reader:
         opened = self._take()
         if depth == _DEEPEST:
             raise wrong_token(opened, f"messages lie {depth} deep in each other", "make it flatter")
-        return Message(tuple(self.fields(_CLOSES[opened.text], depth + 1)))
+        return Message(tuple(self.fields(opened, depth + 1)))
 
     def _scalar(self, name: Token) -> Scalar:
         negative = self._mark("-")

@@ -31,8 +31,7 @@ def solver_text(config: SolverConfig) -> str:
     lines: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        default = float32(field.default) if field.name in FLOATS else field.default
-        if value != default:
+        if value != field.default:
             several = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
             lines += [f"{field.name}{_written(field.name, each)}" for each in several]
     return "".join(f"{line}\n" for line in lines)
