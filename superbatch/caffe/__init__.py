@@ -6,6 +6,7 @@
 from ..errors import PrototxtError as PrototxtError
 from .config import NetState as NetState
 from .config import SolverConfig as SolverConfig
+from .explaining import explain_solver as explain_solver
 from .rates import multistep_drops as multistep_drops
 from .rates import rate_schedule as rate_schedule
 from .reading import parse_solver as parse_solver

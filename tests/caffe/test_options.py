@@ -74,7 +74,7 @@ def both(
     return ours, theirs
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(TYPES),
     iter_size=st.integers(1, 5),
