@@ -15,7 +15,7 @@ from superbatch.caffe import SmoothedLoss, SolverConfig, parse_solver, rate_sche
 from superbatch.caffe.config import TYPES
 from superbatch.errors import InputError, OptimizerError, StatementError
 from superbatch.torch import Accumulator, Window
-from superbatch.torch.caffe import CaffeOptimizer, loss_weight, softmax_loss, solver
+from superbatch.torch.caffe import CaffeOptimizer, CaffeRate, loss_weight, softmax_loss, solver
 from tests.caffe.reference import DEFAULTS, Reference
 
 IGNORED = 7
@@ -247,3 +247,21 @@ def test_float32_models_and_a_closure() -> None:
 
     assert caffe.optimizer.step(closure).item() > 0
     assert moved(model.double()) > 1e-3
+
+
+def test_the_policy_drives_a_stock_optimizer_too() -> None:
+    """Without lr_mult it is 1; a group that is added later gets its own rate with the next update."""
+    config = parse_solver('base_lr: 1 lr_policy: "step" gamma: 0.5 stepsize: 2')
+    one, two = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([one], lr=1.0)
+    rate = CaffeRate(optimizer, config)
+    rates = []
+    for _ in range(4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        rate.step()
+    assert rates == [1.0, 1.0, 0.5, 0.5]
+    ours = CaffeOptimizer([one], config)
+    ours.add_param_group({"params": [two], "lr_mult": 3})
+    assert [group["lr"] for group in ours.param_groups] == [1.0, 3.0]
+    assert [group["decay_mult"] for group in ours.param_groups] == [1.0, 1.0]
