@@ -162,7 +162,7 @@ def _integer(value: Scalar) -> int | None:
     if value.token.kind != "number" or value.string is not None:
         return None
     text = value.token.text
-    octal = len(text) > 1 and text[0] == "0" and text.isdigit()
+    octal = text[0] == "0" and text[1:2].isdigit()
     try:
         number = int(text, 8) if octal else int(text, 0)
     except ValueError:
@@ -183,13 +183,13 @@ def _int(bits: int) -> _Read:
 
 
 def _float(field: Field, value: Scalar) -> float:
-    text = value.token.text
+    text = value.token.text  # of a string at least its quotes
     sign = -1.0 if value.negative else 1.0
     if value.string is None and value.token.kind == "name":
         words = {"inf": math.inf, "infinity": math.inf, "nan": math.nan}
         if text.lower() in words:
             return sign * words[text.lower()]
-    octal = len(text) > 1 and text[0] == "0" and text.isdigit()
+    octal = text[0] == "0" and text[1:2].isdigit()
     if value.string is not None or value.token.kind != "number" or text[1:2] in ("x", "X") or octal:
         raise _mistyped(field, value, "a number", "write a decimal number, without quotes")
     return float32(sign * float(text.rstrip("fF")))

@@ -147,6 +147,7 @@ def test_nets_in_the_file_are_kept_as_they_are() -> None:
         ("base_lr: '0.1'", 1, 10, "base_lr is a number"),
         ("base_lr: fast", 1, 10, "base_lr is a number"),
         ("base_lr: 0x10", 1, 10, "base_lr is a number"),
+        ("base_lr: 06.9", 1, 10, "base_lr is a number"),  # protobuf: a leading zero means octal
         ("base_lr: 1.5.2", 1, 10, "'1.5.'.... Wrong: it begins like a number"),
         ("max_iter: 10k", 1, 11, "it begins like a number"),
         ("type: SGD", 1, 7, 'type is a string. Do: write type: "..."'),
