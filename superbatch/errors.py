@@ -11,6 +11,19 @@ class InputError(SuperbatchError, ValueError):
     """An argument has the wrong type or value."""
 
 
+class PrototxtError(InputError):
+    """A file in protobuf's text format cannot be read.
+
+    Attributes:
+        line: where, counted from 1.
+        column: the character of that line, counted from 1 (a tab is one character).
+    """
+
+    def __init__(self, text: str, *, line: int, column: int) -> None:
+        super().__init__(text)
+        self.line, self.column = line, column
+
+
 class SplitError(SuperbatchError, ValueError):
     """A batch cannot be split into micro-batches as asked."""
 

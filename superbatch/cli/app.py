@@ -14,6 +14,7 @@ import typer
 
 from superbatch._version import __version__
 from superbatch.cli.advise import advise
+from superbatch.cli.caffe import caffe
 from superbatch.cli.compare import compare
 from superbatch.cli.fit import fit
 from superbatch.cli.noise import noise
@@ -34,6 +35,7 @@ app = typer.Typer(
 
 # One line per command; each lies in a file of its own.
 app.command("advise")(advise)
+app.command("caffe")(caffe)
 app.command("compare")(compare)
 app.command("fit")(fit)
 app.command("noise")(noise)

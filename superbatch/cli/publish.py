@@ -14,6 +14,7 @@ from superbatch.cli.progress import duration
 
 if TYPE_CHECKING:
     from superbatch.report.advice import Advice
+    from superbatch.report.caffe import CaffeExplained
     from superbatch.report.comparison import Comparison
     from superbatch.report.fitting import Fitting
     from superbatch.report.noise_study import NoiseStudy
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def publish(
-    report: Comparison | Fitting | Advice | NoiseStudy | Study | Surveys,
+    report: Comparison | Fitting | Advice | NoiseStudy | Study | Surveys | CaffeExplained,
     folder: Path | None,
     *,
     as_json: bool,

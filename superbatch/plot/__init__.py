@@ -1,6 +1,7 @@
 """Draw reports: a frozen report in, a matplotlib `Figure` out; no pyplot, no window, no global style."""
 
 from .advice import advice as advice
+from .caffe import caffe_rate as caffe_rate
 from .comparing import comparison as comparison
 from .fit import fitting as fitting
 from .growing import growing as growing

@@ -1,0 +1,245 @@
+"""What a solver file says: every field of Caffe's SolverParameter, with its type and its default.
+
+Source: BVLC/caffe 9b891540, src/caffe/proto/caffe.proto, `message SolverParameter`.
+"""
+
+from __future__ import annotations
+
+# pyright: strict
+import dataclasses
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import InputError, explain
+from .text_format import Message
+
+SolverType = Literal["SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam"]
+Policy = Literal["fixed", "step", "exp", "inv", "multistep", "poly", "sigmoid"]
+
+TYPES = ("SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam")
+"""Solvers, in the order of the numbers of the old field ``solver_type``."""
+
+POLICIES = ("fixed", "step", "exp", "inv", "multistep", "poly", "sigmoid")
+"""Learning-rate policies."""
+
+
+def float32(value: float) -> float:
+    """Round to float32, as Caffe's solver parameters and multipliers are stored.
+
+    Examples:
+        >>> float32(0.1)
+        0.10000000149011612
+    """
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetState:
+    """When a layer of a net is used: Caffe's NetState."""
+
+    phase: Literal["TRAIN", "TEST"] = "TEST"
+    level: int = 0
+    stage: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolverConfig:
+    """A solver: Caffe's SolverParameter. Floats are rounded to float32, as Caffe stores them.
+
+    Each attribute is the field of the same name, with Caffe's default; None: not said. Two differ. `type` is
+    also what the old field ``solver_type`` becomes, as in Caffe. Nets that stand in the file (`net_param`,
+    ...) are kept as they are written: their own fields are not checked.
+
+    Raises:
+        InputError: a value that Caffe's solver refuses, or with which it computes nothing sensible.
+
+    Examples:
+        >>> config = SolverConfig(base_lr=0.1, lr_policy="step", gamma=0.5, stepsize=10, iter_size=4)
+        >>> config.base_lr, config.momentum, config.type
+        (0.10000000149011612, 0.0, 'SGD')
+    """
+
+    net: str | None = None
+    net_param: Message | None = None
+    train_net: str | None = None
+    test_net: tuple[str, ...] = ()
+    train_net_param: Message | None = None
+    test_net_param: tuple[Message, ...] = ()
+    train_state: NetState | None = None
+    test_state: tuple[NetState, ...] = ()
+    test_iter: tuple[int, ...] = ()
+    test_interval: int = 0
+    test_compute_loss: bool = False
+    test_initialization: bool = True
+    base_lr: float = 0.0
+    display: int = 0
+    average_loss: int = 1
+    max_iter: int = 0
+    iter_size: int = 1
+    lr_policy: Policy
+    gamma: float = 0.0
+    power: float = 0.0
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    regularization_type: Literal["L2", "L1"] = "L2"
+    stepsize: int = 0
+    stepvalue: tuple[int, ...] = ()
+    clip_gradients: float = -1.0
+    snapshot: int = 0
+    snapshot_prefix: str | None = None
+    snapshot_diff: bool = False
+    snapshot_format: Literal["HDF5", "BINARYPROTO"] = "BINARYPROTO"
+    solver_mode: Literal["CPU", "GPU"] = "GPU"
+    device_id: int = 0
+    random_seed: int = -1
+    type: SolverType = "SGD"
+    delta: float = float32(1e-8)
+    momentum2: float = float32(0.999)
+    rms_decay: float = float32(0.99)
+    debug_info: bool = False
+    snapshot_after_train: bool = True
+    layer_wise_reduce: bool = True
+    weights: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in FLOATS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise _refused(f"{name}={value!r}", "it is no number", "pass a float")
+            object.__setattr__(self, name, float32(float(value)))
+        for name in INTS:
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise _refused(f"{name}={value!r}", "it is no whole number", "pass an int")
+        found = violation({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        if found is not None:
+            given = f"{found.field}={getattr(self, found.field)!r}"
+            raise _refused(given, found.wrong, found.do)
+
+
+FLOATS = (
+    "base_lr",
+    "gamma",
+    "power",
+    "momentum",
+    "weight_decay",
+    "clip_gradients",
+    "delta",
+    "momentum2",
+    "rms_decay",
+)
+"""The fields that are floats."""
+
+INTS = (
+    "test_interval",
+    "display",
+    "average_loss",
+    "max_iter",
+    "iter_size",
+    "stepsize",
+    "snapshot",
+    "device_id",
+    "random_seed",
+)
+"""The fields that are one int each."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Why a solver is refused.
+
+    Attributes:
+        field: the field that is wrong, or missing.
+        wrong: why.
+        do: the remedy.
+        because: the field that asks for it, where another one does.
+    """
+
+    field: str
+    wrong: str
+    do: str
+    because: str | None = None
+
+
+def violation(values: dict[str, Any]) -> Violation | None:
+    """Find what is wrong with a solver, by the checks that Caffe makes while it trains.
+
+    Args:
+        values: every field of `SolverConfig` by name, of the right types.
+
+    Returns:
+        The first thing that is wrong; None if nothing is.
+
+    Examples:
+        >>> values = {field.name: field.default for field in dataclasses.fields(SolverConfig)}
+        >>> violation({**values, "lr_policy": "step", "gamma": 0.1}).field
+        'stepsize'
+    """
+    return _choices(values) or _numbers(values) or _policy(values) or _solver(values)
+
+
+def _choices(values: dict[str, Any]) -> Violation | None:
+    choices = {
+        "lr_policy": POLICIES,
+        "type": TYPES,
+        "regularization_type": ("L2", "L1"),
+        "snapshot_format": ("HDF5", "BINARYPROTO"),
+        "solver_mode": ("CPU", "GPU"),
+    }
+    for name, known in choices.items():
+        if values[name] not in known:
+            wrong = f"Caffe knows {', '.join(known)}"
+            return Violation(name, wrong, f'write one of these, such as "{known[0]}"')
+    return None
+
+
+def _numbers(values: dict[str, Any]) -> Violation | None:
+    for name in FLOATS:
+        value = values[name]
+        if math.isnan(value) or (math.isinf(value) and name != "clip_gradients"):
+            return Violation(name, "every weight would become NaN", "write a finite number")
+    for name in ("iter_size", "average_loss"):
+        if values[name] < 1:
+            return Violation(name, "at least 1 is needed", "write 1 or more")
+    if values["max_iter"] < 0:
+        return Violation("max_iter", "updates are counted from 0", "write 0 or more")
+    return None
+
+
+def _policy(values: dict[str, Any]) -> Violation | None:
+    policy = values["lr_policy"]
+    if policy in ("step", "sigmoid") and values["stepsize"] < 1:
+        return Violation(
+            "stepsize", f'lr_policy "{policy}" needs one above 0', "write stepsize: and updates", "lr_policy"
+        )
+    if policy not in ("fixed", "poly") and values["gamma"] < 0:
+        return Violation("gamma", f'lr_policy "{policy}" needs 0 or more', "write a gamma of 0 or more")
+    if policy == "poly" and values["max_iter"] < 1:
+        return Violation(
+            "max_iter",
+            'lr_policy "poly" ends there',
+            "write max_iter: and the number of updates",
+            "lr_policy",
+        )
+    return None
+
+
+def _solver(values: dict[str, Any]) -> Violation | None:
+    kind = values["type"]
+    if kind in ("AdaGrad", "RMSProp") and values["momentum"] != 0:
+        return Violation("momentum", f"{kind} has none in Caffe", "take it out")
+    if kind == "RMSProp" and not 0 <= values["rms_decay"] < 1:
+        return Violation("rms_decay", "it lies between 0 and 1, and below 1", "write 0.99, for example")
+    if kind == "Adam" and not (0 <= values["momentum"] < 1 and 0 <= values["momentum2"] < 1):
+        name = "momentum2" if 0 <= values["momentum"] < 1 else "momentum"
+        return Violation(name, "Adam divides by one minus its powers", "write a number from 0 to below 1")
+    return None
+
+
+def _refused(given: str, wrong: str, do: str) -> InputError:
+    return InputError(explain(given, wrong, do))

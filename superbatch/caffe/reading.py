@@ -1,0 +1,249 @@
+"""A solver file becomes a `SolverConfig`; whatever Caffe would not take is an error with its place."""
+
+from __future__ import annotations
+
+# pyright: strict
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, explain
+from .config import FLOATS, INTS, TYPES, NetState, SolverConfig, float32, violation
+from .text_format import Field, Message, Scalar, parse
+from .tokens import Token, tokens, wrong_at, wrong_token
+
+_Read = Callable[[Field, Scalar], Any]
+
+
+def read_solver(path: str | os.PathLike[str]) -> SolverConfig:
+    """Read a solver file.
+
+    Args:
+        path: of a ``solver.prototxt``.
+
+    Returns:
+        What it says.
+
+    Raises:
+        PrototxtError: it is not in the text format; a field is unknown, of another type or given twice; a
+            value is one that Caffe refuses. With line and column.
+        InputError: the file cannot be read.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "solver.prototxt")
+        ...     _ = file.write_text('base_lr: 0.5 lr_policy: "fixed" iter_size: 4')
+        ...     read_solver(file).iter_size
+        4
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise InputError(
+            explain(f"the solver file {os.fspath(path)!r}", f"{reason}", "name a solver.prototxt")
+        ) from error
+    return parse_solver(text)
+
+
+def parse_solver(text: str) -> SolverConfig:
+    r"""Read a solver from the text of its file.
+
+    Args:
+        text: in protobuf's text format.
+
+    Returns:
+        What it says.
+
+    Raises:
+        PrototxtError: as for `read_solver`.
+
+    Examples:
+        >>> parse_solver('base_lr: 0.01 lr_policy: "multistep" gamma: .5 stepvalue: [10, 20]').stepvalue
+        (10, 20)
+        >>> parse_solver('base_lr: 0.01\nlr_polcy: "fixed"')
+        Traceback (most recent call last):
+        superbatch.errors.PrototxtError: Given: line 2, column 1: 'lr_polcy'. Wrong: ...
+    """
+    values, places = _message(parse(text), _SOLVER, "a solver")
+    if "solver_type" in values:
+        if "type" in values:
+            raise wrong_token(places["solver_type"], "type is given too", "take out the old solver_type")
+        values["type"], places["type"] = values.pop("solver_type"), places["solver_type"]
+    defaults = {field.name: field.default for field in dataclasses.fields(SolverConfig)}
+    found = violation({**defaults, "lr_policy": "", **values})
+    if found is not None:
+        place = places.get(found.field) or places.get(found.because or "")
+        given = found.field if found.field in values else f"no {found.field}"
+        if found.field in values:
+            given = f"{found.field}: {_shown(values[found.field])}"
+        if place is None:
+            *_, place = tokens(text)
+        raise wrong_at(place.line, place.column, given, found.wrong, found.do)
+    return SolverConfig(**values)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _message(
+    message: Message, schema: Mapping[str, tuple[_Read | None, bool]], what: str
+) -> tuple[dict[str, Any], dict[str, Token]]:
+    """Read the fields of a message: values and the place of each, by name."""
+    values: dict[str, Any] = {}
+    places: dict[str, Token] = {}
+    for field in message.fields:
+        name = field.name.text
+        if name not in schema:
+            close = difflib.get_close_matches(name, schema, n=1)
+            do = f"write {close[0]} or take it out" if close else "take it out"
+            raise wrong_token(field.name, f"{what} has no such field", do)
+        read, repeated = schema[name]
+        if not repeated and name in values:
+            first = places[name]
+            raise wrong_token(
+                field.name,
+                f"it was given in line {first.line}, column {first.column} already",
+                "give it once",
+            )
+        if not repeated and field.in_list:
+            raise wrong_token(field.name, "it has one value, not a list", f"write {name}: and one value")
+        value = _value(field, read)
+        values[name] = (*values.get(name, ()), value) if repeated else value
+        places.setdefault(name, field.name)
+    return values, places
+
+
+def _value(field: Field, read: _Read | None) -> Any:
+    name = field.name.text
+    if read is None:
+        if isinstance(field.value, Message):
+            return _net_state(field.value) if name in ("train_state", "test_state") else field.value
+        raise wrong_token(field.value.token, f"{name} is a message", f"write {name} {{ ... }}")
+    if isinstance(field.value, Message):
+        raise wrong_token(field.name, f"{name} has a value, not fields", f"write {name}: and the value")
+    return read(field, field.value)
+
+
+def _net_state(message: Message) -> NetState:
+    values, _ = _message(message, _NET_STATE, "a NetState")
+    return NetState(**values)
+
+
+def _mistyped(field: Field, value: Scalar, wanted: str, do: str) -> Exception:
+    given = f"{field.name.text}: {value.shown}"
+    return wrong_at(value.token.line, value.token.column, given, f"{field.name.text} is {wanted}", do)
+
+
+def _string(field: Field, value: Scalar) -> str:
+    if value.string is None:
+        raise _mistyped(field, value, "a string", f'write {field.name.text}: "..."')
+    return value.string
+
+
+def _bool(field: Field, value: Scalar) -> bool:
+    words = {"true": True, "True": True, "t": True, "1": True}
+    words |= {"false": False, "False": False, "f": False, "0": False}
+    if value.string is None and not value.negative and value.token.text in words:
+        return words[value.token.text]
+    raise _mistyped(field, value, "a bool", "write true or false")
+
+
+def _integer(value: Scalar) -> int | None:
+    """The number of a scalar in any of the three bases; None if it is no whole number."""
+    if value.token.kind != "number" or value.string is not None:
+        return None
+    text = value.token.text
+    octal = text[0] == "0" and text[1:2].isdigit()
+    try:
+        number = int(text, 8) if octal else int(text, 0)
+    except ValueError:
+        return None
+    return -number if value.negative else number
+
+
+def _int(bits: int) -> _Read:
+    def read(field: Field, value: Scalar) -> int:
+        number = _integer(value)
+        if number is None:
+            raise _mistyped(field, value, "a whole number", "write an int, without a point or quotes")
+        if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+            raise _mistyped(field, value, f"an int of {bits} bits", "write a smaller one")
+        return number
+
+    return read
+
+
+def _float(field: Field, value: Scalar) -> float:
+    text = value.token.text  # of a string at least its quotes
+    sign = -1.0 if value.negative else 1.0
+    if value.string is None and value.token.kind == "name":
+        words = {"inf": math.inf, "infinity": math.inf, "nan": math.nan}
+        if text.lower() in words:
+            return sign * words[text.lower()]
+    octal = text[0] == "0" and text[1:2].isdigit()
+    if value.string is not None or value.token.kind != "number" or text[1:2] in ("x", "X") or octal:
+        raise _mistyped(field, value, "a number", "write a decimal number, without quotes")
+    return float32(sign * float(text.rstrip("fF")))
+
+
+def _enum(names: tuple[str, ...], values: tuple[str, ...] | None = None) -> _Read:
+    """A word or its number; `values` is what the words become."""
+
+    def read(field: Field, value: Scalar) -> str:
+        number = _integer(value)
+        if number is None and value.string is None and not value.negative and value.token.text in names:
+            number = names.index(value.token.text)
+        if number is None or not 0 <= number < len(names):
+            raise _mistyped(field, value, f"one of {', '.join(names)}", f"write {names[0]}, without quotes")
+        return (values or names)[number]
+
+    return read
+
+
+_ONE: dict[str, _Read | None] = {
+    **dict.fromkeys(FLOATS, _float),
+    **dict.fromkeys(INTS, _int(32)),
+    "random_seed": _int(64),
+    **dict.fromkeys(
+        ("net", "train_net", "lr_policy", "regularization_type", "snapshot_prefix", "type"), _string
+    ),
+    **dict.fromkeys(
+        (
+            "test_compute_loss",
+            "test_initialization",
+            "snapshot_diff",
+            "debug_info",
+            "snapshot_after_train",
+            "layer_wise_reduce",
+        ),
+        _bool,
+    ),
+    "snapshot_format": _enum(("HDF5", "BINARYPROTO")),
+    "solver_mode": _enum(("CPU", "GPU")),
+    "solver_type": _enum(("SGD", "NESTEROV", "ADAGRAD", "RMSPROP", "ADADELTA", "ADAM"), TYPES),
+    **dict.fromkeys(("net_param", "train_net_param", "train_state")),
+}
+_REPEATED: dict[str, _Read | None] = {
+    "test_net": _string,
+    "weights": _string,
+    "test_iter": _int(32),
+    "stepvalue": _int(32),
+    **dict.fromkeys(("test_net_param", "test_state")),
+}
+_SOLVER = {name: (read, False) for name, read in _ONE.items()} | {
+    name: (read, True) for name, read in _REPEATED.items()
+}
+_NET_STATE: dict[str, tuple[_Read | None, bool]] = {
+    "phase": (_enum(("TRAIN", "TEST")), False),
+    "level": (_int(32), False),
+    "stage": (_string, True),
+}

@@ -1,0 +1,98 @@
+"""The nearest optimizer and scheduler of torch, and where they are not Caffe's."""
+
+from __future__ import annotations
+
+# pyright: strict
+from ..report.caffe import Stock
+from .config import SolverConfig
+from .rates import multistep_drops
+from .writing import shortest
+
+
+def stock(config: SolverConfig) -> Stock:
+    """Name what torch has itself, for a training on the mean gradient of each update.
+
+    Args:
+        config: the solver.
+
+    Returns:
+        Expressions, and what sets them apart from Caffe.
+
+    Examples:
+        >>> config = SolverConfig(base_lr=0.1, lr_policy="step", gamma=0.5, stepsize=9, momentum=0.9)
+        >>> stock(config).scheduler
+        'torch.optim.lr_scheduler.StepLR(optimizer, 9, 0.5)'
+        >>> stock(config).same
+        False
+    """
+    name, options = _optimizer(config)
+    given = {"lr": config.base_lr, **options}
+    if config.weight_decay and config.regularization_type == "L2":
+        given["weight_decay"] = config.weight_decay
+    written = [f"{key}={_number(value)}" for key, value in given.items()]
+    if config.type == "Adam":
+        written.append(f"betas=({_number(config.momentum)}, {_number(config.momentum2)})")
+    return Stock(
+        optimizer=f"torch.optim.{name}(parameters, {', '.join(written)})",
+        scheduler=_scheduler(config),
+        differs=tuple(_differences(config)),
+    )
+
+
+def _number(value: float | bool) -> str:
+    return str(value) if isinstance(value, bool) else shortest(value)
+
+
+def _optimizer(config: SolverConfig) -> tuple[str, dict[str, float | bool]]:
+    c = config
+    names: dict[str, tuple[str, dict[str, float | bool]]] = {
+        "SGD": ("SGD", {"momentum": c.momentum}),
+        # Without a momentum torch refuses nesterov=True; both are plain SGD then.
+        "Nesterov": ("SGD", {"momentum": c.momentum, **({"nesterov": True} if c.momentum > 0 else {})}),
+        "AdaGrad": ("Adagrad", {"eps": c.delta}),
+        "RMSProp": ("RMSprop", {"alpha": c.rms_decay, "eps": c.delta}),
+        "AdaDelta": ("Adadelta", {"rho": c.momentum, "eps": c.delta}),
+    }
+    if c.type != "Adam":
+        return names[c.type]
+    return "Adam", {"eps": c.delta}
+
+
+def _scheduler(config: SolverConfig) -> str | None:
+    gamma, power = shortest(config.gamma), shortest(config.power)
+    drops = [drop for drop in multistep_drops(config.stepvalue) if drop < max(config.max_iter, 1)]
+    text = {
+        "fixed": None,
+        "step": f"StepLR(optimizer, {config.stepsize}, {gamma})",
+        "exp": f"ExponentialLR(optimizer, {gamma})",
+        "inv": f"LambdaLR(optimizer, lambda update: (1 + {gamma} * update) ** -{power})",
+        "multistep": f"MultiStepLR(optimizer, {drops}, {gamma})",
+        "poly": f"PolynomialLR(optimizer, {config.max_iter}, {power})",
+        "sigmoid": "LambdaLR(optimizer, lambda update: "
+        f"1 / (1 + math.exp(-{gamma} * (update - {config.stepsize}))))",
+    }[config.lr_policy]
+    return None if text is None else f"torch.optim.lr_scheduler.{text}"
+
+
+def _differences(config: SolverConfig) -> list[str]:
+    found: list[str] = []
+    if config.type in ("SGD", "Nesterov") and config.momentum and config.lr_policy != "fixed":
+        found.append(
+            "in Caffe the rate lies inside the momentum buffer, so that after a change of the rate the old "
+            "one goes on in the buffer; torch multiplies the whole buffer by the new one"
+        )
+    if config.type == "Adam":
+        found.append(
+            "torch adds eps to the corrected root of the second moment, Caffe adds delta before the "
+            "correction: in the first updates it weighs more"
+        )
+    if config.weight_decay and config.regularization_type == "L1":
+        found.append("torch's optimizers have no L1 decay")
+    if config.clip_gradients >= 0:
+        found.append(
+            "the gradient must be clipped before the update: torch.nn.utils.clip_grad_norm_(parameters, "
+            f"{config.clip_gradients / config.iter_size:g}), which differs by 1e-6 of the norm"
+        )
+    if config.lr_policy == "inv":
+        found.append("Caffe multiplies gamma and the update in float32")
+    return found

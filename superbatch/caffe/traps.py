@@ -1,0 +1,138 @@
+"""What a solver file means and its author may not have meant."""
+
+from __future__ import annotations
+
+# pyright: strict
+from collections.abc import Iterator
+
+from ..report.caffe import Trap
+from .config import SolverConfig
+from .rates import multistep_drops
+from .writing import shortest
+
+
+def traps(config: SolverConfig) -> tuple[Trap, ...]:
+    """Find what may surprise in a solver.
+
+    Args:
+        config: the solver.
+
+    Returns:
+        One entry for each thing, the ones that change training most first.
+
+    Examples:
+        >>> config = SolverConfig(
+        ...     net="n", base_lr=0.1, lr_policy="fixed", max_iter=9, clip_gradients=8.0, iter_size=4
+        ... )
+        >>> [trap.field for trap in traps(config)]
+        ['clip_gradients', 'iter_size', 'iter_size']
+    """
+    return (
+        *_nothing_learnt(config),
+        *_clipping(config),
+        *_accumulation(config),
+        *_rate(config),
+        *_other(config),
+    )
+
+
+def _nothing_learnt(config: SolverConfig) -> Iterator[Trap]:
+    if config.base_lr == 0:
+        yield Trap(field="base_lr", text="it is 0, so that nothing is learnt", do="Write base_lr")
+    if config.max_iter == 0:
+        yield Trap(field="max_iter", text="it is 0, so that no update is made", do="Write max_iter")
+    if config.clip_gradients == 0:
+        yield Trap(
+            field="clip_gradients",
+            text="0 makes every gradient zero; only a negative number turns clipping off",
+            do="Leave it out",
+        )
+
+
+def _clipping(config: SolverConfig) -> Iterator[Trap]:
+    bound, steps = config.clip_gradients, config.iter_size
+    if bound > 0 and steps > 1:
+        yield Trap(
+            field="clip_gradients",
+            text=f"Caffe clips the sum over {steps} micro-batches before it divides by {steps}: the gradient "
+            f"of the batch is clipped at {bound / steps:g}, {steps} times tighter than {shortest(bound)} "
+            "(caffe#6199)",
+            do=f'Pass clip="mean" to clip the gradient of the batch at {shortest(bound)}',
+        )
+
+
+def _accumulation(config: SolverConfig) -> Iterator[Trap]:
+    if config.iter_size == 1:
+        return
+    yield Trap(
+        field="iter_size",
+        text="with ignore_label each micro-batch is divided by its own valid labels, so that the loss is a "
+        "mean of means and not that of the batch",
+        do='Use loss_weight(..., average="exact") for the loss of the batch',
+    )
+    yield Trap(
+        field="iter_size",
+        text="BatchNorm layers see one micro-batch at a time, so that the batch is not that of iter_size 1",
+        do='Use Accumulator(coupled="exact") for the batch, or batchnorm="per_microbatch" for Caffe\'s way',
+    )
+
+
+def _rate(config: SolverConfig) -> Iterator[Trap]:
+    if config.lr_policy == "multistep":
+        drops = multistep_drops(config.stepvalue)
+        late = [(value, drop) for value, drop in zip(config.stepvalue, drops, strict=True) if value != drop]
+        if late:
+            told = ", ".join(f"{value} at {drop}" for value, drop in late)
+            yield Trap(
+                field="stepvalue",
+                text=f"at most one drop is made per update, in the order of the file: {told}",
+                do="Write increasing values",
+            )
+        missed = [
+            value for value, drop in zip(config.stepvalue, drops, strict=True) if drop >= config.max_iter
+        ]
+        if missed and config.max_iter:
+            yield Trap(
+                field="stepvalue",
+                text=f"{', '.join(map(str, missed))} will not be reached: training ends at {config.max_iter}",
+                do="Write smaller values, or a larger max_iter",
+            )
+    if config.lr_policy == "step" and 0 < config.max_iter <= config.stepsize:
+        yield Trap(
+            field="stepsize",
+            text=f"the first drop, at {config.stepsize}, will not be reached: training ends at "
+            f"{config.max_iter}",
+            do="Write a smaller stepsize",
+        )
+    if config.lr_policy in ("step", "exp", "multistep") and config.gamma == 0:
+        yield Trap(
+            field="gamma", text="it is 0, so that the rate becomes 0 at the first drop", do="Write gamma"
+        )
+
+
+def _other(config: SolverConfig) -> Iterator[Trap]:
+    if config.type == "Adam" and config.momentum == 0:
+        yield Trap(
+            field="momentum",
+            text="Adam's beta1 is the momentum, which is 0 unless the file says it",
+            do="Write momentum: 0.9 for the usual Adam",
+        )
+    if config.type == "AdaDelta" and config.momentum == 0:
+        yield Trap(
+            field="momentum",
+            text="AdaDelta's decay (rho) is the momentum, which is 0 unless the file says it",
+            do="Write momentum: 0.95, for example",
+        )
+    if config.test_iter and config.test_interval < 1:
+        yield Trap(
+            field="test_interval",
+            text="Caffe refuses to start: test_iter is given, and test_interval is not",
+            do="Write test_interval",
+        )
+    nets = [config.net, config.net_param, config.train_net, config.train_net_param]
+    if sum(net is not None for net in nets) != 1:
+        yield Trap(
+            field="net",
+            text="Caffe refuses to start: it wants exactly one of net, net_param, train_net, train_net_param",
+            do="Write net for Caffe; nothing here needs it",
+        )

@@ -1,0 +1,76 @@
+"""A `SolverConfig` as the text of a solver file: what differs from Caffe's defaults, a line each."""
+
+from __future__ import annotations
+
+# pyright: strict
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, cast
+
+from .config import FLOATS, NetState, SolverConfig, float32
+from .text_format import Message
+
+_WORDS = ("phase", "snapshot_format", "solver_mode")
+
+
+def solver_text(config: SolverConfig) -> str:
+    """Write a solver in protobuf's text format.
+
+    Args:
+        config: the solver.
+
+    Returns:
+        Text from which `parse_solver` reads an equal solver; floats with as few digits as that takes.
+
+    Examples:
+        >>> print(solver_text(SolverConfig(base_lr=0.1, lr_policy="fixed", iter_size=4)), end="")
+        base_lr: 0.1
+        iter_size: 4
+        lr_policy: "fixed"
+    """
+    lines: list[str] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            several = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
+            lines += [f"{field.name}{_written(field.name, each)}" for each in several]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def shortest(value: float) -> str:
+    """Write a float32 with the fewest digits that are read as the same one.
+
+    Examples:
+        >>> shortest(float32(0.1)), shortest(float32(1e-8)), shortest(5.0)
+        ('0.1', '1e-08', '5')
+    """
+    texts = (f"{value:.{digits}g}" for digits in range(1, 10))
+    return next((text for text in texts if float32(float(text)) == value), repr(value))
+
+
+def _written(name: str, value: Any) -> str:
+    if isinstance(value, Message):
+        return f" {{ {' '.join(_raw(value))} }}"
+    if isinstance(value, NetState):
+        parts = [f"phase: {value.phase}", f"level: {value.level}"]
+        parts += [f"stage: {_quoted(stage)}" for stage in value.stage]
+        return f" {{ {' '.join(parts)} }}"
+    if isinstance(value, bool):
+        return f": {'true' if value else 'false'}"
+    if isinstance(value, str):
+        return f": {value if name in _WORDS else _quoted(value)}"
+    return f": {shortest(value) if name in FLOATS else value}"
+
+
+def _raw(message: Message) -> Iterator[str]:
+    for field in message.fields:
+        name, value = field.name.text, field.value
+        if isinstance(value, Message):
+            yield f"{name} {{ {' '.join(_raw(value))} }}"
+        else:
+            yield f"{name}: {value.shown if value.string is None else _quoted(value.string)}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,67 @@
+"""A solver file becomes what an Accumulator is made with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ...caffe import SmoothedLoss, SolverConfig
+from .optimizer import CaffeOptimizer, Clip
+from .rate import CaffeRate
+
+
+@dataclass(frozen=True)
+class CaffeSolver:
+    """What trains as a solver file says; made by `solver`.
+
+    Attributes:
+        config: the solver.
+        optimizer: for the Accumulator.
+        scheduler: for the Accumulator's `scheduler`.
+        accumulation_steps: for `windows`: the solver's ``iter_size``.
+        smoothed_loss: give it each update's loss, and it returns the one that Caffe displays.
+    """
+
+    config: SolverConfig
+    optimizer: CaffeOptimizer
+    scheduler: CaffeRate
+    accumulation_steps: int
+    smoothed_loss: SmoothedLoss
+
+
+def solver(config: SolverConfig, parameters: Iterable[Any], *, clip: Clip = "caffe") -> CaffeSolver:
+    """Make the optimizer, the scheduler and the accumulation steps that reproduce a Caffe solver.
+
+    Args:
+        config: from `superbatch.caffe.read_solver`.
+        parameters: parameters, or parameter groups with ``"lr_mult"`` and ``"decay_mult"``.
+        clip: what ``clip_gradients`` bounds the norm of: ``"caffe"``, the sum over ``iter_size``
+            micro-batches, or ``"mean"``, the gradient of the batch.
+
+    Returns:
+        The parts, for an Accumulator.
+
+    Raises:
+        InputError: an argument has the wrong type or value.
+
+    Examples:
+        >>> import torch
+        >>> from superbatch.caffe import parse_solver
+        >>> from superbatch.torch import Accumulator, windows
+        >>> model = torch.nn.Linear(3, 1)
+        >>> caffe = solver(parse_solver('base_lr: 0.1 lr_policy: "fixed" iter_size: 4'), model.parameters())
+        >>> accumulate = Accumulator(
+        ...     model, caffe.optimizer, lambda x: model(x).square().mean(), scheduler=caffe.scheduler
+        ... )
+        >>> [accumulate(window).samples for window in windows(torch.randn(8, 5, 3), caffe.accumulation_steps)]
+        [20, 20]
+    """
+    optimizer = CaffeOptimizer(parameters, config, clip=clip)
+    return CaffeSolver(
+        config=config,
+        optimizer=optimizer,
+        scheduler=CaffeRate(optimizer, config),
+        accumulation_steps=config.iter_size,
+        smoothed_loss=SmoothedLoss(config.average_loss),
+    )
