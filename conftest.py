@@ -6,6 +6,8 @@ It lies beside the package, not in tests/, because the doctests of the package a
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
 import os
 import random
 import sys
@@ -27,6 +29,15 @@ settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
+# The doctests of a backend that is not installed are left out, and the header of the run says so.
+BACKENDS = {"jax": ("jax", "optax")}
+MISSING = {
+    name: missing
+    for name, packages in BACKENDS.items()
+    if (missing := [package for package in packages if importlib.util.find_spec(package) is None])
+}
+collect_ignore = [f"superbatch/{name}" for name in MISSING]
+
 TORCH_DEFAULT = {
     "gradients enabled": True,
     "deterministic algorithms": False,
@@ -34,6 +45,29 @@ TORCH_DEFAULT = {
     "autocast on the CPU": False,
     "process group": False,
 }
+
+
+def pytest_configure() -> None:
+    """A backend that SUPERBATCH_BACKENDS asks for (torch,jax) and that does not load fails the run."""
+    for name in filter(None, os.environ.get("SUPERBATCH_BACKENDS", "").split(",")):
+        load(name)
+
+
+def load(backend: str) -> None:
+    """Import a backend that was asked for."""
+    try:
+        importlib.import_module(f"superbatch.{backend}")
+    except ImportError as error:
+        text = f"SUPERBATCH_BACKENDS asks for {backend}, which does not load: {error}"
+        raise pytest.UsageError(text) from error
+
+
+def pytest_report_header() -> list[str]:
+    """Which doctests are left out, and why."""
+    return [
+        f"superbatch.{name}: doctests left out, {' and '.join(missing)} not installed"
+        for name, missing in MISSING.items()
+    ]
 
 
 def pytest_collection_finish() -> None:
