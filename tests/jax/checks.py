@@ -40,7 +40,8 @@ def tokens(**options: Any) -> None:
     """An empty micro-batch, whose loss is NaN, among others of 1 to 4 tokens; and a tail."""
     p, batch = params(), texts(LENGTHS)
     empty = jax.tree.map(lambda leaf: leaf[2:3], batch)
-    assert jnp.isnan(token_mean(p, empty)), "the premise: an empty micro-batch is 0 / 0"
+    loss, gradient = whole(token_mean, p, empty)
+    assert jnp.isnan(loss) and jnp.isnan(gradient["w"]).any(), "the premise: an empty micro-batch is 0 / 0"
     options = {"steps": 10, "weight": count_tokens} | options
     got = jax.jit(value_and_grad(token_mean, **options))(p, batch)
     assert_same(got, whole(token_mean, p, batch))
@@ -153,6 +154,7 @@ def contrastive() -> None:
     def loss(p: Any, encoder: Any) -> Any:
         return -jnp.mean(jnp.diag(jax.nn.log_softmax(encoder(p, x) @ encoder(p, y).T)))
 
+    assert_same(jax.jit(lambda p: remat_map(encode, p, x, 4))(p), encode(p, x))
     got = jax.jit(jax.value_and_grad(lambda p: loss(p, lambda p, x: remat_map(encode, p, x, 4))))(p)
     assert_same(got, jax.jit(jax.value_and_grad(lambda p: loss(p, encode)))(p))
 

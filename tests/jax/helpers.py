@@ -33,7 +33,7 @@ def texts(lengths: list[int], most: int = 4) -> Any:
     return {
         "x": jnp.asarray(draw(size=(len(lengths), most, 3))),
         "y": jnp.asarray(draw(size=(len(lengths), most))),
-        "mask": jnp.asarray(mask),
+        "mask": jnp.asarray(mask, np.float64),
     }
 
 
