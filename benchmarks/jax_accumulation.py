@@ -1,4 +1,5 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false  (JAX is an extra and may be absent)
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """What does an update in micro-batches cost in JAX, and whose gradient is that of the batch?
 
     python benchmarks/jax_accumulation.py [--rounds N] [--sizes 32,16,8,4,2] [--rows 64] [--json FILE]
@@ -128,13 +129,12 @@ def one_update(name: str, gradient_of: Callable[..., Any], p: Any, batch: Any, e
     optimizer = optax.adamw(1e-3)
     state = optimizer.init(p)
 
-    @jax.jit
     def update(p: Any, state: Any, batch: Any) -> Any:
         gradient = gradient_of(p, batch)
         updates, state = optimizer.update(gradient, state, p)
         return optax.apply_updates(p, updates), state
 
-    program = update.lower(p, state, batch).compile()
+    program: Any = jax.jit(update).lower(p, state, batch).compile()
     error = error_of(jax.jit(gradient_of)(p, batch), exact) if exact is not None else None
     temp = program.memory_analysis().temp_size_in_bytes / MIB
     return Contestant(name, temp, 0.0, error, lambda: jax.block_until_ready(program(p, state, batch)))
@@ -152,7 +152,7 @@ def streamed(name: str, optimizer: Any, p: Any, batch: Any, *, size: int, weight
         return optax.apply_updates(p, updates), state
 
     parts = [jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, len(batch["mask"]), size)]
-    program = jax.jit(update).lower(p, state, parts[0]).compile()
+    program: Any = jax.jit(update).lower(p, state, parts[0]).compile()
 
     def call() -> None:
         now = p, state
@@ -232,6 +232,7 @@ def measure(contestants: list[Contestant], rounds: int) -> list[Row]:
     times: dict[str, list[float]] = {one.name: [] for one in contestants}
     for one in contestants:
         one.call()
+        print(f"ready: {one.name}", file=sys.stderr)
     for _ in range(rounds):
         for one in random.sample(contestants, len(contestants)):
             start = time.process_time()

@@ -1,4 +1,5 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false  (JAX is an extra and may be absent)
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """The contract on JAX: one jitted update (`value_and_grad`), and a stream (`multi_steps`)."""
 
 from __future__ import annotations

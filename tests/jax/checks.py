@@ -1,4 +1,5 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false  (JAX is an extra and may be absent)
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """What must hold, as functions: the tests call them, and the mutants must make them fail."""
 
 from __future__ import annotations
@@ -166,7 +167,9 @@ def stream(**options: Any) -> None:
     optimizer = multi_steps(optax.adam(0.1), every=3, **options)
     batch = rows(sum(sizes))
     p, plain = params(), params()
-    state, plain_state = optimizer.init(p), optax.adam(0.1).init(plain)
+    state: Any = optimizer.init(p)
+    adam: Any = optax.adam(0.1)
+    plain_state = adam.init(plain)
     step = jax.jit(optimizer.update)
     start = 0
     for number, size in enumerate(sizes):
@@ -177,7 +180,7 @@ def stream(**options: Any) -> None:
         p = optax.apply_updates(p, updates)
     for window in (slice(0, 10), slice(10, 20), slice(20, 22)):
         part = jax.tree.map(lambda x, window=window: x[window], batch)
-        updates, plain_state = optax.adam(0.1).update(gradient_of(plain, part), plain_state)
+        updates, plain_state = adam.update(gradient_of(plain, part), plain_state)
         plain = optax.apply_updates(plain, updates)
     assert int(state.updates) == 3 and int(state.microbatches) == 0
     assert_same(p, plain)
@@ -186,7 +189,7 @@ def stream(**options: Any) -> None:
 
 def stream_recovers() -> None:
     """One NaN micro-batch: its own window is NaN, and the next one is as if nothing had been."""
-    optimizer = multi_steps(optax.sgd(1.0), every=2)
+    optimizer: Any = multi_steps(optax.sgd(1.0), every=2)
     p = jnp.zeros(1)
     state = optimizer.init(p)
     seen = []

@@ -1,3 +1,5 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Exactness is told in float64, which JAX has to be asked for."""
 
 from __future__ import annotations

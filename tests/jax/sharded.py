@@ -1,4 +1,5 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false  (JAX is an extra and may be absent)
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """What the compiled program does on four devices of this machine, as JSON: `python -m tests.jax.sharded`."""
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def main() -> None:
     found: dict[str, Any] = {"devices": jax.device_count()}
     for layout in ("strided", "contiguous"):
         call = jax.jit(value_and_grad(mse, microbatch_size=16, layout=layout))
-        program = call.lower(everywhere, on_devices).compile()
+        program: Any = call.lower(everywhere, on_devices).compile()
         found[layout] = collectives(program.as_text()) | {
             "flops": program.cost_analysis()["flops"],
             "error": error(call(everywhere, on_devices), expected),

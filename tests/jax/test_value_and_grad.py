@@ -1,4 +1,5 @@
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false  (JAX is an extra and may be absent)
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """`superbatch.jax.value_and_grad` against `jax.value_and_grad` of the whole batch, in float64."""
 
 from __future__ import annotations
