@@ -12,6 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,20 @@ MISSING = {
     for name, packages in BACKENDS.items()
     if (missing := [package for package in packages if importlib.util.find_spec(package) is None])
 }
-collect_ignore = [f"superbatch/{name}" for name in MISSING]
+ROOT = Path(__file__).parent
+collect_ignore = [
+    str(file)
+    for name in MISSING
+    for file in (
+        ROOT / "superbatch" / name,
+        ROOT / "tests" / "contract" / f"run_{name}.py",
+        *(
+            file
+            for file in (ROOT / "tests" / name).glob("*.py")
+            if not file.name.startswith(("test_", "conftest"))
+        ),
+    )
+]
 
 TORCH_DEFAULT = {
     "gradients enabled": True,
