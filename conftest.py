@@ -6,10 +6,13 @@ It lies beside the package, not in tests/, because the doctests of the package a
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
 import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +30,28 @@ settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
+# The doctests of a backend that is not installed are left out, and the header of the run says so.
+BACKENDS = {"jax": ("jax", "optax")}
+MISSING = {
+    name: missing
+    for name, packages in BACKENDS.items()
+    if (missing := [package for package in packages if importlib.util.find_spec(package) is None])
+}
+ROOT = Path(__file__).parent
+collect_ignore = [
+    str(file)
+    for name in MISSING
+    for file in (
+        ROOT / "superbatch" / name,
+        ROOT / "tests" / "contract" / f"run_{name}.py",
+        *(
+            file
+            for file in (ROOT / "tests" / name).glob("*.py")
+            if not file.name.startswith(("test_", "conftest"))
+        ),
+    )
+]
+
 TORCH_DEFAULT = {
     "gradients enabled": True,
     "deterministic algorithms": False,
@@ -34,6 +59,29 @@ TORCH_DEFAULT = {
     "autocast on the CPU": False,
     "process group": False,
 }
+
+
+def pytest_configure() -> None:
+    """A backend that SUPERBATCH_BACKENDS asks for (torch,jax) and that does not load fails the run."""
+    for name in filter(None, os.environ.get("SUPERBATCH_BACKENDS", "").split(",")):
+        load(name)
+
+
+def load(backend: str) -> None:
+    """Import a backend that was asked for."""
+    try:
+        importlib.import_module(f"superbatch.{backend}")
+    except ImportError as error:
+        text = f"SUPERBATCH_BACKENDS asks for {backend}, which does not load: {error}"
+        raise pytest.UsageError(text) from error
+
+
+def pytest_report_header() -> list[str]:
+    """Which doctests are left out, and why."""
+    return [
+        f"superbatch.{name}: doctests left out, {' and '.join(missing)} not installed"
+        for name, missing in MISSING.items()
+    ]
 
 
 def pytest_collection_finish() -> None:

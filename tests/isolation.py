@@ -20,6 +20,8 @@ ENVIRONMENT_OF_LIBRARIES = {
     "KMP_INIT_AT_FORK",  # importing scikit-learn
     "TORCHINDUCTOR_CACHE_DIR",  # the first torch.compile
     "TRITON_CACHE_DIR",  # the first torch.compile
+    "TF_CPP_MIN_LOG_LEVEL",  # importing jax
+    "TPU_SKIP_MDS_QUERY",  # importing jax
     "TORCH_NCCL_AVOID_RECORD_STREAMS",  # importing torch.distributed.fsdp
 }
 # Threads that a library keeps for the life of the process, by the start of the name ...

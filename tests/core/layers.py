@@ -32,7 +32,7 @@ def _part(layer: int, *packages: str) -> Part:
 PARTS = {
     "core": _part(0),
     "torch": _part(1, "torch"),
-    "jax": _part(1, "jax", "numpy"),
+    "jax": _part(1, "jax", "optax", "numpy"),
     "keras": _part(1, "keras", "tensorflow", "numpy"),
     "integrations": _part(2, "torch", "accelerate", "lightning", "transformers"),
     "plot": _part(2, "matplotlib", "numpy"),

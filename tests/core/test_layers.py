@@ -69,6 +69,13 @@ def test_import_superbatch_torch_imports_torch_and_nothing_else() -> None:
     assert new_packages("import superbatch.torch", after="import torch") == {"superbatch"}
 
 
+@pytest.mark.jax
+def test_import_superbatch_jax_imports_jax_and_optax_and_nothing_else() -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    pytest.importorskip("optax", reason="optax is not installed")
+    assert new_packages("import superbatch.jax", after="import jax, optax") == {"superbatch"}
+
+
 def effects(root: Path) -> list[str]:
     """The number of modules of the package below `root`, then what importing them changes."""
     done = subprocess.run(
@@ -106,6 +113,10 @@ def test_importing_every_module_changes_nothing() -> None:
         ("torch/planted.py", "import scipy.stats", "imports scipy, which torch may not use"),
         ("torch/planted.py", "from ..plot import x", "superbatch.plot.x (plot): imports go down only"),
         ("torch/planted.py", "from ..jax import x", "superbatch.jax.x (jax): imports go down only"),
+        ("planted.py", "from .jax import x", "superbatch.jax.x (jax): imports go down only"),
+        ("planted.py", "import jax", "imports jax, which core may not use"),
+        ("jax/planted.py", "from ..torch import x", "superbatch.torch.x (torch): imports go down only"),
+        ("jax/planted.py", "import torch", "imports torch, which jax may not use"),
         ("plot.py", "from .recipes import digits", "(recipes): imports go down only"),
         ("studies/planted.py", "from ..cli import main", "superbatch.cli.main (cli): imports go down only"),
         ("studies/planted.py", "import rich", "imports rich, which studies may not use"),

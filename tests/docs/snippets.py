@@ -6,18 +6,21 @@
     ```text                         never run; with <!-- output --> it must be what the block before printed
 
 A mark stands on the line above the fence (blank lines between do not matter). `<!-- not run: the reason -->`
-works for python blocks too; the test prints every reason. In an output, `...` stands for any text. Languages
-that are not listed here (bash, pycon, ...) are an error: no snippet slips through unexecuted.
+works for python blocks too; the test prints every reason. In an output, `...` stands for any text. A page
+that begins with `<!-- needs: jax, optax -->` is skipped, with a reason, where one of these is not installed.
+Languages that are not listed here (bash, pycon, ...) are an error: no snippet slips through unexecuted.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 MARK = re.compile(r"<!-- (?P<kind>run|not run|output)(: (?P<reason>.+))? -->")
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<language>[\w+-]*)(?P<info>.*)$")
+NEEDS = re.compile(r"^<!-- needs: (?P<names>[\w, ]+) -->$", re.MULTILINE)
 TITLE = re.compile(r'title="([\w.]+)"')
 EXECUTABLE = {"python", "console"}
 NOT_EXECUTABLE = {"text", "toml", "yaml", "json", "ini", "bibtex", "diff", "csv", "html"}
@@ -93,6 +96,13 @@ def read_blocks(text: str, page: str) -> list[Block]:
 def pages(root: Path) -> list[Path]:
     """README.md and every page of docs/."""
     return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def missing_packages(text: str) -> list[str]:
+    """Which of the packages that a page needs, by `<!-- needs: jax, optax -->`, are not installed."""
+    found = NEEDS.search(text)
+    names = [name.strip() for name in found["names"].split(",")] if found else []
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def commands(block: Block) -> list[str]:

@@ -41,10 +41,15 @@ def test_the_reference_is_made_from_docstrings(site: Path) -> None:
     assert 'id="superbatch.normalize.scale"' in core
 
 
-@pytest.mark.parametrize(("package", "name"), [("superbatch", "core"), ("superbatch.torch", "torch")])
+@pytest.mark.parametrize(
+    ("package", "name"), [("superbatch", "core"), ("superbatch.torch", "torch"), ("superbatch.jax", "jax")]
+)
 def test_every_public_name_is_in_the_reference(site: Path, package: str, name: str) -> None:
     if package == "superbatch.torch":
         pytest.importorskip("torch", reason="torch is not installed")
+    if package == "superbatch.jax":
+        pytest.importorskip("jax", reason="jax is not installed")
+        pytest.importorskip("optax", reason="optax is not installed")
     text = page(site, f"reference/{name}")
     public = [
         key

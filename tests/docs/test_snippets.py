@@ -33,7 +33,11 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.parametrize("page", snippets.pages(ROOT), ids=name_of)
 def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    blocks = snippets.read_blocks(page.read_text(encoding="utf-8"), name_of(page))
+    text = page.read_text(encoding="utf-8")
+    blocks = snippets.read_blocks(text, name_of(page))
+    missing = snippets.missing_packages(text)
+    if missing:
+        pytest.skip(f"{name_of(page)} needs {' and '.join(missing)}: not installed")
     if any(block.is_run for block in blocks):
         done = run(page, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -159,3 +163,11 @@ def test_commands_go_on_after_a_backslash() -> None:
         ["superbatch", "a", "--b"],
         ["superbatch", "c"],
     ]
+
+
+def test_a_page_says_what_it_needs() -> None:
+    assert snippets.missing_packages("# No needs\n") == []
+    assert snippets.missing_packages("<!-- needs: json -->\n# A page\n") == []
+    assert snippets.missing_packages("<!-- needs: json, not_there -->\n# A page\n") == ["not_there"]
+    page = ROOT / "docs" / "jax.md"
+    assert snippets.NEEDS.search(page.read_text(encoding="utf-8")), "the premise: one page needs something"

@@ -1,0 +1,294 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""What does an update in micro-batches cost in JAX, and whose gradient is that of the batch?
+
+    python benchmarks/jax_accumulation.py [--rounds N] [--sizes 32,16,8,4,2] [--rows 64] [--json FILE]
+
+A four-layer transformer on 64 texts of 1 to 64 tokens, AdamW, float32: the full batch; `superbatch.jax`;
+`optax.microbatching` (mean over micro-batches); `optax.MultiSteps`; and our `multi_steps`, both fed from the
+host. Memory is `temp_size_in_bytes` of the compiled update (a peak on the CPU is arguments only); time is CPU
+time of all threads, the median of rounds in random order; the gradient's error is that of its largest
+element, relative to the full batch. Then a contrastive loss of 2048 pairs: full, `remat_map`, plain
+micro-batches. Ends with exit code 1 if ours is beyond its bounds.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import microbatching
+from tables import print_table
+
+from superbatch.jax import multi_steps, remat_map, value_and_grad
+
+VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 1024, 256, 4, 4, 64
+GRADIENT_BOUND = 2e-5  # float32 sums in another order
+MIB = 2**20
+
+
+@dataclass
+class Contestant:
+    """One way to make an update; `call` makes one and waits for it."""
+
+    name: str
+    temp: float  # MiB of the compiled program
+    state: float  # MiB of optimizer state beyond AdamW's own
+    error: float | None
+    call: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured contestant."""
+
+    name: str
+    temp_mib: float
+    state_mib: float
+    cpu_ms: float
+    error: float | None
+
+
+def parameters() -> Any:
+    """A transformer of 3.7 million float32 parameters."""
+    draw = np.random.default_rng(0).normal
+
+    def matrix(*shape: int) -> Any:
+        return jnp.asarray(draw(size=shape) / shape[0] ** 0.5, jnp.float32)
+
+    def layer() -> Any:
+        return {
+            "qkv": matrix(WIDTH, 3 * WIDTH),
+            "out": matrix(WIDTH, WIDTH),
+            "up": matrix(WIDTH, 4 * WIDTH),
+            "down": matrix(4 * WIDTH, WIDTH),
+        }
+
+    return {
+        "embed": matrix(VOCABULARY, WIDTH),
+        "layers": [layer() for _ in range(LAYERS)],
+        "head": matrix(WIDTH, VOCABULARY),
+    }
+
+
+def norm(x: Any) -> Any:
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def attention(layer: Any, x: Any) -> Any:
+    b, t, d = x.shape
+    q, k, v = (part.reshape(b, t, HEADS, d // HEADS) for part in jnp.split(x @ layer["qkv"], 3, -1))
+    scores = jnp.einsum("bthc,bshc->bhts", q, k) / (d // HEADS) ** 0.5
+    scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e9)
+    return jnp.einsum("bhts,bshc->bthc", jax.nn.softmax(scores), v).reshape(b, t, d) @ layer["out"]
+
+
+def token_losses(p: Any, batch: Any) -> Any:
+    x = p["embed"][batch["tokens"]]
+    for layer in p["layers"]:
+        x = x + attention(layer, norm(x))
+        x = x + jax.nn.gelu(norm(x) @ layer["up"]) @ layer["down"]
+    logits = norm(x) @ p["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]) * batch["mask"]
+
+
+def loss(p: Any, batch: Any) -> Any:
+    return token_losses(p, batch).sum() / batch["mask"].sum()
+
+
+def count(batch: Any) -> Any:
+    return batch["mask"].sum()
+
+
+def texts(rows: int) -> Any:
+    draw = np.random.default_rng(1)
+    tokens = draw.integers(0, VOCABULARY, (rows, LENGTH + 1))
+    mask = np.arange(LENGTH)[None] < draw.integers(1, LENGTH + 1, (rows, 1))
+    arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask.astype(np.float32)}
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+def error_of(gradient: Any, exact: Any) -> float:
+    pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(exact), strict=True)
+    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
+
+
+def one_update(name: str, gradient_of: Callable[..., Any], p: Any, batch: Any, exact: Any) -> Contestant:
+    """An update in one jitted program."""
+    optimizer = optax.adamw(1e-3)
+    state = optimizer.init(p)
+
+    def update(p: Any, state: Any, batch: Any) -> Any:
+        gradient = gradient_of(p, batch)
+        updates, state = optimizer.update(gradient, state, p)
+        return optax.apply_updates(p, updates), state
+
+    program: Any = jax.jit(update).lower(p, state, batch).compile()
+    error = error_of(jax.jit(gradient_of)(p, batch), exact) if exact is not None else None
+    temp = program.memory_analysis().temp_size_in_bytes / MIB
+    return Contestant(name, temp, 0.0, error, lambda: jax.block_until_ready(program(p, state, batch)))
+
+
+def streamed(name: str, optimizer: Any, p: Any, batch: Any, *, size: int, weighted: bool) -> Contestant:
+    """Micro-batches from the host, one program call each."""
+    plain = sum(leaf.nbytes for leaf in jax.tree.leaves(optax.adamw(1e-3).init(p)))
+    state = optimizer.init(p)
+
+    def update(p: Any, state: Any, part: Any) -> Any:
+        gradient = jax.grad(loss)(p, part)
+        more = {"weight": count(part)} if weighted else {}
+        updates, state = optimizer.update(gradient, state, p, **more)
+        return optax.apply_updates(p, updates), state
+
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, len(batch["mask"]), size)]
+    program: Any = jax.jit(update).lower(p, state, parts[0]).compile()
+
+    def call() -> None:
+        now = p, state
+        for part in parts:
+            now = program(*now, part)
+        jax.block_until_ready(now)
+
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) - plain
+    return Contestant(name, program.memory_analysis().temp_size_in_bytes / MIB, held / MIB, None, call)
+
+
+def optax_gradient(size: int, *, inside: bool) -> Callable[..., Any]:
+    """`optax.microbatching`: gradients of micro-batches, or the gradient of a loss in micro-batches."""
+    options = {"argnums": 1, "microbatch_size": size, "accumulator": microbatching.AccumulationType.MEAN}
+    if inside:
+        return microbatching.microbatch(jax.grad(loss), **options)
+    return jax.grad(microbatching.microbatch(loss, **options))
+
+
+def transformer(rows: int, sizes: list[int]) -> list[Contestant]:
+    p, batch = parameters(), texts(rows)
+    exact = jax.jit(jax.grad(loss))(p, batch)
+
+    def ours(size: int, **options: Any) -> Callable[..., Any]:
+        call = value_and_grad(loss, microbatch_size=size, weight=count, **options)
+        return lambda p, batch: call(p, batch)[1]
+
+    def measuring(p: Any, batch: Any) -> Any:  # what is measured must be used, or XLA leaves it out
+        _, gradient, stats = value_and_grad(loss, microbatch_size=8, weight=count, noise=True)(p, batch)
+        return jax.tree.map(lambda leaf: leaf + 0 * stats.a2, gradient)
+
+    theirs, streaming = (make(optax.adamw(1e-3), rows // 8) for make in (optax.MultiSteps, multi_steps))
+    return [
+        one_update("full batch", jax.grad(loss), p, batch, exact),
+        *(one_update(f"superbatch, {size}", ours(size), p, batch, exact) for size in sizes),
+        one_update("superbatch, 8, noise", measuring, p, batch, exact),
+        one_update("superbatch, 24 and a tail of 16", ours(24), p, batch, exact),
+        one_update("optax microbatch(grad), 8", optax_gradient(8, inside=True), p, batch, exact),
+        one_update("grad(optax microbatch), 8", optax_gradient(8, inside=False), p, batch, exact),
+        streamed("optax.MultiSteps, 8", theirs, p, batch, size=8, weighted=False),
+        streamed("superbatch multi_steps, 8", streaming, p, batch, size=8, weighted=True),
+    ]
+
+
+def contrastive(pairs: int) -> list[Contestant]:
+    """Two views through one encoder; the floor of memory is the logits of all pairs."""
+    draw = np.random.default_rng(0).normal
+    widths = [64, 1024, 1024, 1024, 64]
+    p = [jnp.asarray(draw(size=shape) / shape[0] ** 0.5, jnp.float32) for shape in pairwise(widths)]
+    batch = {name: jnp.asarray(draw(size=(pairs, 64)), jnp.float32) for name in ("x", "y")}
+
+    def encode(p: Any, x: Any) -> Any:
+        for matrix in p[:-1]:
+            x = jax.nn.gelu(norm(x @ matrix))
+        x = x @ p[-1]
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def of(encoder: Callable[..., Any]) -> Callable[..., Any]:
+        def nce(p: Any, batch: Any) -> Any:
+            logits = 10 * encoder(p, batch["x"]) @ encoder(p, batch["y"]).T
+            return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
+
+        return nce
+
+    exact = jax.jit(jax.grad(of(encode)))(p, batch)
+    plain = value_and_grad(of(encode), microbatch_size=64)
+    ours = of(lambda p, x: remat_map(encode, p, x, 64))
+    return [
+        one_update("contrastive: full batch", jax.grad(of(encode)), p, batch, exact),
+        one_update("contrastive: remat_map, 64", jax.grad(ours), p, batch, exact),
+        one_update("contrastive: micro-batches", lambda p, batch: plain(p, batch)[1], p, batch, exact),
+    ]
+
+
+def measure(contestants: list[Contestant], rounds: int) -> list[Row]:
+    """Median CPU times, in random order within a round."""
+    times: dict[str, list[float]] = {one.name: [] for one in contestants}
+    for one in contestants:
+        one.call()
+        print(f"ready: {one.name}", file=sys.stderr)
+    for _ in range(rounds):
+        for one in random.sample(contestants, len(contestants)):
+            start = time.process_time()
+            one.call()
+            times[one.name].append(1000 * (time.process_time() - start))
+    return [
+        Row(one.name, one.temp, one.state, statistics.median(times[one.name]), one.error)
+        for one in contestants
+    ]
+
+
+def beyond(rows: list[Row]) -> list[str]:
+    """What of ours is beyond its bounds."""
+    found = [
+        f"{row.name}: gradient error {row.error:.1e}"
+        for row in rows
+        if ("superbatch" in row.name or "remat_map" in row.name) and (row.error or 0.0) > GRADIENT_BOUND
+    ]
+    by_name = {row.name: row for row in rows}
+    ours, theirs = by_name.get("superbatch, 8"), by_name["optax microbatch(grad), 8"]
+    if ours and ours.temp_mib > 1.05 * theirs.temp_mib:
+        found.append(f"superbatch, 8: {ours.temp_mib:.1f} MiB, optax {theirs.temp_mib:.1f}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", default="32,16,8,4,2")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--pairs", type=int, default=2048)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    random.seed(0)
+    sizes = [int(size) for size in options.sizes.split(",")]
+    rows = measure([*transformer(options.rows, sizes), *contrastive(options.pairs)], options.rounds)
+    print_table(
+        f"jax {jax.__version__}, optax {optax.__version__}, {options.rounds} rounds",
+        ["", "XLA temp MiB", "more state MiB", "CPU ms", "gradient error"],
+        [
+            [
+                row.name,
+                f"{row.temp_mib:.1f}",
+                f"{row.state_mib:.1f}",
+                f"{row.cpu_ms:.0f}",
+                "-" if row.error is None else f"{row.error:.1e}",
+            ]
+            for row in rows
+        ],
+    )
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    wrong = beyond(rows)
+    print(*wrong, sep="\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Embeddings of a whole batch for a loss over all of them, in the memory of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .arithmetic import sum_dtype
+from .splitting import Layout, check_split, count_samples, cutter, groups, rows_in_order
+
+
+def remat_map(
+    fun: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    microbatch_size: int,
+    *,
+    rng: Any = None,
+    layout: Layout = "strided",
+) -> Any:
+    """Return ``fun(params, batch)``, computed in micro-batches whose activations are computed again later.
+
+    For a contrastive loss, or any other over all embeddings of a batch: forward and backward keep the
+    activations of one micro-batch, and the embeddings. The gradient is that of the whole batch: each
+    micro-batch is encoded a second time in the backward (with the same random key).
+
+    Args:
+        fun: ``fun(params, microbatch)`` (with `rng`: ``fun(params, microbatch, key)``) -> array, or tree of
+            arrays, with one entry for each row. Rows must not see each other in it.
+        params: what is differentiated; cotangents of low precision are summed in float32.
+        batch: tree of arrays with one row for each sample.
+        microbatch_size: rows of a micro-batch; the rest is a tail of its true size.
+        rng: a random key, of which each micro-batch gets its own.
+        layout: see `value_and_grad`.
+
+    Returns:
+        What `fun` returns for all rows, in the order of the batch.
+
+    Raises:
+        InputError: `microbatch_size` is no positive int.
+        SplitError: arrays of the batch differ in length.
+
+    Examples:
+        >>> def encode(w, x):
+        ...     return jnp.tanh(x @ w)
+        >>> def loss(w, x, y):
+        ...     logits = remat_map(encode, w, x, 4) @ remat_map(encode, w, y, 4).T
+        ...     return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
+        >>> x, y = jnp.eye(6, 3), jnp.eye(6, 3) + 1
+        >>> jax.jit(jax.grad(loss))(jnp.ones((3, 2)), x, y).shape
+        (3, 2)
+
+    Source: Gao et al. 2021, https://arxiv.org/abs/2101.06983; here as a checkpointed loop.
+    """
+    check_split(microbatch_size, None, layout)
+    own = jax.tree.map(jnp.result_type, params)
+    # The loop sums cotangents in the dtype of what it closes over, so parameters enter it wide.
+    wide = jax.tree.map(lambda leaf, dtype: jnp.asarray(leaf, sum_dtype(dtype)), params, own)
+    found = []
+    for group in groups(count_samples(batch), microbatch_size=microbatch_size):
+        cut = cutter(batch, group, layout)
+
+        def encode(wide: Any, index: Any, cut: Any = cut, first: int = group.first) -> Any:
+            narrow = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), wide, own)
+            key = () if rng is None else (jax.random.fold_in(rng, first + index),)
+            return fun(narrow, cut(index), *key)
+
+        if group.count == 1:
+            rows = jax.tree.map(lambda leaf: leaf[None], jax.checkpoint(encode)(wide, 0))
+        else:
+            again = jax.checkpoint(encode, prevent_cse=False)  # a loop keeps the two apart by itself
+            rows = lax.map(lambda index, again=again: again(wide, index), jnp.arange(group.count))
+        found.append(rows_in_order(rows, layout))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)

@@ -1,0 +1,249 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""`jax.value_and_grad` in micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import normalize
+from ..errors import InputError, StatementError, explain
+from . import arithmetic, loop
+from .loop import Call, PerMicrobatch
+from .options import Aux, NonFinite, Options, Positions, Weight, check, places
+from .sharding import AxisName, names, summed, varying
+from .splitting import Layout, count_samples, groups, rows_in_order
+from .stats import Stats, noise_sums
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: Positions = 0,
+    *,
+    microbatch_size: int | None = None,
+    steps: int | None = None,
+    weight: Weight = None,
+    reduction: normalize.Reduction = "mean",
+    has_aux: bool = False,
+    aux: Aux = "stack",
+    batch_argnums: Positions = 1,
+    rng_argnum: int | None = None,
+    carry_argnum: int | None = None,
+    axis_name: AxisName = None,
+    layout: Layout = "strided",
+    accumulator_dtype: Any = "auto",
+    nonfinite: NonFinite = "propagate",
+    noise: bool = False,
+    stats: bool = False,
+) -> Callable[..., Any]:
+    """Like `jax.value_and_grad`, with the memory of one micro-batch: loops over micro-batches of the batch.
+
+    ``L = sum (w_i / W) l_i`` for a mean, ``sum l_i / W`` for a sum (see `superbatch.normalize`), and its
+    gradient. A micro-batch of weight 0 contributes nothing, though its loss be NaN. Call it inside `jax.jit`:
+    there the loop is compiled once.
+
+    Args:
+        fun: ``fun(params, batch, ...) -> loss``, a real scalar: a mean or sum over the batch.
+        argnums: the positions that are differentiated, as in `jax.value_and_grad`.
+        microbatch_size: rows of a micro-batch; the rest is a tail of its true size, without padding.
+        steps: instead, the number of near-equal micro-batches.
+        weight: how much a micro-batch counts: None for its rows; a function of it (of as many arguments as
+            `batch_argnums`) -> scalar; or ``"returned"``, where `fun` returns ``(loss, weight)``, or ``(loss,
+            weight, extra)`` with a term that is a mean over rows and not over what the weight counts:
+            it counts ``n_i / N``. Where the weight depends on the model's output, an extra term costs a
+            second forward.
+        reduction: what `fun` returns: ``"mean"`` or ``"sum"`` over what the weight counts.
+        has_aux: `fun` returns ``(loss, aux)`` (with a weight ``((loss, weight), aux)``).
+        aux: ``"stack"``: aux with a new leading axis, one entry for each micro-batch; ``"concat"``: its
+            arrays have one entry for each row, put together in the order of the batch.
+        batch_argnums: the positions that are split: trees of arrays with one row for each sample. Scalars in
+            them are given to every micro-batch.
+        rng_argnum: the position of a random key, or tree of keys: micro-batch i gets ``fold_in(key, i)``.
+        carry_argnum: the position of a state that goes from one micro-batch to the next (batch statistics).
+            `fun` returns ``(loss, state)``, with has_aux ``(loss, (aux, state))``.
+        axis_name: the axes of `jax.shard_map` over which the batch is spread. Loss and gradient are those
+            of the whole batch on all devices, by one reduction after the loop. Random keys differ between
+            devices; aux and state are those of each device.
+        layout: ``"strided"`` deals rows out in turn and leaves sharded rows where they are; ``"contiguous"``
+            cuts blocks.
+        accumulator_dtype: gradients are summed in ``"auto"``: float32 or wider; None: their own dtype; or
+            this dtype. They are returned in the dtype of the parameters.
+        nonfinite: ``"propagate"`` NaN and infinity; or ``"skip_microbatch"``: leave a micro-batch and its
+            weight out if its loss or gradient is not finite.
+        noise: measure how noisy the gradient is: `Stats` with `a2`, `b2`, `q` (see `add_noise`).
+        stats: return `Stats`.
+
+    Returns:
+        A function with the arguments of `fun` that returns ``(value, gradient)``: the value is the loss,
+        ``(loss, aux)``, ``(loss, state)`` or ``(loss, (aux, state))``; with `stats` or `noise` ``(value,
+        gradient, Stats)``. Where W is 0 the loss is NaN and the gradient zero.
+
+    Raises:
+        InputError: options exclude each other; or, when called, an argument is missing or has two roles, or
+            a weight is no scalar.
+        SplitError: when called: arrays differ in length, or there are fewer rows than `steps`.
+        StatementError: when called: `fun` returns something else than stated.
+
+    Examples:
+        >>> def loss(w, batch):
+        ...     return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+        >>> batch = {"x": jnp.arange(20.0).reshape(10, 2), "y": jnp.ones(10)}
+        >>> value, gradient = jax.jit(value_and_grad(loss, microbatch_size=4))(jnp.ones(2), batch)
+        >>> expected, expected_gradient = jax.value_and_grad(loss)(jnp.ones(2), batch)
+        >>> bool(jnp.allclose(gradient, expected_gradient)), bool(jnp.allclose(value, expected))
+        (True, True)
+    """
+    options = check(
+        Options(
+            argnums=argnums,
+            batch_argnums=batch_argnums,
+            rng_argnum=rng_argnum,
+            carry_argnum=carry_argnum,
+            microbatch_size=microbatch_size,
+            steps=steps,
+            layout=layout,
+            weight=weight,
+            reduction=reduction,
+            has_aux=has_aux,
+            aux=aux,
+            axis_name=axis_name,
+            accumulator_dtype=accumulator_dtype,
+            nonfinite=nonfinite,
+            noise=noise,
+            stats=stats,
+        )
+    )
+
+    @functools.wraps(fun)
+    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        return work_through(call_of(fun, options, args, kwargs))
+
+    return value_and_gradient
+
+
+def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Look at the arguments of one call: which are what, and how the batch divides."""
+    found = places(options, len(args))
+    samples = count_samples(tuple(args[place] for place in found.batch))
+    division = groups(samples, microbatch_size=options.microbatch_size, steps=options.steps)
+    positions = found.differentiated
+    differentiated = (positions,) if isinstance(positions, int) else positions
+    ready = tuple(
+        varying(jax.tree.map(jnp.asarray, arg), options.axis_name) if place in differentiated else arg
+        for place, arg in enumerate(args)
+    )
+    return Call(fun, options, found, ready, kwargs, division)
+
+
+def work_through(call: Call) -> Any:
+    """Run the loop, reduce once, divide once."""
+    options = call.options
+    sums, carry, by_group = loop.gradients(call)
+    if options.nonfinite == "skip_microbatch" and by_group[0].extra is not None:
+        raise InputError(
+            explain(
+                'nonfinite="skip_microbatch" and a loss with an extra term',
+                "the shares of the two parts are set before it is known what will be left out",
+                'add the extra term to the loss, or use nonfinite="propagate"',
+            )
+        )
+    sums, totals = summed((sums, scalars(by_group, call)), options.axis_name)
+    weight, loss, extra, samples, dropped, *noise = totals
+    positions = call.places.differentiated
+    like = call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
+    gradient = arithmetic.gradient_of(sums, weight, like)
+    value = arithmetic.per_weight(loss, weight)
+    if by_group[0].extra is not None:
+        value = value + arithmetic.per_weight(extra, samples)
+    value = value.astype(by_group[0].loss.dtype)
+    found = with_state(value, joined_aux(by_group, call), carry, options)
+    if not (options.stats or options.noise):
+        return found, gradient
+    count = sum(group.count for group in call.groups)
+    for name in names(options.axis_name):
+        count = count * jax.lax.axis_size(name)
+    window = Stats(weight, samples, jnp.asarray(count), dropped)
+    return found, gradient, with_noise(window, gradient, noise) if options.noise else window
+
+
+def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
+    """Return what is summed over the micro-batches besides gradients, as one vector.
+
+    Its entries: weight, loss, extra, samples, micro-batches left out, and three more where noise is measured.
+    """
+    options = call.options
+    weights = jnp.concatenate([group.weight for group in by_group])
+    losses = jnp.concatenate([group.loss for group in by_group])
+    weight = arithmetic.total_weight(weights)
+    dtype = jnp.promote_types(weight.dtype, arithmetic.sum_dtype(losses.dtype))
+    wide, counts = weights.astype(dtype), jnp.asarray(loop.sizes(call.groups), dtype)
+
+    def over_window(values: Any, factors: Any) -> Any:
+        return arithmetic.pairwise_sum(arithmetic.taking_part(values.astype(dtype) * factors, weights))
+
+    ones = jnp.ones_like(counts)
+    extra = jnp.zeros((), dtype)
+    if by_group[0].extra is not None:
+        extra = over_window(jnp.concatenate([group.extra for group in by_group]), counts)
+    loss = over_window(losses, wide if options.reduction == "mean" else ones)
+    dropped = jnp.zeros((), dtype)
+    if options.nonfinite == "skip_microbatch":
+        dropped = jnp.sum((weights == 0).astype(dtype))
+    found = [weight, loss, extra, over_window(counts, ones), dropped]
+    if options.noise:
+        squares = jnp.concatenate([group.square for group in by_group])
+        found += noise_sums(squares, wide, counts)
+    return jnp.stack([part.astype(dtype) for part in found])
+
+
+def with_noise(window: Stats, gradient: Any, sums: list[Any]) -> Stats:
+    """Return the stats with the two scalars of the noise and what they are weighed by."""
+    squares, q, per_sample = (arithmetic.per_weight(part, window.weight**2) for part in sums)
+    return window._replace(
+        a2=squares,
+        b2=arithmetic.square_norm(gradient),
+        q=q,
+        effective_samples=arithmetic.per_weight(1.0, per_sample),
+    )
+
+
+def joined_aux(by_group: list[PerMicrobatch], call: Call) -> Any:
+    """Return the aux of all micro-batches, stacked or as rows of the batch."""
+    options = call.options
+    parts = [group.aux for group in by_group]
+    if options.aux == "concat":
+        for part, group in zip(parts, call.groups, strict=True):
+            for leaf in jax.tree.leaves(part):
+                if leaf.ndim < 2 or leaf.shape[1] != group.size:
+                    raise StatementError(
+                        explain(
+                            f"aux of shape {leaf.shape[1:]} from a micro-batch of {group.size} rows",
+                            'aux="concat" is for arrays with one entry for each row',
+                            'use aux="stack"',
+                        )
+                    )
+        parts = [rows_in_order(part, options.layout) for part in parts]
+    shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(part)] for part in parts]
+    if any(shape != shapes[0] for shape in shapes):
+        raise StatementError(
+            explain(
+                f"aux of shapes {shapes[0]} and {shapes[-1]}",
+                "micro-batches of two sizes give arrays that cannot be stacked",
+                'use aux="concat" for arrays with one entry for each row, or return sums',
+            )
+        )
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+def with_state(value: Any, aux: Any, carry: Any, options: Options) -> Any:
+    """Return the value as `jax.value_and_grad` would: with what the function returns beside the loss."""
+    if options.has_aux and options.carry_argnum is not None:
+        return value, (aux, carry)
+    if options.carry_argnum is not None:
+        return value, carry
+    return (value, aux) if options.has_aux else value

@@ -1,0 +1,244 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""The loop over the micro-batches of one window, inside the user's jitted update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import arithmetic
+from .options import Options, Places
+from .outcome import Outcome, read
+from .sharding import key_of_device, summed, varying
+from .splitting import Group, cutter
+
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Planned(NamedTuple):
+    """Weight and samples of the window, where they must be known before the loop."""
+
+    weight: Any
+    samples: Any
+
+
+class PerMicrobatch(NamedTuple):
+    """What the loop keeps of every micro-batch, stacked; of a group: [count, ...]."""
+
+    loss: Any
+    weight: Any
+    extra: Any
+    aux: Any
+    square: Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the user's function in micro-batches: its arguments, ready to be cut."""
+
+    fun: Callable[..., Any]
+    options: Options
+    places: Places
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    groups: list[Group]
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """The arguments that are split."""
+        return tuple(self.args[place] for place in self.places.batch)
+
+    def cutter(self, group: Group) -> Callable[[Any, Any], tuple[tuple[Any, ...], Any]]:
+        """A function from index within the group and carry to the arguments and the stated weight."""
+        options, places = self.options, self.places
+        cut = cutter(self.batch, group, options.layout)
+        keys = None if places.rng is None else key_tree(self.args[places.rng], options.axis_name)
+
+        def arguments_of(index: Any, carry: Any) -> tuple[tuple[Any, ...], Any]:
+            arguments, parts = list(self.args), cut(index)
+            for place, part in zip(places.batch, parts, strict=True):
+                arguments[place] = part
+            if places.rng is not None:
+                arguments[places.rng] = jax.tree.map(
+                    lambda key: jax.random.fold_in(key, group.first + index), keys
+                )
+            if places.carry is not None:
+                arguments[places.carry] = carry
+            if callable(options.weight):
+                return tuple(arguments), arithmetic.as_weight(options.weight(*parts), "the weight")
+            return tuple(arguments), jnp.asarray(group.size)
+
+        return arguments_of
+
+    def evaluate(self, arguments: tuple[Any, ...], weight: Any) -> Outcome:
+        """Call the function; the outcome has the micro-batch's weight, returned or stated."""
+        outcome = read(self.fun(*arguments, **self.kwargs), self.options.form)
+        return outcome if self.options.form.returned else outcome._replace(weight=weight)
+
+
+def key_tree(keys: Any, axis_name: Any) -> Any:
+    """Return keys (one, or a tree of them such as flax's ``rngs``) that differ between devices."""
+    return jax.tree.map(lambda key: key_of_device(key, axis_name), keys)
+
+
+def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tuple[Any, list[Any]]:
+    """Go through every group: a loop, or one call where there is one micro-batch.
+
+    Returns:
+        The last state and, for each group, what its micro-batches gave, stacked.
+    """
+    found: list[Any] = []
+    for group in groups:
+        body = body_of(group)
+        if group.count == 1:
+            state, one = body(state, 0)
+            found.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one))
+        else:
+            state, many = lax.scan(body, state, jnp.arange(group.count))
+            found.append(many)
+    return state, found
+
+
+def first_carry(call: Call) -> Any:
+    """The state that the first micro-batch starts from; None where there is none."""
+    if call.places.carry is None:
+        return None
+    start = jax.tree.map(jnp.asarray, call.args[call.places.carry])
+    return varying(start, call.options.axis_name)
+
+
+def plan_extra(call: Call) -> Planned | None:
+    """Return the weight of the window if the function returns an extra term; None where it does not.
+
+    The two parts of such a loss have different divisors, so that one backward can only be used for both if
+    the weight is known before. Only the weights are computed here: what they do not need, XLA leaves out.
+    """
+    if not call.options.form.returned:
+        return None
+
+    def outcome_of(group: Group, carry: Any, index: Any) -> Outcome:
+        return call.evaluate(*call.cutter(group)(index, carry))
+
+    carry = first_carry(call)
+    shape = jax.eval_shape(lambda: outcome_of(call.groups[0], carry, 0)._replace(aux=None))
+    if shape.extra is None:
+        return None
+
+    def body_of(group: Group) -> Body:
+        def body(carry: Any, index: Any) -> tuple[Any, Any]:
+            outcome = outcome_of(group, carry, index)
+            return kept(outcome.carry, carry, outcome.weight), outcome.weight
+
+        return body
+
+    _, stacked = run(call.groups, body_of, carry)
+    weights = jnp.concatenate(stacked)
+    samples = jnp.where(weights != 0, sizes(call.groups), 0).sum()
+    total = arithmetic.total_weight(weights)
+    return Planned(*summed((total, samples.astype(total.dtype)), call.options.axis_name))
+
+
+def sizes(groups: list[Group]) -> Any:
+    """Return the samples of each micro-batch, in order.
+
+    Examples:
+        >>> sizes([Group(2, 4, 0, 0), Group(1, 2, 8, 2)]).tolist()
+        [4, 4, 2]
+    """
+    return np.repeat([group.size for group in groups], [group.count for group in groups])
+
+
+def kept(new: Any, old: Any, weight: Any) -> Any:
+    """Return the new state, but the old one where the micro-batch has no weight."""
+    return jax.tree.map(lambda one, other: jnp.where(weight != 0, one, other), new, old)
+
+
+def extra_share(planned: Planned, size: int, weight: Any, reduction: str) -> Any:
+    """Return the factor of an extra term beside a loss that gets ``w_i / W`` (``1 / W`` for a sum) later.
+
+    The extra term counts ``n_i / N``, so the factor is ``W n_i / (N w_i)``, without ``w_i`` for a sum.
+
+    Examples:
+        >>> print(extra_share(Planned(jnp.float32(10), jnp.float32(8)), 4, jnp.float32(5), "mean"))
+        1.0
+    """
+    share = planned.weight * size / jnp.where(planned.samples == 0, 1, planned.samples)
+    if reduction == "mean":
+        share = share / jnp.where(weight == 0, 1, weight)
+    return jnp.where(weight == 0, 0, share)
+
+
+def gradients(call: Call) -> tuple[Any, Any, list[PerMicrobatch]]:
+    """Add up ``w_i g_i`` (``g_i`` for a sum) over the window.
+
+    Returns:
+        The sums, the last carry (None without one), and what is kept of each micro-batch, by group.
+    """
+    planned = plan_extra(call)
+    positions = call.places.differentiated
+    chosen = call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(
+            jnp.shape(leaf), arithmetic.sum_dtype(jnp.result_type(leaf), call.options.accumulator_dtype)
+        ),
+        chosen,
+    )
+    zeros = varying(zeros, call.options.axis_name)
+
+    def body_of(group: Group) -> Body:
+        return microbatch_body(call, group, planned)
+
+    (sums, carry), found = run(call.groups, body_of, (zeros, first_carry(call)))
+    return sums, carry, found
+
+
+def microbatch_body(call: Call, group: Group, planned: Planned | None) -> Body:
+    """Return the body of the loop: the gradient of one micro-batch, added to the sums."""
+    options, arguments_of = call.options, call.cutter(group)
+
+    def body(state: Any, index: Any) -> tuple[Any, PerMicrobatch]:
+        sums, carry = state
+        arguments, stated = arguments_of(index, carry)
+
+        def objective(*arguments: Any) -> tuple[Any, Outcome]:
+            outcome = call.evaluate(arguments, stated)
+            if planned is None:
+                return outcome.loss, outcome
+            share = extra_share(planned, group.size, outcome.weight, options.reduction)
+            return outcome.loss + share.astype(outcome.extra.dtype) * outcome.extra, outcome
+
+        positions = call.places.differentiated
+        (_, outcome), gradient = jax.value_and_grad(objective, positions, has_aux=True)(*arguments)
+        weight = outcome.weight
+        if options.nonfinite == "skip_microbatch":
+            finite = arithmetic.all_finite((outcome.loss, gradient))
+            weight = jnp.where(finite, weight, jnp.zeros_like(weight))
+        part = contribution(gradient, sums, weight, options)
+        new = kept(outcome.carry, carry, weight) if options.may_leave_out else outcome.carry
+        square = arithmetic.square_norm(part) if options.noise else None
+        found = PerMicrobatch(outcome.loss, weight, outcome.extra, outcome.aux, square)
+        return (jax.tree.map(jnp.add, sums, part), new), found
+
+    return body
+
+
+def contribution(gradient: Any, sums: Any, weight: Any, options: Options) -> Any:
+    """Return ``w g`` (``g`` for a sum) in the dtypes of the sums; zeros where the weight is 0.
+
+    The gradient is widened before it is multiplied: times 1000 tokens a float16 overflows.
+    """
+
+    def one(leaf: Any, total: Any) -> Any:
+        part = leaf.astype(total.dtype)
+        if options.reduction == "mean":
+            part = part * weight.astype(jnp.finfo(total.dtype).dtype)
+        return jnp.where(weight != 0, part, jnp.zeros_like(part)) if options.may_leave_out else part
+
+    return jax.tree.map(one, gradient, sums)

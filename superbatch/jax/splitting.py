@@ -1,0 +1,182 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Which rows of a batch are in which micro-batch, in at most two groups of micro-batches of one size.
+
+A group of k micro-batches of m rows is one loop: XLA compiles it once, whatever k is. Micro-batch i of a
+*strided* group has the rows ``i, i + k, i + 2k, ...`` of the group: where the batch is sharded over devices
+by contiguous blocks, each device finds its share of every micro-batch on itself. *Contiguous* micro-batches
+lie on one device or two, so that XLA gathers the whole batch on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..errors import InputError, SplitError, explain
+from ..integers import positive_int
+
+Layout = Literal["strided", "contiguous"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """`count` micro-batches of `size` rows each, from row `start` on; the first has the index `first`."""
+
+    count: int
+    size: int
+    start: int
+    first: int
+
+
+def groups(samples: int, *, microbatch_size: int | None = None, steps: int | None = None) -> list[Group]:
+    """Divide a batch: full micro-batches and one tail, or a number of near-equal ones.
+
+    Args:
+        samples: of the batch.
+        microbatch_size: rows of each micro-batch but the tail.
+        steps: how many micro-batches; their sizes differ by one at most.
+
+    Raises:
+        SplitError: there are fewer samples than `steps`, or none.
+
+    Examples:
+        >>> from dataclasses import astuple
+        >>> [astuple(group) for group in groups(10, microbatch_size=4)]
+        [(2, 4, 0, 0), (1, 2, 8, 2)]
+        >>> [astuple(group) for group in groups(10, steps=4)]
+        [(2, 3, 0, 0), (2, 2, 6, 2)]
+    """
+    if samples < (steps or 1):
+        raise SplitError(
+            explain(
+                f"a batch of {samples} samples" + (f" for steps={steps}" if steps else ""),
+                "every micro-batch needs a sample",
+                "give a larger batch" + (" or fewer steps" if steps else ""),
+            )
+        )
+    if steps is not None:
+        size, larger = divmod(samples, steps)
+        counts = [(larger, size + 1), (steps - larger, size)]
+    else:
+        assert microbatch_size is not None
+        full, tail = divmod(samples, microbatch_size)
+        counts = [(full, microbatch_size), (1, tail)]
+    found: list[Group] = []
+    start = first = 0
+    for count, size in counts:
+        if count and size:
+            found.append(Group(count, size, start, first))
+            start, first = start + count * size, first + count
+    return found
+
+
+def check_split(microbatch_size: int | None, steps: int | None, layout: str) -> None:
+    """Check how a batch shall be divided.
+
+    Raises:
+        InputError: not exactly one of the two is given, it is no positive int, or the layout is none.
+
+    Examples:
+        >>> check_split(8, None, "strided")
+    """
+    if (microbatch_size is None) == (steps is None):
+        raise InputError(
+            explain(
+                f"microbatch_size={microbatch_size!r} and steps={steps!r}",
+                "the one follows from the other and the batch",
+                "pass microbatch_size= (rows of a micro-batch) or steps= (how many there are), not both",
+            )
+        )
+    name, value = ("microbatch_size", microbatch_size) if steps is None else ("steps", steps)
+    positive_int(name, value)
+    if layout not in ("strided", "contiguous"):
+        raise InputError(
+            explain(
+                f"layout={layout!r}",
+                "rows are dealt out to micro-batches in turn, or cut into blocks",
+                'pass layout="strided" (keeps sharded rows where they are) or layout="contiguous"',
+            )
+        )
+
+
+def count_samples(batch: Any) -> int:
+    """Return the rows of a batch: the length of its leaves. Scalars have none and are given out whole.
+
+    Raises:
+        SplitError: leaves differ in length, or no leaf has one.
+
+    Examples:
+        >>> count_samples({"x": jnp.zeros((5, 2)), "y": jnp.zeros(5), "temperature": 0.1})
+        5
+    """
+    lengths = {
+        f"batch{jax.tree_util.keystr(path)}": jnp.shape(leaf)[0]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if jnp.ndim(leaf)
+    }
+    if len(set(lengths.values())) != 1:
+        raise SplitError(
+            explain(
+                f"a batch with {lengths}" if lengths else "a batch without arrays that have rows",
+                "every array of a batch has one row for each sample",
+                "name the arguments that are split with batch_argnums=, and pass what is not split otherwise",
+            )
+        )
+    return next(iter(lengths.values()))
+
+
+def cutter(batch: Any, group: Group, layout: Layout) -> Callable[[Any], Any]:
+    """Return a function from the index of a micro-batch within its group to that micro-batch.
+
+    The batch is indexed, not transposed: no second copy of it is made.
+
+    Examples:
+        >>> cut = cutter(jnp.arange(6), Group(count=3, size=2, start=0, first=0), "strided")
+        >>> cut(0).tolist(), cut(1).tolist()
+        ([0, 3], [1, 4])
+    """
+    axis = 1 if layout == "strided" else 0
+    shape = (group.size, group.count) if layout == "strided" else (group.count, group.size)
+
+    def arranged(leaf: Any) -> Any:
+        if not jnp.ndim(leaf):
+            return leaf
+        leaf = jnp.asarray(leaf)
+        rows = group.count * group.size
+        if rows != leaf.shape[0]:
+            leaf = lax.slice_in_dim(leaf, group.start, group.start + rows)
+        return leaf.reshape(shape + leaf.shape[1:])
+
+    ready = jax.tree.map(arranged, batch)
+
+    def cut(index: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: (
+                lax.dynamic_index_in_dim(leaf, index, axis, keepdims=False) if jnp.ndim(leaf) else leaf
+            ),
+            ready,
+        )
+
+    return cut
+
+
+def rows_in_order(stacked: Any, layout: Layout) -> Any:
+    """Return outputs of a group, stacked as [count, size, ...], as rows in the order of the batch.
+
+    Examples:
+        >>> rows_in_order(jnp.array([[0, 3], [1, 4], [2, 5]]), "strided").tolist()
+        [0, 1, 2, 3, 4, 5]
+    """
+
+    def one(leaf: Any) -> Any:
+        if layout == "strided":
+            leaf = jnp.swapaxes(leaf, 0, 1)
+        return leaf.reshape((-1, *leaf.shape[2:]))
+
+    return jax.tree.map(one, stacked)

@@ -1,0 +1,73 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""What one window says about itself, as arrays that a jitted function can return."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ..noise import LEAST_SPREAD, NoiseMeter, estimate
+from . import arithmetic
+
+
+class Stats(NamedTuple):
+    """The third output of `value_and_grad` with ``stats=True`` or ``noise=True``; scalar arrays.
+
+    Attributes:
+        weight: ``W``, of the micro-batches that took part; 0: there is no mean and no gradient.
+        samples: of these micro-batches.
+        microbatches: all of them.
+        dropped: how many were left out as not finite (``nonfinite="skip_microbatch"``).
+        a2: ``sum (w_i / W)^2 |g_i|^2``, see `superbatch.noise`; None where noise is not measured.
+        b2: ``|g|^2`` of the batch's gradient.
+        q: ``sum (w_i / W)^2``.
+        effective_samples: ``1 / sum((w_i / W)^2 / n_i)``.
+    """
+
+    weight: Any
+    samples: Any
+    microbatches: Any
+    dropped: Any
+    a2: Any = None
+    b2: Any = None
+    q: Any = None
+    effective_samples: Any = None
+
+
+def noise_sums(squares: Any, weights: Any, samples: Any) -> tuple[Any, Any, Any]:
+    """Return what is added up over micro-batches (and devices): of ``|w g|^2``, ``w^2`` and ``w^2 / n``.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> [float(part) for part in noise_sums(jnp.array([4.0]), jnp.array([2.0]), jnp.array([2.0]))]
+        [4.0, 4.0, 2.0]
+    """
+    total = arithmetic.pairwise_sum
+    return total(squares), total(weights * weights), total(weights * weights / samples)
+
+
+def add_noise(meter: NoiseMeter, stats: Stats) -> None:
+    """Give what a window says about noise to a `superbatch.NoiseMeter`, on the host.
+
+    A window with one micro-batch, with nearly all weight on one, or that is not finite is noted as left out.
+
+    Args:
+        meter: the average over windows.
+        stats: of one window, from ``value_and_grad(..., noise=True)``.
+
+    Examples:
+        >>> meter = NoiseMeter()
+        >>> add_noise(meter, Stats(20, 20, 2, 0, a2=2.5, b2=4.0, q=0.5, effective_samples=20.0))
+        >>> meter.windows
+        1
+    """
+    meter.passed += 1
+    if stats.a2 is None:
+        return meter.leave_out("noise=True was not asked for")
+    a2, b2, q, samples = (float(part) for part in (stats.a2, stats.b2, stats.q, stats.effective_samples))
+    if not all(map(math.isfinite, (a2, b2, q, samples))):
+        return meter.leave_out("not finite")
+    if 1 - q < LEAST_SPREAD:
+        return meter.leave_out("one micro-batch has nearly all the weight")
+    return meter.add({"all": estimate(a2, b2, q)}, samples=samples)

@@ -1,0 +1,224 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""An Optax optimizer that updates once per window, for those who must feed one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from .. import normalize
+from ..errors import InputError, explain
+from ..schedule import check_steps
+from . import arithmetic
+
+NonFinite = Literal["propagate", "skip_microbatch", "skip_update"]
+
+
+class MultiStepsState(NamedTuple):
+    """The state of `multi_steps`; every counter is an array of its own, so that the state can be donated.
+
+    Attributes:
+        microbatches: of the window in flight.
+        updates: that were made.
+        weight: of the window in flight, and in `weight_rest` what rounding took from it.
+        weight_rest: see `weight`.
+        sums: of the gradients of the window in flight.
+        inner: the state of the optimizer.
+        updated: whether the last call made an update.
+        skipped: micro-batches (``"skip_microbatch"``) or windows that were left out as not finite.
+    """
+
+    microbatches: Any
+    updates: Any
+    weight: Any
+    weight_rest: Any
+    sums: Any
+    inner: Any
+    updated: Any
+    skipped: Any
+
+
+class _Window(NamedTuple):
+    """What the boundary looks at: one call's window with its micro-batch added."""
+
+    microbatches: Any
+    weight: Any
+    weight_rest: Any
+    sums: Any
+    skipped: Any
+
+
+def multi_steps(
+    optimizer: Any,
+    every: int | Callable[[Any], Any],
+    *,
+    reduction: normalize.Reduction = "mean",
+    accumulator_dtype: Any = "auto",
+    nonfinite: NonFinite = "propagate",
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap an Optax optimizer so that every so many micro-batches make one exact update.
+
+    ``update(gradients, state, params, weight=w, flush=last)`` adds ``w_i g_i`` (``g_i`` for a sum), and at
+    the end of a window calls the optimizer once with the sums over ``W``; in between its updates are zeros,
+    and the optimizer is not evaluated. Within one jitted update `value_and_grad` needs less memory.
+
+    Args:
+        optimizer: any Optax transformation.
+        every: micro-batches per window, or a function of the number of updates made (traceable).
+        reduction: what the gradients are of: a ``"mean"`` over the micro-batch or a ``"sum"``.
+        accumulator_dtype: gradients are summed in ``"auto"``: float32 or wider; None: their own dtype; or
+            this dtype.
+        nonfinite: ``"propagate"``: the optimizer sees NaN, and the next window begins clean;
+            ``"skip_microbatch"`` leaves the micro-batch and its weight out; ``"skip_update"`` gives up
+            the window.
+
+    Returns:
+        A transformation whose ``update`` takes two more arguments: `weight`, of the micro-batch (1 by
+        default; 0 contributes nothing, NaN or not), and `flush`: end the window now, a tail. A window of
+        weight 0 makes no update. More arguments go to the optimizer. The function `flush` ends a window
+        without a micro-batch.
+
+    Raises:
+        InputError: an option is no such option.
+
+    Examples:
+        >>> optimizer = multi_steps(optax.sgd(1.0), every=2)
+        >>> params = jnp.zeros(1)
+        >>> state = optimizer.init(params)
+        >>> for gradient, tokens in ((1.0, 1), (2.0, 3)):
+        ...     updates, state = optimizer.update(jnp.full(1, gradient), state, params, weight=tokens)
+        >>> updates.tolist(), int(state.updates)
+        ([-1.75], 1)
+    """
+    normalize.check_reduction(reduction)
+    arithmetic.check_sum_dtype(accumulator_dtype)
+    if not callable(every):
+        check_steps(every, "every")
+    if nonfinite not in ("propagate", "skip_microbatch", "skip_update"):
+        choices = "'propagate', 'skip_microbatch' or 'skip_update'"
+        raise InputError(explain(f"nonfinite={nonfinite!r}", "there is no such choice", f"pass {choices}"))
+    plan = _Plan(optax.with_extra_args_support(optimizer), every, reduction, accumulator_dtype, nonfinite)
+    return optax.GradientTransformationExtraArgs(partial(_init, plan), partial(_update, plan))
+
+
+class _Plan(NamedTuple):
+    """The checked arguments of `multi_steps`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    every: int | Callable[[Any], Any]
+    reduction: normalize.Reduction
+    accumulator_dtype: Any
+    nonfinite: NonFinite
+
+
+def _init(plan: _Plan, params: Any) -> MultiStepsState:
+    def zeros(leaf: Any) -> Any:
+        dtype = arithmetic.sum_dtype(jnp.result_type(leaf), plan.accumulator_dtype)
+        return jnp.zeros(jnp.shape(leaf), dtype)
+
+    counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
+    weights = [jnp.zeros((), jnp.result_type(float)) for _ in range(2)]
+    return MultiStepsState(
+        microbatches=counters[0],
+        updates=counters[1],
+        weight=weights[0],
+        weight_rest=weights[1],
+        sums=jax.tree.map(zeros, params),
+        inner=plan.inner.init(params),
+        updated=jnp.zeros((), bool),
+        skipped=counters[2],
+    )
+
+
+def _update(
+    plan: _Plan,
+    updates: Any,
+    state: Any,
+    params: Any = None,
+    *,
+    weight: Any = 1,
+    flush: Any = False,
+    **extra: Any,
+) -> tuple[Any, MultiStepsState]:
+    window = _added(plan, state, updates, arithmetic.as_weight(weight, "weight"))
+    steps = plan.every(state.updates) if callable(plan.every) else plan.every
+    due = (window.microbatches >= steps) | jnp.asarray(flush, bool)
+    total = window.weight + window.weight_rest
+    # `!= 0` and not `> 0`: a weight that is NaN shall be seen.
+    make, skipped = due & (total != 0), window.skipped
+    if plan.nonfinite == "skip_update":
+        finite = arithmetic.all_finite((window.sums, total))
+        make, skipped = make & finite, skipped + (make & ~finite)
+
+    def apply(inner_state: Any) -> tuple[Any, Any]:
+        mean = arithmetic.gradient_of(window.sums, total, updates)
+        return plan.inner.update(mean, inner_state, params, **extra)
+
+    def wait(inner_state: Any) -> tuple[Any, Any]:
+        shapes, _ = jax.eval_shape(apply, inner_state)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), inner_state
+
+    made, inner_state = lax.cond(make, apply, wait, state.inner)
+    # A new window begins with zeros, not with 0 x sums: that keeps a NaN for ever.
+    begun = jax.tree.map(lambda leaf: jnp.where(due, jnp.zeros_like(leaf), leaf), window)
+    return made, MultiStepsState(
+        microbatches=begun.microbatches,
+        updates=state.updates + make,
+        weight=begun.weight,
+        weight_rest=begun.weight_rest,
+        sums=begun.sums,
+        inner=inner_state,
+        updated=make,
+        skipped=skipped,
+    )
+
+
+def _added(plan: _Plan, state: MultiStepsState, updates: Any, weight: Any) -> _Window:
+    """The window in flight with one more micro-batch."""
+    skipped = state.skipped
+    if plan.nonfinite == "skip_microbatch":
+        finite = arithmetic.all_finite(updates)
+        skipped = skipped + (~finite & (weight != 0))
+        weight = jnp.where(finite, weight, jnp.zeros_like(weight))
+
+    def add(total: Any, leaf: Any) -> Any:
+        part = leaf.astype(total.dtype)
+        if plan.reduction == "mean":
+            part = part * weight.astype(jnp.finfo(total.dtype).dtype)
+        return total + jnp.where(weight != 0, part, jnp.zeros_like(part))
+
+    sums = jax.tree.map(add, state.sums, updates)
+    counted = jnp.where(weight < 0, jnp.nan, weight.astype(state.weight.dtype))
+    total, rest = arithmetic.add_compensated(state.weight, state.weight_rest, counted)
+    return _Window(state.microbatches + 1, total, rest, sums, skipped)
+
+
+def flush(
+    optimizer: optax.GradientTransformationExtraArgs, state: MultiStepsState, params: Any
+) -> tuple[Any, Any]:
+    """End the window in flight without another micro-batch: the tail that a loader leaves behind.
+
+    Args:
+        optimizer: from `multi_steps`.
+        state: its state.
+        params: the parameters.
+
+    Returns:
+        The updates (zeros where nothing waits) and the new state.
+
+    Examples:
+        >>> optimizer = multi_steps(optax.sgd(1.0), every=4)
+        >>> state = optimizer.init(jnp.zeros(1))
+        >>> _, state = optimizer.update(jnp.ones(1), state, jnp.zeros(1), weight=8)
+        >>> flush(optimizer, state, jnp.zeros(1))[0].tolist()
+        [-1.0]
+    """
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    return optimizer.update(nothing, state, params, weight=0, flush=True)

@@ -1,0 +1,76 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""What the compiled program does on four devices of this machine, as JSON: `python -m tests.jax.sharded`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from superbatch.jax import value_and_grad
+from tests.jax.helpers import mse, params, rows
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def collectives(text: str) -> dict[str, int]:
+    """How many of each are in the program, and how many all-reduces are outside of its entry."""
+    entry = text[text.index("\nENTRY ") :]
+    found = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+    inside = found["all-reduce"] - len(re.findall(r" all-reduce(?:-start)?\(", entry))
+    return found | {"all-reduces in a loop": inside}
+
+
+def error(got: Any, expected: Any) -> float:
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
+
+
+def main() -> None:
+    jax.config.update("jax_enable_x64", True)  # noqa: FBT003  (the API takes it by position)
+    if sys.argv[1:] == ["mutant"]:  # parameters that are known to be the same on every device
+        untold = lambda tree, axis_name: tree  # noqa: E731
+        sys.modules["superbatch.jax.gradient"].varying = untold  # pyright: ignore[reportAttributeAccessIssue]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    p, batch = params(), rows(64)
+    expected = jax.jit(jax.value_and_grad(mse))(p, batch)
+    on_devices = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    everywhere = jax.device_put(p, NamedSharding(mesh, P()))
+    found: dict[str, Any] = {"devices": jax.device_count()}
+    for layout in ("strided", "contiguous"):
+        call = jax.jit(value_and_grad(mse, microbatch_size=16, layout=layout))
+        program: Any = call.lower(everywhere, on_devices).compile()
+        found[layout] = collectives(program.as_text()) | {
+            "flops": program.cost_analysis()["flops"],
+            "error": error(call(everywhere, on_devices), expected),
+        }
+    for check_vma in (True, False):
+        mapped = jax.shard_map(
+            value_and_grad(mse, microbatch_size=3, axis_name="data", noise=True),
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        call = jax.jit(mapped)
+        program = call.lower(everywhere, on_devices).compile()
+        *got, stats = call(everywhere, on_devices)
+        found[f"shard_map, check_vma={check_vma}"] = collectives(program.as_text()) | {
+            "error": error(tuple(got), expected),
+            "microbatches": int(stats.microbatches),
+            "weight": int(stats.weight),
+        }
+        if sys.argv[1:] == ["mutant"]:
+            break  # without the check nothing is known to be the same
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
