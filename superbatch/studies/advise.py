@@ -35,9 +35,9 @@ from superbatch.studies.rehearsal import Rehearsal, microbatches_to_time, prepar
 from superbatch.studies.training import Setting, orders
 from superbatch.studies.workers import torch_threads
 from superbatch.torch import Accumulator
-from superbatch.torch.limits import memory_limit
-from superbatch.torch.predict import PredictionError, predict_peak
 from superbatch.torch.scaling import rescale
+from superbatch.torch.sizes.limits import memory_limit
+from superbatch.torch.sizes.predict import PredictionError, predict_peak
 
 DEFAULTS = Options()
 

@@ -27,10 +27,10 @@ from superbatch.studies.fit_options import Options as Options
 from superbatch.studies.fit_options import asked, check_options
 from superbatch.studies.rehearsal import Rehearsal, Trainer, microbatches_to_time, prepare, refusal
 from superbatch.studies.workers import torch_threads
-from superbatch.torch.limits import memory_limit
 from superbatch.torch.out_of_memory import out_of_memory
-from superbatch.torch.predict import PredictionError, predict_peak
-from superbatch.torch.savings import savings
+from superbatch.torch.sizes.limits import memory_limit
+from superbatch.torch.sizes.predict import PredictionError, predict_peak
+from superbatch.torch.sizes.savings import savings
 
 DEFAULTS = Options()
 
@@ -42,7 +42,7 @@ ROUNDS = 20
 
 MARGIN, CARE = 0.01, 0.10
 """Shares of a limit that are kept free: of one that an allocation hits, and of one where the system ends the
-process instead. `superbatch.torch.auto` keeps the same."""
+process instead. `superbatch.torch.sizes.auto` keeps the same."""
 
 BUSY = 0.75
 """Load average per core from which others are in the way."""

@@ -20,8 +20,8 @@ from superbatch.recipes import Recipe
 from superbatch.recipes.models import dtype_of
 from superbatch.torch import Accumulator
 from superbatch.torch.gradients import LOW_PRECISION
-from superbatch.torch.ledger import Ledger
 from superbatch.torch.memory import peak_bytes
+from superbatch.torch.sizes.ledger import Ledger
 from superbatch.tree import map_arrays, plan
 from superbatch.window import Window
 

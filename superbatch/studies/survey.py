@@ -35,7 +35,7 @@ from superbatch.studies.survey_tests import (
 )
 from superbatch.studies.workers import torch_threads
 from superbatch.survey_ramp import from_axis, values_of
-from superbatch.torch.survey_dial import Dial, range_of
+from superbatch.torch.surveys.dial import Dial, range_of
 
 PAIRS = 2
 """Seeds of each split for which the real batch is surveyed from the same weights and samples."""

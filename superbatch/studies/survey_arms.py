@@ -22,7 +22,7 @@ from superbatch.studies.splits import Split
 from superbatch.studies.training import Setting, orders
 from superbatch.survey import Sweep
 from superbatch.torch.lr_survey import lr_survey
-from superbatch.torch.survey_dial import Dial
+from superbatch.torch.surveys.dial import Dial
 from superbatch.tree import map_arrays
 from superbatch.window import Window
 

@@ -12,12 +12,12 @@ from .cached import cached_gradients as cached_gradients
 from .growing import GrowBatch as GrowBatch
 from .growing import rate_of as rate_of
 from .in_flight import WindowInFlight as WindowInFlight
-from .limits import memory_limit as memory_limit
 from .lr_survey import lr_survey as lr_survey
 from .masters import fp32_masters as fp32_masters
-from .predict import predict_peak as predict_peak
-from .sample_layout import samples_along as samples_along
+from .probing.sample_layout import samples_along as samples_along
 from .scaling import rescale as rescale
+from .sizes.limits import memory_limit as memory_limit
+from .sizes.predict import predict_peak as predict_peak
 from .stopping import update_until as update_until
 from .verify import verify as verify
 from .virtual import virtual_batch as virtual_batch

@@ -26,13 +26,13 @@ from .first_check import check_first_window
 from .in_flight import WindowInFlight
 from .losses import alone, pair_of
 from .masters import masters_written, take_over
-from .noise_windows import noise_of
+from .noise.windows import noise_of
 from .pieces import pieces_of, sizing_of
 from .places import Places
 from .plan import NonFinite, Plan
 from .recovery import work_through
-from .reserve import Reserve
-from .sizing import Fixed, load_sizing, sizing_state
+from .sizes.reserve import Reserve
+from .sizes.sizing import Fixed, load_sizing, sizing_state
 from .snapshot import BufferKeeper, RandomKeeper
 from .sync import find_ranks
 from .transfer import Transfer

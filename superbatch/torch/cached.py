@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from ..errors import InputError, WindowError, explain
 from ..split import TokenBudget
-from .encoders import Encode, Encoder, all_models, as_encoders
-from .new_gradients import NewGradients, leaves_of, outside_autocast
-from .one_pass import OnePass, refuse_batch_statistics
-from .replay import Replay
+from .caching.encoders import Encode, Encoder, all_models, as_encoders
+from .caching.new_gradients import NewGradients, leaves_of, outside_autocast
+from .caching.one_pass import OnePass, refuse_batch_statistics
+from .caching.replay import Replay
 from .snapshot import BufferKeeper
 from .sync import Ranks, find_ranks
 

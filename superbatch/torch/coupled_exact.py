@@ -30,7 +30,7 @@ from .joining import joined
 from .losses import alone
 from .out_of_memory import out_of_memory, release_caches
 from .pieces import Pieces
-from .sizing import Fixed, Sizing
+from .sizes.sizing import Fixed, Sizing
 from .sync import Ranks
 from .virtual import virtual_batch
 from .virtual.block import VirtualBatch

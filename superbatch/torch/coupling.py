@@ -4,8 +4,8 @@ Accumulated gradients are exact only where the batch's loss is a weighted mean o
 each other. Two ways to find what breaks that:
 
 * `coupled_modules` looks at the types of modules. It needs no data and misses hand-written coupling.
-* `find_coupling` runs four probes on a few samples (`superbatch.torch.separability`). Each misses something,
-  together they found every case that they were tried on.
+* `find_coupling` runs four probes on a few samples (`superbatch.torch.probing.separability`). Each misses
+  something, together they found every case that they were tried on.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from ..normalize import Reduction
 from ..report.verification import Finding
 from ..tree import count_samples
-from .problem import LossFn, Problem, WeightOption
-from .resample import select
-from .separability import Mixed, Probe, failure_of, find_mixing, innermost, loss_coupling
-from .untouched import changed_state, held_parameter, module_state, untouched
+from .probing.problem import LossFn, Problem, WeightOption
+from .probing.resample import select
+from .probing.separability import Mixed, Probe, failure_of, find_mixing, innermost, loss_coupling
+from .probing.untouched import changed_state, held_parameter, module_state, untouched
 
 _PRIMES = (7, 5, 3, 2)
 _REMEDIES = {

@@ -14,7 +14,7 @@ from ..tree import plan as plan_of
 from .out_of_memory import out_of_memory, release_caches
 from .pieces import Pieces
 from .plan import Plan
-from .problem import Problem
+from .probing.problem import Problem
 from .statement import check_statement
 from .sync import Ranks
 

@@ -21,14 +21,14 @@ from .checks import BackwardWatch, check_loss
 from .gradients import Gradients, clear
 from .in_momentum import InMomentum
 from .losses import Losses, over_ranks
-from .noise_hooks import SeenGradients
+from .noise.hooks import SeenGradients
 from .nonfinite import Culprit
 from .out_of_memory import out_of_memory
 from .pieces import Pieces
 from .plan import Plan
-from .reserve import Before, raise_if_out_of_memory
 from .sample_rng import sample_stream
-from .sizing import Sizing
+from .sizes.reserve import Before, raise_if_out_of_memory
+from .sizes.sizing import Sizing
 from .weighing import Weights
 
 

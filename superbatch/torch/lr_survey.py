@@ -13,10 +13,10 @@ from ..schedule import Schedule
 from ..survey import Sweep
 from .accumulator import Accumulator
 from .checks import check_choice
-from .survey_batches import Batches, keep_position
-from .survey_dial import Dial, range_of
-from .survey_shadow import shadow_of
-from .survey_state import put_back
+from .surveys.batches import Batches, keep_position
+from .surveys.dial import Dial, range_of
+from .surveys.shadow import shadow_of
+from .surveys.state import put_back
 from .sync import Ranks
 
 

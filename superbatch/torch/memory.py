@@ -13,7 +13,7 @@ import torch
 
 from superbatch.errors import InputError, explain
 
-from .ledger import Ledger
+from .sizes.ledger import Ledger
 
 
 def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") -> int:

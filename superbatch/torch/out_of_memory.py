@@ -8,7 +8,7 @@ import sys
 import torch
 
 from ..errors import OutOfMemoryError
-from .limits import memory_limit
+from .sizes.limits import memory_limit
 
 # What torch and the libraries below it say, on devices that have no error type of their own for it.
 _TEXTS = (

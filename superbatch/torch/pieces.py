@@ -10,11 +10,11 @@ from ..plan import Plan as BatchPlan
 from ..split import TokenBudget, cut, near_equal
 from ..tree import plan as plan_of
 from ..window import Window
-from .auto import AutoSize
 from .batches import Paths, microbatches_of
 from .options import check_auto
 from .plan import Plan
-from .sizing import Fixed
+from .sizes.auto import AutoSize
+from .sizes.sizing import Fixed
 
 # What the check of the statement looks at where the size is not known: so many pieces of so many samples.
 FEW = 8

@@ -13,8 +13,8 @@ from .. import normalize
 from .batchnorm import Frozen, Pooled
 from .boundary import Step
 from .gradients import Owned
-from .noise_windows import NoiseOfWindows
-from .reserve import Reserve
+from .noise.windows import NoiseOfWindows
+from .sizes.reserve import Reserve
 from .snapshot import BufferKeeper, RandomKeeper
 from .sync import Ranks
 from .transfer import Transfer

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from superbatch.errors import InputError, explain
 from superbatch.torch.counter import finalise, mix, positions, signed
-from superbatch.torch.sample_layout import Call, sample_axis, samples_along
-from superbatch.torch.sample_rules import RULES, Arguments, refusal
+from superbatch.torch.probing.sample_layout import Call, sample_axis, samples_along
+from superbatch.torch.probing.sample_rules import RULES, Arguments, refusal
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def sample_stream(
     within a fused kernel cannot be replaced. Streams hold in the thread that entered and in its backward
     passes.
 
-    What dimension of a random tensor runs over the samples is read by `superbatch.torch.sample_layout`. With
-    ``samples=1`` a draw that is meant for a whole batch looks like one per sample, and so does noise whose
+    What dimension of a random tensor runs over the samples is read by
+    `superbatch.torch.probing.sample_layout`. With ``samples=1`` a draw that is meant for a whole batch looks like one per sample, and so does noise whose
     first dimension is a multiple of ``samples`` by accident. ``calls`` finds that out as soon as the window,
     or the check of its first update, has micro-batches of two sizes; `samples_along` states it.
 

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from .. import normalize
 from ..errors import CoupledSamplesError, InputError, SplitError, StatementError, explain
 from ..tree import count_samples, map_arrays, plan
-from .candidates import weight_candidates
 from .checks import check_loss
 from .gradients import LOW_PRECISION
 from .looking import FloatingDtypes, run_eagerly
 from .out_of_memory import out_of_memory
-from .problem import Problem, evaluate
+from .probing.problem import Problem, evaluate
 from .sample_rng import sample_stream
+from .sizes.candidates import weight_candidates
 from .snapshot import BufferKeeper, RandomKeeper, as_plain, random_state
 
 MOST_PIECES = 4  # enough to meet unequal token counts, cheap beside one window

@@ -16,14 +16,14 @@ from ..split import TokenBudget, sizes
 from ..tree import count_samples, take
 from .checks import as_models, check_choice, check_positive
 from .coupling import probe_coupling
-from .diagnose import Diagnosis, diagnose
 from .looking import FloatingDtypes
-from .measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
-from .meetings import find_meetings
 from .out_of_memory import out_of_memory
-from .problem import LossFn, Problem, WeightOption, evaluate
-from .separability import failure_of
-from .untouched import held_parameter, untouched
+from .probing.diagnose import Diagnosis, diagnose
+from .probing.meetings import find_meetings
+from .probing.problem import LossFn, Problem, WeightOption, evaluate
+from .probing.separability import failure_of
+from .probing.untouched import held_parameter, untouched
+from .sizes.measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
 
 Against = Literal["auto", "batch", "splits"]
 Dtype = Literal["both", "own", "float64"]

@@ -11,9 +11,9 @@ from torch import nn
 
 from superbatch.report.memory import Limit, Peak
 from superbatch.split import near_equal
-from superbatch.torch.auto import AutoSize, Mode
-from superbatch.torch.fake import PredictionError
-from superbatch.torch.instruments import Instruments
+from superbatch.torch.sizes.auto import AutoSize, Mode
+from superbatch.torch.sizes.fake import PredictionError
+from superbatch.torch.sizes.instruments import Instruments
 
 MIB = 2**20
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from superbatch.split import near_equal
-from superbatch.torch.auto import AutoSize, Mode
-from superbatch.torch.instruments import instruments_for, is_compiled
-from superbatch.torch.sizing import Smaller
+from superbatch.torch.sizes.auto import AutoSize, Mode
+from superbatch.torch.sizes.instruments import instruments_for, is_compiled
+from superbatch.torch.sizes.sizing import Smaller
 from tests.torch.made_up_machine import MIB, Machine, OutOfMemory, sizing_on, window
 
 # ---- the largest size
@@ -182,7 +182,7 @@ def test_one_sample_that_does_not_fit_has_nothing_smaller():
 def test_memory_that_others_take_makes_micro_batches_smaller_before_they_fail(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("superbatch.torch.auto._EVERY", 0.0)
+    monkeypatch.setattr("superbatch.torch.sizes.auto._EVERY", 0.0)
     machine = Machine()
     sizing = sizing_on(machine)
     for _ in range(4):
@@ -200,7 +200,7 @@ def test_memory_that_others_take_makes_micro_batches_smaller_before_they_fail(
 
 
 def test_a_tenth_more_room_is_used(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("superbatch.torch.auto._EVERY", 0.0)
+    monkeypatch.setattr("superbatch.torch.sizes.auto._EVERY", 0.0)
     machine = Machine(alive=100 * MIB)
     sizing = sizing_on(machine)
     for _ in range(3):

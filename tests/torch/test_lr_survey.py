@@ -15,14 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from superbatch import InputError, OptimizerError, StatementError, WindowError
 from superbatch.survey import Sweep
-from superbatch.torch import (
-    Accumulator,
-    count_tokens,
-    lr_survey,
-    survey_dial,
-    survey_shadow,
-    windows,
-)
+from superbatch.torch import Accumulator, count_tokens, lr_survey, windows
+from superbatch.torch.surveys import dial as survey_dial
+from superbatch.torch.surveys import shadow as survey_shadow
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
 from tests.torch.states import assert_unchanged, fingerprint
 

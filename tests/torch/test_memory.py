@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from superbatch.errors import InputError
-from superbatch.torch.ledger import Ledger
 from superbatch.torch.memory import peak_bytes
+from superbatch.torch.sizes.ledger import Ledger
 
 KIB = 1024
 

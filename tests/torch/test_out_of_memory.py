@@ -553,7 +553,7 @@ def test_memory_for_the_first_update_is_made_sure_of_before_it_begins(
             raise RuntimeError(TEXT)
         return empty(*size, **options)
 
-    monkeypatch.setattr("superbatch.torch.reserve.torch.empty", limited)
+    monkeypatch.setattr("superbatch.torch.sizes.reserve.torch.empty", limited)
     with pytest.raises(OutOfMemoryError, match=r"an update that needs 6\.\d MiB for the optimizer's state"):
         accumulate(torch.randn(8, 300))
     monkeypatch.undo()

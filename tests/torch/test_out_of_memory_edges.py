@@ -401,7 +401,7 @@ def test_memory_for_every_update_is_made_sure_of_where_micro_batches_fill_the_ma
             raise RuntimeError(TEXT)
         return empty(*shape, **options)
 
-    monkeypatch.setattr("superbatch.torch.reserve.torch.empty", limited)
+    monkeypatch.setattr("superbatch.torch.sizes.reserve.torch.empty", limited)
     if asks:
         with pytest.raises(OutOfMemoryError, match=r"an update that needs .* MiB for the optimizer's state"):
             accumulate(batch)

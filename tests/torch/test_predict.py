@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from superbatch.errors import InputError
 from superbatch.torch import Accumulator, fp32_masters
-from superbatch.torch.fake import PredictionError
 from superbatch.torch.memory import peak_bytes
-from superbatch.torch.predict import _on_device, predict_peak
+from superbatch.torch.sizes.fake import PredictionError
+from superbatch.torch.sizes.predict import _on_device, predict_peak
 from tests.torch.sized_models import Checkpointed, Lstm, Own, Tied, Transformer, convnet, mlp, norms
 
 WITHIN = 0.01
@@ -438,7 +438,7 @@ def test_distributed_data_parallel_does_not_communicate(tmp_path: Path) -> None:
         import sys, torch
         from torch import nn
         import torch.distributed as dist
-        from superbatch.torch.predict import _on_device, predict_peak
+        from superbatch.torch.sizes.predict import _on_device, predict_peak
         from tests.torch.sized_models import convnet
         dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
         model = nn.Sequential(convnet(), nn.BatchNorm1d(10))

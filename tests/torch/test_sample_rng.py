@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import InputError
-from superbatch.torch.sample_layout import Call, samples_along
+from superbatch.torch.probing.sample_layout import Call, samples_along
 from superbatch.torch.sample_rng import sample_stream
 
 SAMPLES = 12

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from superbatch.report.memory import Saving
 from superbatch.torch import Accumulator
 from superbatch.torch.memory import peak_bytes
-from superbatch.torch.predict import predict_peak
-from superbatch.torch.savings import repeated_blocks, savings
+from superbatch.torch.sizes.predict import predict_peak
+from superbatch.torch.sizes.savings import repeated_blocks, savings
 from tests.torch.sized_models import Transformer, convnet
 
 WITHIN = 0.03

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...errors import WindowError, explain
 from ...report.coupling import Meeting
-from ..limits import memory_limit
 from ..out_of_memory import out_of_memory
+from ..sizes.limits import memory_limit
 from . import composites, paranoia
 from .aliases import current, functional_of
 from .auto_size import largest_size

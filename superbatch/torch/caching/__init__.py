@@ -1,0 +1,1 @@
+"""Two passes for a loss over embeddings: the parts of `cached_gradients`."""

@@ -1,0 +1,1 @@
+"""The noise of the gradient, measured by hooks while training."""

@@ -1,0 +1,232 @@
+"""The noise scale of an accumulator's windows: what each says goes into a `superbatch.noise.NoiseMeter`.
+
+The loss of micro-batch i is summed with its share ``w_i / W`` already, so ``A2 = sum |hook gradient|^2``
+needs no correction but for a gradient scaler, and for a ``W`` that is known only afterwards. Over ranks A2 is
+one number to be summed, while ``b2`` is that of the reduced gradient, before it is clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ... import normalize
+from ...errors import InputError, explain
+from ...noise import LEAST_SPREAD, Estimate, NoiseMeter, estimate
+from ..boundary import norm_of
+from ..gradients import Owned
+from .hooks import SeenGradients
+
+if TYPE_CHECKING:
+    from ..in_flight import WindowInFlight
+
+TINY_BYTES, EVERY_OF_TINY = 1 << 20, 10
+"""Parameters of a tiny model, and which of its windows are measured unless it is stated."""
+
+ALONE = "one micro-batch has nearly all the weight of its window"
+
+
+class NoiseOfWindows:
+    """Measures windows, every so many.
+
+    Args:
+        meter: takes in what is measured.
+        owned: the parameters; the list is kept up to date.
+        optimizers: whose parameter groups are told apart.
+    """
+
+    def __init__(self, meter: NoiseMeter, owned: list[Owned], optimizers: Sequence[Optimizer]) -> None:
+        self.meter = meter
+        if meter.every is None:
+            tiny = sum(entry.parameter.nbytes for entry in owned) < TINY_BYTES
+            meter.every = EVERY_OF_TINY if tiny else 1
+        self._owned = owned
+        self._optimizers = optimizers
+        self._in_parts: set[Tensor] = set()
+        self._named: list[Owned] = []
+        self._names: list[str] = []
+        self._groups: list[int] = []
+        self._found: tuple[dict[str, Estimate], float] | str | None = None
+
+    def open(self, window: WindowInFlight) -> None:
+        """Put hooks on for a window that is to be measured; they go with the window's context.
+
+        Args:
+            window: about to begin.
+        """
+        self._found = None
+        window._noise = None
+        if not self.meter.due:
+            return
+        if len(window._pieces) < 2 and not window._plan.ranks.shared:
+            self._found = ALONE
+            return
+        self._name_groups()
+        window._noise = SeenGradients(self._owned, self._groups, self._in_parts)
+        window._context.callback(window._noise.close)
+        window._noise.open()
+
+    def measure(
+        self,
+        window: WindowInFlight,
+        gradients: list[Tensor | None],
+        norm: float,
+        weights: Sequence[normalize.Number],
+        weight: normalize.Number,
+    ) -> None:
+        """Take down what a window says; it counts once the update is made.
+
+        Args:
+            window: all of whose micro-batches are summed; its hooks are off.
+            gradients: of the batch: reduced, normalised and unscaled, but not clipped.
+            norm: of them all.
+            weights: of this rank's micro-batches; 0 for those that were left out.
+            weight: W, of all ranks.
+        """
+        seen = window._noise
+        if seen is None:
+            return
+        counted = [index for index, each in enumerate(weights) if each]
+        squares = seen.squares()
+        missing = seen.reason or ("" if all(i in squares for i in counted) else "a part of it was not seen")
+        count = len(self._names)
+        # Sums of squares were taken of gradients times (planned W) x (scale of the scaler).
+        shares = [weights[index] / weight for index in counted]
+        units = window._pieces.samples or weights
+        mine = [
+            *(math.fsum(squares[i][g] for i in counted if i in squares) for g in range(count)),
+            math.fsum(share * share for share in shares),
+            math.fsum(s * s / units[i] for i, s in zip(counted, shares, strict=True)),
+            float(bool(missing)),
+        ]
+        *sums, q, q_per_sample, incomplete = window._plan.ranks.sum(mine)
+        factor = normalize.divisor(window._weights.planned, weight) * (window._scale or 1.0)
+        a2 = [each / factor**2 for each in sums]
+        self._found = self._judged(a2, self._b2(gradients, norm), q, q_per_sample)
+        if incomplete:
+            self._found = missing or "it was not seen whole on another rank"
+
+    def left(self, *, made: bool) -> None:
+        """The window is over: what was taken down counts if its update was made."""
+        found, self._found = self._found, None
+        if made:
+            self.meter.passed += 1
+        if not made or found is None:
+            return
+        if isinstance(found, str):
+            self.meter.leave_out(found)
+        else:
+            self.meter.add(found[0], samples=found[1])
+
+    def _judged(
+        self, a2: list[float], b2: list[float], q: float, q_per_sample: float
+    ) -> tuple[dict[str, Estimate], float] | str:
+        if 1 - q < LEAST_SPREAD:
+            return ALONE
+        if not all(map(math.isfinite, [*a2, *b2])):
+            return "the squares of its gradients are not finite"
+        found = {name: estimate(a, b, q) for name, a, b in zip(self._names, a2, b2, strict=True)}
+        return found, 1 / q_per_sample
+
+    def _b2(self, gradients: list[Tensor | None], norm: float) -> list[float]:
+        if len(self._names) == 1:
+            return [norm**2]
+        of_groups: list[list[Tensor | None]] = [[] for _ in self._names]
+        for group, gradient in zip(self._groups, gradients, strict=True):
+            of_groups[group].append(gradient)
+        norms = [norm_of(each) for each in of_groups]
+        return [0.0 if each is None else float(each) ** 2 for each in norms]
+
+    def _name_groups(self) -> None:
+        # By identity: the entries hold tensors, which do not compare as a whole.
+        if [id(entry) for entry in self._named] == [id(entry) for entry in self._owned]:
+            return
+        numbers, self._names = group_names(self._optimizers)
+        self._groups = [numbers[id(entry.optimizer), entry.number] for entry in self._owned]
+        # Of other parameters, as where some were frozen since, it is another noise scale.
+        self.meter.expect(self._names, anew=bool(self._named))
+        self._named = list(self._owned)
+
+
+def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], int], list[str]]:
+    """Number and name the parameter groups of optimizers.
+
+    Args:
+        optimizers: in order.
+
+    Returns:
+        (id of the optimizer, number of the group there) -> number among all; and the names: a group's own
+        entry ``"name"`` where it has one that no other has, else ``"group 0"``, or with several optimizers
+        ``"optimizer 0, group 0"``.
+
+    Examples:
+        >>> import torch
+        >>> one, two = (torch.zeros(1, requires_grad=True) for _ in range(2))
+        >>> optimizer = torch.optim.SGD([{"params": [one], "name": "head"}, {"params": [two]}])
+        >>> group_names([optimizer])[1]
+        ['head', 'group 1']
+    """
+    optimizers = list(optimizers)
+    several = len(optimizers) > 1
+    numbers: dict[tuple[int, int], int] = {}
+    own: list[Any] = []
+    plain: list[str] = []
+    for place, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            numbers[id(optimizer), number] = len(numbers)
+            own.append(group.get("name"))
+            plain.append(f"optimizer {place}, group {number}" if several else f"group {number}")
+    names = [
+        name if isinstance(name, str) and own.count(name) == 1 and name not in plain else other
+        for name, other in zip(own, plain, strict=True)
+    ]
+    return numbers, names
+
+
+def noise_of(
+    noise: object, owned: list[Owned], optimizers: Sequence[Optimizer], *, momentum: bool, whole: bool
+) -> NoiseOfWindows | None:
+    """Return what measures the noise, as the option of the accumulator states it.
+
+    Args:
+        noise: False, True, or a meter.
+        owned: the parameters.
+        optimizers: of the accumulator.
+        momentum: gradients are summed into the momentum buffer.
+        whole: the loss is computed on the whole batch.
+
+    Raises:
+        InputError: it is neither of them, or cannot be measured.
+    """
+    if noise is False:
+        return None
+    if noise is not True and not isinstance(noise, NoiseMeter):
+        raise InputError(
+            explain(
+                f"noise={noise!r}",
+                "the noise of the gradient is measured, or not",
+                "pass True, False, or a superbatch.noise.NoiseMeter with options of your own",
+            )
+        )
+    if momentum:
+        raise InputError(
+            explain(
+                'noise with accumulate_into="momentum"',
+                "noise is told from the norm of the batch's gradient, which never exists on its own there",
+                'use accumulate_into="grad" while measuring, or leave noise out',
+            )
+        )
+    if whole:
+        raise InputError(
+            explain(
+                'noise with coupled="exact"',
+                "noise is told from the gradients of micro-batches, and where samples see each other a "
+                "micro-batch has none of its own",
+                "leave noise out",
+            )
+        )
+    return NoiseOfWindows(NoiseMeter() if noise is True else noise, owned, optimizers)

@@ -1,0 +1,382 @@
+"""Micro-batch sizes that find themselves, in real windows of real training: no trial is thrown away.
+
+An update does not depend on how its batch is split, so every micro-batch of a window may be a trial:
+
+* Memory: the first window begins with a micro-batch that is far from the limit by the prediction. The room
+  that each measured one leaves tells how large the next one may be, up to a margin below the limit
+  (`trials`).
+* Time (``mode="fastest"``): sizes are tried from small to large, each a few times, until two in a row are
+  slower than the best (`superbatch.search`).
+
+Later on the room is measured now and then, so that sizes follow a limit that changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...report.memory import Measured, MemoryReport, Peak
+from ...search import fastest, fit_curve, halvings, next_trial, time_per_sample
+from ...split import near_equal
+from ...tree import plan as plan_of
+from .fake import PredictionError
+from .instruments import Instruments, instruments_for, is_compiled
+from .predict import predict_peak
+from .room import Room
+from .shapes import Signature, covers, signature, volume
+from .sizing import Smaller
+from .trials import Known, known_from, known_of, state_of
+
+Mode = Literal["fastest", "largest"]
+
+# What is left free of what there is room for: the largest is measured to be right within this.
+MARGINS: dict[Mode, float] = {"largest": 0.005, "fastest": 0.05}
+
+# Measuring takes about 0.2 ms: once in so many seconds is not to be felt.
+_EVERY = 0.1
+_MOST_SIZES = 64  # that are measured at their first run, whatever the time
+
+
+class AutoSize:
+    """Finds the largest, or the fastest, micro-batch that fits (a `Sizing`; `Accumulator` makes it).
+
+    Args:
+        loss_fn: of the accumulator.
+        models: that it computes with.
+        optimizers: that make the update.
+        device: where micro-batches are moved; None leaves them where they are.
+        mode: which size is looked for.
+        whole: paths that every micro-batch gets whole.
+        per_sample: paths of lists with one object per sample.
+        accumulator_dtype: as the accumulator's, for the prediction.
+        accumulate_into: likewise.
+        masters: likewise.
+        instruments: what to measure with; None for those of the device.
+
+    Examples:
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sizing = AutoSize(
+        ...     lambda x: model(x).square().mean(), [model], [optimizer], device=None, mode="largest"
+        ... )
+        >>> sizing.plan(torch.randn(100, 3), 100)  # far from any limit
+        [100]
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any], Any],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        device: torch.device | None,
+        mode: Mode = "fastest",
+        whole: Sequence[str] = (),
+        per_sample: Sequence[str] = (),
+        accumulator_dtype: torch.dtype | Literal["auto"] | None = "auto",
+        accumulate_into: Literal["grad", "momentum"] = "grad",
+        masters: Mapping[Tensor, Tensor] | None = None,
+        instruments: Instruments | None = None,
+    ) -> None:
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
+        self._models, self._optimizers = tuple(models), tuple(optimizers)
+        self._paths = {"whole": tuple(whole), "per_sample": tuple(per_sample)}
+        predict = partial(
+            predict_peak,
+            loss_fn,
+            models=self._models,
+            optimizers=self._optimizers,
+            device=device,
+            accumulator_dtype=accumulator_dtype,
+            accumulate_into=accumulate_into,
+            masters=masters,
+        )
+        self._instruments = instruments or instruments_for(
+            self._device, lambda microbatch, samples: predict(microbatch, samples=samples)
+        )
+        self._compiled = is_compiled(self._models)
+        self._mode: Mode = "largest" if self._compiled else mode
+        self._room = Room(self._device, optimizers, self._instruments, margin=MARGINS[self._mode])
+        self._known: dict[Signature, Known] = {}
+        self._alike: dict[Signature, Signature] = {}  # shapes that go by the size of a larger one
+        self._smaller = Smaller()
+        self._retries = 0
+        # of the window in progress
+        self._here: Known | None = None
+        self._samples = 0
+        self._target = 0
+        self._planned: list[int] = []
+        self._place = 0
+        self._times: list[tuple[Known, int, int, Any, Any]] = []
+
+    # -- what a window asks ------------------------------------------------------------------------------
+
+    def plan(self, batch: Any, samples: int) -> list[int]:
+        """Return the sizes to begin a window with."""
+        known = self._here = self._find(batch, samples)
+        if not self._is_steady(known) or self._is_due():
+            self._room.look(known, self._known.values())
+        self._samples, self._place = samples, 0
+        self._planned = self._sizes(samples)
+        return list(self._planned)
+
+    def rest(self, left: int) -> list[int] | None:
+        """Return other sizes for what is left if the last micro-batch taught something."""
+        del self._planned[:1]
+        known = self._here
+        if not left or known is None or self._is_steady(known):
+            return None
+        new = self._sizes(left)
+        if new == self._planned:
+            return None
+        self._planned = new
+        return list(new)
+
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return what measures a micro-batch, or does nothing if there is nothing to learn."""
+        known = self._here
+        first = self._place == 0
+        self._place += 1
+        if known is None:
+            return nullcontext()
+        if self._is_steady(known) and _is_seen(known, samples) and not self._is_due():
+            return nullcontext()
+        if known.how == "small real runs" and not known.needed:
+            return self._room.probed(known, samples, first=first)
+        timed = partial(self._timed, known, self._target, samples)
+        return self._room.measured(known, samples, first=first, timed=timed)
+
+    def failed(self, samples: int) -> int:
+        """Go on smaller (see `Smaller`)."""
+        self._times.clear()
+        self._planned = []
+        return self._smaller.failed(samples)
+
+    def closed(self, *, made: bool) -> None:
+        """Read the clock; the window's end has waited for the device."""
+        for known, target, samples, start, end in self._times:
+            seconds = self._instruments.seconds(start, end) / samples
+            known.timings.setdefault(target, []).append(seconds)
+        self._times.clear()
+        self._smaller.closed(made=made)
+        if not made:
+            return
+        self._room.updated(self._here)
+        self._shrink_if_thrashing()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sizes that were found, and what they were found from."""
+        return {
+            "version": 1,
+            "mode": self._mode,
+            "shapes": [(shape, state_of(known)) for shape, known in self._known.items()],
+            "failures": self._smaller.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with sizes that were found before; the limit is read again."""
+        self._known = {
+            tuple((dtype, tuple(dimensions)) for dtype, dimensions in shape): known_of(known)
+            for shape, known in state["shapes"]
+        }
+        if state["mode"] != self._mode:
+            for known in self._known.values():
+                known.size = 0
+        self._smaller.load_state_dict(state["failures"])
+        self._alike.clear()
+        self._room.total = None
+
+    def report(self) -> MemoryReport | None:
+        """Return what is known of the shape of the last window."""
+        known, limit = self._here, self._room.limit
+        if known is None or limit is None:
+            return None
+        most = min(self._room.largest(known), self._smaller.most or self._samples, self._samples)
+        chosen, why = self._choice(known, most)
+        dared = self._room.reach(known, iter(self._known.values()))
+        return MemoryReport(
+            device=str(self._device),
+            how=known.how,
+            predicted=tuple(known.peaks),
+            error=known.curve.error,
+            measured=tuple(Measured(samples, size) for samples, size in sorted(known.measured.items())),
+            limit=limit,
+            largest=min(most, dared),  # a batch of so many samples would be run in one piece
+            chosen=chosen,
+            why=why,
+        )
+
+    # -- sizes -------------------------------------------------------------------------------------------
+
+    def _sizes(self, left: int) -> list[int]:
+        """The sizes for the samples that are left of the window."""
+        known = self._here
+        assert known is not None
+        self._target = 0
+        room = self._room.largest(known)
+        size = min(room, self._smaller.most or self._samples, self._samples)
+        if known.how == "small real runs" and not known.needed:
+            return _begin_with(min(left, self._next_probe(known)), left, left)
+        allowed = self._room.reach(known, iter(self._known.values()))
+        if self._compiled:
+            # Each size compiles anew: one guess that is safe, and it stays.
+            self._settle(known, known.size or min(allowed, near_equal(left, size)[0]))
+            return near_equal(left, min(known.size, self._smaller.most or left))
+        if self._mode == "fastest":
+            # Of the whole window, not of its rest: what is left may be less than any size worth a thought.
+            size, trial = self._fastest(known, min(self._smaller.most or self._samples, room), allowed)
+            if trial and left >= 0.75 * trial:
+                self._target = trial
+                return _begin_with(min(trial, left), left, size)
+        size = self._room.with_new(known, near_equal(self._samples, size))
+        pieces = near_equal(self._samples, size)  # of this window, or of the next ones
+        if pieces[0] > allowed:
+            return _begin_with(allowed, left, pieces[0])
+        while sum(pieces) > left:
+            del pieces[0]
+        return pieces if sum(pieces) == left else _equal(left, near_equal(self._samples, size)[0])
+
+    def _fastest(self, known: Known, most: int, allowed: int) -> tuple[int, int]:
+        """The size to use where nothing is tried, and the size to try (0 for none)."""
+        if known.size:
+            return min(known.size, most), 0
+        sizes = self._candidates(known, most)
+        trial = next_trial(sizes, known.timings)
+        timed = {size: known.timings[size] for size in sizes if known.timings.get(size)}
+        if trial is None:
+            best = fastest(timed)
+            if best == sizes[0] > 1:  # the smallest one is the best so far: look further down
+                trial = best = best // 2
+                known.sizes.insert(0, trial)
+            else:
+                self._settle(known, best)
+            return best, min(trial or 0, allowed)
+        return fastest(timed) if timed else min(trial, allowed), min(trial, allowed)
+
+    def _candidates(self, known: Known, most: int) -> list[int]:
+        """The sizes to time, ascending; they stay the same while estimates of the largest size change."""
+        batch = near_equal(self._samples, most)[0]
+        if not known.sizes:
+            known.sizes = halvings(batch, smallest=batch // 64)
+        sizes = [size for size in known.sizes if size <= most]
+        if not sizes or batch > 1.15 * sizes[-1]:
+            sizes.append(batch)
+            known.sizes = sizes
+        return sizes
+
+    def _settle(self, known: Known, size: int) -> None:
+        assert self._room.total is not None
+        known.size, known.total = size, self._room.total
+
+    def _is_steady(self, known: Known) -> bool:
+        """Whether nothing is being tried: all sizes in use were measured."""
+        if self._compiled or (self._mode == "fastest" and not known.size):
+            return bool(known.size)
+        return bool(known.runs) and all(_is_seen(known, size) for size in self._planned)
+
+    def _is_due(self) -> bool:
+        return time.perf_counter() - self._room.checked >= _EVERY
+
+    def _choice(self, known: Known, most: int) -> tuple[int, str]:
+        size = near_equal(self._samples, min(known.size or most, most))[0]
+        if self._smaller.most is not None:
+            return size, "memory ran out with larger ones, which are tried again later"
+        timed = {key: seconds for key, seconds in known.timings.items() if seconds}
+        if self._mode == "fastest" and known.size in timed:
+            best = time_per_sample(timed[known.size]) * 1000
+            return size, f"the fastest of {len(timed)} sizes, {best:.3g} ms per sample"
+        if self._mode == "fastest":
+            return size, "sizes are still being timed"
+        return size, "the whole batch fits" if size == self._samples else "the largest that fits, near-equal"
+
+    # -- what is known of a shape ------------------------------------------------------------------------
+
+    def _find(self, batch: Any, samples: int) -> Known:
+        shape = signature(batch, samples)
+        shape = self._alike.get(shape, shape)
+        known = self._known.get(shape)
+        if known is None:
+            larger = [other for other in self._known if covers(other, shape)]
+            if larger:
+                self._alike[shape] = min(larger, key=volume)
+                known = self._known[self._alike[shape]]
+            else:
+                known = self._known[shape] = self._predicted(batch, samples)
+        if self._room.total is None:
+            self._room.read(known)
+        return known
+
+    def _predicted(self, batch: Any, samples: int) -> Known:
+        """Predict a few sizes, the last ones near the limit."""
+        take = plan_of(batch, **self._paths).take
+        predict = self._instruments.predict
+
+        def probe(size: int) -> Peak:
+            return predict(take(0, size), size)
+
+        try:
+            peaks = {size: probe(size) for size in sorted({min(2, samples), min(16, samples)})}
+            known = known_from(list(peaks.values()), "fake tensors")
+            if self._room.total is None:  # after the first prediction, which loads much of torch
+                self._room.read(known)
+            total = self._room.total
+            assert total is not None
+            for _ in range(4):
+                size = max(1, min(samples, known.curve.largest(total, samples)))
+                if any(abs(size - other) <= 0.02 * size for other in peaks):
+                    break
+                peaks[size] = probe(size)
+                known = known_from(list(peaks.values()), "fake tensors")
+        except PredictionError:
+            nothing = fit_curve([(1, 0)])
+            return Known([], "small real runs", nothing, nothing, self._gradients())
+        return known
+
+    def _gradients(self) -> int:
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return sum(parameter.nbytes for group in groups for parameter in group["params"])
+
+    # -- after a micro-batch -------------------------------------------------------------------------------
+
+    def _timed(self, known: Known, target: int, samples: int, start: Any, end: Any) -> None:
+        if target and samples >= 0.75 * target:
+            if self._device.type == "cpu":
+                seconds = self._instruments.seconds(start, end) / samples
+                known.timings.setdefault(target, []).append(seconds)
+            else:  # the clock is read when the window is over
+                self._times.append((known, target, samples, start, end))
+
+    def _next_probe(self, known: Known) -> int:
+        return 1 if self._place == 0 else 4 if known.measured else 2
+
+    def _shrink_if_thrashing(self) -> None:
+        """An allocator that has to empty its caches over and over is slow, and near its end."""
+        retries = self._instruments.retries()
+        if retries > self._retries and self._here is not None:
+            self._room.leave_more(self._here)
+            self._here.size = -(-9 * self._here.size // 10)
+        self._retries = retries
+
+
+def _is_seen(known: Known, size: int) -> bool:
+    """Whether a size need not be measured at its first run."""
+    return size in known.runs or len(known.runs) >= _MOST_SIZES
+
+
+def _equal(left: int, size: int) -> list[int]:
+    """Micro-batches of one size, that of later windows, and what is left: each other size costs kernels."""
+    return [size] * (left // size) + [left % size] * (left % size > 0)
+
+
+def _begin_with(trial: int, left: int, size: int) -> list[int]:
+    """One micro-batch to learn from, and a near-equal split of the others."""
+    return [trial, *near_equal(left - trial, size)] if left > trial else [left]

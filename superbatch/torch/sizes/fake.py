@@ -1,0 +1,271 @@
+"""Run a model on fake tensors: shapes, dtypes and lifetimes as in a real run, no data and no computation.
+
+torch's `FakeTensorMode` computes what each operation would return. What is added here lets it work on models
+as they are: a function mode puts a fake in the place of each real tensor that user code mentions - in a
+closure, in a list, in an optimizer's groups - always the same one, `.grad` included. So the real tensors are
+not part of what happens: their data, gradients, hooks and version counters stay as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from ...errors import SuperbatchError, explain
+from ..gradients import _engine_backward as engine_backward
+from ..looking import run_eagerly
+from ..probing.untouched import _restore_python, _slots
+from ..snapshot import random_state, restore_random_state
+from .ledger import Ledger
+
+
+class PredictionError(SuperbatchError, RuntimeError):
+    """A model cannot be run on fake tensors."""
+
+
+@contextmanager
+def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any], Any]]:
+    """Let the body run models, losses and optimizers on fake tensors.
+
+    Restored afterwards, also after an exception: Python attributes, containers and training flags of the
+    modules, and the random state of torch, Python and NumPy. Parameters, buffers and `.grad` are not touched.
+
+    Args:
+        models: whose parameters and buffers are faked from the start; other tensors are when they are used.
+        ledger: counts the memory of what the body allocates.
+
+    Yields:
+        A function that returns the fake of a tensor, and of each tensor in a nested structure.
+
+    Raises:
+        PredictionError: a parameter is distributed, so that its operations would communicate, or a module is
+            scripted.
+
+    Examples:
+        >>> layer = nn.Linear(3, 2)
+        >>> ledger = Ledger(torch.device("cpu"))
+        >>> with faked([layer], ledger) as fake:
+        ...     layer(fake(torch.ones(5, 3))).sum().backward()
+        ...     fake(layer.weight).grad.shape
+        torch.Size([2, 3])
+        >>> layer.weight.grad, ledger.peak
+        (None, 104)
+    """
+    # Loads sympy and dynamo, about a second: only where something is predicted.
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    _refuse_strange(models)
+    kept = [(module, _slots(module), [(m, m.training) for m in module.modules()]) for module in models]
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    randomness = random_state(devices)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    function_mode = _Faking(mode, FakeTensor, ledger)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # the real run will give them
+            stack.enter_context(run_eagerly())
+            stack.enter_context(torch.enable_grad())
+            for context in (mode, ledger):
+                stack.enter_context(context)
+            for model in models:
+                _put_fakes(model, function_mode.fake)
+            stack.enter_context(function_mode)
+            yield function_mode.fakes
+    finally:
+        torch.clear_autocast_cache()  # it may hold casts of fakes
+        for _, slots, modes in kept:
+            _restore_python(slots, modes)
+        restore_random_state(randomness)
+
+
+def copy_of(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same parameters, whose step leaves the state and groups of the given one alone.
+
+    Args:
+        optimizer: any.
+
+    Returns:
+        One of the same class, with the same options and state; hooks and wrapped methods are left out. Call
+        ``type(copy).step(copy)``: schedulers wrap the method of the instance, around the real optimizer.
+
+    Examples:
+        >>> sgd = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1, momentum=0.9)
+        >>> copy_of(sgd).param_groups[0]["params"][0] is sgd.param_groups[0]["params"][0]
+        True
+    """
+    copy: Any = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    copy.state = defaultdict(dict, {key: _shallow(value) for key, value in optimizer.state.items()})
+    copy._optimizer_step_pre_hooks = {}
+    copy._optimizer_step_post_hooks = {}
+    return copy
+
+
+def _shallow(state: Any) -> Any:
+    return dict(state) if isinstance(state, dict) else state
+
+
+class GuessValues(TorchDispatchMode):
+    """Says 1 wherever the value of a fake tensor is asked for.
+
+    For optimizers, whose memory does not depend on values: Adam on the CPU reads its counter.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+class _Faking(TorchFunctionMode):
+    """Puts a fake in the place of each real tensor that a function of torch is called with."""
+
+    def __init__(self, mode: Any, kind: type[Tensor], ledger: Ledger) -> None:
+        super().__init__()
+        self._mode = mode
+        self._kind = kind
+        self._ledger = ledger
+        # The real tensor is kept beside its fake, so that its id is not used again.
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """The fake of a tensor, the same one each time."""
+        if isinstance(tensor, self._kind) or _is_wrapped(tensor):
+            return tensor
+        if id(tensor) not in self._fakes:
+            fake = self._mode.from_tensor(tensor, static_shapes=True)
+            self._fakes[id(tensor)] = (tensor, fake)
+            if tensor.is_leaf:
+                fake.grad = None if tensor.grad is None else self.fake(tensor.grad)
+            self._ledger.leave_out(fake)
+        return self._fakes[id(tensor)][1]
+
+    def fakes(self, tree: Any) -> Any:
+        """A structure with fakes for its tensors."""
+        # Without torch's general walk: each look at a shape or a dtype comes through here.
+        if isinstance(tree, Tensor):
+            return self.fake(tree)
+        kind = type(tree)
+        if kind is tuple or kind is list:
+            return kind([self.fakes(item) for item in tree]) if tree else tree
+        if kind is dict:
+            return {key: self.fakes(value) for key, value in tree.items()} if tree else tree
+        return tree if kind in _PLAIN else tree_map_only(Tensor, self.fake, tree)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse_hidden_workspace(func, args)
+        args, kwargs = self.fakes((args, kwargs or {}))
+        # A function mode is off while it handles a call; hooks and recomputations inside a backward need it.
+        if func is Tensor.backward:
+            with self:
+                return _tensor_backward(*args, **kwargs)
+        if func is torch.autograd.backward:
+            with self:
+                return _backward(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _tensor_backward(tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    torch.autograd.backward(tensor, gradient, *args, **kwargs)
+
+
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """As torch.autograd.backward, which function modes see (2.13 and later); they do not see the engine."""
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    given = (
+        (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors or [None] * len(tensors))
+    )
+    gradients = [
+        torch.ones_like(tensor) if gradient is None and tensor.requires_grad else gradient
+        for tensor, gradient in zip(tensors, given, strict=True)
+    ]
+    engine_backward(
+        tensors,
+        tuple(gradients),
+        keep_graph=create_graph if retain_graph is None else retain_graph,
+        create_graph=create_graph,
+        inputs=(inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse what saves for its backward as much as its outputs take, and has a shape rule that says nothing.
+
+    oneDNN's LSTM and cuDNN's recurrent layers do; recurrent layers of other kinds are made of plain
+    operations.
+    """
+    name = getattr(func, "__name__", "")
+    if name not in _RECURRENT:
+        return
+    first = next(leaf for leaf in args if isinstance(leaf, Tensor))
+    onednn = name == "lstm" and first.dtype != torch.float64 and torch.backends.mkldnn.is_available()
+    if first.device.type == "cuda" or (first.device.type == "cpu" and onednn):
+        raise PredictionError(
+            explain(
+                f"a recurrent layer ({name}) on {first.device.type}",
+                "the library that computes it keeps a workspace of unknown size for its backward",
+                "measure small micro-batches instead",
+            )
+        )
+
+
+# Tensors inside vmap, of which the stub of torch knows nothing.
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
+
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+def _put_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
+    """Fake the tensors of the modules themselves: some functions of torch no function mode sees."""
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:  # a fake of a Parameter passes for one
+                    table[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            # Its own forward would synchronise buffers and prepare a reduction.
+            vars(module)["forward"] = module.module.forward
+
+
+def _refuse_strange(models: Sequence[nn.Module]) -> None:
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "device_mesh", None) is not None:
+                raise PredictionError(
+                    explain(
+                        f"the parameter {name!r}, which is spread over several processes",
+                        "running it on fake tensors would communicate",
+                        "measure small micro-batches instead",
+                    )
+                )
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise PredictionError(
+                explain(
+                    "a scripted module",
+                    "its parameters cannot be exchanged for fakes",
+                    "measure small micro-batches instead",
+                )
+            )

@@ -1,0 +1,124 @@
+"""What an automatic size is found with: a prediction, the limit, a meter of memory, and a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ...report.memory import Limit, Peak
+from .limits import PeakMeter, free_in_heap, memory_limit
+
+
+class Meter(Protocol):
+    """Measures the peak of a stretch of work, beyond what was alive at its start."""
+
+    def start(self) -> None:
+        """Begin."""
+        ...
+
+    def stop(self) -> int | None:
+        """Return the peak in bytes, None where it cannot be known."""
+        ...
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What is asked and measured; tests bring their own.
+
+    Attributes:
+        predict: (micro-batch, its samples) -> its predicted peak; raises `PredictionError`.
+        limit: what is free now.
+        meter: of memory.
+        now: a point in time, without waiting for the device.
+        seconds: the time between two such points; may wait for the device.
+        retries: how often the allocator had to empty its caches to go on.
+        holes: bytes that the C library's heap keeps although they are free; 0 on an accelerator.
+    """
+
+    predict: Callable[[Any, int], Peak]
+    limit: Callable[[], Limit]
+    meter: Meter
+    now: Callable[[], Any]
+    seconds: Callable[[Any, Any], float]
+    retries: Callable[[], int]
+    holes: Callable[[], int]
+
+
+def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -> Instruments:
+    """The instruments of a device.
+
+    The part for CUDA was not run on a GPU.
+
+    Args:
+        device: where the models are.
+        predict: see `Instruments`.
+
+    Returns:
+        The instruments.
+
+    Examples:
+        >>> instruments = instruments_for(torch.device("cpu"), lambda microbatch, samples: None)
+        >>> start = instruments.now()
+        >>> instruments.seconds(start, instruments.now()) >= 0, instruments.limit().bytes > 0
+        (True, True)
+    """
+    limit, meter = (lambda: memory_limit(device)), PeakMeter(device)
+    if device.type != "cuda":
+        return Instruments(
+            predict=predict,
+            limit=limit,
+            meter=meter,
+            now=_now,
+            seconds=_seconds,
+            retries=lambda: 0,
+            holes=free_in_heap,
+        )
+
+    def now() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    def retries() -> int:
+        return torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+
+    return Instruments(predict, limit, meter, now, seconds, retries, holes=lambda: 0)
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()
+
+
+def _seconds(start: tuple[float, float], end: tuple[float, float]) -> float:
+    """Between two points in time; where torch has one thread, what others do meanwhile does not count."""
+    wall, alone = (after - before for before, after in zip(start, end, strict=True))
+    return alone if torch.get_num_threads() == 1 else wall
+
+
+def is_compiled(models: Sequence[nn.Module]) -> bool:
+    """Whether a model, or a part of one, was given to torch.compile: each new size compiles it anew.
+
+    Args:
+        models: any modules.
+
+    Returns:
+        True if so.
+
+    Examples:
+        >>> is_compiled([nn.Linear(1, 1)])
+        False
+    """
+    return any(
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        for model in models
+        for module in model.modules()
+    )

@@ -1,0 +1,246 @@
+"""Predict the peak memory of a micro-batch without computing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from ...errors import InputError, explain
+from ...report.memory import Peak
+from ...tree import count_samples
+from ..boundary import norm_of
+from ..checks import has_others, own_parameters
+from ..gradients import LOW_PRECISION, Gradients, Owned, clear
+from ..in_buffers import InBuffers
+from ..in_grad import InGrad
+from ..in_momentum import InMomentum
+from ..transfer import to_device
+from .fake import GuessValues, PredictionError, copy_of, faked
+from .ledger import Ledger
+
+# What allocators round to: posix_memalign(64) on the CPU, 512-byte blocks of the caching allocator on CUDA.
+_ROUNDED = {"cpu": 64, "cuda": 512}
+
+
+def predict_peak(
+    loss_fn: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    device: torch.device | None = None,
+    samples: int | None = None,
+    accumulator_dtype: torch.dtype | Literal["auto"] | None = None,
+    accumulate_into: Literal["grad", "momentum"] = "grad",
+    masters: Mapping[Tensor, Tensor] | None = None,
+    checkpointed: Sequence[nn.Module] = (),
+) -> Peak:
+    """Predict the peak memory of a window of micro-batches like this one, on fake tensors.
+
+    Two micro-batches and the update run as the Accumulator runs them, but no operation computes anything:
+    memory is counted as each would allocate it. What cannot be known this way is not in the figure: what a
+    kernel allocates and frees inside one operation, and what an allocator loses between blocks. Compare
+    `Peak.first` with one measured micro-batch to see how much that is.
+
+    Nothing real is touched: parameters, `.grad`, buffers, Python attributes of the modules and random state
+    are as before. `loss_fn` is called, so what it does beyond torch and the modules happens.
+
+    Args:
+        loss_fn: ``loss_fn(microbatch) -> loss``, or ``(loss, weight)``, a closure over the models.
+        microbatch: of the size in question, real; its memory counts only where it is moved to `device`.
+        models: what `loss_fn` computes with.
+        optimizers: what makes the update; without any, gradients of all parameters are summed and no update
+            is made.
+        device: where micro-batches are moved, and whose memory is counted; None leaves them where they are
+            and counts the memory of the models' device.
+        samples: of the micro-batch; None counts them.
+        accumulator_dtype: as the Accumulator's; ``"auto"`` is taken to be float32, the larger choice.
+        accumulate_into: as the Accumulator's.
+        masters: as the Accumulator's.
+        checkpointed: modules that are run in a gradient checkpoint, to see what that would save.
+
+    Returns:
+        The peak, by phase.
+
+    Raises:
+        InputError: `device` is not there.
+        PredictionError: fake tensors cannot run the model: its computation depends on values (``.item()``),
+            leaves torch (``.numpy()``), or uses an operation without a shape rule.
+
+    Examples:
+        >>> layer = nn.Linear(1000, 10, bias=False)
+        >>> adam = torch.optim.Adam(layer.parameters())
+        >>> peak = predict_peak(
+        ...     lambda x: layer(x).square().mean(), torch.ones(8, 1000), models=layer, optimizers=adam
+        ... )
+        >>> peak.phase, peak.gradients, peak.optimizer_state
+        ('optimizer', 40064, 80064)
+        >>> layer.weight.grad, len(adam.state)
+        (None, 0)
+    """
+    models = (models,) if isinstance(models, nn.Module) else tuple(models)
+    optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    counted = device or _device_of(models)
+    _require_there(counted)
+    if samples is None:
+        samples = count_samples(microbatch)
+    copies = [copy_of(optimizer) for optimizer in optimizers]
+    owned = own_parameters(models, copies, masters) if copies else _all_parameters(models)
+    only_owned = bool(copies) and has_others(models, owned)
+    ledger = Ledger(counted, rounded=_ROUNDED.get(counted.type, 512))
+    try:
+        with faked(models, ledger) as fake:
+            for module in checkpointed:
+                vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
+            place = _place(owned, copies, accumulator_dtype, accumulate_into)
+            if only_owned:
+                place.inputs = [fake(entry.parameter) for entry in owned]
+            one = fake(microbatch)
+            inputs = partial(_on_device, one, device)
+            phases = _microbatches(inputs, loss_fn, place, ledger)
+            update = _update(place, owned, copies, ledger)
+            if isinstance(place, InMomentum):  # which keeps copies of the buffers that the first window made
+                phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
+    except PredictionError:
+        raise
+    except Exception as error:  # fakes meet the user's own code, which may raise anything
+        raise _unpredictable(error) from error
+    return _peak(samples, phases, update)
+
+
+class _Phases(NamedTuple):
+    first: int
+    forward: int
+    backward: int
+    activations: int
+
+    def without(self, state: int) -> _Phases:
+        return _Phases(self.first - state, self.forward - state, self.backward - state, self.activations)
+
+
+class _Update(NamedTuple):
+    peak: int
+    gradients: int
+    state: int
+
+
+def _microbatches(
+    inputs: Callable[[], tuple[Any, Any]], loss_fn: Callable[[Any], Any], place: Gradients, ledger: Ledger
+) -> _Phases:
+    """Two micro-batches: the second one sees gradients, as all later ones do."""
+    place.open()
+    first = forward = backward = activations = 0
+    for number in (0, 1):
+        ledger.restart()
+        before = ledger.live
+        microbatch, following = inputs()
+        returned = loss_fn(microbatch)
+        loss = returned[0] if isinstance(returned, tuple) else returned
+        del returned
+        activations = ledger.live - before
+        forward = ledger.restart()
+        place.backward(loss, 0.5)
+        del loss, microbatch, following
+        backward = ledger.restart()
+        if number == 0:
+            first = max(forward, backward)
+    return _Phases(first, forward, backward, activations)
+
+
+def _on_device(microbatch: Any, device: torch.device | None) -> tuple[Any, Any]:
+    """A micro-batch where it is worked on, and the next one, which is already on its way to a device."""
+    current = to_device(microbatch, device)
+    return current, to_device(microbatch, device) if device is not None and device.type != "cpu" else None
+
+
+def _update(place: Gradients, owned: list[Owned], optimizers: list[Optimizer], ledger: Ledger) -> _Update:
+    with GuessValues():
+        gradients = place.close()
+        held = ledger.live
+        ledger.restart()
+        if isinstance(place, InMomentum):
+            place.apply()
+        elif optimizers:
+            norm_of(gradients)
+        place.attach(gradients)
+        for optimizer in optimizers:
+            # Schedulers and users wrap the method of the instance, around the real optimizer.
+            type(optimizer).step(optimizer)
+        peak = ledger.restart()
+        del gradients  # the sums live as long, also where the optimizer gets them in another dtype
+        clear(owned)
+        place.open()  # forgets what the last window made; and takes hooks off again:
+        place.discard()
+    return _Update(peak, held, ledger.live)
+
+
+def _peak(samples: int, phases: _Phases, update: _Update) -> Peak:
+    ends: dict[Literal["forward", "backward", "optimizer"], int] = {
+        "backward": phases.backward + update.state,
+        "forward": phases.forward + update.state,
+        "optimizer": update.peak,
+    }
+    phase = max(ends, key=lambda name: ends[name])
+    return Peak(
+        samples=samples,
+        bytes=ends[phase],
+        phase=phase,
+        first=phases.first,
+        forward=phases.forward,
+        backward=phases.backward,
+        optimizer=update.peak,
+        gradients=update.gradients,
+        optimizer_state=update.state,
+        activations=phases.activations,
+    )
+
+
+def _place(
+    owned: list[Owned],
+    optimizers: list[Optimizer],
+    dtype: torch.dtype | Literal["auto"] | None,
+    into: Literal["grad", "momentum"],
+) -> Gradients:
+    if into == "momentum":
+        return InMomentum(owned, optimizers[0])
+    if dtype == "auto":
+        dtype = torch.float32
+    if dtype is None or not any(entry.parameter.dtype in LOW_PRECISION for entry in owned):
+        return InGrad(owned, only_owned=False)
+    return InBuffers(owned, dtype)
+
+
+def _all_parameters(models: Sequence[nn.Module]) -> list[Owned]:
+    parameters = {p: name for model in models for name, p in model.named_parameters() if p.requires_grad}
+    nothing = torch.optim.SGD(list(parameters) or [torch.zeros(1)], lr=0.0)
+    return [Owned(name, parameter, parameter, nothing, 0) for parameter, name in parameters.items()]
+
+
+def _device_of(models: Sequence[nn.Module]) -> torch.device:
+    found = (parameter.device for model in models for parameter in model.parameters())
+    return next(found, torch.device("cpu"))
+
+
+def _require_there(device: torch.device) -> None:
+    # Autograd ends the process where a fake tensor is on a device that this torch was built without.
+    if device.type != "cpu" and not torch.get_device_module(device).is_available():
+        raise InputError(
+            explain(f"device={str(device)!r}", "there is none here", "predict on a machine that has one")
+        )
+
+
+def _unpredictable(error: Exception) -> PredictionError:
+    text = " ".join(str(error).split())
+    return PredictionError(
+        explain(
+            "a model and a loss to be run on fake tensors",
+            f"they could not: {type(error).__name__}: {text[:300]}",
+            "measure small micro-batches instead; if this error comes in a real run too, mend it first",
+        )
+    )

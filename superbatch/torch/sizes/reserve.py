@@ -1,0 +1,215 @@
+"""Memory for an update, made sure of before the optimizer changes anything.
+
+An optimizer that runs out of memory in the middle has moved some parameters and not others, and nothing can
+be retried. So what its step will allocate - found out on fake tensors - is allocated and let go before it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import OutOfMemoryError, explain
+from ..gradients import Owned
+from ..out_of_memory import out_of_memory, release_caches
+from .fake import GuessValues, copy_of, faked
+from .ledger import Ledger
+
+# Below, the look at the optimizer would take longer than the memory is worth.
+LEAST_BYTES = 2**20
+
+
+class Reserve:
+    """What the optimizers of an accumulator need for an update.
+
+    Args:
+        models: whose parameters they update.
+        optimizers: that make the update.
+        owned: their parameters; may change in place.
+
+    Examples:
+        >>> layer = nn.Linear(1000, 500)
+        >>> adam = torch.optim.Adam(layer.parameters())
+        >>> reserve = Reserve([layer], [adam], [])
+        >>> layer.weight.grad = torch.zeros_like(layer.weight)
+        >>> reserve.bytes_of_update() >= 2 * layer.weight.nbytes
+        True
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], owned: list[Owned]
+    ) -> None:
+        self._models, self._optimizers, self._owned = models, optimizers, owned
+        self._known: tuple[int, int] | None = None  # number of states, bytes
+        self.tight = False
+
+    def require(self) -> None:
+        """Check that there is memory for the update: the first one, and each one where memory is tight.
+
+        Raises:
+            OutOfMemoryError: there is not.
+        """
+        states = self._states()
+        large = sum(entry.target.nbytes for entry in self._owned) >= LEAST_BYTES
+        if not large or (states == len(self._owned) and not self.tight):
+            return
+        if self._known is None or self._known[0] != states:
+            self._known = (states, self.bytes_of_update())
+        needed = self._known[1]
+        try:
+            self._allocate(needed)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            text = str(error)
+        else:
+            return
+        release_caches(self._owned[0].target.device)
+        raise OutOfMemoryError(_text(f"{needed / 2**20:.1f} MiB", text))
+
+    def bytes_of_update(self) -> int:
+        """Return what a step of the optimizers would have alive at once beyond what is alive now.
+
+        Gradients must be there. 0 where fake tensors cannot run an optimizer.
+        """
+        copies = [copy_of(optimizer) for optimizer in self._optimizers]
+        ledger = Ledger(self._device, rounded=64)
+        try:
+            with faked(self._models, ledger), GuessValues():
+                ledger.restart()
+                before = ledger.live
+                for optimizer in copies:
+                    type(optimizer).step(optimizer)
+                return ledger.restart() - before
+        except Exception:  # noqa: BLE001  (of an unknown optimizer, which is stepped for real right after)
+            return 0
+
+    @property
+    def _device(self) -> torch.device:
+        if self._owned:
+            return self._owned[0].target.device
+        return next(parameter.device for model in self._models for parameter in model.parameters())
+
+    def _states(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def _allocate(self, needed: int) -> None:
+        """Allocate in pieces no larger than the step's own, so that gaps between blocks serve as well."""
+        piece = max(entry.target.nbytes for entry in self._owned)
+        pieces: list[Tensor] = []
+        while needed > 0:
+            pieces.append(torch.empty(min(needed, piece), dtype=torch.uint8, device=self._device))
+            needed -= piece
+
+
+class Before:
+    """What an update changes, noted before it: new states can be taken away again, moved ones be told.
+
+    Nothing is kept alive by it: an optimizer may put new tensors in the place of its old ones.
+
+    Args:
+        optimizers: that make the update.
+        owned: their parameters.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[Owned]) -> None:
+        self._optimizers = optimizers
+        self._states = [{key: _noted(state) for key, state in o.state.items()} for o in optimizers]
+        self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._versions = [(entry.target, entry.target._version) for entry in owned]
+        # A fused step does not move versions: the first of several does not show if the second one fails.
+        steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in owned}
+        self._hidden = len(steps) > 1 and any(entry.group.get("fused") for entry in owned)
+
+    def put_back(self) -> bool:
+        """Take new states, numbers and options of groups back if no tensor has moved; return whether."""
+        states = [(o.state, known) for o, known in zip(self._optimizers, self._states, strict=True)]
+        if any(target._version != version for target, version in self._versions):
+            return False
+        if any(_moved(now.get(key), noted) for now, known in states for key, noted in known.items()):
+            return False
+        new = [(now, key) for now, known in states for key in now if key not in known]
+        if new and self._hidden:
+            return False
+        for now, key in new:
+            del now[key]
+        for now, known in states:
+            for key, noted in known.items():
+                _put_back(now[key], noted)
+        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
+            for group, known in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(known)
+        return True
+
+
+def _noted(state: Any) -> dict[str, Any] | None:
+    """What a parameter's state holds: references to tensors with their versions, and other values."""
+    if not isinstance(state, dict):
+        return None
+    return {
+        name: (weakref.ref(value), value._version) if isinstance(value, Tensor) else value
+        for name, value in state.items()
+    }
+
+
+def _moved(state: Any, noted: dict[str, Any] | None) -> bool:
+    """Whether a tensor of a state was written, or another one put in its place."""
+    if noted is None:
+        return False
+    tensors = {name: value for name, value in noted.items() if _is_tensor(value)}
+    return not isinstance(state, dict) or any(
+        state.get(name) is None or state[name] is not reference() or state[name]._version != version
+        for name, (reference, version) in tensors.items()
+    )
+
+
+def _put_back(state: Any, noted: dict[str, Any] | None) -> None:
+    if noted is None:
+        return
+    for name in [name for name in state if name not in noted]:
+        del state[name]
+    state.update({name: value for name, value in noted.items() if not _is_tensor(value)})
+
+
+def _is_tensor(noted: Any) -> bool:
+    return isinstance(noted, tuple) and len(noted) == 2 and isinstance(noted[0], weakref.ref)
+
+
+def raise_if_out_of_memory(error: BaseException, *, as_before: bool) -> None:
+    """Say what it means that memory ran out in an update; nothing is tried again.
+
+    Args:
+        error: any.
+        as_before: whether nothing has moved.
+
+    Raises:
+        OutOfMemoryError: the error says that memory ran out, and does not say yet what that means.
+
+    Examples:
+        >>> raise_if_out_of_memory(ValueError("something else"), as_before=True)
+    """
+    if isinstance(error, OutOfMemoryError) or not out_of_memory(error):
+        return
+    if as_before:
+        raise OutOfMemoryError(_text("memory", str(error))) from None
+    raise OutOfMemoryError(
+        explain(
+            f"an update for which there was no memory ({error})",
+            "the optimizer had begun: some parameters or states have moved, others have not",
+            "load a checkpoint; leave the optimizer more memory (foreach=False, a smaller microbatch_size)",
+        )
+    ) from None
+
+
+def _text(needed: str, failure: str) -> str:
+    return explain(
+        f"an update that needs {needed} for the optimizer's state and its temporary tensors ({failure})",
+        "there is no such memory; parameters, state and everything else are as before the window",
+        "use an optimizer with less state, foreach=False or fused=True, gradients or parameters of lower "
+        "precision, or free memory: a smaller micro-batch does not help here",
+    )

@@ -1,0 +1,227 @@
+"""How much room there is for micro-batches, read from the limit and from what real ones leave of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...report.memory import Limit
+from ...search import fit_curve
+from .instruments import Instruments
+from .ledger import Ledger
+from .trials import Known, largest, reach
+
+# What is left free of what there is room for. At a limit that an allocation hits, as RLIMIT_AS is hit, a
+# failure can be recovered from; at others the system ends the process.
+DEADLY = 0.10
+LEAST_MARGIN = 2**19
+
+# Kernels, threads and libraries take memory at their first use, which no prediction knows.
+AT_FIRST = {"cpu": 128 * 2**20, "cuda": 256 * 2**20}
+
+# A heap that keeps what is freed falls to pieces, and needs a multiple of the tensors' own bytes: up to 2.5
+# was measured with glibc's malloc, whose threshold for mappings moves, on a conv net, a transformer, an MLP.
+# There is no telling when, so measurements say nothing; with MALLOC_MMAP_THRESHOLD_=65536 there are no holes.
+HOLES = 3.0
+_HOLED = 0.25
+_LEAST_HOLES = 2**24
+
+# So much more room, and sizes are looked for anew: the fastest, and after a start; the largest.
+_MUCH = 1.25
+_MORE = 1.05
+_LESS = 0.9  # of what was used, where there is less room than it seems
+
+
+class Room:
+    """The bytes that there is room for, kept up to date by every measured micro-batch.
+
+    Args:
+        device: whose memory.
+        optimizers: whose state may not exist yet.
+        instruments: what to measure with.
+        margin: the share that is left free.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        optimizers: Sequence[Optimizer],
+        instruments: Instruments,
+        *,
+        margin: float,
+    ) -> None:
+        self._device, self._optimizers = device, tuple(optimizers)
+        self._tools, self._margin = instruments, margin
+        self.limit: Limit | None = None  # as it was first read
+        self.total: int | None = None  # bytes that there is room for at the beginning of a window
+        self.checked = 0.0  # when, by time.perf_counter
+        self._state = 0  # bytes of optimizer state that does not exist yet
+        self._state_is_new = False  # it exists, and the limit was not read since
+        self._held = 0  # bytes of the last window's gradients, which are kept until the next one
+        self._kept: list[int] = []  # bytes that each new size has left in use: kernels that were made for it
+        self._holed = False
+        self._share = 1.0  # that may be used of the total
+
+    # -- how large ---------------------------------------------------------------------------------------
+
+    def top(self) -> int:
+        """How much may be used of what there is room for."""
+        assert self.total is not None and self.limit is not None
+        if self._holed:
+            return int(self.total / HOLES)
+        deadly = self._device.type == "cpu" and not self.limit.by.startswith("RLIMIT")
+        margin = max(self._margin, DEADLY if deadly else 0.0)
+        return int(self.total * self._share * (1 - margin)) - LEAST_MARGIN
+
+    def _bound(self) -> int:
+        """How much a size that is in use may need, a part of the margin: readings are not all alike."""
+        assert self.total is not None
+        return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
+
+    def largest(self, known: Known) -> int:
+        """The largest size that may be run: one that was not run yet needs room for its kernels too.
+
+        It stays until a new size was run, it no longer fits, or clearly more does, so that sizes do not
+        change with every reading.
+        """
+        demand, bound, kernels = known.demand(), self._bound(), self._kernels(known)
+        now = known.largest
+        stays = now and demand.at(now) + (now not in known.runs) * kernels <= bound
+        run = max((size for size in known.runs if demand.at(size) <= bound), default=0)
+        found = max(largest(known, self.top() - kernels), run)
+        # What everything needs once is not there yet while nothing was run, so there seems to be more room.
+        if not stays or found > (_MORE if known.runs else _MUCH) * now:
+            known.largest = found
+        return known.largest
+
+    def with_new(self, known: Known, sizes: Sequence[int]) -> int:
+        """The largest of these sizes, or less if there is no room for it and for kernels of new ones."""
+        kernels = self._kernels(known) * sum(size not in known.runs for size in set(sizes))
+        if known.demand().at(max(sizes)) + kernels <= self._bound():
+            return max(sizes)
+        return largest(known, self.top() - kernels)
+
+    def _kernels(self, known: Known) -> int:
+        """The bytes that a new size is taken to keep."""
+        return max(self._kept[-3:], default=0) if known.runs and not self._holed else 0
+
+    def reach(self, known: Known, others: Iterator[Known]) -> int:
+        """The largest micro-batch that what was measured so far lets one dare (see `trials.reach`)."""
+        assert self.total is not None
+        # What a new size keeps is not known before one was run that is not the first of its window.
+        top = self._bound() if self._kept else self.top()
+        ratios = [max(o.needed.values()) / max(1, o.curve.at(o.tried)) for o in others if o.needed]
+        return reach(
+            known,
+            total=self.total,
+            top=top,
+            at_first=0 if ratios else AT_FIRST.get(self._device.type, 0),
+            each=self._kernels(known),
+            ratio=max(ratios, default=0.0),
+        )
+
+    def leave_more(self, known: Known) -> None:
+        """Use less from now on: the allocator has trouble although there seems to be room."""
+        self._share *= _LESS
+        known.largest = 0
+
+    # -- the limit ---------------------------------------------------------------------------------------
+
+    def read(self, known: Known) -> None:
+        """Read the limit for the first time, and leave room for the state that the first update makes."""
+        self.limit = self.limit or self._tools.limit()
+        if known.peaks:
+            self._state = known.peaks[0].optimizer_state
+        else:
+            made = any(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
+            self._state = 0 if made else 2 * known.gradients
+        self.look(known, ())
+
+    def look(self, known: Known, shapes: Iterable[Known]) -> None:
+        """Read the limit between two windows."""
+        self._note(known, self._tools.limit().bytes + self._held)
+        if self._state_is_new:  # use also a little more than was guessed
+            self._state_is_new = False
+            for shape in shapes:
+                shape.largest = 0
+
+    def updated(self, known: Known | None) -> None:
+        """Note that an update was made: the optimizer's state exists, and its size is no guess."""
+        if self._state:
+            self._state_is_new, self.checked = True, -math.inf
+        self._state = 0
+        if known is not None and self._device.type == "cpu":
+            self._held = known.gradients  # see boundary.zero_grad
+
+    def _note(self, known: Known, free: int) -> None:
+        """Note what is free at the beginning of a window; a size that no longer fits is looked for anew."""
+        self.total = free - self._state
+        if known.demand().at(known.size or 1) > self._bound() or self.total > _MUCH * known.total:
+            known.size = 0
+
+    # -- measuring ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def measured(
+        self, known: Known, samples: int, *, first: bool, timed: Callable[[Any, Any], None]
+    ) -> Iterator[None]:
+        """Measure one micro-batch.
+
+        Args:
+            known: what is known of its shape, where the result is noted.
+            samples: of it.
+            first: whether it is the first one of its window.
+            timed: is told when it began and ended, by the clock of the instruments.
+        """
+        tools, fresh = self._tools, samples not in known.runs
+        free = tools.limit().bytes
+        tools.meter.start()
+        start = tools.now()
+        yield
+        end = tools.now()
+        peak = tools.meter.stop()
+        self.checked = time.perf_counter()
+        if fresh and peak is not None and tools.holes() > max(_HOLED * peak, _LEAST_HOLES):
+            self._holed = True
+        kept = 0
+        if fresh and not self._holed:
+            kept = max(0, free - tools.limit().bytes - (known.gradients if first else 0))
+            if not first:
+                self._kept.append(kept)
+        if self._holed:
+            known.needed = {size: known.curve.at(size) for size in known.needed}
+            known.note(samples, None, first=first)
+        else:
+            known.note(samples, peak, first=first, kept=kept)
+        if fresh:
+            known.largest = 0
+        self._note(known, (free if first else free + known.gradients) - kept)
+        timed(start, end)
+
+    @contextmanager
+    def probed(self, known: Known, samples: int, *, first: bool) -> Iterator[None]:
+        """Measure a small micro-batch of a model that cannot be predicted, by the tensors that it makes.
+
+        Two of them make the curve. The first one of a window makes the gradients too, and is left out.
+
+        Args:
+            known: of its shape.
+            samples: of it.
+            first: whether it is the first one of its window.
+        """
+        ledger = Ledger(self._device, rounded=64)
+        with ledger:
+            yield
+        if first:
+            return
+        known.measured[samples] = ledger.peak
+        if len(known.measured) >= 2:
+            known.curve = fit_curve([(n, peak + known.gradients) for n, peak in known.measured.items()])
+            known.first = known.curve
+            known.needed.update({n: known.curve.at(n) for n in known.measured})

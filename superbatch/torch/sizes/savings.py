@@ -1,0 +1,193 @@
+"""What would lower the peak memory of a micro-batch, and by how much: each means is tried on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...errors import OptimizerError
+from ...report.memory import Peak, Saving
+from ..checks import check_momentum
+from ..gradients import LOW_PRECISION
+from .fake import PredictionError
+from .predict import predict_peak
+
+# Less than this part of the peak is not worth a line.
+_WORTH = 0.01
+
+
+def savings(
+    loss_fn: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    models: nn.Module | Sequence[nn.Module],
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    **options: Any,
+) -> list[Saving]:
+    """Say what would lower the peak of a window of such micro-batches.
+
+    * Gradient checkpoints around the blocks that a model repeats: their activations are computed again in the
+      backward instead of kept.
+    * Sums of gradients in the parameters' own low-precision dtype, or straight in SGD's momentum buffer.
+    * An optimizer that updates one parameter at a time, or keeps less state.
+
+    Each is predicted by itself; together they may save less than their sum.
+
+    Args:
+        loss_fn: as in `predict_peak`.
+        microbatch: as in `predict_peak`.
+        models: as in `predict_peak`.
+        optimizers: as in `predict_peak`.
+        options: the other arguments of `predict_peak`.
+
+    Returns:
+        What saves 1 % of the peak or more, the largest saving first.
+
+    Raises:
+        PredictionError: fake tensors cannot run the model.
+
+    Examples:
+        >>> import torch
+        >>> blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(8)]
+        >>> model = nn.Sequential(*blocks)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> found = savings(
+        ...     lambda x: model(x).square().mean(), torch.ones(4096, 64), models=model, optimizers=sgd
+        ... )
+        >>> [saving.name for saving in found]
+        ['gradient checkpoints']
+        >>> found[0].how
+        'torch.utils.checkpoint around each of the 8 blocks (Sequential): one more forward per micro-batch'
+    """
+    models = (models,) if isinstance(models, nn.Module) else tuple(models)
+    optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+
+    def predict(**changes: Any) -> Peak:
+        settings = {"optimizers": optimizers, **options, **changes}
+        return predict_peak(loss_fn, microbatch, models=models, **settings)
+
+    now = predict()
+    found = [
+        *_checkpoints(predict, models, now),
+        *_narrow_sums(predict, models, options, now),
+        *_in_momentum(predict, optimizers, options, now),
+        *_one_at_a_time(predict, optimizers, now),
+        *_state(optimizers, now),
+    ]
+    worth = [saving for saving in found if saving.bytes >= _WORTH * now.bytes]
+    return sorted(worth, key=lambda saving: -saving.bytes)
+
+
+def repeated_blocks(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """The blocks that a model is stacked of: the most modules of one class, with parts, side by side.
+
+    Args:
+        models: any modules.
+
+    Returns:
+        The blocks of the stack with the most parameters; empty if there is none.
+
+    Examples:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> [type(block).__name__ for block in repeated_blocks([nn.TransformerEncoder(layer, 3)])]
+        ['TransformerEncoderLayer', 'TransformerEncoderLayer', 'TransformerEncoderLayer']
+        >>> repeated_blocks([nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))])
+        []
+    """
+    stacks = (stack for model in models for parent in model.modules() for stack in _stacks(parent))
+    return max(stacks, key=_parameters, default=[])
+
+
+def _stacks(parent: nn.Module) -> Iterator[list[nn.Module]]:
+    children = [child for child in parent.children() if next(child.children(), None) is not None]
+    for kind in {type(child) for child in children}:
+        alike = [child for child in children if type(child) is kind]
+        if len(alike) > 1:
+            yield alike
+
+
+def _parameters(blocks: list[nn.Module]) -> int:
+    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
+
+
+def _checkpoints(predict: Callable[..., Peak], models: Sequence[nn.Module], now: Peak) -> Iterator[Saving]:
+    blocks = repeated_blocks(models)
+    if not blocks:
+        return
+    try:
+        peak = predict(checkpointed=blocks)
+    except PredictionError:  # blocks may do what a checkpoint refuses
+        return
+    how = (
+        f"torch.utils.checkpoint around each of the {len(blocks)} blocks ({type(blocks[0]).__name__}): "
+        "one more forward per micro-batch"
+    )
+    yield Saving("gradient checkpoints", now.bytes - peak.bytes, how)
+
+
+def _narrow_sums(
+    predict: Callable[..., Peak], models: Sequence[nn.Module], options: dict[str, Any], now: Peak
+) -> Iterator[Saving]:
+    low = any(parameter.dtype in LOW_PRECISION for model in models for parameter in model.parameters())
+    if low and options.get("accumulator_dtype") is not None and not options.get("masters"):
+        peak = predict(accumulator_dtype=None)
+        how = "accumulator_dtype=None: exact enough for windows of up to 16 micro-batches"
+        yield Saving("gradients summed in their own dtype", now.bytes - peak.bytes, how)
+
+
+def _in_momentum(
+    predict: Callable[..., Peak], optimizers: Sequence[Optimizer], options: dict[str, Any], now: Peak
+) -> Iterator[Saving]:
+    """Only where the optimizer allows it; which options do not, the accumulator says."""
+    if not optimizers or options.get("masters") or options.get("accumulate_into", "grad") != "grad":
+        return
+    try:
+        check_momentum(optimizers)
+    except OptimizerError:
+        return
+    peak = predict(accumulate_into="momentum")
+    how = 'accumulate_into="momentum": no clipping by norm, and no norm in the record'
+    yield Saving("gradients summed in the momentum", now.bytes - peak.bytes, how)
+
+
+def _one_at_a_time(
+    predict: Callable[..., Peak], optimizers: Sequence[Optimizer], now: Peak
+) -> Iterator[Saving]:
+    if now.phase != "optimizer":
+        return
+    for option, value in (("fused", True), ("foreach", False)):
+        changed = [_with(optimizer, option, value) for optimizer in optimizers]
+        if any(group.get(option, value) is not value for o in optimizers for group in o.param_groups):
+            try:
+                peak = predict(optimizers=changed)
+            except PredictionError:  # not every optimizer has a fused form on every device
+                continue
+            yield Saving(
+                f"an update with {option}={value}", now.bytes - peak.bytes, f"optimizer({option}={value})"
+            )
+            return
+
+
+def _with(optimizer: Optimizer, option: str, value: bool) -> Optimizer:
+    copy: Any = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.param_groups = [
+        {**group, **({option: value} if option in group else {})} for group in optimizer.param_groups
+    ]
+    return copy
+
+
+def _state(optimizers: Sequence[Optimizer], now: Peak) -> Iterator[Saving]:
+    there = sum(
+        value.nbytes
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+    names = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+    how = f"the state of {names}: Adafactor or SGD keep less, 8-bit optimizers a quarter of it"
+    yield Saving("optimizer state", there + now.optimizer_state, how)

@@ -1,0 +1,174 @@
+"""How many samples the micro-batches of a window have: stated by the user, or found out (`auto`).
+
+An update does not depend on it; memory and time do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...split import TokenBudget
+
+if TYPE_CHECKING:
+    from ...report.memory import MemoryReport
+
+
+class Sizing(Protocol):
+    """What a window asks between its micro-batches, and tells of them."""
+
+    def rest(self, left: int) -> list[int] | None:
+        """Return, after a micro-batch, other sizes for the samples that are left; None: as planned."""
+        ...
+
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return what is entered around the forward and backward of one micro-batch."""
+        ...
+
+    def failed(self, samples: int) -> int:
+        """Note that a micro-batch ran out of memory; return the most samples to go on with, 0 for none."""
+        ...
+
+    def closed(self, *, made: bool) -> None:
+        """Note that the window is over, and whether it made its update."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found out."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what was found out before."""
+        ...
+
+    def report(self) -> MemoryReport | None:
+        """Return what was found out, for people; None if nothing."""
+        ...
+
+
+class Smaller:
+    """The largest size that may be used for a while after memory ran out.
+
+    A failure may come from what else was in memory then, so larger sizes are tried again; the wait doubles
+    with each window that fails, so that a size that never fits is hardly ever tried.
+
+    Attributes:
+        most: samples of a micro-batch; None: as many as otherwise.
+
+    Examples:
+        >>> smaller = Smaller()
+        >>> smaller.failed(64), smaller.failed(32), smaller.most
+        (32, 16, 16)
+    """
+
+    FIRST_WAIT = 50
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self._wait = self.FIRST_WAIT
+        self._until = 0
+        self._failed = False  # in this window
+
+    def failed(self, samples: int) -> int:
+        """Return half the samples, rounded up; 0 if there was only one."""
+        if samples == 1:
+            return 0
+        half = (samples + 1) // 2
+        self.most = half if self.most is None else min(self.most, half)
+        if not self._failed:  # further halvings in one window are the search for what fits
+            self._until, self._wait, self._failed = self._wait, 2 * self._wait, True
+        return self.most
+
+    def closed(self, *, made: bool) -> None:
+        """Count the updates until larger sizes are tried again."""
+        self._failed = False
+        if self.most is not None and made:
+            self._until -= 1
+            if self._until <= 0:
+                self.most = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return for how long which size is the largest."""
+        return {"most": self.most, "wait": self._wait, "until": self._until}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what `state_dict` returned."""
+        self.most, self._wait, self._until = state["most"], state["wait"], state["until"]
+
+
+class Fixed:
+    """The size that the user stated; a smaller one for a while after memory ran out.
+
+    Args:
+        size: most samples of a micro-batch, a `TokenBudget`, or None for a batch in one piece.
+
+    Examples:
+        >>> sizing = Fixed(64)
+        >>> sizing.failed(64), sizing.most
+        (32, 32)
+    """
+
+    def __init__(self, size: int | TokenBudget | None) -> None:
+        self.size = size
+        self._smaller = Smaller()
+
+    @property
+    def most(self) -> int | None:
+        """Samples of a micro-batch since memory ran out, else None."""
+        return self._smaller.most
+
+    def rest(self, left: int) -> list[int] | None:
+        """Return None: as planned."""
+        return None
+
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return a context that measures nothing."""
+        return nullcontext()
+
+    def failed(self, samples: int) -> int:
+        """Go on smaller (see `Smaller`)."""
+        return self._smaller.failed(samples)
+
+    def closed(self, *, made: bool) -> None:
+        """Count the updates until the stated size is tried again."""
+        self._smaller.closed(made=made)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return for how long which smaller size is used."""
+        return self._smaller.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the smaller size."""
+        self._smaller.load_state_dict(state)
+
+    def report(self) -> MemoryReport | None:
+        """Return None: nothing was measured."""
+        return None
+
+
+def sizing_state(sizing: Sizing, of_windows: Sizing) -> dict[str, Any]:
+    """Return what is saved of an accumulator's two ways to choose sizes.
+
+    Args:
+        sizing: of batches.
+        of_windows: of windows, whose micro-batches are taken as they are while memory lasts.
+    """
+    return {type(sizing).__name__: sizing.state_dict(), "of windows": of_windows.state_dict()}
+
+
+def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
+    """Go on with the sizes of a saved state; return those of windows.
+
+    Args:
+        state: of an accumulator.
+        sizing: of batches.
+    """
+    saved = state.get("sizing", {})
+    if type(sizing).__name__ in saved:  # a run may go on with another way to choose sizes
+        sizing.load_state_dict(saved[type(sizing).__name__])
+    # Of the same moment too: a window that was saved before memory ran out is not to be cut smaller now.
+    of_windows = Fixed(None)
+    if "of windows" in saved:
+        of_windows.load_state_dict(saved["of windows"])
+    return of_windows
