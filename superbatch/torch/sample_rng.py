@@ -51,9 +51,10 @@ def sample_stream(
     passes.
 
     What dimension of a random tensor runs over the samples is read by
-    `superbatch.torch.probing.sample_layout`. With ``samples=1`` a draw that is meant for a whole batch looks like one per sample, and so does noise whose
-    first dimension is a multiple of ``samples`` by accident. ``calls`` finds that out as soon as the window,
-    or the check of its first update, has micro-batches of two sizes; `samples_along` states it.
+    `superbatch.torch.probing.sample_layout`. With ``samples=1`` a draw that is meant for a whole batch
+    looks like one per sample, and so does noise whose first dimension is a multiple of ``samples`` by
+    accident. ``calls`` finds that out as soon as the window, or the check of its first update, has
+    micro-batches of two sizes; `samples_along` states it.
 
     Args:
         key: names the window; the same for all its micro-batches. Draw it once per window.
