@@ -42,10 +42,12 @@ def process(*arguments: str, talkative: bool = False, **options: object) -> subp
     """
     # Tests that run in the background may ignore interrupts, and a child inherits that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A terminal says itself how wide it is; where tests run in several processes, these say 80.
+    surroundings = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     try:
         return subprocess.Popen(
             [sys.executable, *(("-c", _TALKATIVE) if talkative else ("-m", "superbatch")), *arguments],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**surroundings, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
             text=True,
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},  # pyright: ignore[reportArgumentType, reportCallIssue]  (keyword arguments by name)

@@ -732,9 +732,9 @@ def test_without_shared_negatives_the_gradient_is_another():
 @pytest.mark.parametrize(
     ("name", "replacement", "case"),
     [
-        ("encoders.Replay.back_to", lambda self, number: None, "randomness"),
-        ("one_pass.OnePass.rewind", lambda self: None, "buffers"),
-        ("new_gradients.unshare", lambda tensors: None, "shared"),
+        ("caching.encoders.Replay.back_to", lambda self, number: None, "randomness"),
+        ("caching.one_pass.OnePass.rewind", lambda self: None, "buffers"),
+        ("caching.new_gradients.unshare", lambda tensors: None, "shared"),
         ("cached.torch.clear_autocast_cache", lambda: None, "autocast"),
     ],
 )

@@ -377,6 +377,15 @@ def test_what_a_model_holds_beside_its_buffers_is_put_back() -> None:
     assert train(survey=True) == train(survey=False)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Tests that run in the background may ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_all_is_put_back_waits_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     before = training.everything()
