@@ -13,6 +13,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import blended_transform_factory
 
 from superbatch.plot.style import (
     BLUE,
@@ -73,22 +74,33 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
     metric, noise = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 4)})
     _dots(metric, report, report.quantities[0].name, theme)
     excess, theory = "noise excess", "lr/(B(1-m)), relative"
-    anchor = _geometric([value for value in report.arms[0].values(excess) if value > 0])
+    found = [value for value in report.arms[0].values(excess) if math.isfinite(value)]
+    anchor = statistics.fmean(found) if found and statistics.fmean(found) > 0 else None
     for index, arm in enumerate(report.arms):
-        values = [value for value in arm.values(excess) if value > 0]
+        found = [value for value in arm.values(excess) if math.isfinite(value)]
+        values = [value for value in found if value > 0]
         colour, marker = COLOURS[index % 7], MARKERS[index % 7]
         spread = [index + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
         noise.scatter(spread, values, s=12, color=colour, alpha=0.4, linewidths=0)
-        if values:
-            noise.plot(index, _geometric(values), marker, color=colour, markersize=8)
+        if found and (mean := statistics.fmean(found)) > 0:
+            noise.plot(index, mean, marker, color=colour, markersize=8)
+        if len(values) < len(found):  # a logarithmic axis has no place for them
+            _below(noise, index, f"{len(found) - len(values)} of {len(found)}\n≤ 0", theme)
         expected = arm.mean(theory)
         if anchor is not None and expected is not None:
             noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
     if anchor is not None:
         noise.set_yscale("log")
+        low, high = noise.get_ylim()
+        noise.set_ylim(low / 5, high)  # room for what is said below
     noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
     noise.set_ylabel("noise excess of the training loss")
-    noise.set_title("Runs as dots; bar: A's x lr / (batch (1 - momentum))")
+    noise.set_title("Runs as dots, mean; bar: A's x lr / (batch (1 - m))")
+
+
+def _below(axes: Axes, place: float, text: str, theme: Theme) -> None:
+    where = blended_transform_factory(axes.transData, axes.transAxes)
+    axes.text(place, 0.01, text, transform=where, ha="center", va="bottom", fontsize=8, color=theme.ink)
 
 
 def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
