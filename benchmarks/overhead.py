@@ -3,11 +3,13 @@
     python benchmarks/overhead.py [--peers all|none|NAMES] [--work mlp,convnet,transformer]
                                   [--rounds N] [--rss] [--json FILE]
 
-Time: in each round every contestant works through one window, in random order, on one thread, without garbage
-collection. Columns: the ratio of the median CPU times, with quartiles of the ratios within a round; "quiet",
-the ratio of the 10th percentiles, which other programs on the machine disturb least; the first for wall time.
-The row "by hand, again" is the noise. A Trainer owns its loop, so it runs in a thread that stops at every
-window (peers/work.py): set-up, validation, logging and checkpoints are not in its time.
+Time: in each round every contestant works through five windows in a row, in random order, on one thread,
+without garbage collection; a window that comes after those of others finds neither data nor code in the
+caches, which no training pays for. Columns: the ratio of the median CPU times, with quartiles of the ratios
+within a round; "quiet", the ratio of the 10th percentiles, which other programs on the machine disturb least;
+the first for wall time. The row "by hand, again" is the noise. A Trainer owns its loop, so it runs in a
+thread that stops at every window (peers/work.py): set-up, validation, logging and checkpoints are not in its
+time.
 
 Memory: the peak of the live tensor bytes of a window beyond parameters, optimizer state and data; with --rss
 also the highest resident set of a process that does nothing else, beyond the hand loop's (median of three).
@@ -17,6 +19,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -37,6 +40,7 @@ from superbatch.torch.memory import peak_bytes
 
 Contestant = Window | TrainerWindow
 WARM_UP = 5
+IN_A_ROW = 5  # windows of one contestant, as in a training
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def entries(peers: list[Peer]) -> list[Entry]:
 
 
 def measure(work: Work, rows: list[Entry], rounds: int) -> list[Result]:
-    """Interleave one window of each contestant in every round."""
+    """Let contestants take turns; each is measured over `rounds` windows."""
     contestants = {row.name: row.make(work, row.variant) for row in rows}
     timings: dict[str, list[Timing]] = {name: [] for name in contestants}
     order, generator = list(contestants), random.Random(0)
@@ -119,11 +123,11 @@ def measure(work: Work, rows: list[Entry], rounds: int) -> list[Result]:
     gc.collect()
     gc.disable()
     try:
-        for index in range(rounds):
+        for index in range(math.ceil(rounds / IN_A_ROW)):
             generator.shuffle(order)
             for name in order:
-                timings[name].append(contestants[name].timed())
-            if index % 50 == 49:
+                timings[name].extend(contestants[name].timed() for _ in range(IN_A_ROW))
+            if index % 10 == 9:
                 gc.collect()
     finally:
         gc.enable()
@@ -188,7 +192,7 @@ def main() -> int:
     )
     parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
     parser.add_argument("--work", default="mlp,convnet,transformer")
-    parser.add_argument("--rounds", type=int, help="instead of each work's own number")
+    parser.add_argument("--rounds", type=int, help="windows of each, instead of each work's own number")
     parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux with glibc)")
     parser.add_argument("--resident-of", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

@@ -48,6 +48,9 @@ class Window(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         return self._microbatches[index]
 
+    def __iter__(self) -> Iterator[Any]:  # Sequence's own asks for one index after the other
+        return iter(self._microbatches)
+
     def __len__(self) -> int:
         return len(self._microbatches)
 

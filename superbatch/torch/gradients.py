@@ -118,19 +118,19 @@ class Marks:
     def __init__(self, owned: list[Owned]) -> None:
         self._parameters = [entry.parameter for entry in owned]
         self._names = [entry.name for entry in owned]
-        self.set()
+        self.forget()
 
     def set(self) -> None:
         """Note the gradients as they are now."""
         # Held here, a gradient's identity cannot be taken over by another tensor.
         self._gradients = [parameter.grad for parameter in self._parameters]
-        self._noted = self._note(self._gradients)
+        self._versions = [None if gradient is None else gradient._version for gradient in self._gradients]
 
     def put_back(self) -> bool:
         """Make the gradients those noted again, unless their values have moved; return whether."""
         moved = any(
-            gradient is not None and (id(gradient), gradient._version) != noted
-            for gradient, noted in zip(self._gradients, self._noted, strict=True)
+            gradient is not None and gradient._version != version
+            for gradient, version in zip(self._gradients, self._versions, strict=True)
         )
         if not moved:
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
@@ -143,18 +143,15 @@ class Marks:
         Raises:
             WindowError: another backward went through the parameters, or something set gradients to zero.
         """
-        now = self._note([parameter.grad for parameter in self._parameters])
-        if now != self._noted:
-            different = (name for name, a, b in zip(self._names, now, self._noted, strict=True) if a != b)
-            raise foreign_gradient(next(different))
-
-    @staticmethod
-    def _note(gradients: list[Tensor | None]) -> list[tuple[int, int] | None]:
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+        noted = zip(self._parameters, self._gradients, self._versions, strict=True)
+        for index, (parameter, gradient, version) in enumerate(noted):
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+                raise foreign_gradient(self._names[index])
 
     def forget(self) -> None:
-        """Let the gradients go."""
-        self._gradients = []
+        """Let the gradients go; none is noted before the next `set`."""
+        self._gradients: list[Tensor | None] = []
+        self._versions: list[int | None] = []
 
 
 def foreign_gradient(name: str) -> WindowError:

@@ -240,7 +240,7 @@ class WindowInFlight:
             recovery.mark(self, index)
             if isinstance(plan.norms, Pooled):
                 plan.norms.start_microbatch()
-            with self._sizing.measure(self._pieces.count(index)), self._stream(index):
+            with self._around(index):
                 yield plan.transfer.take(self._pieces.microbatches, index)
             if index not in self._losses or self._broken is not None:
                 raise WindowError(
@@ -251,13 +251,13 @@ class WindowInFlight:
                     )
                 )
             self._current = None
-            self._recut(index + 1)
+            if self._pieces.can_be_recut:
+                self._recut(index + 1)
 
     def _recut(self, index: int) -> None:
         """Cut what is left otherwise, if the micro-batches so far have shown that this is better."""
         samples = self._pieces.samples
-        if samples is None or not self._pieces.can_be_recut:
-            return
+        assert samples is not None, "what can be cut can be counted"
         sizes = self._sizing.rest(sum(samples[index:]))
         if sizes is not None:
             self._pieces.recut(index, sizes)
@@ -273,6 +273,16 @@ class WindowInFlight:
         if self._iterator is not None and self._current is not None:
             self._current = None
             self._iterator.close()
+
+    def _around(self, index: int) -> AbstractContextManager[object]:
+        """What is entered around a micro-batch: the measurement of its size, its samples' random streams."""
+        measured = self._sizing.measure(self._pieces.count(index))
+        if not self._plan.sample_rng:
+            return measured
+        both = ExitStack()
+        both.enter_context(measured)
+        both.enter_context(self._stream(index))
+        return both
 
     def _stream(self, index: int) -> AbstractContextManager[None]:
         """The random streams of a micro-batch's samples."""
@@ -386,12 +396,4 @@ class WindowInFlight:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `Accumulator.state_dict` stores of a window in flight (see `saving`)."""
-        if self._current is not None and self._current not in self._losses:
-            raise WindowError(
-                explain(
-                    f"state_dict() between the forward and the backward of micro-batch {self._current}",
-                    "a forward cannot be saved half way",
-                    "call it after backward(loss)",
-                )
-            )
         return saving.state_of(self)

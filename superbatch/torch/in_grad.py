@@ -38,7 +38,7 @@ class InGrad:
         key = (factor, loss.dtype, loss.device, loss.shape)
         gradient = self._factors.get(key)
         if gradient is None:
-            gradient = self._factors[key] = torch.full_like(loss, factor, requires_grad=False)
+            gradient = self._factors[key] = loss.new_full(loss.shape, factor)
         run_backward(loss, gradient, self.inputs, retain_graph=retain_graph)
         if not self._unshared:
             unshare(entry.parameter for entry in self._owned)

@@ -33,7 +33,19 @@ WINDOW_KEYS = frozenset(
 
 
 def state_of(window: WindowInFlight) -> dict[str, Any]:
-    """Return the sums so far, weights, position, random state, and what a failure restores."""
+    """Return the sums so far, weights, position, random state, and what a failure restores.
+
+    Raises:
+        WindowError: a micro-batch has gone forward, and not yet backward.
+    """
+    if window._current is not None and window._current not in window._losses:
+        raise WindowError(
+            explain(
+                f"state_dict() between the forward and the backward of micro-batch {window._current}",
+                "a forward cannot be saved half way",
+                "call it after backward(loss)",
+            )
+        )
     plan = window._plan
     random = plan.random.now()
     if plan.sample_rng:  # sample streams hide the generator's own state while a micro-batch is worked on

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class RandomKeeper:
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._devices = list(devices)
+        self._python: tuple[Any, Any] = (None, None)
         self._numpy: tuple[bytes, Any] = (b"", None)
         self.taken: dict[str, Any] = {}
         self._mark: dict[str, Any] | None = None
@@ -43,7 +44,7 @@ class RandomKeeper:
     def take(self) -> None:
         """Copy the states; forgets those taken before, also where there is no memory for the copies."""
         self.taken = {}
-        self.taken = random_state(self._devices, numpy=False)
+        self.taken = {**torch_random_state(self._devices), "python": self._python_state()}
         if "numpy" in sys.modules:
             self.taken["numpy"] = self._numpy_state()
 
@@ -79,6 +80,13 @@ class RandomKeeper:
         """Put the states back as they were at `take`."""
         restore_random_state(self.taken)
 
+    def _python_state(self) -> Any:
+        """Python's state, copied only if it has moved: a tuple of 625 numbers is 25 KB in 625 pieces."""
+        memory = python_memory()
+        if memory is None or memory != self._python[0]:
+            self._python = (memory, random.getstate())
+        return self._python[1]
+
     def _numpy_state(self) -> Any:
         """NumPy's state, copied only if it has moved.
 
@@ -93,6 +101,36 @@ class RandomKeeper:
         if memory != seen or state is None or state[3]:
             self._numpy = (memory, numpy_random.get_state())
         return self._numpy[1]
+
+
+def python_memory() -> tuple[bytes, object] | None:
+    """Return what Python's global generator holds, None where it is not laid out as expected.
+
+    Examples:
+        >>> before = python_memory()
+        >>> _ = random.random()
+        >>> python_memory() == before
+        False
+    """
+    generator = _python_generator()
+    if generator is None:
+        return None
+    # After the head of the object: int index; uint32_t state[624]. The next normal number is an attribute.
+    return ctypes.string_at(id(generator) + object.__basicsize__, 4 + 624 * 4), generator.gauss_next
+
+
+@cache
+def _python_generator() -> Any:
+    """Python's global generator, if its memory holds what its state says."""
+    generator = getattr(random, "_inst", None)
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
+    version, internal, _ = generator.getstate()
+    words = 1 + 624
+    if version != 3 or type(generator).__basicsize__ < object.__basicsize__ + 4 * words:
+        return None
+    memory = (ctypes.c_uint32 * words).from_address(id(generator) + object.__basicsize__)
+    return generator if (*memory[1:], memory[0]) == internal else None
 
 
 # Of NumPy's documented struct mt19937_state: uint32_t key[624]; int pos;

@@ -121,9 +121,7 @@ class Before:
         self._states = [{key: _noted(state) for key, state in o.state.items()} for o in optimizers]
         self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
         self._versions = [(entry.target, entry.target._version) for entry in owned]
-        # A fused step does not move versions: the first of several does not show if the second one fails.
-        steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in owned}
-        self._hidden = len(steps) > 1 and any(entry.group.get("fused") for entry in owned)
+        self._owned = owned
 
     def put_back(self) -> bool:
         """Take new states, numbers and options of groups back if no tensor has moved; return whether."""
@@ -133,7 +131,7 @@ class Before:
         if any(_moved(now.get(key), noted) for now, known in states for key, noted in known.items()):
             return False
         new = [(now, key) for now, known in states for key in now if key not in known]
-        if new and self._hidden:
+        if new and self._is_hidden():
             return False
         for now, key in new:
             del now[key]
@@ -145,6 +143,14 @@ class Before:
                 group.clear()
                 group.update(known)
         return True
+
+    def _is_hidden(self) -> bool:
+        """Whether part of an update may not show.
+
+        A fused step does not move versions: the first of several does not show if the second one fails.
+        """
+        steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in self._owned}
+        return len(steps) > 1 and any(entry.group.get("fused") for entry in self._owned)
 
 
 def _noted(state: Any) -> dict[str, Any] | None:
