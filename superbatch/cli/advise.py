@@ -48,7 +48,9 @@ NoiseLow = Annotated[float | None, _option("lower end of its interval")]
 NoiseHigh = Annotated[float | None, _option("upper end of its interval")]
 MicroSeconds = Annotated[float | None, _option("time of a micro-batch; measured if left out")]
 UpdateSeconds = Annotated[float | None, _option("time of the optimizer's update; measured if left out")]
-AllReduceSeconds = Annotated[float, typer.Option(help="time of the exchange of gradients, once per update")]
+AllReduceSeconds = Annotated[
+    float | None, _option("time of the exchange of gradients; measured under torchrun if left out")
+]
 Parameters = Annotated[float | None, _option("of the model, such as 1.3e9; the recipe's if left out")]
 Optimizer = Annotated[str | None, _option("sgd, momentum, adam, adamw: one that the recipe offers")]
 LearningRate = Annotated[
@@ -82,7 +84,7 @@ def advise(
     noise_high: NoiseHigh = None,
     micro_seconds: MicroSeconds = None,
     update_seconds: UpdateSeconds = None,
-    all_reduce_seconds: AllReduceSeconds = 0.0,
+    all_reduce_seconds: AllReduceSeconds = None,
     parameters: Parameters = None,
     optimizer: Optimizer = None,
     lr: LearningRate = None,
@@ -129,9 +131,21 @@ def advise(
         seconds=seconds,
         data=data,
     )
+    if _further_rank(recipe, options):
+        return
     report = measure(recipe, options)
     _publish(report, folder, as_json=as_json)
     raise typer.Exit(INTERRUPTED if report.partial else 0)
+
+
+def _further_rank(recipe: str | None, options: Options) -> bool:
+    """Of several ranks the first one reports; do another one's part, and say whether this is one."""
+    from superbatch.studies.exchange import started_on, take_part
+
+    rank, _ = started_on()
+    if rank and recipe is not None:
+        take_part(recipe, options)
+    return rank > 0
 
 
 def _count(value: float | None) -> Any:

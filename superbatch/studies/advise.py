@@ -30,6 +30,7 @@ from superbatch.report.scaling import Scaling
 from superbatch.search import time_per_sample
 from superbatch.studies.advise_options import Options as Options
 from superbatch.studies.advise_options import Question, asked, given_noise, question
+from superbatch.studies.exchange import check_ranks, exchanged, started_on
 from superbatch.studies.fit import CARE, busy
 from superbatch.studies.rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
 from superbatch.studies.training import Setting, orders
@@ -96,11 +97,13 @@ def advise(
     """
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
-    given = given_noise(options)
+    given, stated = given_noise(options), options
+    options = replace(options, ranks=check_ranks(options.ranks, started_on()[1]))
     if loaded is None:
         return _report(_given(options, given), start, partial=False)
     question(loaded, options)  # what cannot be used is said before anything is measured
-    found = _Found(loaded, options, noise=given)
+    options, notes = exchanged(loaded, options)
+    found = _Found(loaded, options, stated=stated, noise=given, notes=notes)
     with torch_threads(options.threads or torch.get_num_threads()), torch.random.fork_rng():
         try:
             _measure(found, progress)
@@ -117,6 +120,7 @@ class _Found:
 
     recipe: Recipe | None
     options: Options
+    stated: Options | None = None  # before anything was measured
     noise: Noise | NoiseRange | None = None
     noise_from: str = "given"
     times: Times | None = None
@@ -143,7 +147,7 @@ def _given(options: Options, noise: NoiseRange | None) -> _Found:
     times = Times(
         microbatch=options.microbatch_seconds,
         update=options.update_seconds,
-        all_reduce=options.all_reduce_seconds,
+        all_reduce=options.all_reduce_seconds or 0.0,
     )
     return _Found(
         None,
@@ -246,7 +250,7 @@ def _times(rehearsal: Rehearsal, samples: int, options: Options, timed: Callable
     return Times(
         microbatch=time_per_sample(each) if known[0] is None else known[0],
         update=time_per_sample(update) if known[1] is None else known[1],
-        all_reduce=options.all_reduce_seconds,
+        all_reduce=options.all_reduce_seconds or 0.0,
         source=f"measured on {rehearsal.device}" if None in known else "given",
     )
 
@@ -328,7 +332,7 @@ def _report(found: _Found, start: float, *, partial: bool) -> Advice:
             "python": platform.python_version(),
             "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         },
-        command=asked(options),
+        command=asked(found.stated or options),
         notes=notes,
         recipe=None if found.recipe is None else found.recipe.name,
         seconds=time.monotonic() - start,

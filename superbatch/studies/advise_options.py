@@ -30,7 +30,8 @@ class Options:
         noise_high: upper end; `noise` where that is given, else infinite.
         microbatch_seconds: forward and backward of one micro-batch.
         update_seconds: of the optimizer and what else happens once per update.
-        all_reduce_seconds: of the exchange of gradients over ranks, once per update.
+        all_reduce_seconds: of the exchange of gradients over ranks, once per update; None: measured if the
+            command was started on several ranks, and else none.
         parameters: of the model.
         optimizer: one that the recipe allows; without a recipe sgd, momentum, adam or adamw.
         learning_rate: for the batch in question, where that is stated (see `Options.batch_stated`) or there
@@ -53,7 +54,7 @@ class Options:
     noise_high: float | None = None
     microbatch_seconds: float | None = None
     update_seconds: float | None = None
-    all_reduce_seconds: float = 0.0
+    all_reduce_seconds: float | None = None
     parameters: int | None = None
     optimizer: str | None = None
     learning_rate: float | None = None

@@ -1,0 +1,47 @@
+"""What each of two ranks measures of the exchange; started by `test_exchange.py` with torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from superbatch.studies import exchange
+from superbatch.torch.sync import Ranks
+
+SLEEP = 0.05
+
+
+class Late(Ranks):
+    """Ranks whose second one is late in every exchange."""
+
+    def sum_gradients(self, gradients: Any, zeros: Any) -> Any:
+        result = super().sum_gradients(gradients, zeros)
+        time.sleep(SLEEP if self.index == 1 else 0.0)
+        return result
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank, count = exchange.started_on()
+    frozen = nn.Linear(2000, 2000).requires_grad_(requires_grad=False)
+    models = {
+        "small": nn.Linear(3, 1),
+        "large": nn.Linear(2000, 2000),
+        "frozen": nn.Sequential(nn.Linear(3, 1), frozen),
+    }
+    with exchange.all_ranks(torch.device("cpu")) as ranks:
+        found: dict[str, Any] = {"rank": rank, "count": count}
+        found |= {name: exchange.exchange_seconds(model, ranks) for name, model in models.items()}
+        late = Late((), group=ranks.group, device=ranks.device)
+        found["late"] = exchange.exchange_seconds(models["small"], late)
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,89 @@
+"""The exchange of gradients is timed where a command was started on several ranks: two processes, gloo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from superbatch.errors import InputError
+from superbatch.report.advice import Advice
+from superbatch.report.json import from_json
+from superbatch.studies.exchange import check_ranks, started_on
+from tests.studies import exchange_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def on_two_ranks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("exchange")
+    done = on_two_ranks("-m", "tests.studies.exchange_ranks", str(folder))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_both_ranks_know_what_the_slower_one_measured(measured: list[dict[str, Any]]) -> None:
+    assert [(each["rank"], each["count"]) for each in measured] == [(0, 2), (1, 2)]
+    for name in ("small", "large", "late"):
+        assert measured[0][name] == measured[1][name] > 0
+    assert measured[0]["late"] >= exchange_ranks.SLEEP > measured[0]["small"]
+
+
+def test_the_time_is_that_of_the_gradients_which_are_exchanged(measured: list[dict[str, Any]]) -> None:
+    """16 MB take much longer than 16 bytes; frozen parameters have no gradient."""
+    assert measured[0]["large"] > 3 * measured[0]["small"]
+    assert measured[0]["large"] > 3 * measured[0]["frozen"]
+
+
+def test_the_advice_has_what_was_measured_and_is_given_once(tmp_path: Path) -> None:
+    asked = ("digits", "--threads", "1", "--noise", "80", "--accumulation-steps", "4", "--out", str(tmp_path))
+    done = on_two_ranks("-m", "superbatch", "advise", *asked)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("Accumulating") + done.stdout.count("Whether accumulating") == 1
+    assert "on each of 2 ranks" in done.stdout.splitlines()[0]
+    assert ", all-reduce " in done.stdout.splitlines()[0]
+    report = from_json(Advice, (tmp_path / "report.json").read_text())
+    assert report.ranks == 2
+    assert 0 < report.all_reduce_seconds < 10
+    assert "all_reduce_seconds" not in report.command, "it was not given"
+    assert any("timed over 2 ranks" in note for note in report.notes)
+
+
+def test_ranks_that_are_elsewhere_are_not_measured_here() -> None:
+    with pytest.raises(InputError, match="ranks=8 in a command that was started on 2"):
+        check_ranks(8, 2)
+    assert check_ranks(8, 1) == 8
+
+
+@pytest.mark.parametrize(
+    ("rank", "count"), [("one", "2"), ("2", "2"), ("0", "many")], ids=["rank", "too large", "count"]
+)
+def test_an_environment_that_makes_no_sense_is_refused(
+    rank: str, count: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", count)
+    with pytest.raises(InputError, match="do not say which of how many processes"):
+        started_on()
+
+
+def test_a_batch_system_that_numbers_processes_is_no_reason_to_wait_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert started_on() == (0, 1)
