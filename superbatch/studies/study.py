@@ -11,7 +11,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from superbatch._version import __version__
 from superbatch.errors import InputError, explain
 from superbatch.recipes import Recipe, load_recipe
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from superbatch.studies import quick
 from superbatch.studies.catalogue import entry_of
 from superbatch.studies.workers import Advanced, Event, Train, torch_threads, train_here, train_spread
 
@@ -123,6 +124,8 @@ class Design:
         fixed: what was held fixed, in words.
         find: arms with their runs -> tests, conclusion, notes. There may be no run at all.
         curve_at: where the points of the runs' curves lie.
+        samples: that a run sees, by which it is made shorter; 0 where that cannot be.
+        shortest: run that says anything, in samples.
     """
 
     arms: tuple[ArmSetting, ...]
@@ -134,7 +137,12 @@ class Design:
     fixed: dict[str, str]
     find: Callable[[tuple[StudyArm, ...]], Findings]
     curve_at: tuple[float, ...] = ()
+    samples: int = 0
+    shortest: int = 0
 
+
+MakeDesign = Callable[..., Design]
+"""(recipe, options=) -> the study's own part."""
 
 Show = Callable[[Progress], None]
 
@@ -202,7 +210,7 @@ def loaded(recipe: str | Recipe, options: Options) -> Recipe:
 
 
 def run_design(
-    name: str, recipe: str | Recipe, options: Options, design: Callable[[Recipe], Design], progress: Show
+    name: str, recipe: str | Recipe, options: Options, design: MakeDesign, progress: Show
 ) -> Study:
     """Train all arms from all seeds, here or in several processes, and make the report.
 
@@ -210,7 +218,7 @@ def run_design(
         name: of the study.
         recipe: a name or a recipe.
         options: what was asked.
-        design: the study's own part, of the loaded recipe.
+        design: makes the study's own part, of the loaded recipe and the options.
         progress: told what happens.
 
     Returns:
@@ -221,7 +229,8 @@ def run_design(
     """
     start = time.monotonic()
     what = loaded(recipe, options)
-    plan, seeds = design(what), seeds_of(name, options)
+    seeds = seeds_of(name, options)
+    plan, notes = _designed(what, options, design, turns=turns_of(recipe, options, seeds))
     finished: list[list[StudyRun]] = [[] for _ in plan.arms]
     receive = _receiver(plan, len(seeds) * plan.ticks, finished, progress)
 
@@ -253,11 +262,11 @@ def run_design(
             partial=partial,
             versions=versions(),
             command=asked(options),
-            notes=found.notes,
+            notes=(*found.notes, *notes),
         )
 
     try:
-        if options.workers == 1 or len(seeds) == 1 or not isinstance(recipe, str):
+        if turns_of(recipe, options, seeds) == len(seeds) or not isinstance(recipe, str):
             train_here(what, plan.setting, seeds, receive, train=plan.train)
         else:
             train_spread(
@@ -273,6 +282,40 @@ def run_design(
     except KeyboardInterrupt:
         raise StudyInterrupted(report(partial=True)) from None
     return report(partial=False)
+
+
+def turns_of(recipe: str | Recipe, options: Options, seeds: Sequence[int]) -> int:
+    """How many seeds come one after the other; the others are trained beside them.
+
+    Args:
+        recipe: a name, or a recipe, which other processes cannot load.
+        options: with the number of processes.
+        seeds: of the study.
+
+    Examples:
+        >>> turns_of("digits", Options(workers=2), (0, 1, 2))
+        2
+    """
+    return math.ceil(len(seeds) / options.workers) if isinstance(recipe, str) else len(seeds)
+
+
+def _designed(
+    recipe: Recipe, options: Options, design: MakeDesign, *, turns: int
+) -> tuple[Design, tuple[str, ...]]:
+    """The study's own part, made shorter where a quick study would take longer than it may; and a note."""
+    plan = design(recipe, options=options)
+    if not options.quick or options.samples is not None or not plan.samples:
+        return plan, ()
+
+    def cost(samples: int) -> float:
+        short = design(recipe, options=replace(options, samples=samples))
+        return quick.seconds_of(lambda: list(short.train(recipe, short.setting, 0, tick=lambda _: None)))
+
+    samples, fits = quick.affordable(cost, least=plan.shortest, most=plan.samples, turns=turns)
+    if samples == plan.samples:
+        return plan, ()
+    shorter = design(recipe, options=replace(options, samples=samples))
+    return shorter, (quick.note(f"{samples:,} samples", fits=fits),)
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from superbatch.report.study import StudyArm, StudyTest
 from superbatch.studies.arms import mean_and_weight
 from superbatch.studies.statistics import tost_paired
 
-LOSS_SAMPLES = 2048
+LOSS_SAMPLES, QUICK_LOSS_SAMPLES = 2048, 256
 """Training samples, at most, that a training loss is the mean over."""
 
 CHUNK = 512
@@ -101,17 +101,18 @@ def stream(samples: int, count: int, seed: int) -> Tensor:
 
 
 @torch.no_grad()
-def training_loss(recipe: Recipe, model: nn.Module) -> float:
-    """The mean loss over the training set, or over 2048 samples of it.
+def training_loss(recipe: Recipe, model: nn.Module, samples: int = LOSS_SAMPLES) -> float:
+    """The mean loss over the training set, or over some samples of it, always the same ones.
 
     Args:
         recipe: its data, loss and weights.
         model: as it is; its mode is not changed.
+        samples: at most.
 
     Returns:
         The loss; NaN or infinite where the model has diverged.
     """
-    used = stream(recipe.samples, min(recipe.samples, LOSS_SAMPLES), seed=0)
+    used = stream(recipe.samples, min(recipe.samples, samples), seed=0)
     loss_fn, total, weights = recipe.loss_fn(model), 0.0, 0.0
     for indices in used.split(CHUNK):
         loss, weight = mean_and_weight(recipe, loss_fn, recipe.batch(indices))

@@ -86,7 +86,7 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
     Returns:
         The report.
     """
-    return run_design(NAME, recipe, options, partial(design, options=options), progress)
+    return run_design(NAME, recipe, options, design, progress)
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
@@ -154,6 +154,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         },
         find=partial(find, batch=setting.batch, tolerance=options.tolerance or TOLERANCE, samples=samples),
         curve_at=at,
+        samples=samples,
+        shortest=4 * KS[-1] * batch,
     )
 
 

@@ -25,6 +25,8 @@ from superbatch.report.study_text import signed
 from superbatch.studies.arms import cut
 from superbatch.studies.study import ArmSetting, Design, Findings, Options, Show, run_design
 from superbatch.studies.study_common import (
+    LOSS_SAMPLES,
+    QUICK_LOSS_SAMPLES,
     compared,
     diverged,
     present,
@@ -38,7 +40,7 @@ from superbatch.torch import Accumulator
 from superbatch.window import Window
 
 NAME = "grow-batch"
-UPDATES, QUICK_UPDATES = 4000, 800
+UPDATES, QUICK_UPDATES, SHORTEST = 4000, 800, 100
 """Of the arm that decays the rate."""
 
 PART_OF_BATCH = 6
@@ -72,6 +74,7 @@ class Setting:
         batch: samples of the first update, and of each micro-batch.
         learning_rate: at that batch.
         dataset: training samples, from which batches are drawn without replacement.
+        looked_at: training samples that losses are taken over.
     """
 
     arms: tuple[Arm, ...]
@@ -79,6 +82,7 @@ class Setting:
     batch: int
     learning_rate: float
     dataset: int
+    looked_at: int
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
@@ -92,7 +96,7 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
     Returns:
         The report.
     """
-    return run_design(NAME, recipe, options, partial(design, options=options), progress)
+    return run_design(NAME, recipe, options, design, progress)
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
@@ -124,6 +128,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         batch=batch,
         learning_rate=options.learning_rate or rate_of(recipe, batch),
         dataset=recipe.samples,
+        looked_at=QUICK_LOSS_SAMPLES if options.quick else LOSS_SAMPLES,
     )
     schedule = schedule_of(setting)
     at = tuple(setting.samples * (point + 1) / POINTS for point in range(POINTS))
@@ -150,6 +155,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         fixed={"first batch": str(batch), "lr": f"{setting.learning_rate:.3g}"},
         find=partial(find, metric=metric, margin=options.margin or recipe.margin),
         curve_at=at,
+        samples=setting.samples,
+        shortest=SHORTEST * batch,
     )
 
 
@@ -235,7 +242,7 @@ def _train(
         seen, update = seen + size, update + 1
         tick(size)
         while len(curve) < POINTS and seen >= setting.samples * (len(curve) + 1) / POINTS:
-            curve.append(training_loss(recipe, model))
+            curve.append(training_loss(recipe, model, setting.looked_at))
     values = {quantity_of_metric(recipe): float(recipe.evaluate(model)), LOSS: curve[-1], MADE: float(update)}
     return StudyRun(seed=seed, values=values, curve=tuple(curve))
 

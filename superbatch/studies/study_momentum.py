@@ -31,6 +31,8 @@ from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTe
 from superbatch.report.study_text import number, signed
 from superbatch.studies.study import ArmSetting, Design, Findings, Options, Show, run_design
 from superbatch.studies.study_common import (
+    LOSS_SAMPLES,
+    QUICK_LOSS_SAMPLES,
     compared,
     mean_loss,
     parameters_apart,
@@ -79,9 +81,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Setting:
-    """The arms; it can be sent to another process."""
+    """The arms, and the training samples that losses are taken over; it can be sent to another process."""
 
     arms: tuple[Arm, ...]
+    looked_at: int
 
 
 def heavy_ball_variance(learning_rate: float, momentum: float, curvature: float, noise: float) -> float:
@@ -118,7 +121,7 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
     Returns:
         The report.
     """
-    return run_design(NAME, recipe, options, partial(design, options=options), progress)
+    return run_design(NAME, recipe, options, design, progress)
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
@@ -158,13 +161,15 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     metric = quantity_of_metric(recipe)
     return Design(
         arms=tuple(ArmSetting(name=arm.name, how=_how(arm), facts=_facts(arm, rate)) for arm in arms),
-        setting=Setting(arms),
+        setting=Setting(arms, QUICK_LOSS_SAMPLES if options.quick else LOSS_SAMPLES),
         train=train,
         ticks=sum(arm.updates for arm in arms),
         quantities=_quantities(metric),
         headline=metric,
         fixed={"lr of batch 1": f"{rate:.3g}"},
         find=partial(find, metric=metric, margin=options.margin or recipe.margin, recipe=recipe),
+        samples=samples,
+        shortest=LOOKS * large,
     )
 
 
@@ -188,12 +193,17 @@ def train(
         model = copy.deepcopy(initial)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            values = _train(recipe, arm, model, order, tick)
+            values = _train(recipe, setting, arm, model, order, tick)
         yield index, StudyRun(seed=seed, values=values)
 
 
 def _train(
-    recipe: Recipe, arm: Arm, model: nn.Module, order: Tensor, tick: Callable[[int], None]
+    recipe: Recipe,
+    setting: Setting,
+    arm: Arm,
+    model: nn.Module,
+    order: Tensor,
+    tick: Callable[[int], None],
 ) -> dict[str, float]:
     update = _update_function(recipe, arm, model)
     begin = round((1 - TAIL) * arm.updates)
@@ -210,15 +220,18 @@ def _train(
             for total, parameter in zip(mean, parameters_apart(model), strict=True):
                 total += (parameter - total) / averaged
         if made in looks:
-            losses.append(training_loss(recipe, model))
+            losses.append(training_loss(recipe, model, setting.looked_at))
         tick(1)
-    values = {quantity_of_metric(recipe): float(recipe.evaluate(model)), LOSS: training_loss(recipe, model)}
+    values = {
+        quantity_of_metric(recipe): float(recipe.evaluate(model)),
+        LOSS: training_loss(recipe, model, setting.looked_at),
+    }
     if len(losses) < len(looks):  # it has diverged, or was too short to look at
         return values
     calm = copy.deepcopy(model)
     for parameter, value in zip(parameters_apart(calm), mean, strict=True):
         parameter.copy_(value)
-    return {**values, EXCESS: statistics.fmean(losses) - training_loss(recipe, calm)}
+    return {**values, EXCESS: statistics.fmean(losses) - training_loss(recipe, calm, setting.looked_at)}
 
 
 def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[Any], float]:

@@ -86,7 +86,7 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
     Returns:
         The report.
     """
-    return run_design(NAME, recipe, options, partial(design, options=options), progress)
+    return run_design(NAME, recipe, options, design, progress)
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:

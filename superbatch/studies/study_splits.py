@@ -5,16 +5,28 @@ This is `superbatch.studies.compare` and nothing else, put into the form of a st
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from superbatch.recipes import Recipe
 from superbatch.report.comparison import Arm, Comparison
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from superbatch.report.verdict import verdict
 from superbatch.studies import compare as comparing
+from superbatch.studies import quick
 from superbatch.studies.catalogue import entry_of
-from superbatch.studies.study import Options, Progress, Show, StudyInterrupted, asked, loaded, seeds_of
+from superbatch.studies.study import (
+    Options,
+    Progress,
+    Show,
+    StudyInterrupted,
+    asked,
+    loaded,
+    seeds_of,
+    turns_of,
+)
 
 NAME = "splits"
-QUICK_UPDATES = 200
+QUICK_UPDATES, SHORTEST = 200, 20
 UPDATES, APART = "updates", "weights differ by"
 
 
@@ -34,10 +46,10 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
     """
     what = loaded(recipe, options)
     size = options.batch_size or what.batch_size
-    updates = max(1, options.samples // size) if options.samples else QUICK_UPDATES if options.quick else None
+    seeds = seeds_of(NAME, options)
     wanted = comparing.Options(
-        updates=updates,
-        runs=len(seeds_of(NAME, options)),
+        updates=max(1, options.samples // size) if options.samples else None,
+        runs=len(seeds),
         optimizer=options.optimizer,
         learning_rate=options.learning_rate,
         batch_size=options.batch_size,
@@ -47,6 +59,14 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
         data=options.data,
     )
 
+    notes: tuple[str, ...] = ()
+    if options.quick and options.samples is None:
+        most = min(QUICK_UPDATES, what.updates)
+        updates, fits = _updates(recipe, wanted, most, turns=turns_of(recipe, options, seeds))
+        wanted = replace(wanted, updates=updates)
+        if updates < most:
+            notes = (quick.note(f"{updates} updates", fits=fits),)
+
     def receive(event: comparing.Progress) -> None:
         text = None
         if event.finished is not None:
@@ -55,17 +75,28 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
         progress(Progress(event.done, event.total, text))
 
     try:
-        return as_study(comparing.compare(recipe, wanted, progress=receive), options)
+        return as_study(comparing.compare(recipe, wanted, progress=receive), options, notes)
     except comparing.ComparisonInterrupted as stopped:
-        raise StudyInterrupted(as_study(stopped.report, options)) from None
+        raise StudyInterrupted(as_study(stopped.report, options, notes)) from None
 
 
-def as_study(report: Comparison, options: Options) -> Study:
+def _updates(recipe: str | Recipe, wanted: comparing.Options, most: int, *, turns: int) -> tuple[int, bool]:
+    """How many updates a quick study has time for, and whether it has."""
+
+    def cost(updates: int) -> float:
+        one = replace(wanted, updates=updates, runs=1, workers=1)
+        return quick.seconds_of(lambda: comparing.compare(recipe, one))
+
+    return quick.affordable(cost, least=SHORTEST, most=most, turns=turns)
+
+
+def as_study(report: Comparison, options: Options, notes: tuple[str, ...] = ()) -> Study:
     """A comparison in the form of a study.
 
     Args:
         report: whole or partial.
         options: what was asked.
+        notes: further ones.
 
     Returns:
         The same numbers.
@@ -110,6 +141,7 @@ def as_study(report: Comparison, options: Options) -> Study:
         command=asked(options),
         notes=(
             *report.notes,
+            *notes,
             "superbatch compare shows time and memory too, other splits, and wrong ways beside it.",
         ),
     )
