@@ -84,6 +84,14 @@ def pytest_report_header() -> list[str]:
     ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The doctests of a backend are tests of that backend, and chosen as those are."""
+    for item in items:
+        for name in BACKENDS:
+            if (ROOT / "superbatch" / name) in item.path.parents:
+                item.add_marker(name)
+
+
 def pytest_collection_finish() -> None:
     """What is loaded by now is no garbage: no collection has to look through it again and again."""
     gc.freeze()

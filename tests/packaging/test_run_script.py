@@ -92,6 +92,19 @@ def test_more_extras_are_installed_when_a_command_needs_them(machine: Machine) -
     assert not machine.installations(), "the test extra includes what compare needs"
 
 
+def test_the_other_backends_have_an_environment_and_a_run_of_their_own(machine: Machine) -> None:
+    assert machine.run("test")[0] == 0
+    code, printed = machine.run("test-backends", "-k", "contract")
+    assert code == 0
+    assert f"pytest runs in {machine.clone}" in printed
+    (line,) = machine.installations()
+    assert "[torch,cli,test,jax,tensorflow,keras]" in line
+    assert (machine.clone / ".venv-backends" / "pyvenv.cfg").exists()
+    assert "(jax or tensorflow or keras) and not slow -k contract" in machine.calls.read_text()
+    assert machine.run("test")[0] == 0
+    assert not machine.installations(), "the environment of the other tests is as it was"
+
+
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
 def test_a_change_of_the_requirements_installs_again(machine: Machine, name: str) -> None:
     assert machine.run("compare")[0] == 0
