@@ -98,11 +98,15 @@ def pages(root: Path) -> list[Path]:
     return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
 
 
-def missing_packages(text: str) -> list[str]:
-    """Which of the packages that a page needs, by `<!-- needs: jax, optax -->`, are not installed."""
+def needed_packages(text: str) -> list[str]:
+    """Which packages a page needs, by `<!-- needs: jax, optax -->`."""
     found = NEEDS.search(text)
-    names = [name.strip() for name in found["names"].split(",")] if found else []
-    return [name for name in names if importlib.util.find_spec(name) is None]
+    return [name.strip() for name in found["names"].split(",")] if found else []
+
+
+def missing_packages(text: str) -> list[str]:
+    """Which of the packages that a page needs are not installed."""
+    return [name for name in needed_packages(text) if importlib.util.find_spec(name) is None]
 
 
 def commands(block: Block) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark.structures import ParameterSet  # what pytest.param returns has no public name
 
 from tests.docs import snippets
 
@@ -31,7 +32,14 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", snippets.pages(ROOT), ids=name_of)
+def marked(page: Path) -> ParameterSet:
+    """A page that needs a backend is a test of that backend."""
+    needed = snippets.needed_packages(page.read_text(encoding="utf-8"))
+    marks = [getattr(pytest.mark, name) for name in ("jax", "tensorflow", "keras") if name in needed]
+    return pytest.param(page, marks=marks, id=name_of(page))
+
+
+@pytest.mark.parametrize("page", map(marked, snippets.pages(ROOT)))
 def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     blocks = snippets.read_blocks(text, name_of(page))
