@@ -39,7 +39,7 @@ def marked(page: Path) -> ParameterSet:
     return pytest.param(page, marks=marks, id=name_of(page))
 
 
-@pytest.mark.parametrize("page", map(marked, snippets.pages(ROOT)))
+@pytest.mark.parametrize("page", [marked(page) for page in snippets.pages(ROOT)])
 def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     blocks = snippets.read_blocks(text, name_of(page))
