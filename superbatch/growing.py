@@ -16,7 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, SupportsFloat, get_args
 
 from .errors import InputError, explain
 from .integers import positive_int
@@ -381,7 +381,13 @@ def _hotter(momentum: tuple[float, float] | None) -> float:
 
 
 def _checked(factor: Callable[[float], float], samples: float) -> float:
-    value = float(factor(samples))
+    given: object = factor(samples) if callable(factor) else "no function"
+    if not isinstance(given, SupportsFloat):
+        wrong = "it is a function of the samples seen, and returns a number"
+        raise InputError(
+            explain(f"a rate schedule that is {given!r} at sample {samples:g}", wrong, "pass one")
+        )
+    value = float(given)
     if not (value >= -1e-9 and math.isfinite(value)):  # a cosine may end a rounding error below 0
         raise InputError(
             explain(

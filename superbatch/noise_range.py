@@ -5,6 +5,7 @@ from __future__ import annotations
 # pyright: strict
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from .errors import InputError, explain
 from .report.noise import Noise
@@ -48,7 +49,7 @@ def noise_range(noise: Noise | float | None) -> NoiseRange:
         return NoiseRange(None, 0.0, math.inf)
     if isinstance(noise, Noise):
         return NoiseRange(noise.batch_size if noise.determined else None, noise.low, noise.high)
-    if isinstance(noise, bool) or not noise > 0:
+    if isinstance(noise, bool) or not isinstance(noise, Real) or not noise > 0:  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
         raise InputError(
             explain(
                 f"noise={noise!r}",

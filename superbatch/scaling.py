@@ -18,6 +18,7 @@ from __future__ import annotations
 # pyright: strict
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Literal, get_args
 
 from .errors import InputError, explain
@@ -348,13 +349,17 @@ def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float
     return float(changes[name]() if name in changes else value)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and value is not True and value is not False
+
+
 def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not (value > 0 and math.isfinite(value)):
+    if not _is_number(value) or not (value > 0 and math.isfinite(value)):
         raise InputError(explain(f"{name}={value!r}", "it is a positive number", "pass one"))
     return value
 
 
 def _below_one(name: str, value: float) -> float:
-    if isinstance(value, bool) or not 0 < value < 1:
+    if not _is_number(value) or not 0 < value < 1:
         raise InputError(explain(f"{name}={value!r}", "it lies between 0 and 1", "pass such a number"))
     return value

@@ -19,7 +19,7 @@ from ..report.update import Update
 from ..split import TokenBudget
 from ..window import Window
 from . import batchnorm as norms
-from . import checks, options
+from . import checks, options, saving
 from .boundary import Step
 from .coupled_exact import Coupled, owned_loop, whole_batch
 from .first_check import check_first_window
@@ -32,7 +32,7 @@ from .places import Places
 from .plan import NonFinite, Plan
 from .recovery import work_through
 from .sizes.reserve import Reserve
-from .sizes.sizing import Fixed, load_sizing, sizing_state
+from .sizes.sizing import Fixed, sizing_state
 from .snapshot import BufferKeeper, RandomKeeper
 from .sync import find_ranks
 from .transfer import Transfer
@@ -358,10 +358,9 @@ class Accumulator:
             raise WindowError(
                 explain("load_state_dict() inside a window", "it is in use", "leave the window first")
             )
-        if self._plan.noise is not None and state.get("noise") is not None:
-            self._plan.noise.meter.load_state_dict(state["noise"])
+        meter = None if self._plan.noise is None else self._plan.noise.meter
+        self._of_windows = saving.load_sizing_and_noise(state, self._sizing, meter)
         self._updates = state["updates"]
-        self._of_windows = load_sizing(state, self._sizing)
         self._resume = state["window"]
 
     # -- parts ---------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import WindowError, explain
+from ..noise import NoiseMeter
 from .batchnorm import Pooled
+from .sizes.sizing import Fixed, Sizing, load_sizing
 from .snapshot import as_plain, restore_random_state
 
 if TYPE_CHECKING:
@@ -30,6 +33,31 @@ WINDOW_KEYS = frozenset(
     }
     | {"random", "random_before", "buffers_before", "norms"}
 )
+
+
+def load_sizing_and_noise(state: Mapping[str, Any], sizing: Sizing, meter: NoiseMeter | None) -> Fixed:
+    """Go on with an accumulator's sizes and noise: both, or neither.
+
+    Args:
+        state: of the accumulator.
+        sizing: of batches.
+        meter: of the noise, where it is measured.
+
+    Returns:
+        The sizes of windows.
+
+    Raises:
+        InputError: one of them cannot be read, or the noise was averaged otherwise; nothing has changed.
+    """
+    before = sizing.state_dict()
+    of_windows = load_sizing(state, sizing)
+    try:
+        if meter is not None and state.get("noise") is not None:
+            meter.load_state_dict(state["noise"])
+    except Exception:
+        sizing.load_state_dict(before)
+        raise
+    return of_windows
 
 
 def state_of(window: WindowInFlight) -> dict[str, Any]:

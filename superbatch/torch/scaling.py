@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -68,6 +69,14 @@ def rescale(
         >>> scaling.rule, optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]
         ('sqrt', 0.0005, (0.9, 0.987...))
     """
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            explain(
+                f"an optimizer of type {type(optimizer).__name__}",
+                "it has no groups to scale",
+                "pass a torch one",
+            )
+        )
     schedulers = schedulers_of(scheduler)
     _require_schedulers(optimizer, schedulers)
     known = isinstance(optimizer, SGD | Adam | AdamW)
@@ -298,6 +307,7 @@ def _scale_scheduler(scheduler: Any, rates: set[float]) -> None:
 
 
 def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not 0 < value < float("inf"):
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
         raise InputError(explain(f"{name}={value!r}", "it is a number of samples", "pass a positive number"))
     return value

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...errors import InputError, explain
 from ...split import TokenBudget
 
 if TYPE_CHECKING:
@@ -94,7 +95,10 @@ class Smaller:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what `state_dict` returned."""
-        self.most, self._wait, self._until = state["most"], state["wait"], state["until"]
+        most, wait, until = state["most"], state["wait"], state["until"]
+        if not all(isinstance(number, int) for number in (most or 1, wait, until)):
+            raise TypeError("no numbers of samples and updates")
+        self.most, self._wait, self._until = most, wait, until
 
 
 class Fixed:
@@ -163,12 +167,25 @@ def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
     Args:
         state: of an accumulator.
         sizing: of batches.
+
+    Raises:
+        InputError: it is no such state; the sizes are as before.
     """
-    saved = state.get("sizing", {})
-    if type(sizing).__name__ in saved:  # a run may go on with another way to choose sizes
-        sizing.load_state_dict(saved[type(sizing).__name__])
+    saved, before = state.get("sizing", {}), sizing.state_dict()
     # Of the same moment too: a window that was saved before memory ran out is not to be cut smaller now.
     of_windows = Fixed(None)
-    if "of windows" in saved:
-        of_windows.load_state_dict(saved["of windows"])
+    try:
+        if "of windows" in saved:
+            of_windows.load_state_dict(saved["of windows"])
+        if type(sizing).__name__ in saved:  # a run may go on with another way to choose sizes
+            sizing.load_state_dict(saved[type(sizing).__name__])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        sizing.load_state_dict(before)
+        raise InputError(
+            explain(
+                f"a state whose sizes of micro-batches cannot be read ({type(error).__name__}: {error})",
+                "it was not made by Accumulator.state_dict() of this version",
+                "pass what state_dict() returned",
+            )
+        ) from None
     return of_windows

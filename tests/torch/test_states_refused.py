@@ -1,0 +1,86 @@
+"""What is no state, or no number, is refused in words, and nothing has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superbatch.errors import InputError
+from superbatch.growing import grow_batch
+from superbatch.torch import Accumulator, rescale
+
+SIZES: dict[str, Any] = {
+    "none at all": {"Fixed": {}},
+    "a number": {"Fixed": 3},
+    "no mapping": 3,
+    "of windows": {"of windows": {"most": None}},
+    "a size that is a word": {"Fixed": {"most": "many", "wait": 1, "until": 2}},
+    "waits that are words": {"Fixed": {"most": None, "wait": "a", "until": "b"}},
+}
+
+
+def accumulator(**options: Any) -> Accumulator:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Accumulator(model, optimizer, lambda x: model(x).mean(), microbatch_size=2, **options)
+
+
+@pytest.mark.parametrize("sizing", SIZES.values(), ids=SIZES)
+def test_sizes_that_cannot_be_read_are_refused(sizing: Any) -> None:
+    accumulate = accumulator(noise=True)
+    for _ in range(3):
+        accumulate(torch.randn(4, 2))
+    before, other = accumulate.state_dict(), accumulator(noise=True)
+    other(torch.randn(4, 2))
+    assert other.state_dict() != before, "the premise: there is something to load"
+    with pytest.raises(InputError, match=r"(sizes of micro-batches cannot be read|not made by Accumulator)"):
+        accumulate.load_state_dict({**other.state_dict(), "sizing": sizing})
+    assert accumulate.state_dict() == before
+
+
+def test_sizes_are_as_before_when_the_noise_cannot_be_read() -> None:
+    accumulate = accumulator(noise=True)
+    accumulate(torch.randn(4, 2))
+    before = accumulate.state_dict()
+    failed = {"most": 1, "wait": 100, "until": 50}
+    state = {**before, "sizing": {"Fixed": failed, "of windows": failed}}
+    with pytest.raises(InputError):
+        accumulate.load_state_dict({**state, "noise": {"beta": "none"}})
+    assert accumulate.state_dict() == before
+    accumulate.load_state_dict(state)
+    assert accumulate.state_dict()["sizing"] == state["sizing"], "the premise: it would have been loaded"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("32", 64), "from_batch='32'"),
+        ((32, None), "to_batch=None"),
+        ((32, [64]), r"to_batch=\[64\]"),
+        ((32, 64, "noisy"), "noise='noisy'"),
+    ],
+)
+def test_what_is_no_number_scales_nothing(arguments: tuple[Any, ...], text: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(InputError, match=text):
+        rescale(optimizer, *arguments)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(InputError, match="an optimizer of type int"):
+        rescale(3, 32, 64)  # type: ignore[arg-type]  (that is the case)
+
+
+@pytest.mark.parametrize("factor", [0.1, None, "halves", lambda samples: "0.5", lambda samples: None])
+def test_a_schedule_that_gives_no_number_is_refused(factor: Any) -> None:
+    with pytest.raises(InputError, match="a function of the samples seen, and returns a number"):
+        grow_batch(factor, batch=4, microbatch=2)
+
+
+def test_an_error_inside_a_schedule_is_its_own() -> None:
+    def broken(samples: float) -> float:
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        grow_batch(broken, batch=4, microbatch=2)
