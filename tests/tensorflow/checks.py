@@ -146,7 +146,7 @@ def epoch_in_one_function() -> None:
 
 
 def missing_gradients(way: str = "eager") -> None:
-    """A variable without a gradient in a window is not touched, and counts 0 beside micro-batches that have one.
+    """A variable without a gradient in a window is not touched; beside micro-batches with one it counts 0.
 
     Two of four micro-batches see only the last variable. The second window has none that sees the first.
     """
@@ -252,7 +252,10 @@ def bad_microbatch_left_out(way: str = "eager") -> None:
     add, apply = wrapped(add, way), wrapped(lambda: accumulator.apply(keras_sgd), way)
     keras_sgd = keras.optimizers.SGD(1.0)
     keras_sgd.build(variables)
-    f = lambda *x: tf.constant(x if len(x) > 1 else x[0], tf.float64)  # noqa: E731
+
+    def f(*x: float) -> Any:
+        return tf.reshape(tf.constant(x, tf.float64), [] if len(x) == 1 else [-1])
+
     add(f(1.0, 2.0), f(4.0), tf.constant(1))
     add(f(1.0, np.inf), f(1.0), tf.constant(5))
     add(f(1.0, 1.0), f(np.nan), tf.constant(5))
