@@ -62,6 +62,12 @@ def test_a_window_and_its_update_in_one_function(found: Any) -> None:
     assert one["error"] < 1e-14
 
 
+def test_dtypes_are_reduced_apart(found: Any) -> None:
+    one = found["mixed dtypes"]
+    assert one["right"] == [True, True]
+    assert one["collectives"] == 4, "the sums, all in float32, and the counters, in float64"
+
+
 def test_a_reduction_in_every_microbatch_would_be_seen() -> None:
     assert run("mutant")["mutant"]["microbatch"]["collectives"] > 0
 
