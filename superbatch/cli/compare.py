@@ -58,6 +58,7 @@ IncludeWrong = Annotated[
     bool, _option("add two wrong ways: mean of means, fixed tail divisor", "--include-wrong")
 ]
 Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
+Backend = Annotated[str, typer.Option(help="torch; or, for the recipe digits, jax")]
 Threads = Annotated[int, typer.Option(help="torch threads of each process")]
 Workers = Annotated[int | None, _option("processes; 2 if left out, where the machine has two cores")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
@@ -83,6 +84,7 @@ def compare(
     batch_size: BatchSize = None,
     include_wrong: IncludeWrong = False,
     margin: Margin = None,
+    backend: Backend = "torch",
     threads: Threads = 1,
     workers: Workers = None,
     data: Data = None,
@@ -111,6 +113,9 @@ def compare(
     folder = out if out is not None or as_json else OUT
     if folder is not None:
         check_folder(folder)
+    from superbatch.studies.backends import check_installed
+
+    check_installed(backend)
     from superbatch.studies.compare import Options
 
     options = Options(
@@ -123,6 +128,7 @@ def compare(
         batch_size=asked.batch_size,
         include_wrong=include_wrong,
         margin=margin,
+        backend=backend,
         threads=threads,
         workers=min(2, os.cpu_count() or 1) if workers is None else workers,
         data=data,
@@ -151,7 +157,8 @@ def measure(recipe: str, options: Options) -> Comparison:
     from superbatch.studies.compare import ComparisonInterrupted, Progress
     from superbatch.studies.compare import compare as study
 
-    with progress(f"compare {Path(recipe).name}") as show:
+    where = "" if options.backend == "torch" else f" on {options.backend}"
+    with progress(f"compare {Path(recipe).name}{where}") as show:
 
         def receive(event: Progress) -> None:
             text = None
