@@ -128,7 +128,7 @@ def test_a_backend_that_is_not_installed_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda package: None)
     packages = " and ".join(PACKAGES[name])
-    message = rf"backend='{name}'. Wrong: the packages? {packages} (is|are) not installed. Do: install superbatch\[{name},cli\]"
+    message = rf"Wrong: the packages? {packages} (is|are) not installed. Do: install superbatch\[{name},cli\]"
     with pytest.raises(InputError, match=message):
         load_backend(name)
 
