@@ -31,7 +31,7 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 # The doctests of a backend that is not installed are left out, and the header of the run says so.
-BACKENDS = {"jax": ("jax", "optax")}
+BACKENDS = {"jax": ("jax", "optax"), "tensorflow": ("tensorflow",)}
 MISSING = {
     name: missing
     for name, packages in BACKENDS.items()

@@ -22,6 +22,11 @@ ENVIRONMENT_OF_LIBRARIES = {
     "TRITON_CACHE_DIR",  # the first torch.compile
     "TF_CPP_MIN_LOG_LEVEL",  # importing jax
     "TPU_SKIP_MDS_QUERY",  # importing jax
+    "ENABLE_RUNTIME_UPTIME_TELEMETRY",  # importing tensorflow
+    "HDF5_PLUGIN_PATH",  # importing tensorflow (h5py)
+    "TF2_BEHAVIOR",  # importing tensorflow
+    "TPU_ML_PLATFORM",  # importing tensorflow
+    "TPU_ML_PLATFORM_VERSION",  # importing tensorflow
     "TORCH_NCCL_AVOID_RECORD_STREAMS",  # importing torch.distributed.fsdp
 }
 # Threads that a library keeps for the life of the process, by the start of the name ...

@@ -1,6 +1,6 @@
 """The checker behind test_layers.py: which part of superbatch a file belongs to, and what it may import.
 
-    core <- torch, jax, keras <- integrations, plot, recipes <- studies <- cli
+    core <- torch, jax, tensorflow, keras <- integrations, plot, recipes <- studies <- cli
 
 A file may import its own part and the parts of the layers below. Parts of one layer do not import each other:
 one backend never needs another backend, and a plot needs no recipe.
@@ -33,6 +33,7 @@ PARTS = {
     "core": _part(0),
     "torch": _part(1, "torch"),
     "jax": _part(1, "jax", "optax", "numpy"),
+    "tensorflow": _part(1, "tensorflow"),
     "keras": _part(1, "keras", "tensorflow", "numpy"),
     "integrations": _part(2, "torch", "accelerate", "lightning", "transformers"),
     "plot": _part(2, "matplotlib", "numpy"),

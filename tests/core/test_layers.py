@@ -76,6 +76,12 @@ def test_import_superbatch_jax_imports_jax_and_optax_and_nothing_else() -> None:
     assert new_packages("import superbatch.jax", after="import jax, optax") == {"superbatch"}
 
 
+@pytest.mark.tensorflow
+def test_import_superbatch_tensorflow_imports_tensorflow_and_nothing_else() -> None:
+    pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+    assert new_packages("import superbatch.tensorflow", after="import tensorflow") == {"superbatch"}
+
+
 def effects(root: Path) -> list[str]:
     """The number of modules of the package below `root`, then what importing them changes."""
     done = subprocess.run(
@@ -117,6 +123,9 @@ def test_importing_every_module_changes_nothing() -> None:
         ("planted.py", "import jax", "imports jax, which core may not use"),
         ("jax/planted.py", "from ..torch import x", "superbatch.torch.x (torch): imports go down only"),
         ("jax/planted.py", "import torch", "imports torch, which jax may not use"),
+        ("planted.py", "import tensorflow", "imports tensorflow, which core may not use"),
+        ("tensorflow/planted.py", "from ..jax import x", "superbatch.jax.x (jax): imports go down only"),
+        ("tensorflow/planted.py", "import keras", "imports keras, which tensorflow may not use"),
         ("plot.py", "from .recipes import digits", "(recipes): imports go down only"),
         ("studies/planted.py", "from ..cli import main", "superbatch.cli.main (cli): imports go down only"),
         ("studies/planted.py", "import rich", "imports rich, which studies may not use"),

@@ -1,0 +1,180 @@
+# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
+"""The end of a window, in the one order that is right.
+
+reduce -> normalise -> unscale -> finite check -> clip -> optimizer -> set to zero
+
+A graph does the same as eager code. There what can only be refused when it runs is a `tf.debugging.Assert`,
+after the window was given up: the next one begins clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from ..errors import NonFiniteError, OptimizerError, WindowError, explain
+from . import arithmetic, optimizers, presence
+from .options import Options
+from .outcome import Applied
+from .state import State, Totals, clear, read, strategy_of
+
+
+def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[presence.Pattern]) -> Applied:
+    """Make the update of a window, and begin the next one."""
+    strategy = strategy_of(options.variables[0])
+    optimizers.build(optimizer, options.given, strategy)
+    totals = read(state, options.variables)
+    weight = totals.counts["weight"]
+    possible = _possible(totals, patterns, len(options.variables))
+    if tf.executing_eagerly() and not possible:
+        if weight != 0:
+            raise _no_gradient()
+        applied = _applied(totals, _nan(), options, made=tf.constant(value=False))
+        clear(state, strategy)
+        return applied
+    some = sorted(frozenset().union(*possible))
+    gradients = dict(zip(some, arithmetic.per_weight([totals.sums[i] for i in some], weight), strict=True))
+    scale = optimizers.scale_of(optimizer)
+    norm, finite = arithmetic.finite_norm(list(gradients.values()))
+    norm = norm if scale is None else norm / tf.cast(scale, norm.dtype)
+    gradients = _clipped(gradients, norm, finite, scale, options)
+    overflow_is_seen = optimizers.scales_by_itself(optimizer)
+    raising = options.nonfinite != "skip_update" and not overflow_is_seen
+    if tf.executing_eagerly() and raising and not finite:
+        clear(state, strategy)
+        raise _not_finite(totals, some, options)
+
+    def update(pattern: presence.Pattern) -> None:
+        pairs = [(_as_gradient(gradients[i], i, options), options.given[i]) for i in sorted(pattern)]
+        optimizer.apply_gradients(pairs)
+
+    due = (weight != 0) & (finite | overflow_is_seen)
+    known = tf.reduce_any([presence.matches(totals.present, pattern) for pattern in possible])
+    tf.cond(due & known, lambda: presence.dispatch(totals.present, possible, update), lambda: None)
+    applied = _applied(totals, norm, options, made=(weight != 0) & finite, scale=scale)
+    cleared = clear(state, strategy)
+    if not tf.executing_eagerly():
+        with tf.control_dependencies(cleared):
+            _require(known | (weight == 0), _unknown_pattern())
+            if raising:
+                _require(finite | (weight == 0), _not_finite(None, some, options))
+    return applied
+
+
+def means(state: State, options: Options, patterns: Iterable[presence.Pattern]) -> list[Any]:
+    """Return the gradient of the window so far; None for a variable that had none."""
+    totals = read(state, options.variables)
+    weight = totals.counts["weight"]
+    if tf.executing_eagerly() and weight == 0:
+        raise WindowError(
+            explain(
+                "a window in which nothing has weight", "it has no mean", "call add() before, with weight"
+            )
+        )
+    possible = _possible(totals, patterns, len(options.variables))
+    there = frozenset().union(*possible)
+    found = arithmetic.per_weight(totals.sums, weight)
+    return [_as_gradient(one, index, options) if index in there else None for index, one in enumerate(found)]
+
+
+def _possible(totals: Totals, patterns: Iterable[presence.Pattern], count: int) -> list[presence.Pattern]:
+    """The sets of variables that can have had a gradient: the one there is, or what a graph must expect."""
+    if tf.executing_eagerly():
+        there = frozenset(index for index, had in enumerate(totals.present.numpy()) if had)
+        return [there] if there else []
+    return presence.unions(pattern for pattern in patterns if pattern) or [frozenset(range(count))]
+
+
+def _clipped(
+    gradients: dict[int, Any], norm: Any, finite: Any, scale: Any | None, options: Options
+) -> dict[int, Any]:
+    """Clip by norm as `tf.clip_by_global_norm` does, then by value; an infinity stays one."""
+    if options.max_grad_norm is not None:
+        limit = tf.constant(options.max_grad_norm, norm.dtype)
+        factor = tf.where(finite & (norm > limit), limit / norm, tf.ones_like(norm))
+        gradients = {i: gradient * tf.cast(factor, gradient.dtype) for i, gradient in gradients.items()}
+    if options.max_grad_value is not None:
+        limit = options.max_grad_value * (1.0 if scale is None else scale)
+        for index, gradient in gradients.items():
+            most = tf.cast(limit, gradient.dtype)
+            gradients[index] = tf.where(finite, tf.clip_by_value(gradient, -most, most), gradient)
+    return gradients
+
+
+def _as_gradient(mean: Any, index: int, options: Options) -> Any:
+    return tf.cast(mean, options.variables[index].dtype)
+
+
+def _applied(totals: Totals, norm: Any, options: Options, *, made: Any, scale: Any | None = None) -> Applied:
+    counts = totals.counts
+    weight = counts["weight"]
+    (loss,) = arithmetic.per_weight([counts["loss"]], weight)
+    empty = weight == 0
+    numbers = {
+        "made": made,
+        "weight": weight,
+        "loss": tf.where(empty, _nan(), loss),
+        "grad_norm": tf.where(empty, _nan(), norm),
+        "microbatches": tf.cast(tf.round(counts["microbatches"]), tf.int64),
+        "dropped": tf.cast(tf.round(counts["dropped"]), tf.int64),
+    }
+    if not options.noise:
+        return Applied(**numbers)
+    factor = tf.cast(1.0 if scale is None else scale, tf.float64)
+    a2, q, per_sample = (
+        arithmetic.per_weight(arithmetic.per_weight([counts[name]], weight), weight)[0]
+        for name in ("squares", "weights2", "weights2_per_sample")
+    )
+    return Applied(
+        **numbers,
+        a2=a2 / factor**2,
+        b2=numbers["grad_norm"] ** 2,
+        q=q,
+        effective_samples=tf.math.reciprocal(per_sample),
+    )
+
+
+def _nan() -> Any:
+    return tf.constant(float("nan"), tf.float64)
+
+
+def _require(condition: Any, error: Exception) -> None:
+    tf.debugging.Assert(condition, [str(error)])
+
+
+def _no_gradient() -> OptimizerError:
+    return OptimizerError(
+        explain(
+            "a window whose losses gave no gradient to any variable",
+            "an update would change nothing",
+            "check that the loss depends on the variables that the accumulator was made with",
+        )
+    )
+
+
+def _unknown_pattern() -> WindowError:
+    return WindowError(
+        explain(
+            "a window with gradients of other variables than any call of add() had when apply() was traced",
+            "the graph of apply() has no branch for them; nothing was updated, and the window was given up",
+            "call each function that adds before the first call of the one that applies",
+        )
+    )
+
+
+def _not_finite(totals: Totals | None, some: list[int], options: Options) -> NonFiniteError:
+    where = ""
+    if totals is not None:
+        bad = [index for index in some if not arithmetic.all_finite([totals.sums[index]])]
+        where = f" (the first variable with such a gradient is {options.name_of(bad[0])!r})" if bad else ""
+    return NonFiniteError(
+        explain(
+            "a window with a micro-batch whose gradient is not finite",
+            f"its mean is not finite{where}; nothing was updated, and the window was given up",
+            'look at its micro-batches; nonfinite="skip_microbatch" leaves such a one (and its weight) out, '
+            'nonfinite="skip_update" gives up the whole update',
+        )
+    )

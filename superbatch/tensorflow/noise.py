@@ -1,0 +1,37 @@
+"""What windows say about noise, given to the core's average."""
+
+from __future__ import annotations
+
+import math
+
+from ..noise import LEAST_SPREAD, NoiseMeter, estimate
+from .outcome import Applied
+
+
+def add_noise(meter: NoiseMeter, applied: Applied) -> None:
+    """Give what a window says about noise to a `superbatch.NoiseMeter`, on the host.
+
+    ``|G|^2 = (b2 - a2) / (1 - q)`` and ``tr Cov(g) = (a2 - q b2) / (1 - q)``. A window with one micro-batch,
+    with nearly all weight on one, or that made no update is noted as left out.
+
+    Args:
+        meter: the average over windows.
+        applied: of one window, from an accumulator with ``noise=True``.
+
+    Examples:
+        >>> meter = NoiseMeter()
+        >>> add_noise(meter, Applied(True, 20, 0.5, 2.0, 2, 0, 2.5, 4.0, 0.5, 20.0))
+        >>> meter.windows
+        1
+    """
+    meter.passed += 1
+    if applied.a2 is None:
+        return meter.leave_out("noise=True was not asked for")
+    if not bool(applied.made):
+        return meter.leave_out("no update")
+    a2, b2, q, samples = (float(x) for x in (applied.a2, applied.b2, applied.q, applied.effective_samples))
+    if not all(map(math.isfinite, (a2, b2, q, samples))):
+        return meter.leave_out("not finite")
+    if 1 - q < LEAST_SPREAD:
+        return meter.leave_out("one micro-batch has nearly all the weight")
+    return meter.add({"all": estimate(a2, b2, q)}, samples=samples)

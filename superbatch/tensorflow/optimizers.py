@@ -1,0 +1,80 @@
+# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
+"""What must be known of an optimizer: whether it can be called once per window, and by what it divides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import tensorflow as tf
+
+from ..errors import OptimizerError, explain
+from .options import Options
+
+
+def check(optimizer: Any, options: Options) -> None:
+    """Check that one call of an optimizer is one update.
+
+    Raises:
+        OptimizerError: it is no optimizer, accumulates by itself, or needs to see what would be left out.
+    """
+    if not callable(getattr(optimizer, "apply_gradients", None)):
+        raise OptimizerError(
+            explain(
+                f"an optimizer of type {type(optimizer).__name__}",
+                "it has no apply_gradients",
+                "pass an optimizer of Keras, or of tf.compat.v1.train",
+            )
+        )
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    steps = getattr(inner, "gradient_accumulation_steps", None)
+    if steps:
+        raise OptimizerError(
+            explain(
+                f"an optimizer with gradient_accumulation_steps={steps}",
+                "it would accumulate what is accumulated already, and update once in so many windows",
+                "make it without gradient_accumulation_steps",
+            )
+        )
+    if scales_by_itself(optimizer) and options.nonfinite == "skip_microbatch":
+        raise OptimizerError(
+            explain(
+                f'a {type(optimizer).__name__} with nonfinite="skip_microbatch"',
+                "it lowers its scale when it sees an overflow, which would be left out",
+                'make the accumulator with nonfinite="raise" or "skip_update"',
+            )
+        )
+
+
+def scales_by_itself(optimizer: Any) -> bool:
+    """Return whether losses are scaled by a number that the optimizer lowers when it sees an infinity.
+
+    Examples:
+        >>> scales_by_itself(tf.keras.optimizers.SGD(0.1))
+        False
+    """
+    return getattr(optimizer, "inner_optimizer", None) is not None
+
+
+def scale_of(optimizer: Any) -> Any | None:
+    """Return what `optimizer.scale_loss` multiplies by, and its update divides by; None for nothing.
+
+    Examples:
+        >>> scale_of(tf.keras.optimizers.SGD(0.1, loss_scale_factor=128.0))
+        128.0
+    """
+    dynamic = getattr(optimizer, "dynamic_scale", None)
+    if dynamic is not None:
+        return tf.cast(tf.convert_to_tensor(dynamic), tf.float64)
+    return getattr(optimizer, "loss_scale_factor", None)
+
+
+def build(optimizer: Any, variables: Sequence[Any], strategy: Any | None) -> None:
+    """Make the optimizer's variables for all of the model's: not under a condition, and not for some."""
+    if getattr(optimizer, "built", True) or not callable(getattr(optimizer, "build", None)):
+        return
+    with tf.init_scope(), strategy.scope() if strategy else nullcontext():
+        optimizer.build(list(variables))
+        optimizer.built = True

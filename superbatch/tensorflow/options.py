@@ -1,0 +1,134 @@
+# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
+"""What an accumulator was asked for, checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import tensorflow as tf
+
+from .. import normalize
+from ..errors import InputError, explain
+from . import arithmetic
+
+NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `Accumulator`, which has their meaning.
+
+    TensorFlow tracks no dataclass: the variables of the model are not the accumulator's to save.
+    """
+
+    given: tuple[Any, ...]
+    variables: tuple[Any, ...]
+    reduction: normalize.Reduction
+    accumulator_dtype: arithmetic.DTypeChoice
+    max_grad_norm: float | None
+    max_grad_value: float | None
+    nonfinite: NonFinite
+    noise: bool
+
+    def name_of(self, index: int) -> str:
+        """What a variable is called: its path in a Keras model, else its name."""
+        return str(getattr(self.given[index], "path", self.given[index].name))
+
+
+def check(options: Options) -> Options:
+    """Return the options if they go together.
+
+    Raises:
+        InputError: they do not, or one is no such option.
+    """
+    normalize.check_reduction(options.reduction)
+    arithmetic.check_sum_dtype(options.accumulator_dtype)
+    if options.nonfinite not in get_args(NonFinite):
+        choices = ", ".join(repr(choice) for choice in get_args(NonFinite))
+        raise InputError(
+            explain(f"nonfinite={options.nonfinite!r}", "there is no such choice", f"pass one of {choices}")
+        )
+    for name, value in (("max_grad_norm", options.max_grad_norm), ("max_grad_value", options.max_grad_value)):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0 and math.isfinite(value)):
+            raise InputError(
+                explain(f"{name}={value!r}", "a limit is a positive number", "pass a positive float, or None")
+            )
+    if options.max_grad_value is not None and any(v.dtype.is_complex for v in options.variables):
+        raise InputError(
+            explain(
+                f"max_grad_value={options.max_grad_value} with complex variables",
+                "complex numbers have no order to clip by",
+                "pass max_grad_norm",
+            )
+        )
+    return options
+
+
+def as_variables(given: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the variables as they were given, and those of TensorFlow behind them.
+
+    Raises:
+        InputError: there is none, one is no variable of TensorFlow, or occurs twice.
+
+    Examples:
+        >>> len(as_variables([tf.Variable(1.0), tf.Variable(2.0)])[1])
+        2
+    """
+    if isinstance(given, tf.Variable) or not isinstance(given, Iterable):
+        raise InputError(
+            explain(
+                f"variables of type {type(given).__name__}",
+                "one gradient is summed for each variable of a list",
+                "pass model.trainable_variables, or a list of variables",
+            )
+        )
+    listed = tuple(given)
+    behind = tuple(_behind(variable, index) for index, variable in enumerate(listed))
+    if not behind:
+        raise InputError(
+            explain(
+                "no variables",
+                "there is nothing to sum gradients of",
+                "pass model.trainable_variables of a model that is built (called once on data)",
+            )
+        )
+    if len({id(variable) for variable in behind}) < len(behind):
+        raise InputError(
+            explain("a variable twice", "its gradient would be applied twice", "pass each variable once")
+        )
+    return listed, behind
+
+
+def _behind(variable: Any, index: int) -> Any:
+    """A variable of Keras holds one of TensorFlow, where TensorFlow is its backend."""
+    found = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", None)
+    if not isinstance(found, tf.Variable):
+        raise InputError(
+            explain(
+                f"variables[{index}] of type {type(variable).__name__}",
+                "it is no variable of TensorFlow",
+                "pass tf.Variable, or variables of Keras with the backend tensorflow",
+            )
+        )
+    if not (found.dtype.is_floating or found.dtype.is_complex):
+        raise InputError(
+            explain(
+                f"variables[{index}] of dtype {found.dtype.name}",
+                "it has no gradient",
+                "pass the trainable variables only",
+            )
+        )
+    if not found.shape.is_fully_defined():
+        raise InputError(
+            explain(
+                f"variables[{index}] of shape {found.shape}",
+                "the sum needs a shape",
+                "build the model first",
+            )
+        )
+    return found

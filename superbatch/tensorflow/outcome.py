@@ -1,0 +1,36 @@
+# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
+"""What one window says about itself, as tensors that a `tf.function` can return."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Applied(NamedTuple):
+    """What `Accumulator.apply` returns; scalar tensors.
+
+    Attributes:
+        made: bool: whether the optimizer was called with the gradient of the batch. Not made: nothing had
+            weight (``weight`` is 0), or the window is not finite.
+        weight: float64: ``W``, of the micro-batches that took part, over all replicas.
+        loss: float64: weighted mean loss of the batch; NaN unless every micro-batch was given ``loss=``.
+        grad_norm: float64: 2-norm of the batch's gradient before clipping, without a loss scale.
+        microbatches: int64: number of calls of ``add``, over all replicas.
+        dropped: int64: how many were left out as not finite (``nonfinite="skip_microbatch"``).
+        a2: float64: ``sum (w_i / W)^2 |g_i|^2``, see `superbatch.noise`; None where noise is not measured.
+        b2: float64: ``|g|^2`` of the batch's gradient.
+        q: float64: ``sum (w_i / W)^2``.
+        effective_samples: float64: ``1 / sum((w_i / W)^2 / n_i)``.
+    """
+
+    made: Any
+    weight: Any
+    loss: Any
+    grad_norm: Any
+    microbatches: Any
+    dropped: Any
+    a2: Any = None
+    b2: Any = None
+    q: Any = None
+    effective_samples: Any = None
