@@ -58,7 +58,7 @@ IncludeWrong = Annotated[
     bool, _option("add two wrong ways: mean of means, fixed tail divisor", "--include-wrong")
 ]
 Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
-Backend = Annotated[str, typer.Option(help="torch; or, for the recipe digits, jax")]
+Backend = Annotated[str, typer.Option(help="torch; for the recipe digits jax or tensorflow, too")]
 Threads = Annotated[int, typer.Option(help="torch threads of each process")]
 Workers = Annotated[int | None, _option("processes; 2 if left out, where the machine has two cores")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
@@ -113,12 +113,8 @@ def compare(
     folder = out if out is not None or as_json else OUT
     if folder is not None:
         check_folder(folder)
-    from superbatch.studies.backends import check_installed
-
-    check_installed(backend)
-    from superbatch.studies.compare import Options
-
-    options = Options(
+    options = _options_with(
+        backend,
         splits=asked.splits,
         updates=asked.updates,
         runs=runs,
@@ -128,7 +124,6 @@ def compare(
         batch_size=asked.batch_size,
         include_wrong=include_wrong,
         margin=margin,
-        backend=backend,
         threads=threads,
         workers=min(2, os.cpu_count() or 1) if workers is None else workers,
         data=data,
@@ -142,6 +137,16 @@ def compare(
         draw=lambda: _draw(report),
     )
     raise typer.Exit(_exit_code(report, check=check))
+
+
+def _options_with(backend: str, **others: Any) -> Options:
+    """Options, once it is known that the backend is installed: what is missing is said before long imports."""
+    from superbatch.studies.backends import check_installed
+
+    check_installed(backend)
+    from superbatch.studies.compare import Options
+
+    return Options(backend=backend, **others)
 
 
 def measure(recipe: str, options: Options) -> Comparison:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.recipes import Recipe
-from superbatch.studies.setting import ArmPlan, Way
+from superbatch.studies.setting import WRONG, ArmPlan, Way
 from superbatch.studies.splits import Split
 from superbatch.torch import Accumulator
 from superbatch.tree import count_samples, plan
@@ -31,8 +31,7 @@ HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "accumulator": "superbatch.torch.Accumulator",
     "plain accumulation": "micro-batches one by one, weighted by their samples, though these see each other",
-    "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
-    "fixed tail divisor": "wrong: divides by the K of a full window where a window is shorter",
+    **WRONG,
 }
 
 

@@ -18,7 +18,11 @@ from superbatch.errors import InputError, explain
 from superbatch.recipes import Recipe
 from superbatch.studies.setting import ArmPlan, Setting, Way
 
-PACKAGES: Mapping[str, tuple[str, ...]] = {"torch": ("torch",), "jax": ("jax", "optax")}
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "jax": ("jax", "optax"),
+    "tensorflow": ("tensorflow",),
+}
 """Names of the backends, and the packages that each needs; the extra to install has the backend's name."""
 
 

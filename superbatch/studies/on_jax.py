@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -18,9 +17,9 @@ import optax
 from superbatch.jax import value_and_grad
 from superbatch.recipes import Recipe
 from superbatch.recipes.digits_data import digits_on
-from superbatch.recipes.drawing import Draws
 from superbatch.studies.backends import Backend, Trained
-from superbatch.studies.setting import ArmPlan, Setting, Way, batches
+from superbatch.studies.setting import WRONG, ArmPlan, Setting, Way
+from superbatch.studies.without_torch import run_updates
 
 OPTIMIZERS: Mapping[str, Callable[[float], Any]] = {
     "sgd": optax.sgd,
@@ -31,8 +30,7 @@ OPTIMIZERS: Mapping[str, Callable[[float], Any]] = {
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, jax.value_and_grad",
     "accumulator": "superbatch.jax.value_and_grad",
-    "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
-    "fixed tail divisor": "wrong: divides by the K of a full window where a window is shorter",
+    **WRONG,
 }
 MEMORY = (
     "Peak memory is what XLA plans for one update's temporary buffers when it compiles it "
@@ -168,25 +166,25 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
 
 
 def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
-    draws, static = Draws(seed), _static(setting, arm)
+    static = _static(setting, arm)
     weights, state = _initial(recipe, setting, seed)
     for size in {setting.batch_size, setting.tail or setting.batch_size}:  # compiled before the clock runs
         jax.block_until_ready(update(weights, state, _batch(recipe, np.arange(size), setting, arm), **static))
-    losses: list[float] = []
-    seconds = 0.0
-    for indices in batches(lambda: draws.permutation(recipe.samples), recipe.samples, setting):
-        batch = _batch(recipe, indices, setting, arm)
-        start = time.perf_counter()
+
+    def one_update(batch: Any) -> float:
+        nonlocal weights, state
         weights, state, loss = update(weights, state, batch, **static)
-        losses.append(float(loss))
-        seconds += time.perf_counter() - start
-        tick(len(arm.split.sizes))
-    arrays: Any = {name: np.asarray(values) for name, values in weights.items()}
-    return Trained(
-        losses=losses,
-        seconds=seconds,
-        metric=recipe.evaluate(arrays),
-        weights={name: values.astype(np.float64) for name, values in arrays.items()},
+        return float(loss)
+
+    return run_updates(
+        recipe,
+        setting,
+        arm,
+        seed,
+        tick,
+        prepare=lambda indices: _batch(recipe, indices, setting, arm),
+        update=one_update,
+        weights=lambda: {name: np.asarray(values) for name, values in weights.items()},
     )
 
 

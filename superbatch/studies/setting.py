@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,11 @@ TAILS_IN_A_RUN = 10
 """At least so many tails, so that even a short run shows what they do."""
 
 Way = Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
+WRONG: Mapping[Way, str] = {
+    "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
+    "fixed tail divisor": "wrong: divides by the K of a full window where a window is shorter",
+}
+"""What the wrong ways do, in words."""
 
 
 @dataclass(frozen=True)

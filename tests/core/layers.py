@@ -38,7 +38,7 @@ PARTS = {
     "integrations": _part(2, "torch", "accelerate", "lightning", "transformers"),
     "plot": _part(2, "matplotlib", "numpy"),
     "recipes": _part(2, "torch", "sklearn", "numpy"),
-    "studies": _part(3, "torch", "jax", "optax", "numpy", "scipy"),
+    "studies": _part(3, "torch", "jax", "optax", "tensorflow", "keras", "numpy", "scipy"),
     "cli": _part(4, "typer", "click", "rich", "jinja2", "torch"),
 }
 

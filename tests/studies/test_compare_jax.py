@@ -19,7 +19,7 @@ pytest.importorskip("optax", reason="optax is not installed (extra: jax)")
 from superbatch.report.comparison import Comparison  # noqa: E402
 from superbatch.report.json import from_json  # noqa: E402
 from superbatch.report.verdict import failures  # noqa: E402
-from superbatch.studies import on_jax  # noqa: E402
+from superbatch.studies import on_jax, without_torch  # noqa: E402
 from superbatch.studies.compare import Options  # noqa: E402
 from tests.cli import commands  # noqa: E402
 from tests.studies import backend_checks as checks  # noqa: E402
@@ -114,8 +114,8 @@ def test_a_broken_accumulation_is_found(
 
 def test_other_samples_are_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(splits="5x20", updates=3, dtype="float64")
-    right = on_jax.Draws
-    monkeypatch.setattr(on_jax, "Draws", lambda seed: right(seed + 1))
+    right = without_torch.Draws
+    monkeypatch.setattr(without_torch, "Draws", lambda seed: right(seed + 1))
     with pytest.raises(AssertionError, match="1x100"):
         checks.agrees_with_torch("jax", options)
 
