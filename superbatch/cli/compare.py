@@ -140,7 +140,7 @@ def compare(
 
 
 def _options_with(backend: str, **others: Any) -> Options:
-    """Options, once it is known that the backend is installed: what is missing is said before long imports."""
+    """Options, once it is known that the backend is installed: to be told so takes no long imports."""
     from superbatch.studies.backends import check_installed
 
     check_installed(backend)
