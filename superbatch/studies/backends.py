@@ -22,6 +22,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "jax": ("jax", "optax"),
     "tensorflow": ("tensorflow",),
+    "keras": ("keras",),
 }
 """Names of the backends, and the packages that each needs; the extra to install has the backend's name."""
 
