@@ -26,10 +26,59 @@ def accumulate(
     batchnorm: BatchNorm = "error",
     nonfinite: NonFinite = "propagate",
 ) -> Any:
-    """TODO."""
+    """Return the model, with every batch of `fit` worked through in micro-batches: one batch is one update.
+
+    With the mean ``l_ij`` of the j-th loss over micro-batch i, which counts ``w_ij`` (rows, unmasked tokens, a
+    sum of sample weights: what Keras divides this loss by), its factor ``f_j`` in `compile`, and regularizers R::
+
+        L = sum_j f_j sum_i (w_ij / W_j) l_ij + R,     W_j = sum_i w_ij
+
+    That is the loss of the whole batch, and the optimizer is called once with its gradient. What is defined per
+    update therefore stays as it is: schedules, clipping, moving averages of weights, constraints, callbacks,
+    `steps_per_epoch`. Metrics are updated per micro-batch, which gives the same sums.
+
+    The returned model is a second object of (a subclass of) the same class on the same layers, weights,
+    optimizer and metrics, compiled as the first was. The first is not changed, and trains as before. What the
+    returned model saves is a model of the first one's class.
+
+    Args:
+        model: a compiled `keras.Model`: functional, sequential or subclassed, on the backend tensorflow, jax or
+            torch. Its class may override `compute_loss`, `compute_metrics` and `call`, but not `train_step`.
+        microbatch_size: most rows of a micro-batch. A batch is cut near-equally, whatever its size.
+        loss_weight: for losses that return one number, of which Keras does not know what it was divided by, and
+            for an overridden `compute_loss`: a function ``(x, y, sample_weight) -> scalar`` of a micro-batch.
+        batchnorm: what to do about BatchNormalization in training, which normalises by the micro-batch:
+            ``"error"``, or ``"per_microbatch"``: accept that. Its moving statistics then make one step for
+            each update, with mean and variance over all rows of the batch.
+        nonfinite: ``"propagate"`` NaN and infinity; or ``"skip_microbatch"``: leave a micro-batch and its
+            weight out if its loss or gradient is not finite.
+
+    Returns:
+        The model to call `fit` and `train_on_batch` of. Where a batch counts nothing (W is 0), it makes no
+        update, and does not count in the mean loss of its epoch.
+
+    Raises:
+        InputError: an option is none, or the model is not compiled, or has a `train_step` of its own.
+        CoupledSamplesError: there is a BatchNormalization in training.
+        OptimizerError: the optimizer accumulates by itself.
+        StatementError: when training begins: a loss returns one number and `loss_weight` is missing (or is
+            given and not needed), or its mean cannot be put together from micro-batches.
+        SplitError: when training begins: arrays of a batch differ in length, are sparse or ragged.
+
+    Examples:
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile(keras.optimizers.Adam(0.1), loss="mse")
+        >>> x = keras.ops.ones((100, 1))
+        >>> history = accumulate(model, microbatch_size=8).fit(x, x, batch_size=50, verbose=0)
+        >>> int(model.optimizer.iterations)  # 2 batches of 50, in micro-batches of 7 and 8
+        2
+
+    See Also:
+        https://keras.io/guides/custom_train_step_in_tensorflow/ on what a train step is.
+    """
     options = check(Options(microbatch_size, loss_weight, batchnorm, nonfinite))
-    refusals.check_model(plain(model) if is_accumulating(model) else model)
     model = plain(model) if is_accumulating(model) else model
+    refusals.check_model(model)
     refusals.check_optimizer(model)
     refusals.check_layers(model, options)
     step = importlib.import_module(_step_of(keras.backend.backend()), __package__)

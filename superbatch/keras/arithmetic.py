@@ -4,6 +4,9 @@
 
 There a weight is a number on the host and may be refused. Here it is only known when the step runs, so a
 weight that is negative makes the total NaN instead, and the NaN is in the update.
+
+Plain operators divide, and not `keras.ops.divide_no_nan`: that gives float32 for float64 on the torch backend,
+as `keras.backend.result_type` does on all but TensorFlow.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ def wide(dtype: Any) -> str:
         >>> wide("bfloat16"), wide("float64")
         ('float32', 'float64')
     """
-    return backend.result_type(backend.standardize_dtype(dtype), "float32")
+    return "float64" if backend.standardize_dtype(dtype) == "float64" else "float32"
 
 
 def checked(weight: Any) -> Any:
@@ -41,7 +44,7 @@ def scale(weight: Any, total: Any) -> Any:
         >>> float(scale(ops.convert_to_tensor(4.0), ops.convert_to_tensor(10.0)))
         0.4
     """
-    return ops.divide_no_nan(weight, total)
+    return per_weight(weight, total)
 
 
 def per_weight(total: Any, weight: Any) -> Any:
@@ -51,7 +54,9 @@ def per_weight(total: Any, weight: Any) -> Any:
         >>> float(per_weight(ops.convert_to_tensor(6.0), ops.convert_to_tensor(0.0)))
         0.0
     """
-    return ops.divide_no_nan(total, weight)
+    empty = weight == 0
+    divided = total / ops.where(empty, ops.ones_like(weight), weight)
+    return ops.where(empty, ops.zeros_like(divided), divided)
 
 
 def taking_part(value: Any, weight: Any) -> Any:

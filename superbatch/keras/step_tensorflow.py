@@ -98,7 +98,8 @@ def _rows(data: Any, start: Any, length: Any) -> Any:
         if leaf is None:
             return None
         begin = [start] + [0] * (leaf.shape.rank - 1)
-        return tf.slice(leaf, begin, [length] + [-1] * (leaf.shape.rank - 1))
+        found = tf.slice(leaf, begin, [length] + [-1] * (leaf.shape.rank - 1))
+        return tf.ensure_shape(found, [None, *leaf.shape[1:]])  # which tf.slice forgets
 
     return keras.tree.map_structure(cut, data)
 
@@ -156,7 +157,7 @@ def _count(batch: Batch) -> Any:
     """A pass that only counts: the graph keeps of it what masks need."""
 
     def one(sums: Any, microbatch: Any) -> Any:
-        with keras.StatelessScope(collect_losses=True):
+        with survey.scope(batch.model):
             y_pred = forward.predictions(batch.model, microbatch[0])
             terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options)
             rows = tf.shape(splitting.leaves(microbatch)[0])[0]

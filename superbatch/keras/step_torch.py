@@ -116,7 +116,7 @@ def _count(model: Any, microbatches: list[Any], plan: Plan, options: Options) ->
     """A pass that only counts: it leaves no trace in the model."""
     sums = None
     for microbatch in microbatches:
-        with torch.no_grad(), keras.StatelessScope():
+        with torch.no_grad(), survey.scope(model):
             terms = forward.terms_of(model, microbatch, forward.predictions(model, microbatch[0]), options)
             part = window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], plan)
         sums = part if sums is None else sums + part

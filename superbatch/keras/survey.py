@@ -39,7 +39,7 @@ def _make(model: Any, batch: Any, options: Options) -> Plan:
     found: list[Plan] = []
 
     def symbolic(*batch: Any) -> Any:
-        with keras.StatelessScope(collect_losses=True):
+        with scope(model):
             found.append(look(model, batch, options))
         return batch[0]
 
@@ -51,6 +51,12 @@ def _make(model: Any, batch: Any, options: Options) -> Plan:
     )
     backend.compute_output_spec(symbolic, *specs)
     return found[0]
+
+
+def scope(model: Any) -> Any:
+    """A scope in which a forward leaves no trace; regularizers see the weights that there are."""
+    mapping = [(weight, weight.value) for weight in model.trainable_variables]
+    return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
 
 
 def look(model: Any, batch: Any, options: Options) -> Plan:

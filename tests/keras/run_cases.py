@@ -1,0 +1,65 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Run all cases on the backend that KERAS_BACKEND names: `python -m tests.keras.run_cases cases_exact ...`.
+
+Keras' backend is fixed for a process, and to import one takes seconds; so all cases of a backend run in one
+process. It prints, as JSON, what each case raised, or null.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from typing import Any
+
+
+def prepare() -> None:
+    """Float64, and quick compilation, before Keras is imported."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if os.environ["KERAS_BACKEND"] == "jax":
+        import jax
+
+        jax.config.update("jax_enable_x64", True)  # noqa: FBT003  (positional only)
+        jax.config.update("jax_disable_most_optimizations", True)  # noqa: FBT003
+    import keras
+
+    keras.config.set_floatx("float64")
+    keras.config.disable_traceback_filtering()
+
+
+def outcome(case: Any) -> dict[str, Any]:
+    """What a case raised, and how long it took."""
+    import keras
+
+    start = time.perf_counter()
+    error = None
+    try:
+        case()
+    except BaseException:  # noqa: BLE001  (whatever it is, the parent shows it)
+        error = traceback.format_exc()
+    keras.backend.clear_session()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    return {"error": error, "seconds": time.perf_counter() - start}
+
+
+def main(names: list[str]) -> None:
+    wanted = os.environ.get("CASE", "")
+    prepare()
+    warnings.simplefilter("error", category=UserWarning)
+    results = {}
+    for name in names:
+        module = importlib.import_module(f"tests.keras.{name}")
+        for case, act in vars(module).items():
+            if case.startswith("case_") and wanted in case:
+                results[f"{name}.{case}"] = outcome(act)
+    print("\n" + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
