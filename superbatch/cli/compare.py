@@ -58,7 +58,7 @@ IncludeWrong = Annotated[
     bool, _option("add two wrong ways: mean of means, fixed tail divisor", "--include-wrong")
 ]
 Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
-Backend = Annotated[str, typer.Option(help="torch; for the recipe digits jax or tensorflow, too")]
+Backend = Annotated[str, typer.Option(help="torch; for the recipe digits also jax, tensorflow or keras")]
 Threads = Annotated[int, typer.Option(help="torch threads of each process")]
 Workers = Annotated[int | None, _option("processes; 2 if left out, where the machine has two cores")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]

@@ -25,6 +25,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "keras": ("keras",),
 }
 """Names of the backends, and the packages that each needs; the extra to install has the backend's name."""
+FRAMEWORKS_OF_KERAS = ("tensorflow", "jax", "torch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +84,26 @@ def load_backend(name: str) -> Backend:
 
     Raises:
         InputError: there is none of that name, or a package that it needs is not installed.
+        ModuleNotFoundError: a package that these need in turn is not installed.
 
     Examples:
         >>> load_backend("torch").title
         'torch'
     """
     check_installed(name)
-    return importlib.import_module(f"superbatch.studies.on_{name}").BACKEND
+    try:
+        return importlib.import_module(f"superbatch.studies.on_{name}").BACKEND
+    except ModuleNotFoundError as error:  # Keras, which is installed, needs a framework that is not
+        wanted = (error.name or "").split(".")[0]
+        if name != "keras" or wanted not in FRAMEWORKS_OF_KERAS:
+            raise
+        raise InputError(
+            explain(
+                "backend='keras'",
+                f"Keras is set to {wanted}, which is not installed",
+                f"install it, or set KERAS_BACKEND to one of {', '.join(FRAMEWORKS_OF_KERAS)} that is",
+            )
+        ) from error
 
 
 def check_installed(name: str) -> None:

@@ -27,7 +27,7 @@ class Options:
         batch_size: samples of one update; by default what the splits make.
         include_wrong: add the wrong ways beside the right one, and a tail to each epoch.
         margin: a difference of the metric that does not matter, in its unit.
-        backend: ``"torch"``, or another that trains the digits task: ``"jax"``, ``"tensorflow"``.
+        backend: ``"torch"``; or ``"jax"``, ``"tensorflow"``, ``"keras"``, which train the digits task.
         threads: of torch, in each process.
         workers: processes; 1 trains in this one.
         data: folder of data, for a recipe that reads one.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -88,14 +88,14 @@ def program(microbatch_size: int | None, optimizer: str, learning_rate: float, d
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype=dtype)
     model.compile(OPTIMIZERS[optimizer](learning_rate=rate), loss)
     model.optimizer.build(model.trainable_variables)
-    start = [np.array(keras.ops.convert_to_numpy(variable)) for variable in model.optimizer.variables]
+    start = [variable.numpy() for variable in model.optimizer.variables]
     if microbatch_size is not None:
         model = accumulate(model, microbatch_size=microbatch_size)
     return Program(model, start)
 
 
 def check(setting: Setting) -> None:
-    """Refuse what `superbatch.keras.accumulate` does not do: micro-batches of any size, and wrong ways.
+    """Refuse what cannot be: micro-batches of any size, wrong ways, and float64 where Keras has none.
 
     Args:
         setting: of the comparison.
@@ -109,6 +109,14 @@ def check(setting: Setting) -> None:
                 "backend='keras' with include_wrong",
                 "the wrong ways are loops, and Keras has no loop to write them in",
                 "leave it out, or use the backend torch, jax or tensorflow",
+            )
+        )
+    if keras.backend.backend() == "torch" and setting.dtype != "float32":
+        raise InputError(
+            explain(
+                f"backend='keras' on torch with dtype={setting.dtype!r}",
+                "Keras multiplies matrices in float32 there, whatever the dtype of the model",
+                "use float32, or set KERAS_BACKEND to tensorflow or jax",
             )
         )
     for arm in setting.arms:
@@ -175,6 +183,13 @@ def _dtype(dtype: str) -> Iterator[None]:
         keras.config.set_floatx(before)
 
 
+def _threads(count: int) -> AbstractContextManager[None]:
+    """Of torch, where Keras is set to it: tiny matrices take longer on several."""
+    if keras.backend.backend() != "torch":
+        return nullcontext()
+    return importlib.import_module("superbatch.studies.on_torch").torch_threads(count)
+
+
 def _loss_of(weights: Any) -> Callable[[Any], Any]:
     return lambda batch: program(None, "sgd", 0.0, "float32").model.test_on_batch(*batch)
 
@@ -189,6 +204,6 @@ BACKEND = Backend(
     versions=lambda: {
         name: importlib.import_module(name).__version__ for name in ("keras", keras.backend.backend())
     },
-    threads=lambda count: nullcontext(),
+    threads=_threads,
     notes=(MEMORY,),
 )
