@@ -14,6 +14,7 @@ from .arithmetic import DTypeChoice
 from .options import NonFinite, Options, as_variables, check
 from .outcome import Applied
 from .state import State, check_adding, check_reading, clear, strategy_of
+from .tracing import as_written
 
 
 class Accumulator(tf.Module):
@@ -78,7 +79,7 @@ class Accumulator(tf.Module):
         self._patterns = _Patterns()
         self.state = State(behind, accumulator_dtype)
 
-    @tf.autograph.experimental.do_not_convert
+    @as_written
     def add(self, gradients: Any, weight: Any = 1, *, loss: Any = None, samples: Any = None) -> None:
         """Add the gradients of one micro-batch: ``w_i g_i`` for a mean, ``g_i`` for a sum.
 
@@ -109,7 +110,7 @@ class Accumulator(tf.Module):
         self._patterns.seen.add(presence.of(microbatch.gradients))
         adding.add(self.state, microbatch, self._options)
 
-    @tf.autograph.experimental.do_not_convert
+    @as_written
     def apply(self, optimizer: Any) -> Applied:
         """End the window: reduce, normalise, clip, update once, and begin the next window.
 
@@ -137,7 +138,7 @@ class Accumulator(tf.Module):
         optimizers.check(optimizer, self._options)
         return boundary.apply(self.state, optimizer, self._options, self._patterns.seen)
 
-    @tf.autograph.experimental.do_not_convert
+    @as_written
     def mean(self) -> list[Any]:
         """Return the gradient of the window so far, not clipped; the window goes on.
 
@@ -158,7 +159,7 @@ class Accumulator(tf.Module):
         check_reading(self._strategy, "mean()")
         return boundary.means(self.state, self._options, self._patterns.seen)
 
-    @tf.autograph.experimental.do_not_convert
+    @as_written
     def reset(self) -> None:
         """Give up the window: the next ``add`` is its first micro-batch.
 

@@ -9,7 +9,7 @@ others; they are added up once, at the boundary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -48,9 +48,12 @@ class State(tf.Module):
 def _sum_variable(variable: Any, shape: Any, dtype: Any) -> Any:
     """Zeros beside a variable, on each of its replicas."""
     strategy = strategy_of(variable)
-    scope = strategy.scope() if strategy else nullcontext()
-    beside = strategy.extended.colocate_vars_with(variable) if strategy else tf.device(variable.device)
-    with scope, beside:
+    with ExitStack() as place:
+        if strategy is None:
+            place.enter_context(tf.device(variable.device))
+        else:
+            place.enter_context(strategy.scope())
+            place.enter_context(strategy.extended.colocate_vars_with(variable))
         return tf.Variable(
             lambda: tf.zeros(shape, dtype),
             trainable=False,

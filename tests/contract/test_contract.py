@@ -19,8 +19,16 @@ np = pytest.importorskip("numpy", reason="numpy is not installed (the reference 
 from tests.contract import reference  # noqa: E402
 
 CASES = json.loads(reference.FILE.read_text(encoding="utf-8"))
-BACKENDS = {"torch": (), "jax": (pytest.mark.jax,)}  # with the markers of their tests
-WAYS = {"torch": ["windows", "batches"], "jax": ["value_and_grad", "multi_steps"]}
+BACKENDS = {
+    "torch": (),
+    "jax": (pytest.mark.jax,),
+    "tensorflow": (pytest.mark.tensorflow,),
+}  # with the markers of their tests
+WAYS = {
+    "torch": ["windows", "batches"],
+    "jax": ["value_and_grad", "multi_steps"],
+    "tensorflow": ["eager", "function"],
+}
 
 
 def backend(name: str) -> Any:

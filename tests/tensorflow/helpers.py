@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
+import tensorflow
 
+tf: Any = tensorflow  # the stubs know a part of it, and take no lists
 BOUND = 1e-12
 NAMES = ("embedding", "w", "b", "v")
 

@@ -12,9 +12,41 @@ tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed (extr
 from tests.tensorflow import checks  # noqa: E402
 
 pytestmark = pytest.mark.tensorflow
+WAYS = ["eager", "graph"]
 
 
-@pytest.mark.parametrize("way", ["eager", "graph"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", [{}, {"clip": 0.01}, {"reduction": "sum"}], ids=str)
 def test_windows_equal_large_batches(way: str, options: Any) -> None:
     checks.windows(way, **options)
+
+
+def test_an_epoch_in_one_function() -> None:
+    checks.epoch_in_one_function()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_variable_without_a_gradient_is_not_touched(way: str) -> None:
+    checks.missing_gradients(way)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "way"), [("bfloat16", "eager"), ("bfloat16", "graph"), ("float16", "graph")]
+)
+def test_low_precision_is_summed_in_float32(dtype: str, way: str) -> None:
+    checks.low_precision(dtype, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_window_of_nothing_makes_no_update(way: str) -> None:
+    checks.nothing_has_weight(way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_microbatch_that_is_not_finite_can_be_left_out(way: str) -> None:
+    checks.bad_microbatch_left_out(way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_noise_of_a_window(way: str) -> None:
+    checks.noise(way)

@@ -1,0 +1,41 @@
+# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
+"""Methods that a `tf.function` calls as they are written: neither they nor their errors are rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from ..errors import SuperbatchError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def as_written(method: Method) -> Method:
+    """Keep AutoGraph out of a method; its errors reach the caller of the `tf.function` with their type.
+
+    AutoGraph replaces an error whose constructor it does not know by a StagingError. It lets those pass that
+    have the attribute ``ag_pass_through``, as errors of TensorFlow's own functions have.
+
+    Examples:
+        >>> @as_written
+        ... def refuse() -> None:
+        ...     raise SuperbatchError("no")
+        >>> tf.function(lambda: refuse())()
+        Traceback (most recent call last):
+        superbatch.errors.SuperbatchError: no
+    """
+
+    @wraps(method)
+    def called(*args: Any, **options: Any) -> Any:
+        try:
+            return method(*args, **options)
+        except SuperbatchError as error:
+            error.ag_pass_through = True  # pyright: ignore[reportAttributeAccessIssue]  (read by AutoGraph alone)
+            raise
+
+    return tf.autograph.experimental.do_not_convert(called)

@@ -1,0 +1,90 @@
+"""Two replicas with unequal rows: the large batch, nothing sent before the boundary, one reduction there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow", reason="tensorflow is not installed (extra: tensorflow)")
+pytestmark = pytest.mark.tensorflow
+ROOT = Path(__file__).resolve().parents[2]
+GRAPHS = ["graph", "graph, clipped", "everything", "loss scale"]
+
+
+def run(*arguments: str) -> Any:
+    """The number of devices has to be set before TensorFlow starts, so in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tensorflow.replicas", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    answer = run()
+    assert answer["devices"] == 2, "the premise"
+    return answer
+
+
+@pytest.mark.parametrize("name", [*GRAPHS, "eager"])
+def test_replicas_equal_the_large_batch(found: Any, name: str) -> None:
+    one = found[name]
+    assert one["moved"] > 1e-4, "the premise: every variable moved"
+    assert one["error"] < 1e-12 and one["losses"] < 1e-12 and one["norms"] < 1e-12, one
+    assert one["weights"] == [20, 5, 17], "tokens of all replicas"
+    assert one["microbatches"] == [4, 2, 4]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_nothing_is_sent_before_the_boundary(found: Any, name: str) -> None:
+    microbatch, update = found[name]["microbatch"], found[name]["update"]
+    assert microbatch == {"collectives": 0, "crossing": 0, "devices": 2}
+    assert update["collectives"] == 2, "one reduction, of which each of two devices has its part"
+
+
+def test_a_window_and_its_update_in_one_function(found: Any) -> None:
+    one = found["in one function"]
+    assert one["collectives"] == 2, "one reduction for two micro-batches"
+    assert one["error"] < 1e-14
+
+
+def test_a_reduction_in_every_microbatch_would_be_seen() -> None:
+    assert run("mutant")["mutant"]["microbatch"]["collectives"] > 0
+
+
+@pytest.mark.slow  # ./run test tests/tensorflow -m slow: another process for another kind of reduction
+def test_copies_in_every_microbatch_would_be_seen() -> None:
+    assert run("mutant", "copies")["mutant"]["microbatch"]["crossing"] > 0
+
+
+def test_a_window_goes_on_from_a_checkpoint(found: Any) -> None:
+    assert found["resumed"] < 1e-15
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("add outside", "WindowError: Given: add() outside of strategy.run, to variables on 2 replicas"),
+        ("apply inside", "WindowError: Given: apply() inside of strategy.run or strategy.scope()"),
+        (
+            "plain variables",
+            "WindowError: Given: add() in a replica, to an accumulator of variables that are",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(found: Any, name: str, message: str) -> None:
+    assert found["refusals"][name].startswith(message)
