@@ -31,7 +31,7 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 # The doctests of a backend that is not installed are left out, and the header of the run says so.
-BACKENDS = {"jax": ("jax", "optax"), "tensorflow": ("tensorflow",)}
+BACKENDS = {"jax": ("jax", "optax"), "tensorflow": ("tensorflow",), "keras": ("keras",)}
 MISSING = {
     name: missing
     for name, packages in BACKENDS.items()
@@ -43,6 +43,7 @@ collect_ignore = [
     for name in MISSING
     for file in (
         ROOT / "superbatch" / name,
+        ROOT / "superbatch" / "studies" / f"on_{name}.py",
         ROOT / "tests" / "contract" / f"run_{name}.py",
         *(
             file
