@@ -114,14 +114,14 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
     def reduce(self: Any) -> Any:
         return plain(self).__reduce__()
 
-    def build_before_tracing(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        return self._symbolic_build(iterator=iterator, data_batch=data_batch)
+    def build_before_tracing(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        step.build(self, iterator, data_batch)
 
     return {
         "train_step": train_step,
         "save": save,
         "__reduce__": reduce,
-        "_maybe_symbolic_build": build_before_tracing,
+        "_maybe_symbolic_build": build_before_tracing,  # of the TensorFlow trainer
         ORIGINAL: cls,
     }
 

@@ -62,7 +62,7 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options) -> list
         )
     own = data_losses(model)
     if own:
-        total = ops.sum(ops.stack([model._aggregate_additional_loss(loss) for loss in own]))
+        total = _sum(own)
         count = ops.cast(rows, arithmetic.wide(total.dtype))
         terms.append(Term("add_loss", "rows", total, count))
     if not terms:
@@ -85,7 +85,16 @@ def weight_regularization(model: Any) -> Any:
     losses = model._get_regularization_losses()
     if not losses:
         return None
-    return ops.sum(ops.stack([model._aggregate_additional_loss(loss) for loss in losses]))
+    return _sum(losses)
+
+
+def _sum(losses: list[Any]) -> Any:
+    """The sum of losses; without the share of replicas that Keras takes, as the batch is that of all of them."""
+    numbers = [
+        ops.sum(loss if keras.backend.is_float_dtype(loss.dtype) else ops.cast(loss, keras.config.floatx()))
+        for loss in losses
+    ]
+    return sum(numbers[1:], start=numbers[0])
 
 
 def as_weight(loss_weight: LossWeight, microbatch: Any) -> Any:

@@ -44,7 +44,7 @@ def check(model: Any) -> None:
 
 
 def summed(value: Any) -> Any:
-    """Return the sum over replicas."""
+    """Return the sum over replicas of a tensor, or of each in a list: one collective either way."""
     if not several():
         return value
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
@@ -68,7 +68,7 @@ def ready(optimizer: Any, gradients: list[Any], weights: list[Any]) -> list[Any]
         return gradients
     scale = optimizer.scale_loss(tf.ones(()))
     places = [number for number, gradient in enumerate(gradients) if gradient is not None]
-    total = [summed(gradients[number]) for number in places]
+    total = summed([gradients[number] for number in places])
     unscaled = [gradient / tf.cast(scale, gradient.dtype) for gradient in total]
     clipped = inner._clip_gradients(unscaled)
     ready = list(gradients)

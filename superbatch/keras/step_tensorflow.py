@@ -63,6 +63,19 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
     return model.get_metrics_result()
 
 
+def build(model: Any, iterator: Any, data: Any) -> None:
+    """Make all variables before the step is traced: the loop must not make any.
+
+    Keras' own method does nothing on one device, and on several it fails where they get unequal shares.
+    """
+    if iterator is not None:
+        data = next(next(iter(iterator))[2])
+    strategy = model.distribute_strategy
+    data = keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], data)
+    with strategy.scope():
+        model._symbolic_build(data_batch=data)
+
+
 def _over(batch: Batch, one: Callable[[Any, Any], Any], carry: Any) -> Any:
     """Run `one` over near-equal micro-batches, whose number and sizes are known when the step runs.
 

@@ -11,6 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from superbatch.errors import CoupledSamplesError as CoupledSamplesError
+from superbatch.errors import OptimizerError as OptimizerError
 from superbatch.keras import accumulate
 
 BACKEND = keras.backend.backend()
