@@ -152,10 +152,8 @@ def case_a_batch_that_counts_nothing() -> None:
 def case_a_microbatch_that_is_not_finite() -> None:
     x = X.copy()
     x[6] = np.nan
-    kept = [*range(5), *range(9, 21)]  # micro-batches of 5, 4, 4, 4, 4 rows
+    kept = [row for row in range(21) if row not in helpers.SECOND]
     whole, model = (dense(loss=helpers.SquaredError(), compiled={"metrics": ["mae"]}) for _ in range(2))
-    if helpers.BACKEND == "jax":
-        kept = [row for row in range(21) if row not in {6, 10, 14, 18}]  # rows 5 to 20 are dealt out in turn
     expected = whole.fit(x[kept], Y[kept], batch_size=21, verbose=0).history
     ours = accumulate(model, microbatch_size=5, nonfinite="skip_microbatch")
     got = ours.fit(x, Y, batch_size=21, verbose=0, shuffle=False).history
@@ -171,7 +169,7 @@ def case_mixed_float16() -> None:
     keras.config.set_dtype_policy("mixed_float16")
     x, y = X.astype("float32"), Y.astype("float32")
     scaled = lambda: keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=128)  # noqa: E731
-    ours = compare(lambda: dense(scaled()), x, y, bound=5e-3, history=False, moves=False)
+    ours = compare(lambda: dense(scaled()), x, y, bound=2e-2, history=False, moves=False)
     assert isinstance(ours.optimizer, keras.optimizers.LossScaleOptimizer), "the premise"
     scale = float(ours.optimizer.dynamic_scale)
     before = values(ours.weights)

@@ -150,7 +150,7 @@ def count_known(x: Any, y: Any, sample_weight: Any) -> Any:
 
 def case_a_loss_that_returns_one_number() -> None:
     y = Y.copy()
-    y[5:9] = -1  # 0 / 0 in this micro-batch
+    y[helpers.SECOND] = -1  # 0 / 0 in this micro-batch
     compare(lambda: dense(loss=Halving()), y=y, options={"loss_weight": count_known})
 
 

@@ -23,7 +23,9 @@ draw = np.random.default_rng(0)
 X, Y = draw.normal(size=(21, 3)), draw.normal(size=(21, 2))
 TOKENS = draw.integers(1, 7, size=(14, 5)) * (np.arange(5) < draw.integers(1, 6, size=14)[:, None])
 SOME = np.maximum(TOKENS, np.arange(5) == 0)  # no row is empty
-TOKENS[4:8] = 0  # two whole micro-batches of padding
+TOKENS[[4, 5, 6, 7, 11, 12]] = 0  # two of seven micro-batches are padding, in blocks or dealt out
+# The second of five micro-batches: rows 5 to 20 are dealt out in turn on JAX.
+SECOND = [6, 10, 14, 18] if BACKEND == "jax" else [5, 6, 7, 8]
 LABELS = draw.integers(0, 3, size=(14, 5))
 
 
