@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """One micro-batch through the model: its predictions and the terms of its loss."""
 
 from __future__ import annotations
@@ -89,7 +95,7 @@ def weight_regularization(model: Any) -> Any:
 
 
 def _sum(losses: list[Any]) -> Any:
-    """The sum of losses; without the share of replicas that Keras takes, as the batch is that of all of them."""
+    """The sum of losses; without the share of one replica that Keras takes, as the batch is that of all."""
     numbers = [
         ops.sum(loss if keras.backend.is_float_dtype(loss.dtype) else ops.cast(loss, keras.config.floatx()))
         for loss in losses

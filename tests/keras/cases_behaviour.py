@@ -1,6 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""What users see of an accumulating model beside its updates: callbacks, saving, precision, random numbers."""
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""What users see of an accumulating model beside updates: callbacks, saving, precision, random numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +21,19 @@ from keras import ops
 
 from superbatch.keras import FlushTail, accumulate
 from tests.keras import helpers
-from tests.keras.helpers import LABELS, TOKENS, X, Y, array, assert_same, compare, cross_entropy, dense, text, values
+from tests.keras.helpers import (
+    LABELS,
+    TOKENS,
+    X,
+    Y,
+    array,
+    assert_same,
+    compare,
+    cross_entropy,
+    dense,
+    text,
+    values,
+)
 
 SGD = keras.optimizers.SGD
 
@@ -181,7 +199,9 @@ def case_mixed_float16() -> None:
 def case_mixed_float16_counts_tokens_before() -> None:
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("mixed_float16")
-    ours = compare(lambda: text(cross_entropy(), SGD(0.1)), TOKENS, LABELS, bound=5e-3, moves=False, batch_size=14)
+    ours = compare(
+        lambda: text(cross_entropy(), SGD(0.1)), TOKENS, LABELS, bound=5e-3, moves=False, batch_size=14
+    )
     assert int(ours.optimizer.iterations) == 2, "no update was left out for an overflow"
 
 
@@ -190,7 +210,9 @@ def case_sums_of_bfloat16_are_float32() -> None:
     keras.config.set_dtype_policy("bfloat16")
     x = np.full((512, 1), 0.0029907226562, "float32")
     x[0] = 1.0
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    model = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
     model.compile(SGD(1.0), loss=Itself())
     assert "bfloat16" in str(model.weights[0].dtype), "the premise"
     accumulate(model, microbatch_size=1).fit(x, x, batch_size=512, verbose=0)

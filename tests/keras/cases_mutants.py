@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """Wrong ways to accumulate, each of which a case of the other files must reject."""
 
 from __future__ import annotations
@@ -52,7 +58,9 @@ def case_mutant_regularizers_of_every_microbatch() -> None:
 
 
 def case_mutant_sums_in_bfloat16() -> None:
-    rejects(arithmetic, "wide", keras.backend.standardize_dtype, cases_behaviour.case_sums_of_bfloat16_are_float32)
+    rejects(
+        arithmetic, "wide", keras.backend.standardize_dtype, cases_behaviour.case_sums_of_bfloat16_are_float32
+    )
 
 
 def case_mutant_batches_that_count_nothing_update() -> None:
@@ -62,7 +70,12 @@ def case_mutant_batches_that_count_nothing_update() -> None:
 
 def case_mutant_moving_statistics_of_the_last_microbatch() -> None:
     last = lambda sums, weight: arithmetic.per_weight(sums, weight) * 0  # noqa: E731
-    rejects(batchnorm, "_own", lambda after, before, momentum: after + last(before, before), cases_behaviour.case_batchnorm)
+    rejects(
+        batchnorm,
+        "_own",
+        lambda after, before, momentum: after + last(before, before),
+        cases_behaviour.case_batchnorm,
+    )
 
 
 def case_mutant_the_sample_weights_divisor_is_rows() -> None:

@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """What is refused, and in which words."""
 
 from __future__ import annotations
@@ -25,8 +31,16 @@ def case_options() -> None:
     model = dense()
     raises(InputError, "at least 1 is needed", lambda: accumulate(model, microbatch_size=0))
     wrong: Any = "rows"
-    raises(InputError, "pass a function (x, y, sample_weight)", lambda: accumulate(model, microbatch_size=2, loss_weight=wrong))
-    raises(InputError, "pass one of ('error', 'per_microbatch')", lambda: accumulate(model, microbatch_size=2, batchnorm=wrong))
+    raises(
+        InputError,
+        "pass a function (x, y, sample_weight)",
+        lambda: accumulate(model, microbatch_size=2, loss_weight=wrong),
+    )
+    raises(
+        InputError,
+        "pass one of ('error', 'per_microbatch')",
+        lambda: accumulate(model, microbatch_size=2, batchnorm=wrong),
+    )
 
 
 def case_models() -> None:
@@ -42,7 +56,9 @@ def case_models() -> None:
     own.compile("sgd", "mse")
     raises(InputError, "override compute_loss instead", lambda: accumulate(own, microbatch_size=2))
     twice = dense(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
-    raises(OptimizerError, "leave gradient_accumulation_steps out", lambda: accumulate(twice, microbatch_size=2))
+    raises(
+        OptimizerError, "leave gradient_accumulation_steps out", lambda: accumulate(twice, microbatch_size=2)
+    )
 
 
 def case_losses_that_say_too_little() -> None:

@@ -1,6 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""`fit` under MirroredStrategy with two logical CPU devices, in a process of its own: prints findings as JSON."""
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""`fit` under MirroredStrategy with two logical CPU devices, in a process of its own: prints JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +19,14 @@ import tensorflow as tf
 
 CPU = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(CPU, [tf.config.LogicalDeviceConfiguration()] * 2)
-import keras
-import numpy as np
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
 
 keras.config.set_floatx("float64")
-from superbatch.errors import InputError
-from superbatch.keras import accumulate
-from tests.keras import helpers
-from tests.keras.helpers import LABELS, TOKENS, X, Y, array, cross_entropy
+from superbatch.errors import InputError  # noqa: E402
+from superbatch.keras import accumulate  # noqa: E402
+from tests.keras import helpers  # noqa: E402
+from tests.keras.helpers import LABELS, TOKENS, X, Y, array, cross_entropy  # noqa: E402
 
 SGD = keras.optimizers.SGD
 # One for the whole process: collectives of two strategies get the same keys.

@@ -16,6 +16,20 @@ import pytest
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.keras
+# To compile takes long. By default JAX has these and TensorFlow all but the mutants, which are the arithmetic's.
+ON_JAX = {
+    "cases_exact.case_adam_schedule_clip_and_regularizer",
+    "cases_exact.case_masked_tokens",
+    "cases_exact.case_several_outputs_with_a_mask_and_weights_each",
+    "cases_exact.case_a_loss_that_returns_one_number",
+    "cases_behaviour.case_the_users_model_is_not_changed",
+    "cases_behaviour.case_random_numbers_differ_between_microbatches",
+    "cases_behaviour.case_batchnorm",
+    "cases_behaviour.case_a_batch_that_counts_nothing",
+    "cases_behaviour.case_a_microbatch_that_is_not_finite",
+    "cases_behaviour.case_flush_tail",
+    "cases_refusals.case_losses_that_say_too_little",
+}
 FILES = ("cases_exact", "cases_behaviour", "cases_refusals", "cases_mutants")
 PACKAGES = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
 
@@ -24,9 +38,7 @@ def cases(file: str) -> list[str]:
     """The names of a file's cases, without importing it: that would import Keras here."""
     tree = ast.parse((HERE / f"{file}.py").read_text(encoding="utf-8"))
     return [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
     ]
 
 
@@ -47,15 +59,36 @@ def process(module: str, *arguments: str, backend: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def slow(backend: str, case: str) -> bool:
+    """Whether a case is left to `-m "slow and keras"`."""
+    return {
+        "jax": case not in ON_JAX,
+        "tensorflow": case.startswith("cases_mutants"),
+        "torch": False,
+    }[backend]
+
+
+ALL = [
+    pytest.param(
+        backend, case, marks=[pytest.mark.slow] if slow(backend, case) else [], id=f"{backend}-{case}"
+    )
+    for backend in PACKAGES
+    for case in [f"{file}.{name}" for file in FILES for name in cases(file)]
+]
+
+
 @functools.cache
-def results(backend: str, files: tuple[str, ...]) -> Any:
-    return process("run_cases", *files, backend=backend)
+def results(backend: str, slowly: bool) -> Any:
+    """The results of a backend's slow cases, or of the others."""
+    names = [
+        case for param in ALL for on, case in [param.values] if on == backend and slow(on, case) is slowly
+    ]
+    return process("run_cases", *names, backend=backend)
 
 
-@pytest.mark.parametrize("case", [f"{file}.{name}" for file in FILES for name in cases(file)])
-@pytest.mark.parametrize("backend", PACKAGES)
+@pytest.mark.parametrize(("backend", "case"), ALL)
 def test_a_case(backend: str, case: str) -> None:
-    found = results(backend, FILES)
+    found = results(backend, slow(backend, case))
     assert case in found, "each case is run"
     if found[case]["error"]:
         pytest.fail(found[case]["error"], pytrace=False)
@@ -63,6 +96,7 @@ def test_a_case(backend: str, case: str) -> None:
 
 def test_there_are_cases() -> None:
     assert all(len(cases(file)) > 5 for file in FILES)
+    assert {case for param in ALL for _, case in [param.values]} >= ON_JAX
 
 
 @functools.cache
