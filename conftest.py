@@ -53,6 +53,19 @@ collect_ignore = [
     )
 ]
 
+# Keras' backends are optional one by one, and a process has only one of them.
+collect_ignore += [
+    str(ROOT / "superbatch" / "keras" / file)
+    for package, files in {
+        "tensorflow": ("step_tensorflow.py", "replicas.py"),
+        "jax": ("step_jax.py",),
+        "torch": ("step_torch.py",),
+    }.items()
+    if importlib.util.find_spec(package) is None
+    for file in files
+]
+collect_ignore += [str(ROOT / "tests" / "contract" / "keras_model.py")]  # for processes of its own
+
 TORCH_DEFAULT = {
     "gradients enabled": True,
     "deterministic algorithms": False,

@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """`accumulate`: a model whose batches of `fit` are worked through in micro-batches."""
 
 from __future__ import annotations
@@ -28,25 +34,28 @@ def accumulate(
 ) -> Any:
     """Return the model, with every batch of `fit` worked through in micro-batches: one batch is one update.
 
-    With the mean ``l_ij`` of the j-th loss over micro-batch i, which counts ``w_ij`` (rows, unmasked tokens, a
-    sum of sample weights: what Keras divides this loss by), its factor ``f_j`` in `compile`, and regularizers R::
+    With the mean ``l_ij`` of the j-th loss over micro-batch i, which counts ``w_ij`` (rows, unmasked tokens,
+    a sum of sample weights: what Keras divides this loss by), its factor ``f_j`` in `compile`, and
+    regularizers R::
 
         L = sum_j f_j sum_i (w_ij / W_j) l_ij + R,     W_j = sum_i w_ij
 
-    That is the loss of the whole batch, and the optimizer is called once with its gradient. What is defined per
-    update therefore stays as it is: schedules, clipping, moving averages of weights, constraints, callbacks,
-    `steps_per_epoch`. Metrics are updated per micro-batch, which gives the same sums.
+    That is the loss of the whole batch, and the optimizer is called once with its gradient. What is defined
+    per update therefore stays as it is: schedules, clipping, moving averages of weights, constraints,
+    callbacks, `steps_per_epoch`. Metrics are updated per micro-batch, which gives the same sums.
 
     The returned model is a second object of (a subclass of) the same class on the same layers, weights,
     optimizer and metrics, compiled as the first was. The first is not changed, and trains as before. What the
     returned model saves is a model of the first one's class.
 
     Args:
-        model: a compiled `keras.Model`: functional, sequential or subclassed, on the backend tensorflow, jax or
-            torch. Its class may override `compute_loss`, `compute_metrics` and `call`, but not `train_step`.
+        model: a compiled `keras.Model`: functional, sequential or subclassed, on the backend tensorflow, jax
+            or torch. Its class may override `compute_loss`, `compute_metrics` and `call`, but not
+            `train_step`.
         microbatch_size: most rows of a micro-batch. A batch is cut near-equally, whatever its size.
-        loss_weight: for losses that return one number, of which Keras does not know what it was divided by, and
-            for an overridden `compute_loss`: a function ``(x, y, sample_weight) -> scalar`` of a micro-batch.
+        loss_weight: for losses that return one number, of which Keras does not know what it was divided by,
+            and for an overridden `compute_loss`: a function ``(x, y, sample_weight) -> scalar`` of a
+            micro-batch.
         batchnorm: what to do about BatchNormalization in training, which normalises by the micro-batch:
             ``"error"``, or ``"per_microbatch"``: accept that. Its moving statistics then make one step for
             each update, with mean and variance over all rows of the batch.
@@ -114,14 +123,14 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
     def reduce(self: Any) -> Any:
         return plain(self).__reduce__()
 
-    def build_before_tracing(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        return self._symbolic_build(iterator=iterator, data_batch=data_batch)
+    def build_before_tracing(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        step.build(self, iterator, data_batch)
 
     return {
         "train_step": train_step,
         "save": save,
         "__reduce__": reduce,
-        "_maybe_symbolic_build": build_before_tracing,
+        "_maybe_symbolic_build": build_before_tracing,  # of the TensorFlow trainer
         ORIGINAL: cls,
     }
 

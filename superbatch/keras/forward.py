@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """One micro-batch through the model: its predictions and the terms of its loss."""
 
 from __future__ import annotations
@@ -62,7 +68,7 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options) -> list
         )
     own = data_losses(model)
     if own:
-        total = ops.sum(ops.stack([model._aggregate_additional_loss(loss) for loss in own]))
+        total = _sum(own)
         count = ops.cast(rows, arithmetic.wide(total.dtype))
         terms.append(Term("add_loss", "rows", total, count))
     if not terms:
@@ -85,7 +91,16 @@ def weight_regularization(model: Any) -> Any:
     losses = model._get_regularization_losses()
     if not losses:
         return None
-    return ops.sum(ops.stack([model._aggregate_additional_loss(loss) for loss in losses]))
+    return _sum(losses)
+
+
+def _sum(losses: list[Any]) -> Any:
+    """The sum of losses; without the share of one replica that Keras takes, as the batch is that of all."""
+    numbers = [
+        ops.sum(loss if keras.backend.is_float_dtype(loss.dtype) else ops.cast(loss, keras.config.floatx()))
+        for loss in losses
+    ]
+    return sum(numbers[1:], start=numbers[0])
 
 
 def as_weight(loss_weight: LossWeight, microbatch: Any) -> Any:

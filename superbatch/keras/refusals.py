@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """Models that cannot be accumulated exactly, or not by us: each text says what to do."""
 
 from __future__ import annotations
@@ -59,7 +65,7 @@ def check_layers(model: Any, options: Options) -> None:
                 f"a model with BatchNormalization in training: {', '.join(names)}",
                 "it normalises each sample by its micro-batch, so that micro-batches cannot give the "
                 "gradient of the batch",
-                'use GroupNormalization or LayerNormalization, freeze it (layer.trainable = False), or pass '
+                "use GroupNormalization or LayerNormalization, freeze it (layer.trainable = False), or pass "
                 'batchnorm="per_microbatch" to train with the statistics of micro-batches',
             )
         )
@@ -83,7 +89,9 @@ def check_optimizer(model: Any) -> None:
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     if optimizer is None:
         raise OptimizerError(
-            explain(f"the model {model.name!r} without an optimizer", "nothing would be updated", "compile it")
+            explain(
+                f"the model {model.name!r} without an optimizer", "nothing would be updated", "compile it"
+            )
         )
     steps = optimizer.gradient_accumulation_steps
     if steps:

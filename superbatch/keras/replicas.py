@@ -1,6 +1,12 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""`tf.distribute` inside a train step: sums over replicas, and clipping of the gradient that all of them made."""
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""`tf.distribute` inside a train step: sums over replicas, and clipping of what all of them made."""
 
 from __future__ import annotations
 
@@ -44,7 +50,7 @@ def check(model: Any) -> None:
 
 
 def summed(value: Any) -> Any:
-    """Return the sum over replicas."""
+    """Return the sum over replicas of a tensor, or of each in a list: one collective either way."""
     if not several():
         return value
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
@@ -68,7 +74,7 @@ def ready(optimizer: Any, gradients: list[Any], weights: list[Any]) -> list[Any]
         return gradients
     scale = optimizer.scale_loss(tf.ones(()))
     places = [number for number, gradient in enumerate(gradients) if gradient is not None]
-    total = [summed(gradients[number]) for number in places]
+    total = summed([gradients[number] for number in places])
     unscaled = [gradient / tf.cast(scale, gradient.dtype) for gradient in total]
     clipped = inner._clip_gradients(unscaled)
     ready = list(gradients)

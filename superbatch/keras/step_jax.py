@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """The train step on Keras' JAX backend: a scan over micro-batches inside one jitted step."""
 
 from __future__ import annotations
@@ -104,9 +110,7 @@ def _plan(model: Any, state: State, data: Any, options: Options) -> Plan:
     return found[0]
 
 
-def _over(
-    parts: list[Group], one: Callable[[Any, Any], Any], carry: Any, data: Any, *, eager: bool
-) -> Any:
+def _over(parts: list[Group], one: Callable[[Any, Any], Any], carry: Any, data: Any, *, eager: bool) -> Any:
     """Run `one` over the micro-batches, in a compiled loop for each group of one size.
 
     Micro-batch i of a group of k has the rows ``i, i + k, ...`` of the group: where the batch is sharded by
@@ -115,7 +119,8 @@ def _over(
     for group in parts:
         rows = splitting.part(data, group.start, group.start + group.count * group.size)
         dealt = jax.tree.map(
-            lambda leaf, group=group: leaf.reshape(group.size, group.count, *leaf.shape[1:]).swapaxes(0, 1), rows
+            lambda leaf, group=group: leaf.reshape(group.size, group.count, *leaf.shape[1:]).swapaxes(0, 1),
+            rows,
         )
         if group.count == 1 or eager:
             for number in range(group.count):
@@ -237,9 +242,7 @@ def _apply(batch: Batch, carry: Carry, gradients: Values) -> tuple[Values, Value
 
     if not batch.plan.may_be_empty:
         return apply()
-    return lax.cond(
-        window.counts(carry.sums, batch.plan), apply, lambda: (state.trainable, state.optimizer)
-    )
+    return lax.cond(window.counts(carry.sums, batch.plan), apply, lambda: (state.trainable, state.optimizer))
 
 
 def _end(batch: Batch, carry: Carry, state: State, regularization: Any) -> Any:

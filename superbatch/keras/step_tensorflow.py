@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """The train step on Keras' TensorFlow backend: a while_loop over micro-batches inside one step."""
 
 from __future__ import annotations
@@ -61,6 +67,19 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
     _apply(batch, sums, gradients)
     tracking.track_loss(model, sums, plan, rows, regularization)
     return model.get_metrics_result()
+
+
+def build(model: Any, iterator: Any, data: Any) -> None:
+    """Make all variables before the step is traced: the loop must not make any.
+
+    Keras' own method does nothing on one device, and on several it fails where they get unequal shares.
+    """
+    if iterator is not None:
+        data = next(next(iter(iterator))[2])
+    strategy = model.distribute_strategy
+    data = keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], data)
+    with strategy.scope():
+        model._symbolic_build(data_batch=data)
 
 
 def _over(batch: Batch, one: Callable[[Any, Any], Any], carry: Any) -> Any:

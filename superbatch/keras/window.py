@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """The arithmetic of one update: how terms of micro-batches become the gradient and the loss of the batch.
 
 With the weight ``w_ij`` of term j in micro-batch i, and ``W_j`` its sum over the batch::
@@ -7,8 +13,8 @@ With the weight ``w_ij`` of term j in micro-batch i, and ``W_j`` its sum over th
     L = sum_j f_j sum_i (w_ij / W_j) l_ij  +  R(weights)
 
 A weight that a mask decides is known after the forward. One such term alone is summed as ``w_i l_i``, and the
-gradient divided by ``W`` once. Beside other terms its ``W_j`` has to be known first: the batch then goes through
-the model twice, the first time only as far as its masks.
+gradient divided by ``W`` once. Beside other terms its ``W_j`` has to be known first: the batch then goes
+through the model twice, the first time only as far as its masks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,11 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
-# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
 """An update in micro-batches is the update of the whole batch: optimizers, losses, masks, weights."""
 
 from __future__ import annotations
@@ -94,7 +100,8 @@ def case_a_mean_over_sample_weights() -> None:
 
 
 def case_a_sum() -> None:
-    build = lambda: dense(optimizers.SGD(0.02), loss=keras.losses.MeanSquaredError(reduction="sum"))  # noqa: E731
+    loss = lambda: keras.losses.MeanSquaredError(reduction="sum")  # noqa: E731
+    build = lambda: dense(optimizers.SGD(0.02), loss=loss())  # noqa: E731
     compare(build, sample_weight=WEIGHTS)
 
 
@@ -150,7 +157,7 @@ def count_known(x: Any, y: Any, sample_weight: Any) -> Any:
 
 def case_a_loss_that_returns_one_number() -> None:
     y = Y.copy()
-    y[5:9] = -1  # 0 / 0 in this micro-batch
+    y[helpers.SECOND] = -1  # 0 / 0 in this micro-batch
     compare(lambda: dense(loss=Halving()), y=y, options={"loss_weight": count_known})
 
 
@@ -164,7 +171,14 @@ class Own(keras.Model):
     def call(self, x: Any, training: bool = False) -> Any:
         return self.dense(x) * (1.5 if training else 1.0)
 
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True) -> Any:
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
         rows = ops.cast(ops.shape(y)[0], y_pred.dtype)
         return ops.sum((y_pred - y) ** 2) / rows + sum(self.losses)
 
