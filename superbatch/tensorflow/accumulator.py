@@ -13,7 +13,7 @@ from . import adding, boundary, optimizers, presence
 from .arithmetic import DTypeChoice
 from .options import NonFinite, Options, as_variables, check
 from .outcome import Applied
-from .state import State, check_adding, check_reading, clear, strategy_of
+from .state import State, check_adding, check_outside, clear, strategy_of
 from .tracing import as_written
 
 
@@ -127,14 +127,14 @@ class Accumulator(tf.Module):
         Raises:
             NonFiniteError: the gradient is not finite (``nonfinite="raise"``); the window was given up.
             OptimizerError: the optimizer cannot be used so. The window stays.
-            WindowError: it is called inside of the strategy.
+            WindowError: it is called inside of a strategy.
 
         Examples:
             >>> accumulator = Accumulator([tf.Variable(1.0)])
             >>> bool(accumulator.apply(tf.keras.optimizers.SGD(0.5)).made)  # nothing was added
             False
         """
-        check_reading(self._strategy, "apply()")
+        check_outside("apply()")
         optimizers.check(optimizer, self._options)
         return boundary.apply(self.state, optimizer, self._options, self._patterns.seen)
 
@@ -147,7 +147,7 @@ class Accumulator(tf.Module):
             zeros if nothing has weight, and None only for a variable that never had a gradient.
 
         Raises:
-            WindowError: nothing has weight, or it is called inside of the strategy.
+            WindowError: nothing has weight, or it is called inside of a strategy.
 
         Examples:
             >>> accumulator = Accumulator([tf.Variable(1.0), tf.Variable(1.0)])
@@ -156,7 +156,7 @@ class Accumulator(tf.Module):
             >>> print(float(accumulator.mean()[0]), accumulator.mean()[1])
             5.0 None
         """
-        check_reading(self._strategy, "mean()")
+        check_outside("mean()")
         return boundary.means(self.state, self._options, self._patterns.seen)
 
     @as_written
@@ -164,7 +164,7 @@ class Accumulator(tf.Module):
         """Give up the window: the next ``add`` is its first micro-batch.
 
         Raises:
-            WindowError: it is called inside of the strategy.
+            WindowError: it is called inside of a strategy.
 
         Examples:
             >>> accumulator = Accumulator([tf.Variable(1.0)])
@@ -174,7 +174,7 @@ class Accumulator(tf.Module):
             >>> float(accumulator.mean()[0])
             2.0
         """
-        check_reading(self._strategy, "reset()")
+        check_outside("reset()")
         clear(self.state, self._strategy)
 
 

@@ -197,8 +197,13 @@ def _values(gradient: Any) -> Any:
 def _count(state: State, microbatch: Microbatch, options: Options, told: dict[str, Any]) -> None:
     """Add to the counters, those of what took part and those of calls."""
     weight = tf.cast(microbatch.weight, tf.float64)
+    counted = weight
+    if tf.is_tensor(
+        microbatch.weight
+    ):  # XLA leaves assertions out: then a bad weight is seen at the boundary
+        counted = tf.where(arithmetic.countable(weight), weight, float("nan"))
     taking_part = {
-        "weight": weight,
+        "weight": counted,
         "loss": tf.cast(_factor(microbatch.weight, options), tf.float64) * microbatch.loss,
     }
     if options.noise:
@@ -206,11 +211,11 @@ def _count(state: State, microbatch: Microbatch, options: Options, told: dict[st
         taking_part |= {"squares": told["squares"], "weights2": squared}
         taking_part["weights2_per_sample"] = squared / tf.cast(microbatch.samples, tf.float64)
     present = [0.0 if gradient is None else 1.0 for gradient in microbatch.gradients]
-    counted = _vector(taking_part, present)
+    parts = _vector(taking_part, present)
     calls = _vector({"microbatches": 1.0, "dropped": told["dropped"]}, [0.0] * len(present))
     # Not a product with 0: the loss of nothing is NaN.
-    counted = tf.where(told["keep"], counted, tf.zeros_like(counted))
-    state.counts.assign_add(counted + calls, read_value=False)
+    parts = tf.where(told["keep"], parts, tf.zeros_like(parts))
+    state.counts.assign_add(parts + calls, read_value=False)
 
 
 def _vector(named: dict[str, Any], present: list[float]) -> Any:

@@ -98,13 +98,13 @@ def check_adding(strategy: Any | None) -> None:
         )
 
 
-def check_reading(strategy: Any | None, what: str) -> None:
-    """Check that the sums of all replicas can be read, and an optimizer be run.
+def check_outside(what: str) -> None:
+    """Check that the sums of all replicas can be read, and an optimizer of Keras be run under a condition.
 
     Raises:
         WindowError: a replica, or the scope of its strategy, has not been left.
     """
-    if strategy is not None and tf.distribute.has_strategy():
+    if tf.distribute.has_strategy():
         raise WindowError(
             explain(
                 f"{what} inside of strategy.run or strategy.scope()",

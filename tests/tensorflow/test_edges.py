@@ -124,6 +124,32 @@ def test_a_weight_that_a_graph_finds_to_be_bad_changes_nothing(bad: float) -> No
     assert float(accumulator.mean()[0][0]) == 3.0
 
 
+def test_xla_leaves_the_assertion_out_and_the_boundary_sees_the_weight() -> None:
+    variables = [one()]
+    accumulator, optimizer = Accumulator(variables), sgd(variables)
+    add = tf.function(lambda weight: accumulator.add([gradient(3.0)], weight), jit_compile=True)
+    add(tf.constant(2.0))
+    add(tf.constant(-1.0))
+    with pytest.raises(NonFiniteError, match="not finite"):
+        accumulator.apply(optimizer)
+    add(tf.constant(2.0))
+    assert accumulator.apply(optimizer).made and float(variables[0][0]) == -2.0
+
+
+def test_a_strategy_of_one_device() -> None:
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    with strategy.scope():
+        variables = [one()]
+        optimizer = sgd(variables)
+        accumulator = Accumulator(variables)
+        with pytest.raises(WindowError, match=r"mean\(\) inside of strategy.run"):
+            accumulator.mean()
+    strategy.run(lambda: accumulator.add([gradient(0.5)], 3))
+    with pytest.raises(WindowError, match=r"apply\(\) inside of strategy.run"):
+        strategy.run(lambda: accumulator.apply(optimizer))
+    assert accumulator.apply(optimizer).made and float(variables[0][0]) == 0.5
+
+
 def test_a_mean_of_nothing() -> None:
     accumulator = Accumulator([one()])
     with pytest.raises(WindowError, match="nothing has weight"):
