@@ -31,7 +31,7 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 # The doctests of a backend that is not installed are left out, and the header of the run says so.
-BACKENDS = {"jax": ("jax", "optax"), "tensorflow": ("tensorflow",)}
+BACKENDS = {"jax": ("jax", "optax"), "tensorflow": ("tensorflow",), "keras": ("keras",)}
 MISSING = {
     name: missing
     for name, packages in BACKENDS.items()
@@ -43,6 +43,7 @@ collect_ignore = [
     for name in MISSING
     for file in (
         ROOT / "superbatch" / name,
+        ROOT / "superbatch" / "studies" / f"on_{name}.py",
         ROOT / "tests" / "contract" / f"run_{name}.py",
         *(
             file
@@ -51,6 +52,19 @@ collect_ignore = [
         ),
     )
 ]
+
+# Keras' backends are optional one by one, and a process has only one of them.
+collect_ignore += [
+    str(ROOT / "superbatch" / "keras" / file)
+    for package, files in {
+        "tensorflow": ("step_tensorflow.py", "replicas.py"),
+        "jax": ("step_jax.py",),
+        "torch": ("step_torch.py",),
+    }.items()
+    if importlib.util.find_spec(package) is None
+    for file in files
+]
+collect_ignore += [str(ROOT / "tests" / "contract" / "keras_model.py")]  # for processes of its own
 
 TORCH_DEFAULT = {
     "gradients enabled": True,

@@ -58,6 +58,7 @@ IncludeWrong = Annotated[
     bool, _option("add two wrong ways: mean of means, fixed tail divisor", "--include-wrong")
 ]
 Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
+Backend = Annotated[str, typer.Option(help="torch; for the recipe digits also jax, tensorflow or keras")]
 Threads = Annotated[int, typer.Option(help="torch threads of each process")]
 Workers = Annotated[int | None, _option("processes; 2 if left out, where the machine has two cores")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
@@ -83,6 +84,7 @@ def compare(
     batch_size: BatchSize = None,
     include_wrong: IncludeWrong = False,
     margin: Margin = None,
+    backend: Backend = "torch",
     threads: Threads = 1,
     workers: Workers = None,
     data: Data = None,
@@ -111,9 +113,8 @@ def compare(
     folder = out if out is not None or as_json else OUT
     if folder is not None:
         check_folder(folder)
-    from superbatch.studies.compare import Options
-
-    options = Options(
+    options = _options_with(
+        backend,
         splits=asked.splits,
         updates=asked.updates,
         runs=runs,
@@ -138,6 +139,16 @@ def compare(
     raise typer.Exit(_exit_code(report, check=check))
 
 
+def _options_with(backend: str, **others: Any) -> Options:
+    """Options, once it is known that the backend is installed: to be told so takes no long imports."""
+    from superbatch.studies.backends import check_installed
+
+    check_installed(backend)
+    from superbatch.studies.compare import Options
+
+    return Options(backend=backend, **others)
+
+
 def measure(recipe: str, options: Options) -> Comparison:
     """Run the comparison and show its progress.
 
@@ -151,7 +162,8 @@ def measure(recipe: str, options: Options) -> Comparison:
     from superbatch.studies.compare import ComparisonInterrupted, Progress
     from superbatch.studies.compare import compare as study
 
-    with progress(f"compare {Path(recipe).name}") as show:
+    where = "" if options.backend == "torch" else f" on {options.backend}"
+    with progress(f"compare {Path(recipe).name}{where}") as show:
 
         def receive(event: Progress) -> None:
             text = None

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from superbatch.errors import InputError, explain
+from superbatch.recipes.digits_data import (
+    BATCH_SIZE,
+    DESCRIPTION,
+    LEARNING_RATE,
+    MARGIN,
+    NAME,
+    learning_rates,
+    load_images,
+)
 from superbatch.recipes.models import accuracy, seeded
 from superbatch.recipes.recipe import Recipe
 
@@ -34,9 +42,7 @@ def digits() -> Recipe:
         >>> recipe.samples, recipe.batch_size, recipe.learning_rates["sgd"]
         (1297, 100, 0.06)
     """
-    return classification(
-        "digits", "a 64-32-10 perceptron with ReLU on scikit-learn's digits", _perceptron, load_digits()
-    )
+    return classification(NAME, DESCRIPTION, _perceptron, load_digits())
 
 
 def digits_bn() -> Recipe:
@@ -97,7 +103,7 @@ def classification(
     build: Callable[[], nn.Module],
     data: Classification,
     *,
-    learning_rate: float = 0.06,
+    learning_rate: float = LEARNING_RATE,
     batchnorm: bool = False,
 ) -> Recipe:
     """A recipe that classifies images with the mean cross entropy, measured by test accuracy.
@@ -127,9 +133,9 @@ def classification(
         evaluate=lambda model: accuracy(model, data.test_images, data.test_labels),
         metric="test accuracy",
         unit="%",
-        margin=0.5,
-        batch_size=min(100, len(data.labels)),
-        learning_rates={"sgd": learning_rate, "momentum": learning_rate / 10, "adam": 2e-3, "adamw": 2e-3},
+        margin=MARGIN,
+        batch_size=min(BATCH_SIZE, len(data.labels)),
+        learning_rates=learning_rates(learning_rate),
         batchnorm="per_microbatch" if batchnorm else "error",
         coupled="exact" if batchnorm else "error",
     )
@@ -148,22 +154,7 @@ def load_digits() -> Classification:
         >>> [tuple(part.shape) for part in load_digits()]
         [(1297, 64), (1297,), (500, 64), (500,)]
     """
-    try:
-        from sklearn import datasets, model_selection
-    except ImportError as error:
-        raise InputError(
-            explain(
-                "a recipe on digits",
-                "scikit-learn, which carries the data, is not installed",
-                "install superbatch[cli]",
-            )
-        ) from error
-    images, labels = datasets.load_digits(return_X_y=True)
-    parts = model_selection.train_test_split(
-        images / 16, labels, test_size=500, random_state=0, stratify=labels
-    )
-    train, test, train_labels, test_labels = (torch.from_numpy(part) for part in parts)
-    return Classification(train.float(), train_labels.long(), test.float(), test_labels.long())
+    return Classification(*map(torch.from_numpy, load_images()))
 
 
 def _perceptron(*, batchnorm: bool = False) -> nn.Module:

@@ -122,6 +122,7 @@ class Comparison:
 
     Attributes:
         recipe: its name.
+        backend: what trained it: ``"torch"``, ``"jax"``, ...
         description: what was trained on what.
         statement: what the loss is, in words.
         metric: what was measured on held-out data.
@@ -144,6 +145,7 @@ class Comparison:
     """
 
     recipe: str
+    backend: str
     description: str
     statement: str
     metric: str

@@ -186,6 +186,7 @@ def _pairs(heading: str, values: Mapping[str, str]) -> str:
 
 def _setting(report: Comparison) -> dict[str, str]:
     return {
+        "backend": report.backend,
         "loss": report.statement,
         "optimizer": f"{report.optimizer}, lr {report.learning_rate:g}",
         "dtype": report.dtype,

@@ -82,12 +82,14 @@ def title_of(report: Comparison) -> str:
         report: of a comparison.
 
     Returns:
-        The recipe, the optimizer, the dtype, and how many runs were finished.
+        The recipe, the backend where it is not torch, the optimizer, the dtype, and how many runs were
+        finished.
     """
     runs = max((len(arm.runs) for arm in report.arms), default=0)
     count = f"{runs} of {len(report.seeds)} runs" if report.partial else f"{runs} runs"
+    where = "" if report.backend == "torch" else f" on {report.backend}"
     return (
-        f"{report.recipe}: {count} of {report.updates} updates with {report.batch_size} samples, "
+        f"{report.recipe}{where}: {count} of {report.updates} updates with {report.batch_size} samples, "
         f"{report.optimizer} lr {report.learning_rate:g}, {report.dtype}"
     )
 

@@ -32,9 +32,9 @@ from superbatch.studies.advise_options import Options as Options
 from superbatch.studies.advise_options import Question, asked, given_noise, question
 from superbatch.studies.exchange import check_ranks, exchanged, started_on
 from superbatch.studies.fit import CARE, busy
+from superbatch.studies.on_torch import orders, torch_threads
 from superbatch.studies.rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
-from superbatch.studies.training import Setting, orders
-from superbatch.studies.workers import torch_threads
+from superbatch.studies.setting import Setting
 from superbatch.torch import Accumulator
 from superbatch.torch.scaling import rescale
 from superbatch.torch.sizes.limits import memory_limit

@@ -9,53 +9,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from superbatch.recipes import Recipe
-from superbatch.report.comparison import Claim
+from superbatch.studies.setting import WRONG, ArmPlan, Way
 from superbatch.studies.splits import Split
 from superbatch.torch import Accumulator
 from superbatch.tree import count_samples, plan
 from superbatch.window import Window
 
-Way = Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
 UpdateFunction = Callable[[Any], float]
 """Makes one update with a batch and returns the batch's mean loss before it."""
 
-HOW = {
+HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "accumulator": "superbatch.torch.Accumulator",
     "plain accumulation": "micro-batches one by one, weighted by their samples, though these see each other",
-    "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
-    "fixed tail divisor": "wrong: divides by the K of a full window where a window is shorter",
+    **WRONG,
 }
-
-
-@dataclass(frozen=True)
-class ArmPlan:
-    """A split and the way its updates are made.
-
-    Examples:
-        >>> from superbatch.studies.splits import parse_split
-        >>> ArmPlan(parse_split("80/15/5"), "mean of means", "wrong").name
-        '80/15/5 mean of means'
-    """
-
-    split: Split
-    way: Way
-    claim: Claim
-
-    @property
-    def name(self) -> str:
-        """The split, and the way where it is not the right one."""
-        right = self.way in ("real batch", "accumulator")
-        return self.split.name if right else f"{self.split.name} {self.way}"
 
 
 def update_function(

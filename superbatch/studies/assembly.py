@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from superbatch.recipes import Recipe
 from superbatch.report.comparison import Arm, Run
-from superbatch.studies.arms import HOW, ArmPlan
+from superbatch.studies.backends import Backend
+from superbatch.studies.setting import ArmPlan, Setting
 from superbatch.studies.statistics import summarise, tost_paired, tost_welch
-from superbatch.studies.training import Setting
 
 PAIRED = (
     "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order, so their "
@@ -38,6 +38,7 @@ def arm_report(
     arm: ArmPlan,
     recipe: Recipe,
     setting: Setting,
+    backend: Backend,
     runs: Sequence[Run],
     real: Sequence[Run],
     peak_bytes: int | None,
@@ -49,6 +50,7 @@ def arm_report(
         arm: which.
         recipe: what was trained.
         setting: how.
+        backend: what trained it.
         runs: of this arm.
         real: of the real batch.
         peak_bytes: of one update.
@@ -62,7 +64,7 @@ def arm_report(
     of_seed = {run.seed: run.metric for run in real}
     pairs = [run.metric - of_seed[run.seed] for run in runs if run.seed in of_seed]
     compared = arm.claim != "real"
-    how = HOW[arm.way]
+    how = backend.how[arm.way]
     if arm.way == "accumulator" and recipe.coupled == "exact":
         how += ', coupled="exact"'
     elif arm.claim == "inexact" and recipe.batchnorm != "error":
@@ -89,12 +91,13 @@ def arm_report(
     )
 
 
-def notes_on(arms: Sequence[Arm], setting: Setting, workers: int) -> tuple[str, ...]:
+def notes_on(arms: Sequence[Arm], setting: Setting, backend: Backend, workers: int) -> tuple[str, ...]:
     """What a reader must know to read the numbers right.
 
     Args:
         arms: of the report.
         setting: of all runs.
+        backend: what trained them.
         workers: processes that trained side by side.
 
     Returns:
@@ -117,6 +120,7 @@ def notes_on(arms: Sequence[Arm], setting: Setting, workers: int) -> tuple[str, 
             f"To show equivalence of independent arms with 80 % power, {needed} runs per arm are needed at "
             "this variation between seeds."
         )
+    notes.extend(backend.notes)
     if workers > 1:
         notes.append(f"Times were taken with up to {workers} processes side by side on the same machine.")
     return tuple(notes)

@@ -6,65 +6,26 @@ of updates. So the weights themselves can be compared, which is a far sharper qu
 
 from __future__ import annotations
 
-import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
-
-import torch
+from dataclasses import dataclass
 
 from superbatch._version import __version__
 from superbatch.errors import InputError, explain
-from superbatch.recipes import Recipe, load_recipe
-from superbatch.report.comparison import TOLERANCES, Comparison, Run
-from superbatch.studies.arms import ArmPlan
+from superbatch.recipes import Recipe
+from superbatch.report.comparison import Comparison, Run
 from superbatch.studies.assembly import arm_report, notes_on
+from superbatch.studies.backends import Backend, load_backend
+from superbatch.studies.compare_options import Options as Options
+from superbatch.studies.compare_options import asked, check_options
+from superbatch.studies.setting import ArmPlan, Setting, curve_updates
 from superbatch.studies.splits import Split, default_splits, parse_split, parse_splits
-from superbatch.studies.training import Setting, curve_updates, peak_of_update
-from superbatch.studies.workers import Advanced, Event, torch_threads, train_here, train_spread
+from superbatch.studies.workers import Advanced, Event, train_here, train_spread
 
+DEFAULTS = Options()
 TAIL = 0.4
 """Share of the batch that an epoch's short last batch has, where there is one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What can be asked of a comparison; None stands for the recipe's own value.
-
-    Attributes:
-        splits: ``"5x20,80/15/5"`` or a sequence of such; the real batch is added where it is missing.
-        updates: of each run.
-        runs: seeds 0, 1, ...
-        dtype: ``"float32"`` or ``"float64"``.
-        optimizer: one that the recipe allows.
-        learning_rate: positive.
-        batch_size: samples of one update; by default what the splits make.
-        include_wrong: add the wrong ways beside the right one, and a tail to each epoch.
-        margin: a difference of the metric that does not matter, in its unit.
-        threads: of torch, in each process.
-        workers: processes; 1 trains in this one.
-        data: folder of data, for a recipe that reads one.
-
-    Examples:
-        >>> Options(runs=2, dtype="float64").runs
-        2
-    """
-
-    splits: str | Sequence[str] | None = None
-    updates: int | None = None
-    runs: int = 10
-    dtype: str = "float32"
-    optimizer: str | None = None
-    learning_rate: float | None = None
-    batch_size: int | None = None
-    include_wrong: bool = False
-    margin: float | None = None
-    threads: int = 1
-    workers: int = 1
-    data: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +56,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 def compare(
     recipe: str | Recipe,
-    options: Options = Options(),
+    options: Options = DEFAULTS,
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Comparison:
@@ -123,22 +84,23 @@ def compare(
     """
     start = time.monotonic()
     check_options(recipe, options)
-    loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
+    backend = load_backend(options.backend)
+    loaded = backend.load(recipe, options.data) if isinstance(recipe, str) else recipe
     setting = settle(loaded, options)
+    backend.check(setting)
     seeds = tuple(range(options.runs))
     finished: list[list[Run]] = [[] for _ in setting.arms]
     peaks: list[int | None] = [None] * len(setting.arms)
     receive = _receiver(setting, seeds, finished, progress)
 
     def report(*, partial: bool) -> Comparison:
-        return _report(
-            loaded, options, setting, seeds, finished, peaks, time.monotonic() - start, partial=partial
-        )
+        seconds = time.monotonic() - start
+        return _report(loaded, options, setting, backend, seeds, finished, peaks, seconds, partial=partial)
 
     try:
-        with torch_threads(options.threads):
+        with backend.threads(options.threads):
             for index, arm in enumerate(setting.arms):
-                peaks[index] = peak_of_update(loaded, setting, arm)
+                peaks[index] = backend.peak_of_update(loaded, setting, arm)
             if options.workers == 1 or options.runs == 1 or not isinstance(recipe, str):
                 train_here(loaded, setting, seeds, receive)
             else:
@@ -150,6 +112,7 @@ def compare(
                     workers=min(options.workers, options.runs),
                     threads=options.threads,
                     data=options.data,
+                    backend=options.backend,
                 )
     except KeyboardInterrupt:
         raise ComparisonInterrupted(report(partial=True)) from None
@@ -206,47 +169,8 @@ def settle(recipe: Recipe, options: Options) -> Setting:
         dtype=options.dtype,
         optimizer=optimizer,
         learning_rate=learning_rate,
+        backend=options.backend,
     )
-
-
-def check_options(recipe: str | Recipe, options: Options) -> None:
-    """Refuse values that no recipe can take.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
-    for name in ("updates", "runs", "batch_size", "threads", "workers"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InputError(
-                explain(f"{name}={value!r}", "it counts something", "give an integer of at least 1")
-            )
-    for name in ("margin", "learning_rate"):
-        value = getattr(options, name)
-        if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-            raise InputError(
-                explain(f"{name}={value!r}", "it must be a size above zero", "give a positive number")
-            )
-    if options.dtype not in TOLERANCES:
-        raise InputError(
-            explain(
-                f"dtype={options.dtype!r}",
-                "a comparison needs to know how far rounding can go",
-                f"use one of {', '.join(TOLERANCES)}",
-            )
-        )
-    if options.workers > 1 and options.runs > 1 and not isinstance(recipe, str):
-        raise InputError(
-            explain(
-                f"workers={options.workers} with a Recipe object",
-                "a worker process loads the recipe by its name",
-                "pass the name, such as package.module:function or file.py:function, or workers=1",
-            )
-        )
 
 
 def _optimizer(recipe: Recipe, options: Options) -> tuple[str, float]:
@@ -322,6 +246,7 @@ def _report(
     recipe: Recipe,
     options: Options,
     setting: Setting,
+    backend: Backend,
     seeds: tuple[int, ...],
     finished: Sequence[Sequence[Run]],
     peaks: Sequence[int | None],
@@ -331,11 +256,12 @@ def _report(
 ) -> Comparison:
     margin = options.margin or recipe.margin
     arms = tuple(
-        arm_report(arm, recipe, setting, runs, finished[0], peak, margin)
+        arm_report(arm, recipe, setting, backend, runs, finished[0], peak, margin)
         for arm, runs, peak in zip(setting.arms, finished, peaks, strict=True)
     )
     return Comparison(
         recipe=recipe.name,
+        backend=backend.title,
         description=recipe.description,
         statement=recipe.statement,
         metric=recipe.metric,
@@ -354,16 +280,10 @@ def _report(
         partial=partial,
         versions={
             "superbatch": __version__,
-            "torch": torch.__version__,
+            **backend.versions(),
             "python": platform.python_version(),
             "platform": f"{platform.system()} {platform.machine()}",
         },
-        command=_asked(options),
-        notes=notes_on(arms, setting, options.workers),
+        command=asked(options),
+        notes=notes_on(arms, setting, backend, options.workers),
     )
-
-
-def _asked(options: Options) -> dict[str, Any]:
-    values = {field.name: getattr(options, field.name) for field in fields(options)}
-    values["splits"] = options.splits if isinstance(options.splits, str | None) else ",".join(options.splits)
-    return {name: str(value) for name, value in values.items() if value is not None}

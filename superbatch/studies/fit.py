@@ -25,8 +25,8 @@ from superbatch.search import ENOUGH, halvings, time_per_sample
 from superbatch.studies.findings import Findings
 from superbatch.studies.fit_options import Options as Options
 from superbatch.studies.fit_options import asked, check_options
+from superbatch.studies.on_torch import torch_threads
 from superbatch.studies.rehearsal import Rehearsal, Trainer, microbatches_to_time, prepare, refusal
-from superbatch.studies.workers import torch_threads
 from superbatch.torch.out_of_memory import out_of_memory
 from superbatch.torch.sizes.limits import memory_limit
 from superbatch.torch.sizes.predict import PredictionError, predict_peak

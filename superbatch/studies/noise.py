@@ -23,9 +23,9 @@ from superbatch.noise import NoiseMeter, noise_over_run, relative_time
 from superbatch.recipes import Recipe, load_recipe
 from superbatch.report.noise_study import AtSteps, NoiseAt, NoiseStudy
 from superbatch.studies.fit import busy
+from superbatch.studies.on_torch import orders, torch_threads
 from superbatch.studies.rehearsal import prepare
-from superbatch.studies.training import Setting, orders
-from superbatch.studies.workers import torch_threads
+from superbatch.studies.setting import Setting
 from superbatch.torch import Accumulator
 
 POINTS = 40

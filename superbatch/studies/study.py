@@ -23,7 +23,8 @@ from superbatch.recipes import Recipe, load_recipe
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from superbatch.studies import quick
 from superbatch.studies.catalogue import entry_of
-from superbatch.studies.workers import Advanced, Event, Train, torch_threads, train_here, train_spread
+from superbatch.studies.on_torch import torch_threads
+from superbatch.studies.workers import Advanced, Event, Train, train_here, train_spread
 
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance")
 """Options that not every study takes."""

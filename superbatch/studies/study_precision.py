@@ -21,9 +21,9 @@ from superbatch.recipes import Recipe
 from superbatch.report.study import Quantity, Study, StudyArm, StudyRun
 from superbatch.studies import sums
 from superbatch.studies.arms import cut, mean_and_weight, without_coupling
+from superbatch.studies.on_torch import cast_batch
 from superbatch.studies.study import ArmSetting, Design, Findings, Options, Show, run_design
 from superbatch.studies.study_common import stream
-from superbatch.studies.training import cast_batch
 from superbatch.torch import Accumulator, fp32_masters
 from superbatch.window import Window
 

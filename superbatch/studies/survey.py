@@ -23,6 +23,7 @@ from superbatch.errors import InputError, explain
 from superbatch.recipes import Recipe, load_recipe
 from superbatch.report.survey import What
 from superbatch.report.surveys import PAIRED_TOLERANCES, SeededSurvey, SurveyArm, Surveys
+from superbatch.studies.on_torch import torch_threads
 from superbatch.studies.splits import Split, parse_splits
 from superbatch.studies.survey_arms import HOW, SurveyArmPlan, SurveySetting, SurveyWay, survey_seed
 from superbatch.studies.survey_tests import (
@@ -33,7 +34,6 @@ from superbatch.studies.survey_tests import (
     paired_difference,
     suggestion_test,
 )
-from superbatch.studies.workers import torch_threads
 from superbatch.survey_ramp import from_axis, values_of
 from superbatch.torch.surveys.dial import Dial, range_of
 

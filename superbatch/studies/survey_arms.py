@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from superbatch.recipes import Recipe
 from superbatch.report.survey import Survey, What
 from superbatch.report.surveys import SurveyClaim
-from superbatch.studies.arms import ArmPlan, UpdateFunction, accumulator_of, cut, mean_and_weight
+from superbatch.studies.arms import UpdateFunction, accumulator_of, cut, mean_and_weight
 from superbatch.studies.arms import update_function as update_of_comparison
+from superbatch.studies.on_torch import orders
+from superbatch.studies.setting import ArmPlan, Setting
 from superbatch.studies.splits import Split
-from superbatch.studies.training import Setting, orders
 from superbatch.survey import Sweep
 from superbatch.torch.lr_survey import lr_survey
 from superbatch.torch.surveys.dial import Dial

@@ -1,6 +1,6 @@
 """Train the seeds of a comparison, in this process or spread over several.
 
-Worker processes are *spawned* (a forked torch can hang), find the recipe by its name, and keep torch's
+Worker processes are *spawned* (a forked framework can hang), find the recipe by its name, and keep torch's
 threads to what was asked. They ignore Ctrl-C, which reaches the whole process group: the parent stops them,
 so that runs that are already finished can be kept. A worker whose parent is gone ends by itself.
 """
@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from superbatch.errors import SuperbatchError, explain
-from superbatch.recipes import Recipe, load_recipe
+from superbatch.recipes import Recipe
+from superbatch.studies.backends import load_backend
 from superbatch.studies.training import train_seed
 
 REPORT_EVERY = 0.2
@@ -54,6 +53,8 @@ class Failed:
 
 Event = Advanced | Finished
 Receive = Callable[[Event], None]
+Load = tuple[str, str, str | Path | None]
+"""Backend, recipe and data, for a worker to load them."""
 
 
 class Arms(Protocol):
@@ -103,6 +104,7 @@ def train_spread(
     workers: int,
     threads: int,
     data: str | Path | None = None,
+    backend: str = "torch",
     train: Train = train_seed,
 ) -> None:
     """Train the seeds in processes of their own; each takes the next seed when it has finished one.
@@ -113,19 +115,21 @@ def train_spread(
         seeds: one set of runs each.
         receive: told what happens, in this process.
         workers: how many processes.
-        threads: of torch in each.
+        threads: of the backend in each.
         data: folder, for a recipe that reads one.
+        backend: which loads the recipe.
         train: trains every arm from one seed.
 
     Raises:
         SuperbatchError: what a worker met, or that one died.
     """
     context = multiprocessing.get_context("spawn")
+    load = (backend, recipe, data)
     todo, events = context.Queue(), context.Queue()
     for seed in (*seeds, *[None] * workers):
         todo.put(seed)
     processes = [
-        context.Process(target=_work, args=(recipe, data, setting, train, threads, todo, events), daemon=True)
+        context.Process(target=_work, args=(load, setting, train, threads, todo, events), daemon=True)
         for _ in range(workers)
     ]
     try:
@@ -141,21 +145,6 @@ def train_spread(
         for each in (todo, events):
             each.cancel_join_thread()
             each.close()
-
-
-@contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Set the number of threads that torch uses, and set it back.
-
-    Args:
-        count: at least 1.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: int) -> None:
@@ -179,16 +168,16 @@ def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: in
         receive(event)
 
 
-def _work(
-    name: str, data: str | Path | None, setting: Arms, train: Train, threads: int, todo: Any, events: Any
-) -> None:
+def _work(load: Load, setting: Arms, train: Train, threads: int, todo: Any, events: Any) -> None:
     """What a worker process runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
     try:
-        recipe = load_recipe(name, data=data)
-        while (seed := todo.get()) is not None:
-            train_here(recipe, setting, [seed], _put_while_parent_lives(events), train=train)
+        name, recipe_name, data = load
+        backend = load_backend(name)
+        with backend.threads(threads):
+            recipe = backend.load(recipe_name, data)
+            while (seed := todo.get()) is not None:
+                train_here(recipe, setting, [seed], _put_while_parent_lives(events), train=train)
     except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
         events.put(Failed(error if isinstance(error, SuperbatchError) else _described(error)))
 

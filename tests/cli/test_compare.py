@@ -23,7 +23,7 @@ from superbatch.report.comparison import Comparison
 from superbatch.report.json import from_json
 from superbatch.report.table import Column, Table
 from superbatch.studies import arms as arms_module
-from superbatch.studies.arms import ArmPlan
+from superbatch.studies.setting import ArmPlan
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal, without_colours
 

@@ -34,11 +34,11 @@ PARTS = {
     "torch": _part(1, "torch"),
     "jax": _part(1, "jax", "optax", "numpy"),
     "tensorflow": _part(1, "tensorflow"),
-    "keras": _part(1, "keras", "tensorflow", "numpy"),
+    "keras": _part(1, "keras", "tensorflow", "jax", "torch", "numpy"),  # one step for each of its backends
     "integrations": _part(2, "torch", "accelerate", "lightning", "transformers"),
     "plot": _part(2, "matplotlib", "numpy"),
     "recipes": _part(2, "torch", "sklearn", "numpy"),
-    "studies": _part(3, "torch", "numpy", "scipy"),
+    "studies": _part(3, "torch", "jax", "optax", "tensorflow", "keras", "numpy", "scipy"),
     "cli": _part(4, "typer", "click", "rich", "jinja2", "torch"),
 }
 

@@ -18,11 +18,13 @@ from superbatch.report.comparison import Arm, Comparison
 from superbatch.report.table import comparison_table
 from superbatch.report.verdict import failures, verdict
 from superbatch.studies import arms as arms_module
-from superbatch.studies import training
-from superbatch.studies.arms import ArmPlan, cut, update_function
+from superbatch.studies import on_torch
+from superbatch.studies.arms import cut, update_function
 from superbatch.studies.compare import ComparisonInterrupted, Options, Progress, compare, settle
+from superbatch.studies.on_torch import orders, weights_of
+from superbatch.studies.setting import ArmPlan, Setting, curve_updates
 from superbatch.studies.splits import Split, default_splits, parse_split, parse_splits
-from superbatch.studies.training import Setting, curve_updates, difference, orders, train_seed, weights_of
+from superbatch.studies.training import difference, train_seed
 from tests.studies import own_recipe
 
 OWN = Path(own_recipe.__file__)
@@ -165,7 +167,7 @@ def test_batchnorm_by_micro_batches_is_not_claimed_to_be_exact() -> None:
 
 def test_coupled_samples_are_refused_before_any_training(monkeypatch: pytest.MonkeyPatch) -> None:
     trained: list[object] = []
-    monkeypatch.setattr(training, "_train", lambda *args: trained.append(args))
+    monkeypatch.setattr(on_torch, "_train", lambda *args: trained.append(args))
     with pytest.raises(
         (CoupledSamplesError, StatementError), match=r"Wrong: .*samples influence each other.*Do: "
     ):
@@ -407,7 +409,7 @@ def test_an_interrupt_before_the_first_run(monkeypatch: pytest.MonkeyPatch) -> N
     def stop(*_: object) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("superbatch.studies.compare.peak_of_update", stop)
+    monkeypatch.setattr(on_torch, "peak_bytes", stop)
     with pytest.raises(ComparisonInterrupted) as caught:
         compare(own_recipe.plane(), Options(updates=4, runs=5))
     assert [each.mean for each in caught.value.report.arms] == [None] * len(caught.value.report.arms)

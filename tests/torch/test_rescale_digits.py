@@ -11,7 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from superbatch.recipes import OPTIMIZERS, Recipe, load_recipe
-from superbatch.studies.training import Setting, orders
+from superbatch.studies.on_torch import orders
+from superbatch.studies.setting import Setting
 from superbatch.torch import rescale
 
 SAMPLES, SEEDS = 20_000, 4

@@ -1,0 +1,195 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""Whose update is that of the batch in Keras, and what does it cost?
+
+    python benchmarks/keras_accumulation.py [--backends tensorflow,jax,torch] [--rounds 3] [--json FILE]
+
+On each backend of Keras: `fit` with the whole batch, Keras' `gradient_accumulation_steps`, and
+`superbatch.keras.accumulate`. First the largest difference of the weights from those of the whole batch after
+two updates, relative to the largest movement: equal micro-batches, a short one, a mask, a schedule, a moving
+average. Then peak memory (RSS) and CPU time of an epoch of one batch of 2048 rows in micro-batches of 128,
+each in a process of its own, in random order; times are medians of rounds. Ends with exit code 1 if ours is
+beyond its bounds.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tables import print_table
+
+WAYS = ("whole batch", "gradient_accumulation_steps", "superbatch")
+ROWS, MICROBATCH, POSITIONS, WIDTH, LAYERS = 2048, 128, 64, 64, 16
+BOUND = 2e-5  # float32 sums in another order
+EPOCHS = 3  # the first one compiles
+
+
+def main() -> int:
+    """Run everything and print two tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backends", default="tensorflow,jax,torch")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs="+")
+    arguments = parser.parse_args()
+    if arguments.child:
+        kind, *rest = arguments.child
+        print("\n" + json.dumps(errors() if kind == "errors" else cost(*rest)))
+        return 0
+    backends = arguments.backends.split(",")
+    found: dict[str, Any] = {backend: {"errors": child(backend, "errors")} for backend in backends}
+    jobs = [(backend, way) for backend in backends for way in WAYS] * arguments.rounds
+    random.Random(0).shuffle(jobs)
+    for backend, way in jobs:
+        found[backend].setdefault(way, []).append(child(backend, "cost", way))
+    report(found)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    worst = max(error["superbatch"] for backend in backends for error in found[backend]["errors"].values())
+    return int(not worst <= BOUND)
+
+
+def child(backend: str, *arguments: str) -> Any:
+    """Measure in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", *arguments],
+        env=os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print what was found."""
+    rows = [
+        [backend, case, *(f"{error[way]:.1e}" for way in WAYS[1:])]
+        for backend, results in found.items()
+        for case, error in results["errors"].items()
+    ]
+    print_table(["backend", "case", "error of " + WAYS[1], "of " + WAYS[2]], rows)
+    rows = []
+    for backend, results in found.items():
+        whole = statistics.median(run["seconds"] for run in results[WAYS[0]])
+        for way in WAYS:
+            seconds = statistics.median(run["seconds"] for run in results[way])
+            peak = statistics.median(run["mib"] for run in results[way])
+            rows.append([backend, way, f"{peak:.0f}", f"{seconds:.2f}", f"{seconds / whole:.2f}"])
+    print_table(["backend", "way", "peak RSS, MiB", "CPU s / epoch", "x whole batch"], rows)
+
+
+# What runs in a child.
+
+
+def fitted(build: Any, way: str, x: Any, y: Any, batch: int, size: int, **fit: Any) -> Any:
+    """A model after `fit` in one of the three ways."""
+    from superbatch.keras import accumulate
+
+    own = way == WAYS[1]
+    model = build(-(-batch // size) if own else None)
+    trained = accumulate(model, microbatch_size=size) if way == WAYS[2] else model
+    trained.fit(x, y, batch_size=size if own else batch, shuffle=False, verbose=0, **fit)
+    return model
+
+
+def errors() -> dict[str, dict[str, float]]:
+    """How far the weights are from those of the whole batch, relative to how far these have moved."""
+    import keras
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(32, 3)).astype("float32"), draw.normal(size=(32, 2)).astype("float32")
+    tokens = draw.integers(1, 7, size=(32, 6)) * (np.arange(6) < draw.integers(1, 7, size=32)[:, None])
+    labels = draw.integers(0, 3, size=(32, 6))
+    sgd = keras.optimizers.SGD
+
+    def dense(**options: Any) -> Any:
+        def build(steps: int | None) -> Any:
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential(
+                [keras.Input((3,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)]
+            )
+            model.compile(
+                sgd(**({"learning_rate": 0.1, "momentum": 0.9} | options), gradient_accumulation_steps=steps),
+                "mse",
+            )
+            return model
+
+        return build
+
+    def masked(steps: int | None) -> Any:
+        keras.utils.set_random_seed(0)
+        embedding = keras.layers.Embedding(7, 4, mask_zero=True)
+        model = keras.Sequential([keras.Input((6,)), embedding, keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(sgd(1.0, momentum=0.9, gradient_accumulation_steps=steps), loss)
+        return model
+
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.1, 0.0])
+    ema = {"use_ema": True, "ema_momentum": 0.9, "ema_overwrite_frequency": 2}
+    cases = {
+        "equal micro-batches": (dense(), x, y),
+        "rows 8, 8, 8, 2": (dense(), x[:26], y[:26]),
+        "masked tokens": (masked, tokens, labels),
+        "a schedule": (dense(learning_rate=schedule), x, y),
+        "a moving average": (dense(**ema), x, y),
+    }
+    found: dict[str, dict[str, float]] = {}
+    for name, (build, inputs, targets) in cases.items():
+        start = [np.array(w) for w in build(None).get_weights()]
+        whole, *others = (fitted(build, way, inputs, targets, 32, 8, epochs=2).get_weights() for way in WAYS)
+        trained = range(len(start))
+        moved = max(np.abs(whole[i] - start[i]).max() for i in trained)
+        found[name] = {
+            way: float(max(np.abs(other[i] - whole[i]).max() for i in trained) / moved)
+            for way, other in zip(WAYS[1:], others, strict=True)
+        }
+    return found
+
+
+def cost(way: str) -> dict[str, float]:
+    """Peak memory of the process, and CPU time of an epoch that makes one update."""
+    import keras
+    import numpy as np
+
+    def build(steps: int | None) -> Any:
+        keras.utils.set_random_seed(0)
+        hidden = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(LAYERS)]
+        model = keras.Sequential([keras.Input((POSITIONS, WIDTH)), *hidden])
+        model.compile(keras.optimizers.Adam(1e-3, gradient_accumulation_steps=steps), "mse")
+        return model
+
+    class Clock(keras.callbacks.Callback):
+        seconds: list[float] = []  # noqa: RUF012
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.start = time.process_time()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.seconds.append(time.process_time() - self.start)
+
+    x = np.random.default_rng(0).normal(size=(ROWS, POSITIONS, WIDTH)).astype("float32")
+    fitted(build, way, x, x, ROWS, MICROBATCH, epochs=EPOCHS, callbacks=[Clock()])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"seconds": min(Clock.seconds[1:]), "mib": peak}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

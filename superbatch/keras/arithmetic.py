@@ -1,0 +1,75 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""What `superbatch.normalize` says, on the tensors of a train step; nothing else in this package divides.
+
+There a weight is a number on the host and may be refused. Here it is only known when the step runs, so a
+weight that is negative makes the total NaN instead, and the NaN is in the update.
+
+Plain operators divide, and not `keras.ops.divide_no_nan`: that gives float32 for float64 on the torch
+backend, as `keras.backend.result_type` does on all but TensorFlow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras import ops
+from keras.src import backend
+
+
+def wide(dtype: Any) -> str:
+    """Return the dtype in which something of `dtype` is summed and counted: float32 or wider.
+
+    Examples:
+        >>> wide("bfloat16"), wide("float64")
+        ('float32', 'float64')
+    """
+    return "float64" if backend.standardize_dtype(dtype) == "float64" else "float32"
+
+
+def checked(weight: Any) -> Any:
+    """Return a weight, NaN where it is negative.
+
+    Examples:
+        >>> float(checked(ops.convert_to_tensor(-1.0)))
+        nan
+    """
+    return ops.where(weight < 0, ops.full_like(weight, float("nan")), weight)
+
+
+def scale(weight: Any, total: Any) -> Any:
+    """Return ``w / W``, the factor of a micro-batch's mean; 0 where ``W`` is 0.
+
+    Examples:
+        >>> float(scale(ops.convert_to_tensor(4.0), ops.convert_to_tensor(10.0)))
+        0.4
+    """
+    return per_weight(weight, total)
+
+
+def per_weight(total: Any, weight: Any) -> Any:
+    """Return a sum divided by its weight; 0 where the weight is 0, as Keras has it.
+
+    Examples:
+        >>> float(per_weight(ops.convert_to_tensor(6.0), ops.convert_to_tensor(0.0)))
+        0.0
+    """
+    empty = weight == 0
+    divided = total / ops.where(empty, ops.ones_like(weight), weight)
+    return ops.where(empty, ops.zeros_like(divided), divided)
+
+
+def taking_part(value: Any, weight: Any) -> Any:
+    """Return a value, but 0 where the weight is 0: a loss of no tokens may be NaN, and 0 x NaN is no 0.
+
+    Examples:
+        >>> float(taking_part(ops.convert_to_tensor(float("nan")), ops.convert_to_tensor(0.0)))
+        0.0
+    """
+    return ops.where(weight == 0, ops.zeros_like(value), value)

@@ -1,0 +1,102 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""For those who keep Keras' own `gradient_accumulation_steps`: the update that Keras leaves out."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+from keras import ops
+
+from ..errors import OptimizerError, explain
+
+
+class FlushTail(keras.callbacks.Callback):
+    """At the end of an epoch, make the update of the micro-batches that are left over, divided by their count.
+
+    Keras applies every k-th sum of gradients, divided by k. Where an epoch has ``K = q k + r`` micro-batches
+    it keeps the last r for the next epoch (and at the end of training for ever). This callback applies them
+    before validation::
+
+        gradient of the tail = (sum of r gradients) / r
+
+    Keras' counter of micro-batches then goes on at the next multiple of k, as after a full window, so that
+    the next epoch begins with a window of its own.
+
+    Micro-batches of one size make this exact. Keras keeps sums of means: a last micro-batch with fewer rows
+    counts as much as the others, and nobody can tell afterwards. Learning-rate schedules and the moving
+    average of weights still count micro-batches. `accumulate` has none of these limits.
+
+    Raises:
+        OptimizerError: when training begins: the optimizer has no `gradient_accumulation_steps`.
+
+    Examples:
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4), loss="mse")
+        >>> x = ops.ones((10, 1))
+        >>> history = model.fit(x, x, batch_size=1, epochs=1, callbacks=[FlushTail()], verbose=0)
+        >>> int(model.optimizer.iterations)  # 10 micro-batches are the windows 4, 4 and 2
+        3
+
+    See Also:
+        https://keras.io/api/optimizers/ on `gradient_accumulation_steps`.
+    """
+
+    training = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse an optimizer that does not accumulate."""
+        if not _inner(self.model.optimizer).gradient_accumulation_steps:
+            raise OptimizerError(
+                explain(
+                    "FlushTail with an optimizer that does not accumulate",
+                    "there is no tail to flush",
+                    "give the optimizer gradient_accumulation_steps=, or leave FlushTail out",
+                )
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note that training goes on."""
+        self.training = True
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Flush before validation."""
+        if self.training:
+            self.on_epoch_end(0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Flush what is left."""
+        self.training = False
+        optimizer = _inner(self.model.optimizer)
+        steps = optimizer.gradient_accumulation_steps
+        left = int(optimizer._iterations) % steps  # `iterations` counts windows
+        if not left:
+            return
+        for total in optimizer._accumulated_gradients:
+            if total is not None:
+                total.assign(ops.convert_to_tensor(total) * (steps / left))  # Keras divides by `steps`
+        optimizer._iterations.assign(ops.convert_to_tensor(optimizer._iterations) + (steps - 1 - left))
+        weights = self.model.trainable_variables
+        with _no_gradients():
+            optimizer.apply([ops.zeros_like(ops.convert_to_tensor(weight)) for weight in weights], weights)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer that makes the update, inside one that scales the loss."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _no_gradients() -> Any:
+    if keras.backend.backend() != "torch":
+        return contextlib.nullcontext()
+    import torch
+
+    return torch.no_grad()

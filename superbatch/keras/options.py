@@ -1,0 +1,52 @@
+"""What `accumulate` was asked for, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..errors import InputError, explain
+from ..integers import positive_int
+
+LossWeight = Callable[[Any, Any, Any], Any]
+BatchNorm = Literal["error", "per_microbatch"]
+NonFinite = Literal["propagate", "skip_microbatch"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `accumulate`, which has their meaning."""
+
+    microbatch_size: int
+    loss_weight: LossWeight | None = None
+    batchnorm: BatchNorm = "error"
+    nonfinite: NonFinite = "propagate"
+
+
+def check(options: Options) -> Options:
+    """Return the options if they are such.
+
+    Raises:
+        InputError: one is not.
+
+    Examples:
+        >>> check(Options(microbatch_size=8)).batchnorm
+        'error'
+    """
+    positive_int("microbatch_size", options.microbatch_size)
+    if options.loss_weight is not None and not callable(options.loss_weight):
+        raise InputError(
+            explain(
+                f"loss_weight={options.loss_weight!r}",
+                "the weight of a micro-batch is computed from it",
+                "pass a function (x, y, sample_weight) -> scalar, or None",
+            )
+        )
+    for name, allowed in (("batchnorm", get_args(BatchNorm)), ("nonfinite", get_args(NonFinite))):
+        value = getattr(options, name)
+        if value not in allowed:
+            raise InputError(
+                explain(f"{name}={value!r}", "there is no such choice", f"pass one of {allowed}")
+            )
+    return options

@@ -1,0 +1,257 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""The train step on Keras' JAX backend: a scan over micro-batches inside one jitted step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax import lax
+
+from . import arithmetic, batchnorm, forward, splitting, survey, tracking, window
+from .options import Options
+from .splitting import Group
+from .window import Plan
+
+Values = list[Any]
+
+
+class State(NamedTuple):
+    """The values of a model's variables, in the order in which Keras hands them to a train step."""
+
+    trainable: Values
+    other: Values
+    optimizer: Values
+    metrics: Values
+
+
+class Carry(NamedTuple):
+    """What goes from one micro-batch to the next."""
+
+    other: Values
+    metrics: Values
+    gradients: Values
+    sums: Any
+    norms: Values
+
+
+class Batch(NamedTuple):
+    """What is known of a batch before its loop."""
+
+    model: Any
+    state: State
+    options: Options
+    plan: Plan
+    rows: int
+    norms: batchnorm.Statistics
+
+
+def train_step(model: Any, options: Options, state: Any, data: Any) -> Any:
+    """One batch, one update."""
+    state = State(*state)
+    data = keras.utils.unpack_x_y_sample_weight(data)
+    rows = splitting.leaves(data)[0].shape[0]
+    with _scope(model, state):
+        norms = batchnorm.Statistics(model)
+    batch = Batch(model, state, options, _plan(model, state, data, options), rows, norms)
+    parts = splitting.groups(rows, options.microbatch_size)
+    counted = _count(batch, parts, data) if batch.plan.counting else None
+    totals = window.totals_of(batch.plan, jnp.asarray(rows), counted)
+    carry = Carry(
+        state.other,
+        state.metrics,
+        [jnp.zeros(leaf.shape, arithmetic.wide(leaf.dtype)) for leaf in state.trainable],
+        jnp.zeros(batch.plan.length, batch.plan.dtype),
+        norms.zeros(),
+    )
+
+    def one(carry: Carry, microbatch: Any) -> Carry:
+        return _microbatch(batch, totals, carry, microbatch)
+
+    carry = _over(parts, one, carry, data, eager=model.run_eagerly)
+    gradients, regularization = _finished(batch, carry)
+    trainable, optimizer = _apply(batch, carry, gradients)
+    return _end(batch, carry, State(trainable, carry.other, optimizer, carry.metrics), regularization)
+
+
+def _scope(model: Any, state: State | Carry, trainable: Values | None = None) -> Any:
+    """A scope in which the model's variables have these values."""
+    mapping = [*zip(model.non_trainable_variables, state.other, strict=True)]
+    mapping += zip(model.metrics_variables, state.metrics, strict=True)
+    trainable = state.trainable if isinstance(state, State) else trainable
+    if trainable is not None:
+        mapping += zip(model.trainable_variables, trainable, strict=True)
+    return keras.StatelessScope(state_mapping=mapping, collect_losses=True)
+
+
+def _values(scope: Any, variables: Values) -> Values:
+    return [scope.get_current_value(variable) for variable in variables]
+
+
+def _plan(model: Any, state: State, data: Any, options: Options) -> Plan:
+    """Look at the terms of the loss without computing them."""
+    found: list[Plan] = []
+
+    def symbolic(state: State, data: Any) -> None:
+        with _scope(model, state):
+            found.append(survey.look(model, data, options))
+
+    jax.eval_shape(symbolic, state, data)
+    return found[0]
+
+
+def _over(parts: list[Group], one: Callable[[Any, Any], Any], carry: Any, data: Any, *, eager: bool) -> Any:
+    """Run `one` over the micro-batches, in a compiled loop for each group of one size.
+
+    Micro-batch i of a group of k has the rows ``i, i + k, ...`` of the group: where the batch is sharded by
+    contiguous blocks, each device finds its share of every micro-batch on itself.
+    """
+    for group in parts:
+        rows = splitting.part(data, group.start, group.start + group.count * group.size)
+        dealt = jax.tree.map(
+            lambda leaf, group=group: leaf.reshape(group.size, group.count, *leaf.shape[1:]).swapaxes(0, 1),
+            rows,
+        )
+        if group.count == 1 or eager:
+            for number in range(group.count):
+                carry = one(carry, jax.tree.map(lambda leaf, number=number: leaf[number], dealt))
+        else:
+            carry, _ = lax.scan(lambda carry, microbatch: (one(carry, microbatch), None), carry, dealt)
+    return carry
+
+
+def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> Carry:
+    """Forward, backward, and what is added to the sums."""
+    model, plan = batch.model, batch.plan
+    rows = splitting.leaves(microbatch)[0].shape[0]
+
+    def loss(trainable: Values) -> Any:
+        with _scope(model, carry, trainable) as scope:
+            y_pred = forward.predictions(model, microbatch[0])
+            terms = forward.terms_of(model, microbatch, y_pred, batch.options)
+            norms = batch.norms.noted(carry.norms, rows)
+            value = window.objective(terms, totals, plan)
+            part = window.contribution(terms, rows, plan)
+            tracking.update_metrics(model, microbatch, y_pred)
+            new = Carry(
+                _values(scope, model.non_trainable_variables),
+                _values(scope, model.metrics_variables),
+                [],
+                part,
+                norms,
+            )
+        return _scaled(model, batch.state, value), new
+
+    gradients, new = jax.grad(loss, has_aux=True)(batch.state.trainable)
+    keep = _kept(gradients, new.sums, plan)
+    if keep is None:
+        return new._replace(
+            gradients=[
+                total + gradient.astype(total.dtype)
+                for total, gradient in zip(carry.gradients, gradients, strict=True)
+            ],
+            sums=carry.sums + new.sums,
+        )
+    added = [
+        total + jnp.where(keep, gradient, 0).astype(total.dtype)
+        for total, gradient in zip(carry.gradients, gradients, strict=True)
+    ]
+    sums = carry.sums + jnp.where(keep, new.sums, 0)
+    if not plan.skips:
+        return new._replace(gradients=added, sums=sums)
+    kept = jax.tree.map(
+        lambda after, before: jnp.where(keep, after, before),
+        (new.metrics, new.norms),
+        (carry.metrics, carry.norms),
+    )
+    return Carry(new.other, kept[0], added, sums, kept[1])
+
+
+def _kept(gradients: Values, part: Any, plan: Plan) -> Any | None:
+    """Whether a micro-batch takes part; None where every one does."""
+    if not plan.may_be_empty:
+        return None
+    keep = window.counts(part, plan)
+    if plan.skips:
+        finite = [jnp.all(jnp.isfinite(leaf)) for leaf in [part, *gradients]]
+        keep = jnp.logical_and(keep, jnp.all(jnp.stack(finite)))
+    return keep
+
+
+def _scaled(model: Any, state: State, loss: Any) -> Any:
+    """The loss times the optimizer's scale against underflow."""
+    mapping = list(zip(model.optimizer.variables, state.optimizer, strict=True))
+    with keras.StatelessScope(state_mapping=mapping):
+        return model.optimizer.scale_loss(loss)
+
+
+def _count(batch: Batch, parts: list[Group], data: Any) -> Any:
+    """A pass that only counts; XLA leaves out all of the forward that no mask needs."""
+
+    def one(sums: Any, microbatch: Any) -> Any:
+        with _scope(batch.model, batch.state):
+            y_pred = forward.predictions(batch.model, microbatch[0])
+            terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options)
+            return sums + window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], batch.plan)
+
+    start = jnp.zeros(batch.plan.length, batch.plan.dtype)
+    return _over(parts, one, start, data, eager=batch.model.run_eagerly)
+
+
+def _finished(batch: Batch, carry: Carry) -> tuple[Values, Any]:
+    """Divide once, then add the gradient of the regularizers of weights, once; that and their value."""
+    model, plan = batch.model, batch.plan
+    divisor = window.division(carry.sums, batch.rows, plan)
+    gradients = [
+        window.divided(total, divisor, leaf.dtype)
+        for total, leaf in zip(carry.gradients, batch.state.trainable, strict=True)
+    ]
+    values: list[Any] = []
+
+    def regularize(trainable: Values) -> Any:
+        with _scope(model, carry, trainable):
+            value = forward.weight_regularization(model)
+        values.append(value)
+        return jnp.zeros(()) if value is None else (_scaled(model, batch.state, value))
+
+    jax.eval_shape(regularize, batch.state.trainable)
+    if values[0] is None:
+        return gradients, None
+    more = jax.grad(regularize)(batch.state.trainable)
+    with _scope(model, carry, batch.state.trainable):
+        value = forward.weight_regularization(model)
+    return [gradient + added for gradient, added in zip(gradients, more, strict=True)], value
+
+
+def _apply(batch: Batch, carry: Carry, gradients: Values) -> tuple[Values, Values]:
+    """The update; none where nothing counts."""
+    model, state = batch.model, batch.state
+
+    def apply() -> Any:
+        return model.optimizer.stateless_apply(state.optimizer, gradients, state.trainable)
+
+    if not batch.plan.may_be_empty:
+        return apply()
+    return lax.cond(window.counts(carry.sums, batch.plan), apply, lambda: (state.trainable, state.optimizer))
+
+
+def _end(batch: Batch, carry: Carry, state: State, regularization: Any) -> Any:
+    """What Keras' train step returns: logs, and the values of all variables."""
+    model = batch.model
+    with _scope(model, state) as scope:
+        batch.norms.assign(carry.norms)
+        tracking.track_loss(model, carry.sums, batch.plan, jnp.asarray(batch.rows), regularization)
+        logs = model.get_metrics_result()
+        other = _values(scope, model.non_trainable_variables)
+        metrics = _values(scope, model.metrics_variables)
+    return logs, (state.trainable, other, state.optimizer, metrics)

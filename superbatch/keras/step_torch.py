@@ -1,0 +1,141 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""The train step on Keras' torch backend: a loop of backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+from keras import ops
+
+from . import arithmetic, batchnorm, forward, splitting, survey, tracking, window
+from .options import Options
+from .window import Plan
+
+
+def train_step(model: Any, options: Options, data: Any) -> Any:
+    """One batch, one update."""
+    batch = keras.utils.unpack_x_y_sample_weight(data)
+    rows = splitting.leaves(batch)[0].shape[0]
+    plan = survey.plan(model, batch, options)
+    microbatches = [
+        splitting.part(batch, group.start + i * group.size, group.start + (i + 1) * group.size)
+        for group in splitting.groups(rows, options.microbatch_size)
+        for i in range(group.count)
+    ]
+    counted = _count(model, microbatches, plan, options) if plan.counting else None
+    weights = model.trainable_weights
+    device = splitting.leaves(batch)[0].device
+    totals = window.totals_of(plan, torch.tensor(rows, device=device), counted)
+    sums, sink = _loop(model, microbatches, totals, plan, options)
+    regularization = _regularize(model, window.division(sums, rows, plan), sink, weights)
+    if not plan.may_be_empty or bool(window.counts(sums, plan)):
+        with torch.no_grad():
+            model.optimizer.apply(sink.gradients(weights), weights)
+    for weight in weights:
+        weight.value.grad = None
+    tracking.track_loss(model, sums, plan, torch.tensor(rows, device=device), regularization)
+    return model.get_metrics_result()
+
+
+class Sink:
+    """Where gradients add up: in `grad`, or beside it where its type is too short or it may be dropped."""
+
+    def __init__(self, weights: list[Any], *, apart: bool) -> None:
+        self.apart = [apart or weight.value.dtype in (torch.bfloat16, torch.float16) for weight in weights]
+        self.sums: list[Any] = [None] * len(weights)
+
+    def take(self, weights: list[Any], *, keep: bool = True) -> None:
+        """Add what the last backward left in `grad`, where it does not stay there."""
+        for number, weight in enumerate(weights):
+            if not self.apart[number]:
+                continue
+            gradient, weight.value.grad = weight.value.grad, None
+            if gradient is None or not keep:
+                continue
+            total = self.sums[number]
+            wide = gradient.to(getattr(torch, arithmetic.wide(gradient.dtype)))
+            self.sums[number] = wide if total is None else total.add_(wide)
+
+    def divide(self, weights: list[Any], divisor: Any) -> None:
+        """Divide everything once."""
+        for number, weight in enumerate(weights):
+            total = self.sums[number] if self.apart[number] else weight.value.grad
+            if total is not None:
+                total.copy_(window.divided(total, divisor, total.dtype))
+
+    def gradients(self, weights: list[Any]) -> list[Any]:
+        """One gradient for each weight, in its dtype; None where there is none."""
+        found = [
+            self.sums[number] if self.apart[number] else weight.value.grad
+            for number, weight in enumerate(weights)
+        ]
+        return [
+            None if gradient is None else gradient.to(weight.value.dtype)
+            for gradient, weight in zip(found, weights, strict=True)
+        ]
+
+
+def _loop(
+    model: Any, microbatches: list[Any], totals: list[Any], plan: Plan, options: Options
+) -> tuple[Any, Sink]:
+    """Forward and backward of every micro-batch; the sums, and where the gradients are."""
+    weights = model.trainable_weights
+    for weight in weights:
+        weight.value.grad = None
+    sink = Sink(weights, apart=plan.skips)
+    norms = batchnorm.Statistics(model)
+    noted = norms.zeros()
+    sums = None
+    for microbatch in microbatches:
+        y_pred = forward.predictions(model, microbatch[0])
+        terms = forward.terms_of(model, microbatch, y_pred, options)
+        value = window.objective(terms, totals, plan)
+        part = window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], plan).detach()
+        keep = not plan.may_be_empty or bool(window.counts(part, plan))
+        if keep and value.requires_grad:
+            model.optimizer.scale_loss(value).backward()
+        if plan.skips and keep:
+            gradients = [weight.value.grad for weight in weights if weight.value.grad is not None]
+            keep = all(bool(torch.isfinite(tensor).all()) for tensor in [part, *gradients])
+        sink.take(weights, keep=keep)
+        part = part if keep else torch.zeros_like(part)
+        sums = part if sums is None else sums + part
+        with torch.no_grad():
+            noted = norms.noted(noted, part[-1])
+            if keep or not plan.skips:
+                tracking.update_metrics(model, microbatch, y_pred)
+    with torch.no_grad():
+        norms.assign(noted)
+    return sums, sink
+
+
+def _count(model: Any, microbatches: list[Any], plan: Plan, options: Options) -> Any:
+    """A pass that only counts: it leaves no trace in the model."""
+    sums = None
+    for microbatch in microbatches:
+        with torch.no_grad(), survey.scope(model):
+            terms = forward.terms_of(model, microbatch, forward.predictions(model, microbatch[0]), options)
+            part = window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], plan)
+        sums = part if sums is None else sums + part
+    return sums
+
+
+def _regularize(model: Any, divisor: Any, sink: Sink, weights: list[Any]) -> Any:
+    """Divide, then add the gradient of the regularizers of weights, once."""
+    if divisor is not None:
+        sink.divide(weights, divisor)
+    value = forward.weight_regularization(model)
+    if value is None:
+        return None
+    model.optimizer.scale_loss(value).backward()
+    sink.take(weights)
+    return ops.stop_gradient(value)

@@ -1,0 +1,57 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""The compiled losses of a model, asked for their terms instead of their total."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras.src.trainers.compile_utils import CompileLoss
+
+from .terms import Term, term_of
+
+
+class Taker(CompileLoss):
+    """A `CompileLoss` that finds the targets, predictions and weights of each loss, and notes its term.
+
+    Which part of nested targets belongs to which loss is Keras' own code; only the losses themselves are
+    replaced. It makes no metrics: these are updated once for the batch.
+    """
+
+    def __init__(self, compiled: Any, stated: Any, rows: Any) -> None:
+        super().__init__(compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names)
+        self.stated, self.rows = stated, rows
+        self.terms: list[Term] = []
+        self._y_pred_build_structure = compiled._y_pred_build_structure
+        self._y_true_build_structure = compiled._y_true_build_structure
+        self._flat_losses = [
+            CompileLoss.Loss(flat.path, self._noting(flat), None, flat.name) for flat in compiled._flat_losses
+        ]
+        self.built = True
+
+    @property
+    def metrics(self) -> list[Any]:
+        """None for each loss: no metric to update."""
+        return [None] * len(self._flat_losses)
+
+    def _noting(self, flat: Any) -> Any:
+        def note(y: Any, y_pred: Any, sample_weight: Any) -> Any:
+            term = term_of(flat.name, flat.loss, y, y_pred, sample_weight, self.stated, self.rows)
+            factor = 1.0 if flat.loss_weights is None else flat.loss_weights
+            self.terms.append(term._replace(factor=factor))
+            return term.value
+
+        return note
+
+
+def take(compiled: Any, y: Any, y_pred: Any, sample_weight: Any, stated: Any, rows: Any) -> list[Term]:
+    """Return the terms of the compiled losses of a micro-batch, in the order Keras has them."""
+    taker = Taker(compiled, stated, rows)
+    taker(y, y_pred, sample_weight)
+    return taker.terms

@@ -1,0 +1,154 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""The terms of a loss, and what each is divided by: what Keras knows, read the way Keras does it.
+
+A term is what one compiled loss, or `add_loss`, says about a micro-batch: a mean over something, and the
+weight of that mean. Of what the mean is, is the term's kind:
+
+    "rows"      over the rows of the micro-batch; its weight is known before the forward
+    "counted"   over what a mask or sample weights count; its weight is known after the forward
+    "sum"       no mean at all: terms of micro-batches add up
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import keras
+from keras import ops
+from keras.src import backend
+from keras.src.losses.loss import squeeze_or_expand_to_same_rank
+
+from ..errors import StatementError, explain
+from . import arithmetic
+
+Kind = Literal["rows", "counted", "sum"]
+
+
+class Term(NamedTuple):
+    """What one loss says about one micro-batch.
+
+    Attributes:
+        name: of the loss, for errors.
+        kind: over what `value` is a mean.
+        value: the mean (the sum, for the kind "sum"), a scalar tensor.
+        weight: the weight of the mean, a scalar tensor; 1 for the kind "sum".
+        factor: of the term in the total: the `loss_weights` of `compile`.
+    """
+
+    name: str
+    kind: Kind
+    value: Any
+    weight: Any
+    factor: Any = 1.0
+
+
+def term_of(name: str, loss: Any, y: Any, y_pred: Any, sample_weight: Any, stated: Any, rows: Any) -> Term:
+    """Read the term of one compiled loss.
+
+    Args:
+        name: of the loss.
+        loss: a `keras.losses.Loss`.
+        y: the targets of this loss.
+        y_pred: the predictions.
+        sample_weight: the sample weights of this loss, or None.
+        stated: the weight that `loss_weight=` gave, or None.
+        rows: of the micro-batch, a scalar tensor.
+
+    Raises:
+        StatementError: Keras does not know what the loss is divided by, and nothing is stated; or the loss
+            cannot be put together from micro-batches.
+    """
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        return stated_term(name, loss(y, y_pred, sample_weight), stated, sample_weight)
+    if loss.reduction in (None, "none"):
+        raise StatementError(
+            explain(
+                f"the loss {name!r} with reduction={loss.reduction!r}",
+                "an update is that of one number, and this loss is one number for each sample",
+                'give the loss reduction="sum_over_batch_size", "mean_with_sample_weight" or "sum"',
+            )
+        )
+    y_pred_, y_ = (
+        keras.tree.map_structure(lambda leaf: ops.convert_to_tensor(leaf, dtype=loss.dtype), part)
+        for part in (y_pred, y)
+    )
+    mask = backend.get_keras_mask(y_pred)
+    values = loss.call(y_, y_pred_)
+    masks = [part for part in (mask, backend.get_keras_mask(values)) if part is not None]
+    values = ops.convert_to_tensor(values, dtype=loss.dtype)
+    if len(values.shape) == 0:
+        return stated_term(name, values, stated, sample_weight if not masks else masks[0])
+    return _reduced(name, loss, values, masks, sample_weight, rows)
+
+
+def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:
+    """The term of a loss that is one number already.
+
+    Raises:
+        StatementError: nothing is stated about its divisor; or sample weights or a mask multiply the finished
+            mean, so that no weight makes the batch's from those of micro-batches.
+    """
+    if stated is None:
+        raise StatementError(
+            explain(
+                f"the loss {name!r}, which returns one number for a micro-batch",
+                "Keras does not know what this number was divided by",
+                "return one number for each sample or token, or state the weight of a micro-batch: "
+                "loss_weight=lambda x, y, sample_weight: keras.ops.shape(y)[0] for a mean over rows",
+            )
+        )
+    if sample_weight is not None:
+        raise StatementError(
+            explain(
+                f"the loss {name!r}, which returns one number, with a mask or sample weights",
+                "Keras multiplies the finished mean with the weights, and such products do not add up",
+                "return one number for each sample or token, which the weights can be applied to",
+            )
+        )
+    return Term(name, "counted", value, stated)
+
+
+def _reduced(name: str, loss: Any, values: Any, masks: list[Any], sample_weight: Any, rows: Any) -> Term:
+    """Reduce losses of samples or tokens as `keras.losses.Loss` does, keeping the divisor."""
+    weights, total = None, None
+    count_dtype = arithmetic.wide(values.dtype)
+    if masks:
+        mask = masks[0] if len(masks) == 1 else ops.logical_and(masks[0], masks[1])
+        weights, total = ops.cast(mask, values.dtype), _size(mask, count_dtype)
+        valid = ops.sum(ops.cast(mask, count_dtype))
+    else:
+        valid = None
+    if sample_weight is not None:
+        sample_weight = ops.convert_to_tensor(sample_weight, dtype=values.dtype)
+        if weights is None:
+            weights = sample_weight
+        else:
+            weights, sample_weight = squeeze_or_expand_to_same_rank(weights, sample_weight)
+            weights = sample_weight * weights
+    if weights is not None:
+        values, weights = squeeze_or_expand_to_same_rank(values, weights)
+        values = values * weights
+    summed = ops.sum(values)
+    if loss.reduction == "sum":
+        return Term(name, "sum", summed, ops.ones((), count_dtype))
+    if loss.reduction == "mean_with_sample_weight" and weights is not None:
+        divisor, kind = ops.sum(ops.cast(weights, count_dtype)), "counted"
+    elif valid is not None and loss.reduction != "mean_with_sample_weight":
+        # Keras multiplies with total / valid and divides by all: one mask may stand for several values.
+        divisor, kind = valid * arithmetic.per_weight(_size(values, count_dtype), total), "counted"
+    else:
+        divisor, kind = _size(values, count_dtype), "rows"
+    value = arithmetic.per_weight(summed, ops.cast(divisor, summed.dtype))
+    return Term(name, kind, value, ops.cast(rows, count_dtype) if kind == "rows" else divisor)
+
+
+def _size(array: Any, dtype: str) -> Any:
+    """The number of elements, in a dtype that can count."""
+    return ops.cast(ops.prod(ops.convert_to_tensor(ops.shape(array), dtype="int32")), dtype)

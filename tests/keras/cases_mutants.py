@@ -1,0 +1,88 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""Wrong ways to accumulate, each of which a case of the other files must reject."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops
+
+from superbatch.keras import arithmetic, batchnorm, forward, terms, window
+from tests.keras import cases_behaviour, cases_exact
+
+
+def rejects(owner: Any, name: str, wrong: Any, case: Callable[[], None]) -> None:
+    """The case fails with the wrong function in place of the right one."""
+    right = getattr(owner, name)
+    setattr(owner, name, wrong)
+    try:
+        case()
+    except AssertionError:
+        return
+    finally:
+        setattr(owner, name, right)
+    raise ValueError(f"the mutant {name} survives {case.__name__}")
+
+
+def case_mutant_a_mean_of_means() -> None:
+    mean = lambda weight, total: ops.ones_like(total) / 5  # noqa: E731  (5 micro-batches of 5 and 4 rows)
+    rejects(arithmetic, "scale", mean, cases_exact.case_clipvalue)
+
+
+def case_mutant_divided_by_the_number_of_microbatches() -> None:
+    rejects(window, "division", lambda sums, rows, plan: 7.0, cases_exact.case_masked_tokens)
+
+
+def case_mutant_every_row_counts() -> None:
+    by_rows = lambda sums, rows, plan: sums[-1]  # noqa: E731
+    rejects(window, "division", by_rows, cases_exact.case_masked_tokens)
+
+
+def case_mutant_zero_times_nan() -> None:
+    always = lambda sums, plan: ops.any(sums == sums)  # noqa: E731
+    rejects(window, "counts", always, cases_exact.case_a_loss_that_returns_one_number)
+
+
+def case_mutant_regularizers_of_every_microbatch() -> None:
+    everything = lambda model: model.losses  # noqa: E731
+    rejects(forward, "data_losses", everything, cases_exact.case_masked_tokens_beside_a_regularizer)
+
+
+def case_mutant_sums_in_bfloat16() -> None:
+    rejects(
+        arithmetic, "wide", keras.backend.standardize_dtype, cases_behaviour.case_sums_of_bfloat16_are_float32
+    )
+
+
+def case_mutant_batches_that_count_nothing_update() -> None:
+    always = lambda sums, plan: ops.any(sums == sums)  # noqa: E731
+    rejects(window, "counts", always, cases_behaviour.case_a_batch_that_counts_nothing)
+
+
+def case_mutant_moving_statistics_of_the_last_microbatch() -> None:
+    last = lambda sums, weight: arithmetic.per_weight(sums, weight) * 0  # noqa: E731
+    rejects(
+        batchnorm,
+        "_own",
+        lambda after, before, momentum: after + last(before, before),
+        cases_behaviour.case_batchnorm,
+    )
+
+
+def case_mutant_the_sample_weights_divisor_is_rows() -> None:
+    right = terms._reduced
+
+    def wrong(*arguments: Any) -> Any:
+        term = right(*arguments)
+        return term._replace(weight=ops.ones_like(term.weight)) if term.kind == "counted" else term
+
+    rejects(terms, "_reduced", wrong, cases_exact.case_a_mean_over_sample_weights)

@@ -1,0 +1,98 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""What is refused, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from superbatch.errors import InputError, OptimizerError, SplitError, StatementError
+from superbatch.keras import accumulate
+from tests.keras.cases_exact import Halving, count_known
+from tests.keras.helpers import LABELS, TOKENS, X, Y, cross_entropy, dense, raises, text
+
+
+def fit(model: Any, x: Any = X, y: Any = Y, *, options: Any = None, **arguments: Any) -> Any:
+    ours = accumulate(model, microbatch_size=4, **(options or {}))
+    return lambda: ours.fit(x, y, batch_size=21, verbose=0, **arguments)
+
+
+def case_options() -> None:
+    model = dense()
+    raises(InputError, "at least 1 is needed", lambda: accumulate(model, microbatch_size=0))
+    wrong: Any = "rows"
+    raises(
+        InputError,
+        "pass a function (x, y, sample_weight)",
+        lambda: accumulate(model, microbatch_size=2, loss_weight=wrong),
+    )
+    raises(
+        InputError,
+        "pass one of ('error', 'per_microbatch')",
+        lambda: accumulate(model, microbatch_size=2, batchnorm=wrong),
+    )
+
+
+def case_models() -> None:
+    raises(InputError, "pass a keras.Model", lambda: accumulate(keras.layers.Dense(1), microbatch_size=2))
+    bare = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    raises(InputError, "call model.compile(...) first", lambda: accumulate(bare, microbatch_size=2))
+
+    class Own(keras.Model):
+        def train_step(self, *arguments: Any) -> Any:
+            return {}
+
+    own = Own()
+    own.compile("sgd", "mse")
+    raises(InputError, "override compute_loss instead", lambda: accumulate(own, microbatch_size=2))
+    twice = dense(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    raises(
+        OptimizerError, "leave gradient_accumulation_steps out", lambda: accumulate(twice, microbatch_size=2)
+    )
+
+
+def case_losses_that_say_too_little() -> None:
+    raises(StatementError, "state the weight of a micro-batch: loss_weight=", fit(dense(loss=Halving())))
+    weights = np.ones(21)
+    stated = {"loss_weight": count_known}
+    one = fit(dense(loss=Halving()), options=stated, sample_weight=weights)
+    raises(StatementError, "Keras multiplies the finished mean with the weights", one)
+    each = dense(loss=keras.losses.MeanSquaredError(reduction="none"))
+    raises(StatementError, 'give the loss reduction="sum_over_batch_size"', fit(each))
+    raises(StatementError, "leave loss_weight out", fit(dense(), options=stated))
+    vector = {"loss_weight": lambda x, y, sample_weight: ops.ones((2,))}
+    raises(InputError, "return a scalar", fit(dense(loss=Halving()), options=vector))
+
+
+def case_a_negative_weight_is_seen() -> None:
+    negative = {"loss_weight": lambda x, y, sample_weight: ops.convert_to_tensor(-1.0)}
+    model = dense(loss=Halving())
+    fit(model, options=negative)()
+    assert np.isnan(keras.ops.convert_to_numpy(model.weights[0])).any()
+
+
+def case_what_cannot_be_left_out() -> None:
+    skip = {"nonfinite": "skip_microbatch"}
+    model = text(cross_entropy())
+    model.layers[-1].activity_regularizer = keras.regularizers.L2(0.1)
+    raises(InputError, "their shares are set before it is known", fit(model, TOKENS, LABELS, options=skip))
+
+
+def case_arrays_that_do_not_split() -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    from superbatch.keras import splitting
+
+    raises(SplitError, "give all arrays the same number of rows", lambda: splitting.leaves((X, Y[:4])))
+    raises(SplitError, "give it one entry for each row", lambda: splitting.leaves((X, np.float64(3))))
+    raises(SplitError, "there is nothing to split", lambda: splitting.leaves((None, None)))

@@ -1,0 +1,116 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""`fit` under MirroredStrategy with two logical CPU devices, in a process of its own: prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "tensorflow"
+import tensorflow as tf
+
+CPU = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(CPU, [tf.config.LogicalDeviceConfiguration()] * 2)
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+keras.config.set_floatx("float64")
+from superbatch.errors import InputError  # noqa: E402
+from superbatch.keras import accumulate  # noqa: E402
+from tests.keras import helpers  # noqa: E402
+from tests.keras.helpers import LABELS, TOKENS, X, Y, array, cross_entropy  # noqa: E402
+
+SGD = keras.optimizers.SGD
+# One for the whole process: collectives of two strategies get the same keys.
+STRATEGY = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def difference(build: Any, x: Any, y: Any, batch_size: int, **options: Any) -> dict[str, float]:
+    """The largest difference from whole batches on one device, and the largest movement."""
+    whole = build()
+    start = [array(v) for v in whole.trainable_variables]
+    expected = whole.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, **options).history
+    with STRATEGY.scope():
+        model = build()
+        ours = accumulate(model, microbatch_size=3)
+        got = ours.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, **options).history
+    found = [array(v) for v in model.trainable_variables]
+    wanted = [array(v) for v in whole.trainable_variables]
+    return {
+        "replicas": STRATEGY.num_replicas_in_sync,
+        "error": max(float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True)),
+        "moved": min(float(np.abs(a - b).max()) for a, b in zip(start, wanted, strict=True)),
+        "loss": max(abs(a - b) for a, b in zip(got["loss"], expected["loss"], strict=True)),
+        "updates": int(array(model.optimizer.iterations)),
+    }
+
+
+def refused(build: Any, x: Any, y: Any) -> str:
+    with STRATEGY.scope():
+        try:
+            accumulate(build(), microbatch_size=3, batchnorm="per_microbatch").fit(x, y, verbose=0)
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+def kerass_own() -> str:
+    """What becomes of Keras' own option."""
+    with STRATEGY.scope():
+        model = helpers.dense(SGD(0.1, gradient_accumulation_steps=2))
+        try:
+            model.fit(X, Y, batch_size=4, verbose=0)
+        except RuntimeError as error:
+            return type(error).__name__
+    return ""
+
+
+def regularized() -> Any:
+    loss = helpers.SquaredError()
+    options = {"kernel_regularizer": "l2", "activity_regularizer": "l2", "kernel_constraint": "max_norm"}
+    return helpers.dense(SGD(0.1, momentum=0.9), loss=loss, **options)
+
+
+def batchnorm() -> Any:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def dropout() -> Any:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(2)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+def main() -> None:
+    words = lambda: helpers.text(cross_entropy(), keras.optimizers.Adam(0.1))  # noqa: E731
+    clipped = lambda: helpers.dense(SGD(0.5, global_clipnorm=0.05))  # noqa: E731
+    with STRATEGY.scope():
+        history = accumulate(dropout(), microbatch_size=2).fit(X, Y, batch_size=21, verbose=0).history
+    print(
+        json.dumps(
+            {
+                "rows that the replicas share unequally": difference(helpers.dense, X, Y, 21),
+                "a tail of one row": difference(helpers.dense, X, Y, 10),
+                "clipping": difference(clipped, X[:20], Y[:20], 10),
+                "regularizers": difference(regularized, X[:20], Y[:20], 20),
+                "masks": difference(words, TOKENS, LABELS, 14),
+                "batchnorm": refused(batchnorm, X, Y),
+                "dropout": float(history["loss"][0]),
+                "Keras' own option": kerass_own(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

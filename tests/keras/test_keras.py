@@ -1,0 +1,122 @@
+"""The cases of this folder on each backend of Keras, one process for each backend and file."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.keras
+# To compile takes long. By default JAX has these and TensorFlow all but the mutants, which are the arithmetic's.
+ON_JAX = {
+    "cases_exact.case_adam_schedule_clip_and_regularizer",
+    "cases_exact.case_masked_tokens",
+    "cases_exact.case_several_outputs_with_a_mask_and_weights_each",
+    "cases_exact.case_a_loss_that_returns_one_number",
+    "cases_behaviour.case_the_users_model_is_not_changed",
+    "cases_behaviour.case_random_numbers_differ_between_microbatches",
+    "cases_behaviour.case_batchnorm",
+    "cases_behaviour.case_a_batch_that_counts_nothing",
+    "cases_behaviour.case_a_microbatch_that_is_not_finite",
+    "cases_behaviour.case_flush_tail",
+    "cases_refusals.case_losses_that_say_too_little",
+}
+FILES = ("cases_exact", "cases_behaviour", "cases_refusals", "cases_mutants")
+PACKAGES = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
+
+
+def cases(file: str) -> list[str]:
+    """The names of a file's cases, without importing it: that would import Keras here."""
+    tree = ast.parse((HERE / f"{file}.py").read_text(encoding="utf-8"))
+    return [
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
+    ]
+
+
+def process(module: str, *arguments: str, backend: str) -> Any:
+    """Run a module of this folder in a process with a Keras backend; what its last line says, as JSON."""
+    for package in ("keras", PACKAGES[backend]):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (extra: keras, on {backend})")
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.keras.{module}", *arguments],
+        cwd=HERE.parents[1],
+        env=os.environ | {"KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def slow(backend: str, case: str) -> bool:
+    """Whether a case is left to `-m "slow and keras"`."""
+    return {
+        "jax": case not in ON_JAX,
+        "tensorflow": case.startswith("cases_mutants"),
+        "torch": False,
+    }[backend]
+
+
+ALL = [
+    pytest.param(
+        backend, case, marks=[pytest.mark.slow] if slow(backend, case) else [], id=f"{backend}-{case}"
+    )
+    for backend in PACKAGES
+    for case in [f"{file}.{name}" for file in FILES for name in cases(file)]
+]
+
+
+@functools.cache
+def results(backend: str, slowly: bool) -> Any:
+    """The results of a backend's slow cases, or of the others."""
+    names = [
+        case for param in ALL for on, case in [param.values] if on == backend and slow(on, case) is slowly
+    ]
+    return process("run_cases", *names, backend=backend)
+
+
+@pytest.mark.parametrize(("backend", "case"), ALL)
+def test_a_case(backend: str, case: str) -> None:
+    found = results(backend, slow(backend, case))
+    assert case in found, "each case is run"
+    if found[case]["error"]:
+        pytest.fail(found[case]["error"], pytrace=False)
+
+
+def test_there_are_cases() -> None:
+    assert all(len(cases(file)) > 5 for file in FILES)
+    assert {case for param in ALL for _, case in [param.values]} >= ON_JAX
+
+
+@functools.cache
+def mirrored() -> Any:
+    return process("mirrored", backend="tensorflow")
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["rows that the replicas share unequally", "a tail of one row", "clipping", "regularizers", "masks"],
+)
+def test_on_two_replicas(what: str) -> None:
+    found = mirrored()[what]
+    assert found["replicas"] == 2 and found["moved"] > 1e-3, "the premises"
+    assert found["error"] < 1e-12 * max(1.0, found["moved"]) and found["loss"] < 1e-12
+    assert found["updates"] == (2 if what != "a tail of one row" else 6) * (2 if what == "clipping" else 1)
+
+
+def test_what_is_refused_on_two_replicas() -> None:
+    found = mirrored()
+    assert "freeze it (layer.trainable = False) or use GroupNormalization" in found["batchnorm"]
+    assert found["dropout"] > 0
+    assert found["Keras' own option"] == "RuntimeError", "what users of it have today"
