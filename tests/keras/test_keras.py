@@ -16,7 +16,7 @@ import pytest
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.keras
-# To compile takes long. By default JAX has these and TensorFlow all but the mutants, which are the arithmetic's.
+# To compile takes long: by default JAX has these, and TensorFlow all but the mutants.
 ON_JAX = {
     "cases_exact.case_adam_schedule_clip_and_regularizer",
     "cases_exact.case_masked_tokens",
