@@ -212,6 +212,7 @@ def refusals() -> dict[str, str]:
     calls = {
         "add outside": lambda: one.accumulator.add([None] * 4),
         "apply inside": lambda: one.strategy.run(lambda: one.accumulator.apply(one.optimizer)),
+        "an optimizer from outside": lambda: one.accumulator.apply(keras.optimizers.SGD(0.1, 0.9)),
         "plain variables": lambda: one.strategy.run(
             lambda: Accumulator(plain).add(gradients(plain, share)[1], 1)
         ),

@@ -84,6 +84,7 @@ def test_a_window_goes_on_from_a_checkpoint(found: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("an optimizer from outside", "OptimizerError: Given: an optimizer of type SGD that cannot be built"),
         ("add outside", "WindowError: Given: add() outside of strategy.run, to variables on 2 replicas"),
         ("apply inside", "WindowError: Given: apply() inside of strategy.run or strategy.scope()"),
         (
