@@ -65,25 +65,24 @@ def slow(backend: str, case: str) -> bool:
     return backend != "torch" and case not in QUICK
 
 
-ALL = [
-    pytest.param(
-        backend, case, marks=[pytest.mark.slow] if slow(backend, case) else [], id=f"{backend}-{case}"
-    )
-    for backend in PACKAGES
-    for case in [f"{file}.{name}" for file in FILES for name in cases(file)]
-]
+PAIRS = [(backend, f"{file}.{name}") for backend in PACKAGES for file in FILES for name in cases(file)]
+
+
+def params() -> list[Any]:
+    return [
+        pytest.param(*pair, marks=[pytest.mark.slow] if slow(*pair) else [], id="-".join(pair))
+        for pair in PAIRS
+    ]
 
 
 @functools.cache
 def results(backend: str, slowly: bool) -> Any:
     """The results of a backend's slow cases, or of the others."""
-    names = [
-        case for param in ALL for on, case in [param.values] if on == backend and slow(on, case) is slowly
-    ]
+    names = [case for on, case in PAIRS if on == backend and slow(on, case) is slowly]
     return process("run_cases", *names, backend=backend)
 
 
-@pytest.mark.parametrize(("backend", "case"), ALL)
+@pytest.mark.parametrize(("backend", "case"), params())
 def test_a_case(backend: str, case: str) -> None:
     found = results(backend, slow(backend, case))
     assert case in found, "each case is run"
@@ -93,7 +92,7 @@ def test_a_case(backend: str, case: str) -> None:
 
 def test_there_are_cases() -> None:
     assert all(len(cases(file)) > 5 for file in FILES)
-    assert {case for param in ALL for _, case in [param.values]} >= QUICK
+    assert {case for _, case in PAIRS} >= QUICK
 
 
 @functools.cache
