@@ -48,13 +48,18 @@ def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[pre
         raise _not_finite(totals, some, options)
 
     def update(pattern: presence.Pattern) -> None:
-        pairs = [(_as_gradient(gradients[i], i, options), options.given[i]) for i in sorted(pattern)]
-        optimizer.apply_gradients(pairs)
+        # In a branch of a graph all gradients have to be made there, or none: Keras refuses a mixture.
+        found = {i: tf.identity(_as_gradient(gradients[i], i, options)) for i in sorted(pattern)}
+        optimizer.apply_gradients([(gradient, options.given[i]) for i, gradient in found.items()])
 
-    due = (weight != 0) & (finite | overflow_is_seen)
     known = tf.reduce_any([presence.matches(totals.present, pattern) for pattern in possible])
-    tf.cond(due & known, lambda: presence.dispatch(totals.present, possible, update), lambda: None)
-    applied = _applied(totals, norm, options, made=(weight != 0) & finite, scale=scale)
+    expected = (weight != 0) & known
+    tf.cond(
+        expected & (finite | overflow_is_seen),
+        lambda: presence.dispatch(totals.present, possible, update),
+        lambda: None,
+    )
+    applied = _applied(totals, norm, options, made=expected & finite, scale=scale)
     cleared = clear(state, strategy)
     if not tf.executing_eagerly():
         with tf.control_dependencies(cleared):

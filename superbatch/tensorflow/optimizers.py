@@ -72,9 +72,24 @@ def scale_of(optimizer: Any) -> Any | None:
 
 
 def build(optimizer: Any, variables: Sequence[Any], strategy: Any | None) -> None:
-    """Make the optimizer's variables for all of the model's: not under a condition, and not for some."""
+    """Make the optimizer's variables for all of the model's: not under a condition, and not for some.
+
+    Raises:
+        OptimizerError: the optimizer belongs to another strategy, or to none. The window stays.
+    """
     if getattr(optimizer, "built", True) or not callable(getattr(optimizer, "build", None)):
         return
-    with tf.init_scope(), strategy.scope() if strategy else nullcontext():
-        optimizer.build(list(variables))
-        optimizer.built = True
+    try:
+        with tf.init_scope(), strategy.scope() if strategy else nullcontext():
+            optimizer.build(list(variables))
+            optimizer.built = True
+    except RuntimeError as error:
+        if strategy is None:
+            raise
+        raise OptimizerError(
+            explain(
+                f"an optimizer of type {type(optimizer).__name__} that cannot be built within the strategy",
+                str(error),
+                "create it within strategy.scope(), as the model",
+            )
+        ) from error

@@ -119,16 +119,25 @@ def read(state: State, variables: Sequence[Any]) -> Totals:
     strategy = strategy_of(variables[0])
     held = [*state.sums, state.counts]
     if strategy is None:
-        values = [variable.read_value() for variable in held]
+        *sums, counts = [variable.read_value() for variable in held]
     else:
-        places = [*variables, variables[0]]
+        *sums, counts = _reduced(strategy, held, [*variables, variables[0]])
+    return Totals(sums, dict(zip(NAMES, tf.unstack(counts[:HEAD]), strict=True)), counts[HEAD:])
+
+
+def _reduced(strategy: Any, held: Sequence[Any], places: Sequence[Any]) -> list[Any]:
+    """The sums over replicas, on the first device of their variables."""
+    found: dict[int, Any] = {}
+    for dtype in sorted({variable.dtype.name for variable in held}):
+        # TensorFlow packs what it is given into one tensor, whatever the dtypes are.
+        indices = [index for index, variable in enumerate(held) if variable.dtype.name == dtype]
         with strategy.scope():
             reduced = strategy.extended.batch_reduce_to(
-                tf.distribute.ReduceOp.SUM, list(zip(held, places, strict=True))
+                tf.distribute.ReduceOp.SUM, [(held[index], places[index]) for index in indices]
             )
-            values = [strategy.experimental_local_results(value)[0] for value in reduced]
-    *sums, counts = values
-    return Totals(sums, dict(zip(NAMES, tf.unstack(counts[:HEAD]), strict=True)), counts[HEAD:])
+        local = [strategy.experimental_local_results(value)[0] for value in reduced]
+        found |= dict(zip(indices, local, strict=True))
+    return [found[index] for index in range(len(held))]
 
 
 def clear(state: State, strategy: Any | None) -> list[Any]:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.tensorflow
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow  # ./run test tests/benchmarks -m slow: many graphs
 def test_errors_of_each_way(tmp_path):
     path = tmp_path / "rows.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "tensorflow_accumulation.py"), "--processes", "0"]

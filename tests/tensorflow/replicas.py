@@ -165,6 +165,29 @@ def in_one_function() -> dict[str, Any]:
     return communication(window.get_concrete_function(shares)) | {"error": error}
 
 
+def mixed_dtypes() -> dict[str, Any]:
+    """float32 and bfloat16 variables, float64 counters: TensorFlow cannot reduce all of them in one piece."""
+    with strategy().scope():
+        variables = [tf.Variable(tf.constant([4.0, 8.0], dtype)) for dtype in (tf.float32, tf.bfloat16)]
+        optimizer = keras.optimizers.SGD(1.0)
+    accumulator = Accumulator(variables)
+
+    def one() -> None:
+        weight = tf.distribute.get_replica_context().replica_id_in_sync_group + 1
+        found = [tf.cast(weight, v.dtype) * tf.ones(2, v.dtype) for v in variables]
+        accumulator.add(found, weight)
+
+    def eager() -> Any:
+        strategy().run(one)
+        return accumulator.apply(optimizer)
+
+    window: Any = tf.function(eager)
+    assert float(window().weight) == 3
+    errors = [np.abs(v.numpy().astype(float) - [4 - 5 / 3, 8 - 5 / 3]).max() for v in variables]
+    right = [bool(error < bound) for error, bound in zip(errors, (1e-5, 0.05), strict=True)]
+    return communication(window.get_concrete_function()) | {"right": right}
+
+
 def resumed() -> float:
     """A checkpoint in the middle of a window, taken up by other objects: the largest difference."""
     batch = texts(LENGTHS)
@@ -189,6 +212,7 @@ def refusals() -> dict[str, str]:
     calls = {
         "add outside": lambda: one.accumulator.add([None] * 4),
         "apply inside": lambda: one.strategy.run(lambda: one.accumulator.apply(one.optimizer)),
+        "an optimizer from outside": lambda: one.accumulator.apply(keras.optimizers.SGD(0.1, 0.9)),
         "plain variables": lambda: one.strategy.run(
             lambda: Accumulator(plain).add(gradients(plain, share)[1], 1)
         ),
@@ -237,6 +261,7 @@ def main() -> None:
         found["everything"] = train(None, lambda: keras.optimizers.SGD(0.1, 0.9, **everything), graph=True)
         found["loss scale"] = train(0.01, scaling, graph=True)
         found["in one function"] = in_one_function()
+        found["mixed dtypes"] = mixed_dtypes()
         found["resumed"] = resumed()
         found["refusals"] = refusals()
     print(json.dumps(found))

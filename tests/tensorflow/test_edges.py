@@ -136,6 +136,14 @@ def test_xla_leaves_the_assertion_out_and_the_boundary_sees_the_weight() -> None
     assert accumulator.apply(optimizer).made and float(variables[0][0]) == -2.0
 
 
+def test_dtypes_may_be_mixed_in_a_graph() -> None:
+    variables = [tf.Variable([1.0]), tf.Variable([1.0], dtype=tf.bfloat16), one()]
+    accumulator, optimizer = Accumulator(variables), sgd(variables)
+    accumulator.add([tf.cast(gradient(0.5), v.dtype) for v in variables], 3)
+    assert tf.function(lambda: accumulator.apply(optimizer))().made
+    assert [float(v[0]) for v in variables] == [0.5, 0.5, 0.5]
+
+
 def test_a_strategy_of_one_device() -> None:
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     with strategy.scope():

@@ -62,6 +62,12 @@ def test_a_window_and_its_update_in_one_function(found: Any) -> None:
     assert one["error"] < 1e-14
 
 
+def test_dtypes_are_reduced_apart(found: Any) -> None:
+    one = found["mixed dtypes"]
+    assert one["right"] == [True, True]
+    assert one["collectives"] == 4, "the sums, all in float32, and the counters, in float64"
+
+
 def test_a_reduction_in_every_microbatch_would_be_seen() -> None:
     assert run("mutant")["mutant"]["microbatch"]["collectives"] > 0
 
@@ -78,6 +84,7 @@ def test_a_window_goes_on_from_a_checkpoint(found: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("an optimizer from outside", "OptimizerError: Given: an optimizer of type SGD that cannot be built"),
         ("add outside", "WindowError: Given: add() outside of strategy.run, to variables on 2 replicas"),
         ("apply inside", "WindowError: Given: apply() inside of strategy.run or strategy.scope()"),
         (
