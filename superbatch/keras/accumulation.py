@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from ..errors import InputError, explain
-from . import refusals, sharing
+from . import refusals, sharing, survey
 from .options import BatchNorm, LossWeight, NonFinite, Options, check
 
 ORIGINAL = "_superbatch_original"
@@ -93,6 +93,7 @@ def accumulate(
     step = importlib.import_module(_step_of(keras.backend.backend()), __package__)
     twin = sharing.on_same_layers(sharing.subclass(type(model), methods(type(model), step)), model)
     vars(twin)[OPTIONS] = options
+    vars(twin)[survey.PLANS] = {}
     return twin
 
 
@@ -143,5 +144,6 @@ def is_accumulating(model: Any) -> bool:
 def plain(model: Any) -> Any:
     """The model of the user's class on the same layers, without accumulation."""
     other = sharing.on_same_layers(getattr(type(model), ORIGINAL), model)
-    vars(other).pop(OPTIONS)
+    for name in (OPTIONS, survey.PLANS):
+        vars(other).pop(name)
     return other

@@ -47,8 +47,8 @@ def scale(weight: Any, total: Any) -> Any:
     """Return ``w / W``, the factor of a micro-batch's mean; 0 where ``W`` is 0.
 
     Examples:
-        >>> float(scale(ops.convert_to_tensor(4.0), ops.convert_to_tensor(10.0)))
-        0.4
+        >>> float(scale(ops.convert_to_tensor(4.0), ops.convert_to_tensor(8.0)))
+        0.5
     """
     return per_weight(weight, total)
 

@@ -9,8 +9,9 @@
 """Moving statistics of BatchNormalization: one step of the average for each update, not each micro-batch.
 
 Every micro-batch starts from the moving statistics ``s`` that the update found, and leaves
-``m s + (1 - m) b_i``. From these follow its own ``b_i``, and from them mean and variance of the whole batch: within the
-micro-batches and between them. That is what the layer would have seen of these activations in one batch.
+``m s + (1 - m) b_i``. From these follow its own ``b_i``, and from them mean and variance of the whole batch:
+within the micro-batches and between them. That is what the layer would have seen of these activations in one
+batch.
 """
 
 from __future__ import annotations

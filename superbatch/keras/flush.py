@@ -20,7 +20,7 @@ from ..errors import OptimizerError, explain
 
 
 class FlushTail(keras.callbacks.Callback):
-    """At the end of an epoch, make the update of the micro-batches that are left over, divided by their count.
+    """At the end of an epoch, make the update of the micro-batches that are left over.
 
     Keras applies every k-th sum of gradients, divided by k. Where an epoch has ``K = q k + r`` micro-batches
     it keeps the last r for the next epoch (and at the end of training for ever). This callback applies them

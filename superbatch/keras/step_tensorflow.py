@@ -48,8 +48,16 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
     data = keras.utils.unpack_x_y_sample_weight(data)
     rows = tf.shape(splitting.leaves(data)[0])[0]
     replicas.check(model)
+    if not replicas.several():
+        model._symbolic_build(data_batch=data)
     batch = Batch(
-        model, data, options, survey.plan(model, data, options), rows, batchnorm.Statistics(model), set()
+        model,
+        data,
+        options,
+        survey.plan(model, data, options, symbolic=True),
+        rows,
+        batchnorm.Statistics(model),
+        set(),
     )
     plan, weights = batch.plan, model.trainable_weights
     counted = replicas.summed(_count(batch)) if plan.counting else None
@@ -70,13 +78,16 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
 
 
 def build(model: Any, iterator: Any, data: Any) -> None:
-    """Make all variables before the step is traced: the loop must not make any.
+    """Make all variables before the step is traced: the loop, and replicas, must not make any.
 
-    Keras' own method does nothing on one device, and on several it fails where they get unequal shares.
+    On one device that is done as the step is traced. On several, Keras' own method fails where they get
+    unequal shares of the first batch.
     """
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1:
+        return
     if iterator is not None:
         data = next(next(iter(iterator))[2])
-    strategy = model.distribute_strategy
     data = keras.tree.map_structure(lambda leaf: strategy.experimental_local_results(leaf)[0], data)
     with strategy.scope():
         model._symbolic_build(data_batch=data)

@@ -25,12 +25,13 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
     """One batch, one update."""
     batch = keras.utils.unpack_x_y_sample_weight(data)
     rows = splitting.leaves(batch)[0].shape[0]
-    plan = survey.plan(model, batch, options)
     microbatches = [
         splitting.part(batch, group.start + i * group.size, group.start + (i + 1) * group.size)
         for group in splitting.groups(rows, options.microbatch_size)
         for i in range(group.count)
     ]
+    with torch.no_grad():
+        plan = survey.plan(model, microbatches[0], options, symbolic=False)
     counted = _count(model, microbatches, plan, options) if plan.counting else None
     weights = model.trainable_weights
     device = splitting.leaves(batch)[0].device

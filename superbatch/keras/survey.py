@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""What the loss of a model consists of, found by a symbolic forward: no arithmetic, no state changed."""
+"""What the loss of a model consists of, found by a forward that changes no state."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from .window import Plan
 PLANS = "_superbatch_plans"
 
 
-def plan(model: Any, batch: Any, options: Options) -> Plan:
-    """Return the plan for batches of this form, which is made once, from a symbolic forward.
+def plan(model: Any, batch: Any, options: Options, *, symbolic: bool) -> Plan:
+    """Return the plan for batches of this form, which is made once, from one forward.
 
     Args:
         model: the model.
         batch: its ``(x, y, sample_weight)``.
         options: of `accumulate`.
+        symbolic: whether the forward is without numbers.
     """
     known = vars(model).setdefault(PLANS, {})
-    key = (
-        str(keras.tree.map_structure(_form, batch)) + str(id(model._compile_loss)) + str(id(model.optimizer))
-    )
-    if key not in known:
-        known[key] = _make(model, batch, options)
-    return known[key]
+    key = str(keras.tree.map_structure(_form, batch))
+    compiled = (model._compile_loss, model.optimizer)
+    if key not in known or known[key][0] != compiled:
+        known[key] = compiled, (_symbolically if symbolic else _really)(model, batch, options)
+    return known[key][1]
 
 
 def _form(leaf: Any) -> Any:
     return None if leaf is None else (tuple(leaf.shape[1:]), str(leaf.dtype))
 
 
-def _make(model: Any, batch: Any, options: Options) -> Plan:
+def _symbolically(model: Any, batch: Any, options: Options) -> Plan:
     found: list[Plan] = []
 
     def symbolic(*batch: Any) -> Any:
@@ -59,6 +59,11 @@ def _make(model: Any, batch: Any, options: Options) -> Plan:
     )
     backend.compute_output_spec(symbolic, *specs)
     return found[0]
+
+
+def _really(model: Any, batch: Any, options: Options) -> Plan:
+    with scope(model):
+        return look(model, batch, options)
 
 
 def scope(model: Any) -> Any:

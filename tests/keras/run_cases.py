@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Run cases on the backend that KERAS_BACKEND names: `python -m tests.keras.run_cases cases_exact.case_a_sum ...`.
+"""Run cases on the backend that KERAS_BACKEND names: `... -m tests.keras.run_cases cases_exact.case_a_sum`.
 
 Keras' backend is fixed for a process, and to import one takes seconds; so all cases of a backend run in one
 process. It prints, as JSON, what each case raised, or null.

@@ -16,8 +16,8 @@ import pytest
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.keras
-# To compile takes long. By default JAX has these and TensorFlow all but the mutants, which are the arithmetic's.
-ON_JAX = {
+# To compile takes long: by default JAX and TensorFlow have these, and torch has all.
+QUICK = {
     "cases_exact.case_adam_schedule_clip_and_regularizer",
     "cases_exact.case_masked_tokens",
     "cases_exact.case_several_outputs_with_a_mask_and_weights_each",
@@ -27,6 +27,7 @@ ON_JAX = {
     "cases_behaviour.case_batchnorm",
     "cases_behaviour.case_a_batch_that_counts_nothing",
     "cases_behaviour.case_a_microbatch_that_is_not_finite",
+    "cases_behaviour.case_compiled_or_eagerly",
     "cases_behaviour.case_flush_tail",
     "cases_refusals.case_losses_that_say_too_little",
 }
@@ -61,11 +62,7 @@ def process(module: str, *arguments: str, backend: str) -> Any:
 
 def slow(backend: str, case: str) -> bool:
     """Whether a case is left to `-m "slow and keras"`."""
-    return {
-        "jax": case not in ON_JAX,
-        "tensorflow": case.startswith("cases_mutants"),
-        "torch": False,
-    }[backend]
+    return backend != "torch" and case not in QUICK
 
 
 ALL = [
@@ -96,7 +93,7 @@ def test_a_case(backend: str, case: str) -> None:
 
 def test_there_are_cases() -> None:
     assert all(len(cases(file)) > 5 for file in FILES)
-    assert {case for param in ALL for _, case in [param.values]} >= ON_JAX
+    assert {case for param in ALL for _, case in [param.values]} >= QUICK
 
 
 @functools.cache
