@@ -34,7 +34,8 @@ HOW: Mapping[Way, str] = {
 }
 MEMORY = (
     "Peak memory is what XLA plans for one update's temporary buffers when it compiles it "
-    "(memory_analysis().temp_size_in_bytes)."
+    "(memory_analysis().temp_size_in_bytes), copies of micro-batches included. Micro-batches of unequal size "
+    "are padded to the largest."
 )
 
 
