@@ -114,6 +114,7 @@ def _loop(
             noted = norms.noted(noted, part[-1])
             if keep or not plan.skips:
                 tracking.update_metrics(model, microbatch, y_pred)
+        del y_pred, terms, value  # before the next forward: they hold this one's outputs
     with torch.no_grad():
         norms.assign(noted)
     return sums, sink

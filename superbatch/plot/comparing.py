@@ -79,7 +79,7 @@ def comparison(report: Comparison, *, dark: bool = False) -> Figure:
     _draw_differences(weights, report, styles, theme)
     partial = " (interrupted: partial)" if report.partial else ""
     figure.suptitle(
-        f"{report.recipe}: {report.description}{partial}", color=theme.ink, fontsize=12, wrap=True
+        f"{report.trained}: {report.description}{partial}", color=theme.ink, fontsize=12, wrap=True
     )
     return figure
 

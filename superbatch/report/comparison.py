@@ -167,6 +167,11 @@ class Comparison:
     notes: tuple[str, ...]
 
     @property
+    def trained(self) -> str:
+        """The recipe, and what trained it where that is not torch."""
+        return self.recipe if self.backend == "torch" else f"{self.recipe} on {self.backend}"
+
+    @property
     def tolerance(self) -> float:
         """The largest relative difference of the weights that rounding can explain in this dtype."""
         return TOLERANCES[self.dtype]

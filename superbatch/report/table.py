@@ -87,9 +87,8 @@ def title_of(report: Comparison) -> str:
     """
     runs = max((len(arm.runs) for arm in report.arms), default=0)
     count = f"{runs} of {len(report.seeds)} runs" if report.partial else f"{runs} runs"
-    where = "" if report.backend == "torch" else f" on {report.backend}"
     return (
-        f"{report.recipe}{where}: {count} of {report.updates} updates with {report.batch_size} samples, "
+        f"{report.trained}: {count} of {report.updates} updates with {report.batch_size} samples, "
         f"{report.optimizer} lr {report.learning_rate:g}, {report.dtype}"
     )
 
