@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
-from ..noise import LEAST_SPREAD, NoiseMeter, estimate
+from ..noise import NoiseMeter
+from ..noise_sums import add_sums
 from . import arithmetic
 
 
@@ -62,12 +62,8 @@ def add_noise(meter: NoiseMeter, stats: Stats) -> None:
         >>> meter.windows
         1
     """
-    meter.passed += 1
     if stats.a2 is None:
-        return meter.leave_out("noise=True was not asked for")
-    a2, b2, q, samples = (float(part) for part in (stats.a2, stats.b2, stats.q, stats.effective_samples))
-    if not all(map(math.isfinite, (a2, b2, q, samples))):
-        return meter.leave_out("not finite")
-    if 1 - q < LEAST_SPREAD:
-        return meter.leave_out("one micro-batch has nearly all the weight")
-    return meter.add({"all": estimate(a2, b2, q)}, samples=samples)
+        meter.passed += 1
+        meter.leave_out("noise=True was not asked for")
+    else:
+        add_sums(meter, stats.a2, stats.b2, stats.q, samples=stats.effective_samples)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
-from ..noise import LEAST_SPREAD, NoiseMeter, estimate
+from ..noise import NoiseMeter
+from ..noise_sums import add_sums
 from .outcome import Applied
 
 
@@ -24,14 +23,8 @@ def add_noise(meter: NoiseMeter, applied: Applied) -> None:
         >>> meter.windows
         1
     """
-    meter.passed += 1
-    if applied.a2 is None:
-        return meter.leave_out("noise=True was not asked for")
-    if not bool(applied.made):
-        return meter.leave_out("no update")
-    a2, b2, q, samples = (float(x) for x in (applied.a2, applied.b2, applied.q, applied.effective_samples))
-    if not all(map(math.isfinite, (a2, b2, q, samples))):
-        return meter.leave_out("not finite")
-    if 1 - q < LEAST_SPREAD:
-        return meter.leave_out("one micro-batch has nearly all the weight")
-    return meter.add({"all": estimate(a2, b2, q)}, samples=samples)
+    if applied.a2 is None or not bool(applied.made):
+        meter.passed += 1
+        meter.leave_out("noise=True was not asked for" if applied.a2 is None else "no update")
+    else:
+        add_sums(meter, applied.a2, applied.b2, applied.q, samples=applied.effective_samples)
