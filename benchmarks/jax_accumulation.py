@@ -152,10 +152,11 @@ def streamed(name: str, optimizer: Any, p: Any, batch: Any, *, size: int, weight
         return optax.apply_updates(p, updates), state
 
     parts = [jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, len(batch["mask"]), size)]
-    program: Any = jax.jit(update).lower(p, state, parts[0]).compile()
+    # A training gives parameters and state away for the new ones: XLA then writes these in their place.
+    program: Any = jax.jit(update, donate_argnums=(0, 1)).lower(p, state, parts[0]).compile()
 
     def call() -> None:
-        now = p, state
+        now = jax.tree.map(jnp.copy, (p, state))
         for part in parts:
             now = program(*now, part)
         jax.block_until_ready(now)
