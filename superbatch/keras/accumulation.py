@@ -112,6 +112,9 @@ def _step_of(backend: str) -> str:
 def methods(cls: type, step: Any) -> dict[str, Any]:
     """What the class of an accumulating model has of its own; `cls` is the user's class."""
 
+    def new(_: type, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # `from_config` and `clone_model` make a model of the user's class
+
     def train_step(self: Any, *arguments: Any) -> Any:
         options = vars(self)[OPTIONS]
         refusals.check_optimizer(self)
@@ -128,6 +131,7 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
         step.build(self, iterator, data_batch)
 
     return {
+        "__new__": new,
         "train_step": train_step,
         "save": save,
         "__reduce__": reduce,
