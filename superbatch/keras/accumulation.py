@@ -42,7 +42,7 @@ def accumulate(
 
     That is the loss of the whole batch, and the optimizer is called once with its gradient. What is defined
     per update therefore stays as it is: schedules, clipping, moving averages of weights, constraints,
-    callbacks, `steps_per_epoch`. Metrics are updated per micro-batch, which gives the same sums.
+    callbacks, `steps_per_epoch`. Metrics are updated per micro-batch: the same sums, if they are of samples.
 
     The returned model is a second object of (a subclass of) the same class on the same layers, weights,
     optimizer and metrics, compiled as the first was. The first is not changed, and trains as before. What the
@@ -67,7 +67,8 @@ def accumulate(
         update, and does not count in the mean loss of its epoch.
 
     Raises:
-        InputError: an option is none, or the model is not compiled, or has a `train_step` of its own.
+        InputError: an option is none, or the model is not compiled, has a `train_step` of its own, or a layer
+            that is stateful or a SpectralNormalization.
         CoupledSamplesError: there is a BatchNormalization in training.
         OptimizerError: the optimizer accumulates by itself.
         StatementError: when training begins: a loss returns one number and `loss_weight` is missing (or is

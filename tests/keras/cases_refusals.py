@@ -114,3 +114,18 @@ def case_arrays_that_do_not_split() -> None:
     raises(SplitError, "give all arrays the same number of rows", lambda: splitting.leaves((X, Y[:4])))
     raises(SplitError, "give it one entry for each row", lambda: splitting.leaves((X, np.float64(3))))
     raises(SplitError, "there is nothing to split", lambda: splitting.leaves((None, None)))
+
+
+def case_targets_that_are_more_than_rows() -> None:
+    """TensorFlow learns the lengths when the step runs."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_generator(
+        lambda: iter([(X[:5], Y[:9])]),
+        output_signature=(tf.TensorSpec((None, 3), tf.float64), tf.TensorSpec((None, 2), tf.float64)),
+    )
+    ours = accumulate(dense(), microbatch_size=2)
+    wrong = "give all arrays the same number of rows"
+    raises(tf.errors.InvalidArgumentError, wrong, lambda: ours.fit(data, shuffle=False, verbose=0))
