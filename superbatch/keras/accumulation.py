@@ -42,7 +42,7 @@ def accumulate(
 
     That is the loss of the whole batch, and the optimizer is called once with its gradient. What is defined
     per update therefore stays as it is: schedules, clipping, moving averages of weights, constraints,
-    callbacks, `steps_per_epoch`. Metrics are updated per micro-batch, which gives the same sums.
+    callbacks, `steps_per_epoch`. Metrics are updated per micro-batch: the same sums, if they are of samples.
 
     The returned model is a second object of (a subclass of) the same class on the same layers, weights,
     optimizer and metrics, compiled as the first was. The first is not changed, and trains as before. What the
@@ -67,7 +67,8 @@ def accumulate(
         update, and does not count in the mean loss of its epoch.
 
     Raises:
-        InputError: an option is none, or the model is not compiled, or has a `train_step` of its own.
+        InputError: an option is none, or the model is not compiled, has a `train_step` of its own, or a layer
+            that is stateful or a SpectralNormalization.
         CoupledSamplesError: there is a BatchNormalization in training.
         OptimizerError: the optimizer accumulates by itself.
         StatementError: when training begins: a loss returns one number and `loss_weight` is missing (or is
@@ -112,6 +113,9 @@ def _step_of(backend: str) -> str:
 def methods(cls: type, step: Any) -> dict[str, Any]:
     """What the class of an accumulating model has of its own; `cls` is the user's class."""
 
+    def new(_: type, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)  # `from_config` and `clone_model` make a model of the user's class
+
     def train_step(self: Any, *arguments: Any) -> Any:
         options = vars(self)[OPTIONS]
         refusals.check_optimizer(self)
@@ -128,6 +132,7 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
         step.build(self, iterator, data_batch)
 
     return {
+        "__new__": new,
         "train_step": train_step,
         "save": save,
         "__reduce__": reduce,

@@ -51,11 +51,13 @@ def check_model(model: Any) -> None:
 
 
 def check_layers(model: Any, options: Options) -> None:
-    """Refuse layers in which samples of a batch see each other.
+    """Refuse layers in which samples of a batch see each other, or that change themselves in each forward.
 
     Raises:
         CoupledSamplesError: there is a BatchNormalization in training, and nothing was said about it.
+        InputError: there is a layer whose forward depends on the one before it.
     """
+    _check_forwards(model)
     if options.batchnorm == "per_microbatch":
         return
     names = [layer.name for layer in batchnorms(model)]
@@ -69,6 +71,27 @@ def check_layers(model: Any, options: Options) -> None:
                 'batchnorm="per_microbatch" to train with the statistics of micro-batches',
             )
         )
+
+
+def _check_forwards(model: Any) -> None:
+    """Refuse layers of which k micro-batches are k forwards, each from where the one before it ended."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            raise InputError(
+                explain(
+                    f"a model with SpectralNormalization: {layer.name}",
+                    "every forward overwrites its weights: the next micro-batch would see others",
+                    "take it out of the model, or train with whole batches",
+                )
+            )
+        if getattr(layer, "stateful", False):
+            raise InputError(
+                explain(
+                    f"a model with a stateful layer: {layer.name}",
+                    "its state has one entry for each row of a batch, and a micro-batch has other rows",
+                    "pass stateful=False to the layer, or train with whole batches",
+                )
+            )
 
 
 def batchnorms(model: Any) -> list[Any]:

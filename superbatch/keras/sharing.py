@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
 # What Layer.__new__ makes for each object: closures over that very object.
 OWN = ("build", "quantize")
 FUNCTIONS = ("train_function", "test_function", "predict_function")
@@ -29,7 +31,7 @@ def on_same_layers(kind: type, model: Any) -> Any:
         kind: the class; a subclass of the model's, or the class that the model's was made from.
         model: the model.
     """
-    other = kind.__new__(kind)
+    other = keras.Model.__new__(kind)  # what `accumulate` makes of a class returns models of that class
     own = {name: vars(other)[name] for name in OWN}
     vars(other).clear()
     vars(other).update(vars(model))

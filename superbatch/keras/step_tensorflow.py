@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ..errors import explain
 from . import arithmetic, batchnorm, forward, replicas, splitting, survey, tracking, window
 from .options import Options
 from .window import Plan
@@ -46,7 +47,7 @@ class Batch(NamedTuple):
 def train_step(model: Any, options: Options, data: Any) -> Any:
     """One batch, one update."""
     data = keras.utils.unpack_x_y_sample_weight(data)
-    rows = tf.shape(splitting.leaves(data)[0])[0]
+    rows = _length(data)
     replicas.check(model)
     if not replicas.several():
         model._symbolic_build(data_batch=data)
@@ -75,6 +76,24 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
     _apply(batch, sums, gradients)
     tracking.track_loss(model, sums, plan, rows, regularization)
     return model.get_metrics_result()
+
+
+def _length(data: Any) -> Any:
+    """The rows of a batch; lengths that are only known when the step runs are compared there."""
+    lengths = tf.stack([tf.shape(leaf)[0] for leaf in splitting.leaves(data)])
+    same = tf.debugging.Assert(
+        tf.reduce_all(lengths == lengths[0]),
+        [
+            explain(
+                "arrays of unequal numbers of rows in one batch (below)",
+                "every array is split, and needs one entry for each row",
+                "give all arrays the same number of rows",
+            ),
+            lengths,
+        ],
+    )
+    with tf.control_dependencies([] if same is None else [same]):
+        return tf.identity(lengths[0])
 
 
 def build(model: Any, iterator: Any, data: Any) -> None:

@@ -85,7 +85,26 @@ def term_of(name: str, loss: Any, y: Any, y_pred: Any, sample_weight: Any, state
     values = ops.convert_to_tensor(values, dtype=loss.dtype)
     if len(values.shape) == 0:
         return stated_term(name, values, stated, sample_weight if not masks else masks[0])
+    _check_rows(name, values, y_pred_)
     return _reduced(name, loss, values, masks, sample_weight, rows)
+
+
+def _check_rows(name: str, values: Any, y_pred: Any) -> None:
+    """Refuse losses whose numbers are not of rows, such as one for each class over the whole batch.
+
+    Raises:
+        StatementError: there are not as many numbers, nor a multiple of it, as the predictions have rows.
+    """
+    rows, found = keras.tree.flatten(y_pred)[0].shape[0], values.shape[0]
+    if found is None or (rows is not None and found % max(rows, 1) == 0):
+        return
+    raise StatementError(
+        explain(
+            f"the loss {name!r}, which returns {found} numbers for {rows or 'any number of'} rows",
+            "such a loss is no mean over samples: each of its numbers is made of all rows of a micro-batch",
+            "return one number for each sample or token, for example with an axis= that leaves out axis 0",
+        )
+    )
 
 
 def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:

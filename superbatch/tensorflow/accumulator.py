@@ -108,6 +108,7 @@ class Accumulator(tf.Module):
         check_adding(self._strategy)
         microbatch = adding.check(gradients, weight, loss, samples, self._options)
         self._patterns.seen.add(presence.of(microbatch.gradients))
+        self._patterns.traced |= not tf.executing_eagerly()
         adding.add(self.state, microbatch, self._options)
 
     @as_written
@@ -136,6 +137,7 @@ class Accumulator(tf.Module):
         """
         check_outside("apply()")
         optimizers.check(optimizer, self._options)
+        optimizers.check_scale(optimizer, traced=self._patterns.traced)
         return boundary.apply(self.state, optimizer, self._options, self._patterns.seen)
 
     @as_written
@@ -183,3 +185,4 @@ class _Patterns:
 
     def __init__(self) -> None:
         self.seen: set[presence.Pattern] = set()
+        self.traced = False  # whether one of them was in a graph

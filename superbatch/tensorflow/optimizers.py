@@ -58,6 +58,25 @@ def scales_by_itself(optimizer: Any) -> bool:
     return getattr(optimizer, "inner_optimizer", None) is not None
 
 
+def check_scale(optimizer: Any, *, traced: bool) -> None:
+    """Check that no graph has scaled a loss by a scale that was not yet a variable.
+
+    Before it is built, `scale_loss` of an optimizer multiplies by a constant, its initial scale. A graph
+    keeps this constant, and the update divides by the scale of its day.
+
+    Raises:
+        OptimizerError: a graph of ``add`` is older than the variables of the optimizer. The window stays.
+    """
+    if traced and scales_by_itself(optimizer) and not getattr(optimizer, "built", True):
+        raise OptimizerError(
+            explain(
+                f"a {type(optimizer).__name__} that was not built before add() was traced",
+                "the graph may have kept its initial scale as a constant, while the scale changes",
+                "call optimizer.build(variables) before the first call of the function that adds",
+            )
+        )
+
+
 def scale_of(optimizer: Any) -> Any | None:
     """Return what `optimizer.scale_loss` multiplies by, and its update divides by; None for nothing.
 

@@ -94,6 +94,16 @@ def case_what_it_saves_is_a_plain_model() -> None:
         assert_same(values(other.weights), values(model.weights), bound=0.0)
 
 
+def case_what_is_made_of_its_config_is_a_plain_model() -> None:
+    for model in (dense(), keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])):
+        model.compile(SGD(0.1), loss="mse")
+        ours = accumulate(model, microbatch_size=4)
+        for other in (keras.models.clone_model(ours), type(ours).from_config(ours.get_config())):
+            assert type(other) is type(model)
+            other.compile(SGD(0.1), loss="mse")
+            other.train_on_batch(X, Y)
+
+
 class Draw(keras.layers.Layer):
     """Multiplies by a number that is drawn once for each call."""
 

@@ -161,6 +161,12 @@ def case_a_loss_that_returns_one_number() -> None:
     compare(lambda: dense(loss=Halving()), y=y, options={"loss_weight": count_known})
 
 
+def case_a_loss_of_each_element() -> None:
+    """Not one number for each row, but so many for each."""
+    elements = lambda y_true, y_pred: ops.reshape((y_true - y_pred) ** 2, (-1,))  # noqa: E731
+    compare(lambda: dense(loss=elements))
+
+
 class Own(keras.Model):
     """A model with a loss, and a layer, of its own."""
 

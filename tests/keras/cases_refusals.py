@@ -74,6 +74,24 @@ def case_losses_that_say_too_little() -> None:
     raises(InputError, "return a scalar", fit(dense(loss=Halving()), options=vector))
 
 
+def case_losses_over_the_batch() -> None:
+    """One number for each class, of all rows: micro-batches cannot give it."""
+    dice = dense(loss=keras.losses.Dice(axis=(0,)))
+    raises(StatementError, "each of its numbers is made of all rows of a micro-batch", fit(dice, y=np.abs(Y)))
+
+
+def case_layers_that_one_forward_changes_for_the_next() -> None:
+    normed = keras.layers.SpectralNormalization(keras.layers.Dense(2))
+    stateful = keras.layers.Bidirectional(keras.layers.SimpleRNN(2, stateful=True))
+    for shape, layer, words in (
+        ((3,), normed, "the next micro-batch would see others"),
+        ((5, 3), stateful, "pass stateful=False to the layer"),
+    ):
+        model = keras.Sequential([keras.Input(batch_shape=(6, *shape)), layer])
+        model.compile("sgd", "mse")
+        raises(InputError, words, lambda model=model: accumulate(model, microbatch_size=1))
+
+
 def case_a_negative_weight_is_seen() -> None:
     negative = {"loss_weight": lambda x, y, sample_weight: ops.convert_to_tensor(-1.0)}
     model = dense(loss=Halving())
@@ -96,3 +114,18 @@ def case_arrays_that_do_not_split() -> None:
     raises(SplitError, "give all arrays the same number of rows", lambda: splitting.leaves((X, Y[:4])))
     raises(SplitError, "give it one entry for each row", lambda: splitting.leaves((X, np.float64(3))))
     raises(SplitError, "there is nothing to split", lambda: splitting.leaves((None, None)))
+
+
+def case_targets_that_are_more_than_rows() -> None:
+    """TensorFlow learns the lengths when the step runs."""
+    if keras.backend.backend() != "tensorflow":
+        return
+    import tensorflow as tf
+
+    data = tf.data.Dataset.from_generator(
+        lambda: iter([(X[:5], Y[:9])]),
+        output_signature=(tf.TensorSpec((None, 3), tf.float64), tf.TensorSpec((None, 2), tf.float64)),
+    )
+    ours = accumulate(dense(), microbatch_size=2)
+    wrong = "give all arrays the same number of rows"
+    raises(tf.errors.InvalidArgumentError, wrong, lambda: ours.fit(data, shuffle=False, verbose=0))

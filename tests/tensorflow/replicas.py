@@ -80,6 +80,8 @@ class Replicas:
         with self.strategy.scope():
             self.variables = [tf.Variable(one.read_value(), name=f"v{i}") for i, one in enumerate(start)]
             self.optimizer = make_optimizer()
+            if hasattr(self.optimizer, "inner_optimizer"):
+                self.optimizer.build(self.variables)  # or its scale would be a constant of the graph
         self.accumulator = Accumulator(self.variables, max_grad_norm=clip)
         self.microbatch: Any = self._microbatch
         self.apply: Any = self._apply

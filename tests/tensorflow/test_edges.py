@@ -317,6 +317,38 @@ def test_optimizers_that_cannot_be(optimizer: Any, options: Any, message: str) -
     assert float(accumulator.mean()[0][0]) == 2.0, "the window stays"
 
 
+def test_a_scale_that_a_graph_keeps() -> None:
+    """Before an optimizer is built, its scale is a constant: a graph of `add` would keep it for ever."""
+    variables = [one()]
+
+    def make() -> tuple[Any, Any, Any]:
+        inner = keras.optimizers.SGD(0.0)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0, dynamic_growth_steps=1)
+        accumulator = Accumulator(variables)
+
+        @tf.function
+        def add() -> None:
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(3 * variables[0][0])
+            accumulator.add(tape.gradient(loss, variables))
+
+        return optimizer, accumulator, add
+
+    optimizer, accumulator, add = make()
+    add()
+    with pytest.raises(OptimizerError, match=r"call optimizer\.build\(variables\) before the first call"):
+        accumulator.apply(optimizer)
+    assert float(accumulator.mean()[0][0]) == 12.0, "the window stays"
+    optimizer, accumulator, add = make()
+    optimizer.build(variables)
+    norms = []
+    for _ in range(3):
+        add()
+        norms.append(float(accumulator.apply(optimizer).grad_norm))
+    assert float(optimizer.dynamic_scale.value) == 32.0, "the premise: the scale changed"
+    assert norms == [3.0, 3.0, 3.0]
+
+
 def test_a_window_without_any_gradient() -> None:
     accumulator = Accumulator([one()])
     accumulator.add([None], 3)
