@@ -3,13 +3,14 @@
     python benchmarks/overhead.py [--peers all|none|NAMES] [--work mlp,convnet,transformer]
                                   [--rounds N] [--rss] [--json FILE]
 
-Time: in each round every contestant works through five windows in a row, in random order, on one thread,
-without garbage collection; a window that comes after those of others finds neither data nor code in the
-caches, which no training pays for. Columns: the ratio of the median CPU times, with quartiles of the ratios
-within a round; "quiet", the ratio of the 10th percentiles, which other programs on the machine disturb least;
-the first for wall time. The row "by hand, again" is the noise. A Trainer owns its loop, so it runs in a
-thread that stops at every window (peers/work.py): set-up, validation, logging and checkpoints are not in its
-time.
+Time: in each round every contestant works through eight windows in a row, in random order, on one thread,
+without garbage collection; the last five are timed. A window that comes right after those of others finds
+neither data nor code in the caches - the less so, the fewer contestants share its code -, which no training
+pays for: its windows come after one another. Columns: the ratio of the median CPU times, with quartiles of
+the ratios within a round; "quiet", the ratio of the 10th percentiles, which other programs on the machine
+disturb least; the first for wall time. The row "by hand, again" is the noise. A Trainer owns its loop, so it
+runs in a thread that stops at every window (peers/work.py): set-up, validation, logging and checkpoints are
+not in its time.
 
 Memory: the peak of the live tensor bytes of a window beyond parameters, optimizer state and data; with --rss
 also the highest resident set of a process that does nothing else, beyond the hand loop's (median of three).
@@ -40,7 +41,7 @@ from superbatch.torch.memory import peak_bytes
 
 Contestant = Window | TrainerWindow
 WARM_UP = 5
-IN_A_ROW = 5  # windows of one contestant, as in a training
+UNTIMED, TIMED = 3, 5  # windows of one contestant in a row, as in a training
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,11 @@ def measure(work: Work, rows: list[Entry], rounds: int) -> list[Result]:
     gc.collect()
     gc.disable()
     try:
-        for index in range(math.ceil(rounds / IN_A_ROW)):
+        for index in range(math.ceil(rounds / TIMED)):
             generator.shuffle(order)
             for name in order:
-                timings[name].extend(contestants[name].timed() for _ in range(IN_A_ROW))
+                in_a_row = [contestants[name].timed() for _ in range(UNTIMED + TIMED)]
+                timings[name] += in_a_row[UNTIMED:]
             if index % 10 == 9:
                 gc.collect()
     finally:
