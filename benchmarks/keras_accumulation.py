@@ -181,7 +181,7 @@ def cost(way: str) -> dict[str, float]:
         return model
 
     class Clock(keras.callbacks.Callback):
-        seconds: list[float] = []  # noqa: RUF012
+        seconds: list[float] = []  # noqa: RUF012  (there is one clock in a process)
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.start = time.process_time()

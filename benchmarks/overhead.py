@@ -1,16 +1,16 @@
 """Time of a window and peak memory, against the best loop by hand.
 
     python benchmarks/overhead.py [--peers all|none|NAMES] [--work mlp,convnet,transformer]
-                                  [--rounds N] [--rss] [--json FILE]
+                                  [--rounds N] [--cold] [--rss] [--json FILE]
 
 Time: in each round every contestant works through eight windows in a row, in random order, on one thread,
 without garbage collection; the last five are timed. A window that comes right after those of others finds
 neither data nor code in the caches - the less so, the fewer contestants share its code -, which no training
-pays for: its windows come after one another. Columns: the ratio of the median CPU times, with quartiles of
-the ratios within a round; "quiet", the ratio of the 10th percentiles, which other programs on the machine
-disturb least; the first for wall time. The row "by hand, again" is the noise. A Trainer owns its loop, so it
-runs in a thread that stops at every window (peers/work.py): set-up, validation, logging and checkpoints are
-not in its time.
+pays for: its windows come after one another. --cold times these instead. Columns: the ratio of the median CPU
+times, with quartiles of the ratios within a round; "quiet", the ratio of the 10th percentiles, which other
+programs on the machine disturb least; the first for wall time. The row "by hand, again" is the noise. A
+Trainer owns its loop, so it runs in a thread that stops at every window (peers/work.py): set-up, validation,
+logging and checkpoints are not in its time.
 
 Memory: the peak of the live tensor bytes of a window beyond parameters, optimizer state and data; with --rss
 also the highest resident set of a process that does nothing else, beyond the hand loop's (median of three).
@@ -113,8 +113,9 @@ def entries(peers: list[Peer]) -> list[Entry]:
     return rows
 
 
-def measure(work: Work, rows: list[Entry], rounds: int) -> list[Result]:
+def measure(work: Work, rows: list[Entry], rounds: int, *, cold: bool = False) -> list[Result]:
     """Let contestants take turns; each is measured over `rounds` windows."""
+    untimed, timed = (0, 1) if cold else (UNTIMED, TIMED)
     contestants = {row.name: row.make(work, row.variant) for row in rows}
     timings: dict[str, list[Timing]] = {name: [] for name in contestants}
     order, generator = list(contestants), random.Random(0)
@@ -124,11 +125,11 @@ def measure(work: Work, rows: list[Entry], rounds: int) -> list[Result]:
     gc.collect()
     gc.disable()
     try:
-        for index in range(math.ceil(rounds / TIMED)):
+        for index in range(math.ceil(rounds / timed)):
             generator.shuffle(order)
             for name in order:
-                in_a_row = [contestants[name].timed() for _ in range(UNTIMED + TIMED)]
-                timings[name] += in_a_row[UNTIMED:]
+                in_a_row = [contestants[name].timed() for _ in range(untimed + timed)]
+                timings[name] += in_a_row[untimed:]
             if index % 10 == 9:
                 gc.collect()
     finally:
@@ -195,6 +196,7 @@ def main() -> int:
     parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--rounds", type=int, help="windows of each, instead of each work's own number")
+    parser.add_argument("--cold", action="store_true", help="one window of each in turn, in cold caches")
     parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux with glibc)")
     parser.add_argument("--resident-of", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
@@ -209,7 +211,11 @@ def main() -> int:
     if options.resident_of:
         print_resident(works[0], next(row for row in rows if row.name == options.resident_of))
         return 0
-    times = [result for work in works for result in measure(work, rows, options.rounds or work.rounds)]
+    times = [
+        result
+        for work in works
+        for result in measure(work, rows, options.rounds or work.rounds, cold=options.cold)
+    ]
     peaks = [memory for work in works for memory in measure_memory(work, rows, rss=options.rss)]
     for work in works:
         _print(work, [r for r in times if r.work == work.name], [m for m in peaks if m.work == work.name])

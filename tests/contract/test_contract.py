@@ -17,7 +17,7 @@ import pytest
 
 np = pytest.importorskip("numpy", reason="numpy is not installed (the reference is written in it)")
 
-from tests.contract import reference  # noqa: E402
+from tests.contract import reference  # noqa: E402  (it needs NumPy: skip first)
 
 CASES = json.loads(reference.FILE.read_text(encoding="utf-8"))
 BACKENDS = {
