@@ -84,8 +84,13 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
         noise.scatter(spread, values, s=12, color=colour, alpha=0.4, linewidths=0)
         if found and (mean := statistics.fmean(found)) > 0:
             noise.plot(index, mean, marker, color=colour, markersize=8)
+        said: list[str] = []
         if len(values) < len(found):  # a logarithmic axis has no place for them
-            _below(noise, index, f"{len(found) - len(values)} of {len(found)}\n≤ 0", theme)
+            said.append(f"{len(found) - len(values)} of {len(found)}\n≤ 0")
+        if len(found) < len(arm.runs):  # their losses were not finite
+            ends = [run.values.get(excess, math.nan) for run in arm.runs]
+            said.append(_diverged(ends).replace(" diverged", "\ndiverged"))
+        _below(noise, index, "\n".join(said), theme)
         expected = arm.mean(theory)
         if anchor is not None and expected is not None:
             noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
@@ -126,30 +131,29 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     loss.set_ylabel("smoothed training loss, mean over seeds")
     loss.set_title("Branches of one checkpoint: the same samples in the same order")
     _legend(loss)
-    for quantity, colour, marker, label in (
-        ("samples needed, x", BLUE, "o", "measured; each dot a seed"),
-        ("by the noise scale, x", VERMILION, "D", "predicted by the noise scale at the checkpoint"),
-    ):
-        points = [
-            (_number(arm.name), [value for value in arm.values(quantity) if math.isfinite(value)])
-            for arm in report.arms
-        ]
-        points = [(batch, values) for batch, values in points if values]
-        for batch, values in points:
-            needed.scatter([batch] * len(values), values, s=12, color=colour, alpha=0.35, linewidths=0)
-        needed.plot(
-            [batch for batch, _ in points],
-            [statistics.median(values) for _, values in points],
-            color=colour,
-            marker=marker,
-            label=label,
-        )
+    points = [(_number(arm.name), arm.values("samples needed, x")) for arm in report.arms]
+    points = [(batch, values) for batch, values in points if values]
+    for batch, values in points:
+        near = [value for value in values if math.isfinite(value)]
+        needed.scatter([batch] * len(near), near, s=12, color=BLUE, alpha=0.35, linewidths=0)
+    medians = [(batch, statistics.median(values)) for batch, values in points]
+    medians = [(batch, value) for batch, value in medians if math.isfinite(value)]
+    _line(needed, medians, color=BLUE, marker="o", label="measured: each dot a seed, the line their median")
+    predicted = [(_number(arm.name), arm.facts.get("by the noise scale, x")) for arm in report.arms]
+    known = [(batch, value) for batch, value in predicted if value is not None]
+    label = "predicted by the noise scale at the checkpoint, of all seeds"
+    _line(needed, known, color=VERMILION, marker="D", label=label)
     needed.set_xscale("log", base=2)
     needed.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     needed.set_xlabel("batch")
     needed.set_ylabel("samples needed, relative to the smallest batch")
-    needed.set_title("What the larger batch costs in samples; line: median")
+    needed.set_title("What the larger batch costs in samples")
     _legend(needed)
+
+
+def _line(axes: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
+    if points:
+        axes.plot([x for x, _ in points], [y for _, y in points], **style)
 
 
 def _number(name: str) -> float:
@@ -249,16 +253,23 @@ def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, t
         if mean is None or abs(mean - middle) <= most:
             continue
         left = mean < middle
+        said = f"← {mean:.3g}" if left else f"{mean:.3g} →"
         axes.text(
             0.02 if left else 0.98,
             -index,
-            f"← {mean:.3g}" if left else f"{mean:.3g} →",
+            said if math.isfinite(mean) else _diverged(arm.values(quantity)),
             transform=axes.get_yaxis_transform(),
             ha="left" if left else "right",
             va="center",
             color=theme.ink,
             fontsize=9,
         )
+
+
+def _diverged(values: Sequence[float]) -> str:
+    """How many of the runs of an arm have no finite value."""
+    lost = sum(not math.isfinite(value) for value in values)
+    return "diverged" if lost == len(values) else f"{lost} of {len(values)} diverged"
 
 
 def _row(axes: Axes, arm: StudyArm, quantity: str, y: float, colour: str, marker: str, *, log: bool) -> None:

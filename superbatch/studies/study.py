@@ -10,8 +10,8 @@ import importlib
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,19 @@ class ArmSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What is made of the runs: the tests, one sentence, and what to know beside it."""
+    """What is made of the runs: the tests, one sentence, and what to know beside it.
+
+    Attributes:
+        tests: between arms.
+        conclusion: in one sentence.
+        notes: what to know beside it.
+        facts: name of an arm -> quantities of it that only all runs together tell.
+    """
 
     tests: tuple[StudyTest, ...]
     conclusion: str
     notes: tuple[str, ...]
+    facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +262,7 @@ def run_design(
             description=what.description,
             setting=plan.fixed,
             quantities=plan.quantities,
-            arms=arms,
+            arms=tuple(replace(arm, facts={**arm.facts, **found.facts.get(arm.name, {})}) for arm in arms),
             tests=found.tests,
             conclusion=found.conclusion,
             curve_at=plan.curve_at,
@@ -331,7 +339,7 @@ def versions() -> dict[str, str]:
 
 def asked(options: Options) -> dict[str, str]:
     """The options that were given, as text."""
-    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
     return {name: str(value) for name, value in values.items() if value is not None}
 
 

@@ -196,9 +196,8 @@ def train(
             if index == 0:
                 values[WASTE] = 1.0
                 later = noise_at(recipe, branch, setting.batch, seed)
-                values |= _noise_values(noise) | ({LATER: later.batch_size} if later.batch_size else {})
-            if noise.batch_size:
-                values[PREDICTED] = predicted_waste(noise.batch_size, setting.batch, arm.k)
+                values |= {SIGNAL: noise.signal, VARIANCE: noise.variance, LOW: noise.low, HIGH: noise.high}
+                values |= {LATER: later.batch_size} if later.batch_size else {}
             ends = (math.ceil(len(smoothed) * (point + 1) / POINTS) for point in range(POINTS))
             yield index, StudyRun(seed=seed, values=values, curve=tuple(smoothed[end - 1] for end in ends))
 
@@ -267,10 +266,6 @@ def _work(
     return losses
 
 
-def _noise_values(noise: Noise) -> dict[str, float]:
-    return {SIGNAL: noise.signal, VARIANCE: noise.variance, LOW: noise.low, HIGH: noise.high}
-
-
 def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float, samples: int) -> Findings:
     """Test, predict and conclude.
 
@@ -291,12 +286,23 @@ def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float, samples: i
         "noise scale is the batch that needs twice the fewest samples; the one that needs 20 % more is a "
         "fifth of it.",
         f'"{WASTE}" is the samples of the branch over those after which the smallest batch stayed below the '
-        f'same loss; "{PREDICTED}" is (1 + B/B_noise) / (1 + b/B_noise), B_noise taken at the checkpoint; it '
-        "changes along the branch.",
+        "same loss: in the table the mean over seeds, in the sentence and as the line of the picture the "
+        f'median. "{PREDICTED}" is (1 + B/B_noise) / (1 + b/B_noise), everywhere with the one noise scale at '
+        "the checkpoint over all seeds, the ratio of the mean noise to the mean signal: a mean or median of "
+        "single seeds' predictions would be biased. The noise scale changes along the branch.",
         "It does not show what a rate tuned for each batch would reach: the rate follows the scaling rule, "
         "and a branch may fail because k times the rate is unstable, which is no matter of noise.",
     )
-    return Findings(tests=tests, conclusion=conclude(arms, tests, batch, tolerance, samples), notes=notes)
+    scale = noise_scale(arms[0])
+    return Findings(
+        tests=tests,
+        conclusion=conclude(arms, tests, batch, tolerance, samples),
+        notes=notes,
+        facts={
+            arm.name: {} if scale is None else {PREDICTED: predicted_waste(scale, batch, k)}
+            for arm, k in zip(arms, KS, strict=True)
+        },
+    )
 
 
 def noise_scale(base: StudyArm) -> float | None:
@@ -360,11 +366,10 @@ def conclude(
     at = min(matching + 1, len(tests))
     measured = statistics.median(arms[at].values(WASTE))
     predicted = predicted_waste(scale, batch, KS[at])
-    said = f"x {measured:.2f}" if math.isfinite(measured) else "no end of"
+    said = f"x {measured:.2f} (median)" if math.isfinite(measured) else "no end of"
     return (
         f"{found}; the noise scale at the checkpoint, {scale:.0f} samples, says that batch {batch * KS[at]} "
-        f"needs "
-        f"x {predicted:.2f} the samples, measured {said}."
+        f"needs x {predicted:.2f} the samples, measured {said}."
     )
 
 
@@ -382,13 +387,13 @@ def _quantities() -> tuple[Quantity, ...]:
     return (
         Quantity(name=LOSS, meaning="of the training batches, half-life a tenth of the branch", form=".4f"),
         Quantity(name=MADE, meaning="of the branch", form=",.0f"),
-        Quantity(
-            name=RATE, meaning="after the scaling rule: linear for SGD, square root for Adam", form=".3g"
-        ),
+        Quantity(name=RATE, meaning="by the scaling rule: linear for SGD, square root for Adam", form=".3g"),
         Quantity(
             name=WASTE, meaning="over what the small batch needs for the same smoothed loss", form=".2f"
         ),
         Quantity(
-            name=PREDICTED, meaning="the same, predicted from the noise scale at the checkpoint", form=".2f"
+            name=PREDICTED,
+            meaning="the same, predicted from the noise scale at the checkpoint over all seeds",
+            form=".2f",
         ),
     )

@@ -22,6 +22,7 @@ from .gradients import Gradients, clear
 from .in_momentum import InMomentum
 from .losses import Losses, over_ranks
 from .noise.hooks import SeenGradients
+from .noise.windows import mark_of
 from .nonfinite import Culprit
 from .out_of_memory import out_of_memory
 from .pieces import Pieces
@@ -298,7 +299,7 @@ class WindowInFlight:
         rates = boundary.learning_rates(step)
         losses, weights = self._losses.on_host(len(self._pieces)), self._weights.counted(self._dropped)
         bad = [i for i, loss in enumerate(losses) if weights[i] and not math.isfinite(loss)]
-        loss, weight, bad_ranks = over_ranks(losses, weights, bad, plan.reduction, plan.ranks)
+        loss, weight, bad_ranks = over_ranks(losses, weights, bad, plan.reduction, plan.ranks, mark_of(self))
         if not weight:
             self._discard()
             self._record(loss, 0, rates, skipped="no weight: every micro-batch was left out or has weight 0")

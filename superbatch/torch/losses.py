@@ -66,6 +66,7 @@ def over_ranks(
     bad: list[int],
     reduction: normalize.Reduction,
     ranks: Ranks,
+    mark: int = 0,
 ) -> tuple[float, normalize.Number, bool]:
     """Return the batch's loss and weight, and whether any rank has a loss that is not finite.
 
@@ -75,6 +76,10 @@ def over_ranks(
         bad: the indices of those that are not finite.
         reduction: what a loss is.
         ranks: to sum over.
+        mark: how this rank stands with measuring the noise (see `noise.windows.mark_of`).
+
+    Raises:
+        InputError: the ranks stand differently there, on every rank: a rank that went on would wait for ever.
 
     Examples:
         >>> over_ranks([1.0, 3.0], [1, 1], [], "mean", Ranks(()))
@@ -84,7 +89,16 @@ def over_ranks(
     weight = normalize.total_weight(weights)
     if not ranks.shared:
         return normalize.per_weight(total, weight), weight, bool(bad)
-    total, weight, bad_ranks = ranks.sum([total, weight, bool(bad)])
+    total, weight, bad_ranks, marks, squares = ranks.sum([total, weight, bool(bad), mark, mark * mark])
+    if int(marks) ** 2 != ranks.count * int(squares):  # equal where all marks are, and only there
+        raise InputError(
+            explain(
+                f"{ranks.count} ranks that measure the noise, but do not agree on which windows",
+                "it is measured on all of them together; a state was loaded, or `noise` was passed, on some "
+                "ranks only",
+                "load the same state_dict() on every rank, and make every Accumulator with the same `noise`",
+            )
+        )
     weight = int(weight) if weight.is_integer() else weight
     return normalize.per_weight(total, weight), weight, bool(bad_ranks)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -270,7 +272,7 @@ def test_the_larger_batch_costs_samples() -> None:
     assert needed[-1] > max(needed[:3])
     rates = [arm.mean("lr") for arm in report.arms]
     assert rates == pytest.approx([0.01 * k for k in (1, 2, 4, 8, 16)]), "linear for SGD"
-    predicted = [arm.mean("by the noise scale, x") for arm in report.arms]
+    predicted = [arm.facts.get("by the noise scale, x") for arm in report.arms]
     if None not in predicted:
         assert predicted == sorted(predicted)  # pyright: ignore[reportArgumentType]  (none of them is None)
 
@@ -283,11 +285,11 @@ def test_the_noise_scale_is_measured_in_every_window() -> None:
     assert noise.batch_size is not None
 
 
-def conclude_critical(
+def planted_critical(
     factors: tuple[float, ...], *, signal: float = 1.0, signals: list[float] | None = None
-) -> str:
+) -> tuple[StudyArm, ...]:
     base = {"signal": signals or around(signal), "variance": around(64.0)}
-    arms = tuple(
+    return tuple(
         planted(
             f"batch {8 * k}",
             {"smoothed loss": around(factor, 0.001), "samples needed, x": around(factor)}
@@ -295,7 +297,56 @@ def conclude_critical(
         )
         for k, factor in zip((1, 2, 4, 8, 16), factors, strict=True)
     )
+
+
+def conclude_critical(factors: tuple[float, ...], **noise: Any) -> str:
+    arms = planted_critical(factors, **noise)
     return study_critical_batch.find(arms, batch=8, tolerance=0.05, samples=12_000).conclusion
+
+
+def test_the_noise_scale_predicts_one_number_in_words_table_and_picture(momentum: Study) -> None:
+    """Seeds whose own noise scales differ by far: the mean and the median of their predictions are others."""
+    from superbatch import plot
+
+    arms = planted_critical((1.0, 1.0, 1.01, 1.2, 1.5), signals=[0.5, 0.7, 1.5, 2.0, 0.9, 0.6])
+    found = study_critical_batch.find(arms, batch=8, tolerance=0.05, samples=12_000)
+    signals, variance = arms[0].values("signal"), arms[0].values("variance")
+    scale = sum(variance) / sum(signals)
+    expected = (1 + 64 / scale) / (1 + 8 / scale)
+    alone = [(1 + 64 * s / v) / (1 + 8 * s / v) for s, v in zip(signals, variance, strict=True)]
+    assert min(abs(each(alone) - expected) for each in (statistics.fmean, statistics.median)) > 0.01
+    assert f"batch 64 needs x {expected:.2f} the samples, measured x 1.20 (median)" in found.conclusion
+    assert found.facts["batch 64"] == pytest.approx({study_critical_batch.PREDICTED: expected})
+    merged = tuple(replace(arm, facts=dict(found.facts[arm.name])) for arm in arms)
+    report = replace(
+        momentum, name="critical-batch", arms=merged, quantities=study_critical_batch._quantities()
+    )
+    row = study_table(report).rows[3]
+    assert row[0] == "batch 64" and row[-1] == f"{expected:.2f}"
+    lines = {line.get_label(): line for line in plot.study(report).axes[1].get_lines()}
+    drawn = next(line for label, line in lines.items() if "predicted" in str(label))
+    assert [y for x, y in drawn.get_xydata().tolist() if x == 64] == pytest.approx([expected])  # pyright: ignore[reportAttributeAccessIssue]  (an array)
+
+
+def test_arms_that_diverge_are_said_to_in_the_picture(momentum: Study) -> None:
+    from superbatch import plot
+
+    metric = momentum.quantities[0].name
+
+    def lost(arm: StudyArm, seeds: set[int]) -> StudyArm:
+        runs = [
+            replace(run, values={metric: math.nan, "training loss": math.nan}) if run.seed in seeds else run
+            for run in arm.runs
+        ]
+        return replace(arm, runs=tuple(runs))
+
+    assert {run.seed for run in momentum.arms[0].runs} == {0, 1}, "premise"
+    first, second, *others, last = momentum.arms
+    report = replace(momentum, arms=(first, lost(second, {1}), *others, lost(last, {0, 1})))
+    said = [[text.get_text() for text in axes.texts] for axes in plot.study(report).axes]
+    assert said[0].count("diverged") == 1 and said[0].count("1 of 2 diverged") == 1
+    assert said[1].count("diverged") == 1 and said[1].count("1 of 2\ndiverged") == 1
+    assert not any("nan" in text for texts in said for text in texts)
 
 
 def test_critical_batch_concludes_from_the_numbers() -> None:

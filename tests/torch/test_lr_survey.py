@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from superbatch import InputError, OptimizerError, StatementError, WindowError
 from superbatch.survey import Sweep
-from superbatch.torch import Accumulator, count_tokens, lr_survey, windows
+from superbatch.torch import Accumulator, Window, count_tokens, lr_survey, windows
 from superbatch.torch.surveys import dial as survey_dial
 from superbatch.torch.surveys import shadow as survey_shadow
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
@@ -129,6 +129,25 @@ def test_windows_of_a_loader() -> None:
     assert grouped.epochs == called.epochs == listed.epochs == 5, "14 points, 3 windows each time"
     tail = mse(model, microbatches[6]).item()
     assert grouped.losses[2] == pytest.approx(tail, rel=1e-3), "the rate is 1e-5 there"
+
+
+def test_a_schedule_of_windows_goes_on_where_the_loader_begins_again() -> None:
+    """Windows of 1, 2, 3, ... micro-batches, 6 of them in an epoch; an epoch ends inside of the fourth."""
+    microbatches = [rows(3, 1, seed=number)[0] for number in range(6)]
+    _, accumulate = simple()
+    asked = []
+
+    def grows(update: int) -> int:
+        asked.append(update)
+        return update + 1
+
+    found = lr_survey(accumulate, microbatches, accumulation_steps=grows, updates=12)
+    assert asked == list(range(12))
+    assert found.epochs == 9, "1 + 2 + 3; 4 + a tail of 2; then as many as an epoch has, 7 times"
+    _, accumulate = simple()
+    parts = [slice(0, 1), slice(1, 3), slice(3, 6), slice(0, 4), slice(4, 6), *[slice(0, 6)] * 7]
+    listed = lr_survey(accumulate, [Window(microbatches[part]) for part in parts], updates=12)
+    assert found.losses == listed.losses
 
 
 def test_a_function_makes_new_batches_for_each_epoch() -> None:

@@ -30,7 +30,7 @@ class Batches:
         batches: can be iterated over again and again (a DataLoader, a list), or a function without arguments
             that returns something to iterate over.
         accumulation_steps: group its micro-batches into windows of so many, as `windows` does; None takes
-            each as a batch.
+            each as a batch. A schedule goes on where the batches begin again: it counts updates, not epochs.
 
     Attributes:
         epochs: how often the batches were begun with.
@@ -49,6 +49,7 @@ class Batches:
         self._steps: int | Schedule | None = accumulation_steps
         self._iterator: Iterator[Any] | None = None
         self.epochs = 0
+        self._taken = 0
 
     def take(self) -> Any:
         """Return the next batch.
@@ -58,12 +59,15 @@ class Batches:
         """
         if self._iterator is not None:
             for batch in self._iterator:
+                self._taken += 1
                 return batch
         self.close()
         self.epochs += 1
         loader = self._begin()
-        self._iterator = iter(loader if self._steps is None else windows(loader, self._steps))
+        grouped = None if self._steps is None else windows(loader, self._steps, first_update=self._taken)
+        self._iterator = iter(loader if grouped is None else grouped)
         for batch in self._iterator:
+            self._taken += 1
             return batch
         raise InputError(
             explain(

@@ -1,0 +1,77 @@
+"""What each of two gloo ranks does for `test_noise_state_ranks`: a state of the noise on one rank only."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from superbatch.errors import InputError
+from superbatch.noise import NoiseMeter
+from superbatch.torch import Accumulator, Window
+from tests.torch.helpers import mlp, mse, sgd
+from tests.torch.noise_ranks import SIZES, parts
+
+
+def windows(accumulate: Accumulator, rank: int, count: int) -> list[str]:
+    """So many windows; the text of what was raised, by window."""
+
+    def one() -> str:
+        try:
+            accumulate(Window(parts(SIZES[rank], sum(SIZES[0]) if rank else 0)))
+        except InputError as error:
+            return str(error)
+        return ""
+
+    return [one() for _ in range(count)]
+
+
+def make(noise: Any) -> tuple[Accumulator, torch.nn.Module]:
+    """A model in DDP."""
+    model = DistributedDataParallel(mlp())
+    return Accumulator(model, sgd(model.parameters()), lambda part: mse(model, part), noise=noise), model
+
+
+def case(rank: int, every: int, where: str) -> dict[str, Any]:
+    """Three windows, saved; then a new accumulator, whose ranks do not all load that; then all do."""
+    accumulate, _ = make(NoiseMeter(every=every))
+    assert windows(accumulate, rank, 3) == ["", "", ""]
+    state = accumulate.state_dict()
+    noise: Any = NoiseMeter(every=every) if where == "state" or rank == 0 else False
+    accumulate, model = make(noise)
+    if where == "state" and rank == 0:
+        accumulate.load_state_dict(state)
+    before = [parameter.clone() for parameter in model.parameters()]
+    said = windows(accumulate, rank, 2)
+    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    accumulate, _ = make(NoiseMeter(every=every))
+    accumulate.load_state_dict(state)
+    after = windows(accumulate, rank, 3)
+    assert accumulate.noise is not None
+    return {"said": said, "unchanged": same, "after": after, "windows": accumulate.noise.windows}
+
+
+def main(rank: int, folder: Path) -> None:
+    """Write what was said."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]  (documented)
+    timeout = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    said = {
+        f"{where}, every {every}": case(rank, every, where)
+        for every, where in ((2, "state"), (1, "state"), (1, "option"))
+    }
+    torch.save(said, folder / f"{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # without joining gloo's threads
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
