@@ -18,110 +18,30 @@ from __future__ import annotations
 
 # pyright: strict
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from .errors import InputError, explain
+from .noise_estimates import Estimate as Estimate
+from .noise_estimates import effective_samples as effective_samples
+from .noise_estimates import estimate as estimate
+from .noise_estimates import homogeneous_estimate as homogeneous_estimate
 from .noise_interval import Moments, Ratio, worth
-from .report.noise import Noise, NoiseOfGroup
+from .noise_time import noise_over_run as noise_over_run
+from .noise_time import relative_time as relative_time
+from .report.noise import Noise, NoiseOfGroup, NoiseOfModel, NoiseProxy
+
+POWERS = (1, 2)
+"""Powers of Adam's preconditioner that are measured beside 0, which is the plain gradient."""
+
+PROXY, PROXY_BESIDE = "proxy", "proxy, beside the gradient"
+"""Averages of what single samples' gradients say: in all windows, and in those that also say the rest."""
 
 FEWEST_WINDOWS = 8
 """Windows from which an interval is given: below, Student's t is so wide that it says nothing."""
 
 LEAST_SPREAD = 0.05
 """A window is measured where ``1 - Q`` is at least this: below, one micro-batch has nearly all the weight."""
-
-
-class Estimate(NamedTuple):
-    """What one window says; both parts are unbiased, and may come out negative.
-
-    Attributes:
-        signal: of ``|G|^2``.
-        variance: of ``tr Cov(g)``, the noise of the batch's gradient (not of one sample's).
-    """
-
-    signal: float
-    variance: float
-
-
-def estimate(a2: float, b2: float, q: float) -> Estimate:
-    """Return the signal and the noise of one window's gradient, for any weights and sizes.
-
-    Args:
-        a2: ``sum w_i^2 |g_i|^2``.
-        b2: ``|g|^2`` of the summed gradient.
-        q: ``sum w_i^2``, below 1.
-
-    Returns:
-        ``(b2 - a2) / (1 - q)`` and ``(a2 - q b2) / (1 - q)``.
-
-    Raises:
-        InputError: `q` is 1: there is one micro-batch, which differs from none.
-
-    Examples:
-        >>> estimate(a2=(1.0 + 9.0) / 4, b2=4.0, q=0.5)  # gradients 1 and 3, weights 1/2 each
-        Estimate(signal=3.0, variance=1.0)
-    """
-    if not 0 < q < 1:
-        raise InputError(
-            explain(
-                f"a window with sum w_i^2 = {q}",
-                "noise is seen by the differences between micro-batches, of which there must be two",
-                "use at least two micro-batches, on one rank or on several",
-            )
-        )
-    return Estimate((b2 - a2) / (1 - q), (a2 - q * b2) / (1 - q))
-
-
-def homogeneous_estimate(
-    a1: float, b2: float, weights: Sequence[float], samples: Sequence[int | float]
-) -> Estimate:
-    """Return the same as `estimate`, under the assumption that the variance of ``g_i`` is ``T / n_i``.
-
-    Less scattered where sizes differ much (with ``w_i = n_i / N`` it is the analysis of variance), and biased
-    where the assumption fails: tokens of one text are no independent samples.
-
-    Args:
-        a1: ``sum w_i |g_i|^2``.
-        b2: ``|g|^2`` of the summed gradient.
-        weights: ``w_i``, which sum to one.
-        samples: ``n_i``.
-
-    Returns:
-        ``b2 - q T`` and ``q T`` with ``T = (a1 - b2) / (sum w_i / n_i - q)``, ``q = sum w_i^2 / n_i``.
-
-    Raises:
-        InputError: there are fewer than two micro-batches.
-
-    Examples:
-        >>> homogeneous_estimate(5.0, 4.0, [0.5, 0.5], [8, 8])
-        Estimate(signal=3.0, variance=1.0)
-    """
-    if len(weights) < 2:
-        raise InputError(
-            explain(
-                f"{len(weights)} micro-batch",
-                "noise is seen by the differences between micro-batches",
-                "give two or more",
-            )
-        )
-    q = sum(w * w / n for w, n in zip(weights, samples, strict=True))
-    of_one_sample = (a1 - b2) / (sum(w / n for w, n in zip(weights, samples, strict=True)) - q)
-    return Estimate(b2 - q * of_one_sample, q * of_one_sample)
-
-
-def effective_samples(weights: Iterable[float], samples: Iterable[int | float]) -> float:
-    """Return the batch of equal samples that has as little noise: ``1 / sum(w_i^2 / n_i)``.
-
-    Args:
-        weights: ``w_i``, which sum to one; micro-batches of weight 0 may be among them.
-        samples: ``n_i``.
-
-    Examples:
-        >>> effective_samples([0.5, 0.5], [8, 8]), effective_samples([0.75, 0.25], [8, 8])
-        (16.0, 12.8)
-    """
-    return 1 / math.fsum(w * w / n for w, n in zip(weights, samples, strict=True) if w)
 
 
 class NoiseMeter:
@@ -138,6 +58,11 @@ class NoiseMeter:
             more than its arithmetic, and to measure each window would take a quarter of its time.
         data_size: samples that batches are drawn from *without replacement*. The noise scale is then that of
             the gradient of these data; None: they are as good as endless, as in one pass over a stream.
+        preconditioned: with Adam (torch), measure it also by powers of its preconditioner: see
+            `superbatch.report.noise.NoiseOfModel`. It costs some passes over each gradient.
+        proxy: measure also the noise of the scales and shifts of LayerNorm and RMSNorm (torch) from the
+            gradients of single samples, which tells something of a window of one micro-batch: see
+            `superbatch.report.noise.NoiseProxy`.
 
     Raises:
         InputError: an option is out of range.
@@ -155,7 +80,15 @@ class NoiseMeter:
         (True, True)
     """
 
-    def __init__(self, beta: float = 0.98, *, every: int | None = None, data_size: int | None = None) -> None:
+    def __init__(
+        self,
+        beta: float = 0.98,
+        *,
+        every: int | None = None,
+        data_size: int | None = None,
+        preconditioned: bool = False,
+        proxy: bool = False,
+    ) -> None:
         if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller without types)
             raise InputError(explain(f"beta={beta!r}", "an average remembers a part", "pass 0 < beta < 1"))
         for name, value in (("every", every), ("data_size", data_size)):
@@ -164,15 +97,18 @@ class NoiseMeter:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller without types)
                 raise InputError(explain(f"{name}={value!r}", "it is a count", "pass a positive int"))
         self.beta, self.every, self.data_size = beta, every, data_size
+        self.preconditioned, self.proxy = bool(preconditioned), bool(proxy)
         self._begin()
 
     def _begin(self) -> None:
         self.passed = 0  # updates, measured or not
         self._windows = 0
         self._seen: dict[str, int] = {}  # windows that were not measured, by the reason
+        self._seen_proxy: dict[str, int] = {}
         self._samples = 0.0
         self._groups: dict[str, Moments] = {}
         self._total = Moments()
+        self._beside: dict[str, Moments] = {}  # what else was measured in some of the windows
 
     @property
     def due(self) -> bool:
@@ -218,6 +154,17 @@ class NoiseMeter:
         signal, variance = (math.fsum(one[part] for one in estimates.values()) for part in (0, 1))
         self._total.add(variance * samples, signal, self.beta)
 
+    def add_beside(self, name: str, one: Estimate, *, samples: float) -> None:
+        """Take in what else a window says: nothing where it is not finite.
+
+        Args:
+            name: of the average.
+            one: from `estimate`.
+            samples: the window's `effective_samples`.
+        """
+        if all(map(math.isfinite, (*one, samples))):
+            self._beside.setdefault(name, Moments()).add(one.variance * samples, one.signal, self.beta)
+
     def expect(self, groups: Iterable[str], *, anew: bool = False) -> None:
         """Begin anew if the parameter groups are others than before: it would be another noise scale.
 
@@ -228,13 +175,15 @@ class NoiseMeter:
         if anew or (self._windows and set(groups) != self._groups.keys()):
             self._begin()
 
-    def leave_out(self, reason: str) -> None:
+    def leave_out(self, reason: str, *, proxy: bool = False) -> None:
         """Note a window that could not be measured.
 
         Args:
             reason: why.
+            proxy: it is the proxy that could not.
         """
-        self._seen[reason] = self._seen.get(reason, 0) + 1
+        seen = self._seen_proxy if proxy else self._seen
+        seen[reason] = seen.get(reason, 0) + 1
 
     def estimate(self) -> Noise:
         """Return the noise scale as it is known now.
@@ -245,14 +194,10 @@ class NoiseMeter:
         """
         debias = 1 - self.beta**self._windows
         few = self._windows < FEWEST_WINDOWS
-
-        def ratio(moments: Moments) -> Ratio:
-            found = moments.of(self.beta, self.data_size)
-            return found._replace(batch_size=None, low=0.0, high=math.inf) if few else found
-
-        total = ratio(self._total)
+        total = self._ratio(self._total)
         groups = tuple(
-            NoiseOfGroup(name=name, **ratio(moments).as_fields()) for name, moments in self._groups.items()
+            NoiseOfGroup(name=name, **self._ratio(moments).as_fields())
+            for name, moments in self._groups.items()
         )
         return Noise(
             **total.as_fields(),
@@ -260,8 +205,43 @@ class NoiseMeter:
             effective_windows=worth(self.beta, self._windows),
             samples_per_window=self._samples / debias if debias else 0.0,
             groups=groups,
-            reason=self._too_few() if few else total.reason,
+            reason=_too_few(self._windows, self._seen) if few else total.reason,
             data_size=self.data_size,
+            models=self._models(total),
+            proxy=self._proxy(total) if self.proxy else None,
+        )
+
+    def _ratio(self, moments: Moments) -> Ratio:
+        found = moments.of(self.beta, self.data_size)
+        if moments.count >= FEWEST_WINDOWS:
+            return found
+        return found._replace(batch_size=None, low=0.0, high=math.inf, reason=None)
+
+    def _models(self, total: Ratio) -> tuple[NoiseOfModel, ...]:
+        """The plain one and the others, where these are measured."""
+        others = [(power, self._beside.get(power_name(power), Moments())) for power in POWERS]
+        if not any(moments.count for _, moments in others):
+            return ()
+        return (
+            NoiseOfModel(power=0, windows=self._windows, **total.as_fields()),
+            *(
+                NoiseOfModel(power=power, windows=moments.count, **self._ratio(moments).as_fields())
+                for power, moments in others
+            ),
+        )
+
+    def _proxy(self, total: Ratio) -> NoiseProxy:
+        moments = self._beside.get(PROXY, Moments())
+        found = self._ratio(moments)
+        beside = self._ratio(self._beside.get(PROXY_BESIDE, Moments())).batch_size
+        reason = found.reason
+        if moments.count < FEWEST_WINDOWS:
+            reason = _too_few(moments.count, self._seen_proxy)
+        return NoiseProxy(
+            **found.as_fields(),
+            windows=moments.count,
+            factor=total.batch_size / beside if total.batch_size and beside else None,
+            reason=reason,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -275,6 +255,8 @@ class NoiseMeter:
             "samples": self._samples,
             "total": list(self._total.values),
             "groups": {name: list(moments.values) for name, moments in self._groups.items()},
+            "proxy_left_out": dict(self._seen_proxy),
+            "beside": {name: [m.count, *m.values] for name, m in self._beside.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -298,6 +280,9 @@ class NoiseMeter:
             passed, windows, samples = int(state["passed"]), int(state["windows"]), float(state["samples"])
             seen, total = dict(state["left_out"]), Moments(state["total"], windows)
             groups = {name: Moments(values, windows) for name, values in state["groups"].items()}
+            # Neither is in a state of an earlier version.
+            seen_proxy, others = dict(state.get("proxy_left_out", {})), state.get("beside", {})
+            beside = {name: Moments(values, int(count)) for name, (count, *values) in others.items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(
                 explain(
@@ -308,84 +293,20 @@ class NoiseMeter:
             ) from None
         self.passed, self._windows, self._samples = passed, windows, samples
         self._seen, self._total, self._groups = seen, total, groups
+        self._seen_proxy, self._beside = seen_proxy, beside
 
     def _moved(self, mean: float, value: float) -> float:
         return self.beta * mean + (1 - self.beta) * value
 
-    def _too_few(self) -> str:
-        said = f"{self._windows} window{'s' * (self._windows != 1)} measured; {FEWEST_WINDOWS} needed"
-        if not self._seen:
-            return said
-        reason = max(self._seen, key=lambda each: self._seen[each])
-        return f"{said} ({self._seen[reason]} left out: {reason})"
+
+def power_name(power: int) -> str:
+    """The name of the average by a power of Adam's preconditioner."""
+    return f"power {power}"
 
 
-def noise_over_run(
-    noise: Iterable[float], *, batch_size: float, samples: Iterable[float] | None = None
-) -> float:
-    """Return the one noise scale that stands for a whole run, along which it changes (it mostly grows).
-
-    A harmonic mean, weighted by progress: ``1 / (1 + B / B_t)`` of the samples of a batch B are progress.
-
-    Args:
-        noise: the noise scale ``B_t`` of stretches of the run, in samples, all positive.
-        batch_size: the batch ``B`` of the run.
-        samples: of each stretch; None: as many in each.
-
-    Returns:
-        ``1 / mean(1 / B_t)`` with the weights ``samples / (1 + B / B_t)``.
-
-    Raises:
-        InputError: there is no noise scale, or one is not positive.
-
-    Examples:
-        >>> round(noise_over_run([100.0, 1000.0], batch_size=100), 1)
-        238.5
-    """
-    scales = list(noise)
-    counts = [1.0] * len(scales) if samples is None else list(samples)
-    if not scales or min(scales) <= 0 or batch_size <= 0:
-        raise InputError(
-            explain(
-                f"noise scales {scales} of a run with batch {batch_size}",
-                "a mean of inverses takes positive numbers, and at least one",
-                "leave out stretches without a determined noise scale",
-            )
-        )
-    progress = [n / (1 + batch_size / each) for n, each in zip(counts, scales, strict=True)]
-    return math.fsum(progress) / math.fsum(p / each for p, each in zip(progress, scales, strict=True))
-
-
-def relative_time(
-    accumulation_steps: float,
-    *,
-    noise: float,
-    microbatch_size: float,
-    microbatch_seconds: float,
-    update_seconds: float,
-    ranks: int = 1,
-) -> float:
-    """Return the time to a target loss with K micro-batches per update, relative to that with one.
-
-    ``W(K) / W(1)`` with ``W(K) = (1 + K b R / B) (t_micro + t_update / K) / (b R)``: a larger batch needs
-    more samples (the first factor), and fewer updates (the second). Below 1, accumulation pays.
-
-    Args:
-        accumulation_steps: K, at least 1.
-        noise: the noise scale B in samples, not negative; may be infinite.
-        microbatch_size: b, samples of a micro-batch.
-        microbatch_seconds: forward and backward of one.
-        update_seconds: what an update takes beside them: optimizer, all-reduce, offloading.
-        ranks: R, that work at the same time.
-
-    Examples:
-        >>> alone = relative_time(16, noise=1000, microbatch_size=32, microbatch_seconds=0.1,
-        ...     update_seconds=0.0)
-        >>> slow = relative_time(16, noise=1000, microbatch_size=32, microbatch_seconds=0.1,
-        ...     update_seconds=1.0)
-        >>> round(alone, 3), round(slow, 3)
-        (1.465, 0.216)
-    """
-    k, batch = accumulation_steps, microbatch_size * ranks
-    samples = 1.0 if math.isinf(noise) else (noise + k * batch) / (noise + batch)
-    return samples * (microbatch_seconds + update_seconds / k) / (microbatch_seconds + update_seconds)
+def _too_few(windows: int, left_out: Mapping[str, int]) -> str:
+    said = f"{windows} window{'s' * (windows != 1)} measured; {FEWEST_WINDOWS} needed"
+    if not left_out:
+        return said
+    reason = max(left_out, key=lambda each: left_out[each])
+    return f"{said} ({left_out[reason]} left out: {reason})"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from typing import SupportsFloat
 
+from .errors import InputError, explain
 from .noise import LEAST_SPREAD, NoiseMeter, estimate
 
 
@@ -21,6 +22,9 @@ def add_sums(
         q: ``sum (w_i / W)^2``.
         samples: ``1 / sum((w_i / W)^2 / n_i)``, see `superbatch.noise.effective_samples`.
 
+    Raises:
+        InputError: the meter asks for what is not measured here.
+
     Examples:
         >>> meter = NoiseMeter()
         >>> add_sums(meter, 2.5, 4.0, 0.5, samples=20.0)
@@ -28,6 +32,14 @@ def add_sums(
         >>> meter.passed, meter.windows
         (2, 1)
     """
+    if meter.preconditioned or meter.proxy:
+        raise InputError(
+            explain(
+                f"a NoiseMeter(preconditioned={meter.preconditioned}, proxy={meter.proxy}) outside of torch",
+                "only superbatch.torch measures by Adam's preconditioner and single samples' gradients",
+                "leave these options out",
+            )
+        )
     meter.passed += 1
     numbers = [float(number) for number in (a2, b2, q, samples)]
     if not all(map(math.isfinite, numbers)):

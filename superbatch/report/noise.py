@@ -29,6 +29,75 @@ class NoiseOfGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoiseOfModel:
+    """The noise scale as one model of Adam's preconditioner ``P = 1 / (sqrt(v_hat) + eps)`` has it.
+
+    ``|g|^2`` is replaced by ``sum P^power g^2``; which power is right depends on the curvature H, which is
+    not known. None of them is better than a factor of about 3.
+
+    Attributes:
+        power: q. 0 is right where P evens the curvature out (``P H P`` is the same in all directions), 1
+            where the curvature is as P takes it to be (``H = 1 / P``), 2 where there is the same curvature
+            everywhere.
+        batch_size: its noise scale in samples; None: its signal cannot be told from its noise.
+        low: lower end of the interval.
+        high: upper end of the interval; infinite when it is unbounded.
+        signal: ``G' P^q G``, P relative to the mean of ``1 / P``.
+        variance: trace of P^q times the covariance of one sample's gradient, likewise.
+        windows: how many were measured.
+    """
+
+    power: int
+    batch_size: float | None
+    low: float
+    high: float
+    signal: float
+    variance: float
+    windows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseProxy:
+    """The noise scale of normalisation layers alone, from gradients of single samples: a proxy.
+
+    It needs no second micro-batch. The noise scale of the whole model is `factor` times as large, and the
+    factor depends on the model: it is known once windows of several micro-batches (or ranks) were measured.
+
+    Attributes:
+        batch_size: noise scale of the scales and shifts of LayerNorm and RMSNorm, in samples; None: their
+            signal cannot be told from their noise.
+        low: lower end of the interval.
+        high: upper end of the interval; infinite when it is unbounded.
+        signal: ``|G|^2`` of these parameters.
+        variance: trace of the covariance of one sample's gradient, of these parameters.
+        windows: how many were measured.
+        factor: noise scale of all parameters over that of these, in the windows where both were measured;
+            None: not known yet.
+        reason: why there is no number; None where there is one.
+
+    Examples:
+        >>> proxy = NoiseProxy(batch_size=300.0, low=200.0, high=500.0, signal=0.1, variance=30.0, windows=80,
+        ...     factor=1.5, reason=None)
+        >>> proxy.calibrated
+        450.0
+    """
+
+    batch_size: float | None
+    low: float
+    high: float
+    signal: float
+    variance: float
+    windows: int
+    factor: float | None
+    reason: str | None
+
+    @property
+    def calibrated(self) -> float | None:
+        """The noise scale of all parameters, as the proxy has it: `factor` times `batch_size`."""
+        return None if self.batch_size is None or self.factor is None else self.factor * self.batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
 class Noise:
     """How much of a gradient is noise: ``B_noise = T / |G|^2``, averaged over windows.
 
@@ -49,6 +118,10 @@ class Noise:
         groups: each parameter group by itself; `signal` and `variance` are the sums of theirs.
         reason: why there is no number; None where there is one.
         data_size: samples that batches are drawn from without replacement; None: as good as endless.
+        models: the same under models of Adam's preconditioner, the powers 0 (all the numbers above), 1 and 2:
+            how much depends on what is assumed of it. Empty unless they are measured
+            (``NoiseMeter(preconditioned=True)``).
+        proxy: of single samples' gradients; None unless it is measured (``NoiseMeter(proxy=True)``).
 
     Examples:
         >>> noise = Noise(batch_size=400.0, low=300.0, high=550.0, signal=0.5, variance=200.0, windows=80,
@@ -68,6 +141,8 @@ class Noise:
     groups: tuple[NoiseOfGroup, ...]
     reason: str | None
     data_size: int | None = None
+    models: tuple[NoiseOfModel, ...] = ()
+    proxy: NoiseProxy | None = None
 
     @property
     def ratio(self) -> float | None:

@@ -189,6 +189,7 @@ class Accumulator:
             reserve=Reserve(models, optimizers, self._owned),
             noise=noise_of(
                 noise,
+                models,
                 self._owned,
                 optimizers,
                 momentum=self._into == "momentum",

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import InputError
-from superbatch.noise import NoiseMeter
+from superbatch.noise import Estimate, NoiseMeter
 from superbatch.torch import Accumulator, Window
 from tests.torch.helpers import mlp, mse, sgd
-from tests.torch.noise_ranks import SIZES, parts
+from tests.torch.noise_ranks import ALONE, SIZES, parts
 
 
 def windows(accumulate: Accumulator, rank: int, count: int) -> list[str]:
@@ -57,6 +57,38 @@ def case(rank: int, every: int, where: str) -> dict[str, Any]:
     return {"said": said, "unchanged": same, "after": after, "windows": accumulate.noise.windows}
 
 
+def beside(rank: int) -> dict[str, Any]:
+    """Windows of one micro-batch on each rank, by Adam's preconditioner and by single samples' gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3)).double()
+    wrapped = DistributedDataParallel(model)
+    adam = torch.optim.Adam(wrapped.parameters(), lr=0.01)
+    meter = Recorder()
+    accumulate = Accumulator(wrapped, adam, lambda part: mse(wrapped, part), noise=meter)
+    batch = Window(parts(ALONE[rank], sum(ALONE[0]) if rank else 0))
+    accumulate(batch)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = [adam.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
+    accumulate(batch)
+    return {"said": meter.beside[-1], "model": weights, "moments": moments}
+
+
+class Recorder(NoiseMeter):
+    """Keeps what each window said beside the plain noise."""
+
+    def __init__(self) -> None:
+        super().__init__(every=1, preconditioned=True, proxy=True)
+        self.beside: list[dict[str, tuple[float, ...]]] = []
+
+    def add(self, estimates: dict[str, Estimate], *, samples: float) -> None:  # type: ignore[override]
+        self.beside.append({})
+        super().add(estimates, samples=samples)
+
+    def add_beside(self, name: str, one: Estimate, *, samples: float) -> None:
+        self.beside[-1][name] = tuple(one)
+        super().add_beside(name, one, samples=samples)
+
+
 def main(rank: int, folder: Path) -> None:
     """Write what was said."""
     torch.set_num_threads(1)
@@ -67,6 +99,7 @@ def main(rank: int, folder: Path) -> None:
         f"{where}, every {every}": case(rank, every, where)
         for every, where in ((2, "state"), (1, "state"), (1, "option"))
     }
+    said |= {"beside": beside(rank)}
     torch.save(said, folder / f"{rank}.pt")
     dist.barrier()
     sys.stdout.flush()

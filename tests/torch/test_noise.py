@@ -623,3 +623,4 @@ def test_mutants_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def _restart_but_once(self: SeenGradients) -> None:
     if not hasattr(self, "_norms"):
         self._last, self._ended, self._norms, self._squares = None, None, [], {}
+        self._per_sample = []

@@ -6,17 +6,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
+
+from superbatch.noise import PROXY, Estimate
+from tests.torch import test_noise_adam, test_noise_proxy
+from tests.torch.helpers import mse
+from tests.torch.noise_ranks import ALONE, parts
 
 
-def test_a_state_or_an_option_on_one_rank_only_is_an_error_on_all(tmp_path: Path) -> None:
-    """With every=2 the ranks would measure in turns, and wait for each other; with 1 they average others."""
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks say."""
+    folder = tmp_path_factory.mktemp("ranks")
     root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", "error", "-m", "tests.torch.noise_state_ranks"]
     processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=root, env=environment) for rank in range(2)
+        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, env=environment) for rank in range(2)
     ]
     try:
         assert [process.wait(timeout=100) for process in processes] == [0, 0]
@@ -24,13 +34,34 @@ def test_a_state_or_an_option_on_one_rank_only_is_an_error_on_all(tmp_path: Path
         for process in processes:
             process.kill()
             process.wait()
-    said = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    assert said[0] == said[1]
-    assert set(said[0]) == {"state, every 2", "state, every 1", "option, every 1"}
-    for name, found in said[0].items():
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def test_a_state_or_an_option_on_one_rank_only_is_an_error_on_all(said: list[dict[str, Any]]) -> None:
+    """With every=2 the ranks would measure in turns, and wait for each other; with 1 they average others."""
+    first, second = ({name: each for name, each in one.items() if name != "beside"} for one in said)
+    assert first == second
+    assert set(first) == {"state, every 2", "state, every 1", "option, every 1"}
+    for name, found in first.items():
         for text in found["said"]:
             assert "2 ranks that measure the noise, but do not agree on which windows" in text, name
             assert "load the same state_dict() on every rank" in text, name
         assert found["unchanged"], "nothing is updated by a window that one rank takes for another"
         assert found["after"] == ["", "", ""], "loaded on all ranks they go on"
         assert found["windows"] == (3 if "every 2" in name else 6)
+
+
+def test_two_ranks_with_one_micro_batch_say_what_one_process_says(said: list[dict[str, Any]]) -> None:
+    first, second = (one["beside"]["said"] for one in said)
+    assert first == second
+    model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    model.load_state_dict(said[0]["beside"]["model"])
+    sizes = [size for rank in ALONE for size in rank]
+    whole = parts(tuple(sizes))
+    d = [(moment / (1 - 0.999)).sqrt() + 1e-8 for moment in said[0]["beside"]["moments"]]
+    expected = test_noise_adam.by_hand(model, [lambda p=p: mse(model, p) for p in whole], sizes, d)
+    ours = {name: Estimate(*each) for name, each in first.items()}
+    test_noise_adam.assert_close({name: ours[name] for name in expected}, expected, 1e-11)
+    proxy, samples = test_noise_proxy.by_hand(model, whole, sizes)
+    assert samples == pytest.approx(17)
+    test_noise_proxy.assert_says((ours[PROXY], 17.0), (proxy, samples), 1e-11)

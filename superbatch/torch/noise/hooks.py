@@ -10,13 +10,17 @@ norm is not known from those of its parts, so from the next window on its parts 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...noise import POWERS
 from ..gradients import LOW_PRECISION, Gradients, Owned, values
 from ..in_grad import InGrad
+from .adam import Norms, Preconditioner
+from .samples import SeenSamples
 
 IN_PARTS = "a gradient came in parts, which are put together from the next window on"
 
@@ -27,13 +31,13 @@ class _Row(NamedTuple):
     Attributes:
         microbatch: its position.
         factor: that its gradient has yet to be multiplied by.
-        parts: for each parameter the norm of its gradient, or the gradient itself where it comes in parts; in
-            as many parts as came.
+        parts: for each parameter the norms of its gradient, or the gradient itself where it comes in parts;
+            in as many parts as came.
     """
 
     microbatch: int
     factor: float
-    parts: list[tuple[float | Tensor, ...]]
+    parts: list[tuple[Norms | Tensor, ...]]
 
 
 class SeenGradients:
@@ -43,17 +47,27 @@ class SeenGradients:
         owned: the parameters.
         groups: the parameter group of each, as a number.
         in_parts: parameters whose gradients are known to come in parts; those that turn out to are added.
+        metric: measure them by Adam's preconditioner as well; None: do not.
+        samples: see the gradients of single samples as well; None: do not.
 
     Attributes:
         reason: why the window cannot be measured; None: it can.
     """
 
-    def __init__(self, owned: Sequence[Owned], groups: Sequence[int], in_parts: set[Tensor]) -> None:
+    def __init__(
+        self,
+        owned: Sequence[Owned],
+        groups: Sequence[int],
+        in_parts: set[Tensor],
+        metric: Preconditioner | None = None,
+        samples: SeenSamples | None = None,
+    ) -> None:
+        self._metric, self._samples = metric, samples
         self._parameters = [entry.parameter for entry in owned]
         self._groups = groups
         self._in_parts = in_parts
         self._kept = [parameter in in_parts for parameter in self._parameters] if in_parts else None
-        self._slots: list[list[float | Tensor]] = [[] for _ in self._parameters]
+        self._slots: list[list[Norms | Tensor]] = [[] for _ in self._parameters]
         self._undo: list[Callable[[], None]] = []
         self.reason: str | None = None
         self.restart()
@@ -63,7 +77,14 @@ class SeenGradients:
         for place, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
             had_none = parameter._backward_hooks is None
             kept = self._kept is not None and self._kept[place]
-            handle = parameter.register_hook(slot.append if kept else _measuring(slot, parameter))
+            handle = parameter.register_hook(slot.append if kept else self._measuring(slot, place))
+            self._undo.append(_taking_off(parameter, handle.remove, had_none=had_none))
+        if self._samples is None:
+            return
+        self._undo += self._samples.open()
+        for parameter in self._samples.parameters():
+            had_none = parameter._backward_hooks is None
+            handle = parameter.register_hook(partial(self._samples.whole, parameter))
             self._undo.append(_taking_off(parameter, handle.remove, had_none=had_none))
 
     def close(self) -> None:
@@ -86,6 +107,8 @@ class SeenGradients:
             retain_graph: as in PyTorch.
         """
         self._take()  # gradients that the user's own forward has asked for, as a gradient penalty does
+        if self._samples is not None:
+            self._samples.begin()
         place.backward(loss, factor, retain_graph=retain_graph)
         parts = self._take()
         if self._last is not None and self._last.microbatch == index:  # another loss of the same micro-batch
@@ -94,23 +117,43 @@ class SeenGradients:
             self._end_of_microbatch()
             if index == self._ended:
                 self.reason = "it was saved between two losses of one micro-batch"
+        if self._samples is not None:
+            self._samples.take(index)
         self._last = _Row(index, 1.0 if isinstance(place, InGrad) else factor, parts)
 
     def restart(self) -> None:
         """Forget all: the window begins again."""
         self._last: _Row | None = None
         self._ended: int | None = None
-        self._norms: list[tuple[int, int, float, float | Tensor]] = []  # micro-batch, group, factor, norm
+        self._norms: list[tuple[int, int, float, Norms]] = []  # micro-batch, group, factor, norms
+        self._per_sample: list[tuple[int, float, Norms]] = []
         self._squares: dict[int, list[float]] = {}
+        if self._samples is not None:
+            self._samples.forget()
 
     def squares(self) -> dict[int, list[float]]:
-        """Return ``|w_i g_i|^2`` by micro-batch, one number per parameter group, as they were summed."""
+        """Return ``|w_i g_i|^2`` by micro-batch, as they were summed.
+
+        Returns:
+            One number per parameter group; then, over all of them, one per power of Adam's preconditioner if
+            there is a `metric`; then the sum over single samples if these are seen. NaN stands for what could
+            not be measured.
+        """
         self._end_of_microbatch()
-        norms = on_host([norm for *_, norm in self._norms])
+        rows = [*(norms for *_, norms in self._norms), *(norms for *_, norms in self._per_sample)]
+        on_hosts = iter(on_host([norm for norms in rows for norm in norms]))
         count = max(self._groups, default=0) + 1
-        for (index, group, factor, _), norm in zip(self._norms, norms, strict=True):
-            self._squares.setdefault(index, [0.0] * count)[group] += (factor * norm) ** 2
-        self._norms = []
+        powers = 0 if self._metric is None else len(POWERS)
+        columns = count + powers + (self._samples is not None)
+        for index, group, factor, _ in self._norms:
+            row = self._squares.setdefault(index, [0.0] * columns)
+            for column in (group, *range(count, count + powers)):
+                row[column] += (factor * next(on_hosts)) ** 2
+        for index, factor, norms in self._per_sample:
+            assert self._samples is not None
+            seen = self._samples.judge(*(next(on_hosts) for _ in norms))
+            self._squares.setdefault(index, [0.0] * columns)[-1] = (factor * seen) ** 2
+        self._norms, self._per_sample = [], []
         return self._squares
 
     def state(self) -> dict[int, list[float]]:
@@ -121,7 +164,7 @@ class SeenGradients:
         """Go on from what `state` returned."""
         self._squares = {index: list(each) for index, each in squares.items()}
 
-    def _take(self) -> list[tuple[float | Tensor, ...]]:
+    def _take(self) -> list[tuple[Norms | Tensor, ...]]:
         """Take what the hooks have seen since the last time."""
         seen = [tuple(slot) for slot in self._slots]
         for slot in self._slots:
@@ -136,26 +179,41 @@ class SeenGradients:
             if not parts:
                 continue
             if self._kept is not None and self._kept[place]:
-                self._norms.append((index, group, factor, _norm_of_sum(parts)))
+                gradient = _sum(parts)
+                self._norms.append(
+                    (index, group, factor, (_norm(gradient), *self._by_metric(place, gradient)))
+                )
                 continue
             if len(parts) > 1:
                 self._in_parts.add(self._parameters[place])
                 self.reason = IN_PARTS
-            self._norms += [(index, group, factor, part) for part in parts]
+            for part in parts:
+                assert isinstance(part, tuple)
+                self._norms.append((index, group, factor, part))
+        if self._samples is not None:
+            self._per_sample.append((index, factor, self._samples.end()))
         self._last, self._ended = None, index
 
+    def _by_metric(self, place: int, gradient: Tensor) -> Norms:
+        return () if self._metric is None else self._metric.norms(place, gradient)
 
-def _measuring(slot: list[float | Tensor], parameter: Tensor) -> Callable[[Tensor], None]:
-    dtype = torch.float32 if parameter.dtype in LOW_PRECISION else None
-    # On the CPU a number, at once: a tensor kept between the large ones would break up the heap, which then
-    # goes back to the system and is fetched again in every window (4 % of the time of a small transformer).
-    on_host_at_once = parameter.device.type == "cpu"
+    def _measuring(self, slot: list[Norms | Tensor], place: int) -> Callable[[Tensor], None]:
+        parameter, metric = self._parameters[place], self._metric
+        dtype = torch.float32 if parameter.dtype in LOW_PRECISION else None
+        # On the CPU a number, at once: a tensor kept between the large ones would break up the heap, which
+        # then goes back to the system and is fetched again in every window (4 % of the time of a small
+        # transformer).
+        on_host_at_once = parameter.device.type == "cpu"
 
-    def hook(gradient: Tensor) -> None:
-        norm = torch.linalg.vector_norm(values(gradient), dtype=dtype)
-        slot.append(norm.item() if on_host_at_once else norm)
+        def hook(gradient: Tensor) -> None:
+            norm = torch.linalg.vector_norm(values(gradient), dtype=dtype)
+            slot.append((norm.item() if on_host_at_once else norm,))
 
-    return hook
+        def by_metric(gradient: Tensor) -> None:
+            assert metric is not None
+            slot.append((_norm(gradient), *metric.norms(place, gradient)))
+
+        return hook if metric is None else by_metric
 
 
 def _taking_off(parameter: Tensor, remove: Callable[[], None], *, had_none: bool) -> Callable[[], None]:
@@ -167,12 +225,16 @@ def _taking_off(parameter: Tensor, remove: Callable[[], None], *, had_none: bool
     return take_off
 
 
-def _norm_of_sum(parts: Sequence[float | Tensor]) -> float | Tensor:
+def _sum(parts: Sequence[Norms | Tensor]) -> Tensor:
     gradient = None
     for part in parts:
         assert isinstance(part, Tensor)
         gradient = part if gradient is None else gradient + part
     assert gradient is not None
+    return gradient
+
+
+def _norm(gradient: Tensor) -> float | Tensor:
     dtype = torch.float32 if gradient.dtype in LOW_PRECISION else None
     norm = torch.linalg.vector_norm(values(gradient), dtype=dtype)
     return norm.item() if norm.is_cpu else norm

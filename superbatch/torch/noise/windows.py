@@ -8,18 +8,29 @@ one number to be summed, while ``b2`` is that of the reduced gradient, before it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ... import normalize
 from ...errors import InputError, explain
-from ...noise import LEAST_SPREAD, Estimate, NoiseMeter, estimate
+from ...noise import (
+    LEAST_SPREAD,
+    POWERS,
+    PROXY,
+    PROXY_BESIDE,
+    Estimate,
+    NoiseMeter,
+    estimate,
+    power_name,
+)
 from ..boundary import norm_of
 from ..gradients import Owned
-from .hooks import SeenGradients
+from .adam import Preconditioner, have_second_moments
+from .hooks import SeenGradients, on_host
+from .samples import SeenSamples, norm_layers
 
 if TYPE_CHECKING:
     from ..in_flight import WindowInFlight
@@ -30,6 +41,15 @@ TINY_BYTES, EVERY_OF_TINY = 1 << 20, 10
 ALONE = "one micro-batch has nearly all the weight of its window"
 
 
+class _Found(NamedTuple):
+    """What a window says: of each parameter group, or why it cannot; and what was measured beside."""
+
+    groups: dict[str, Estimate] | str
+    samples: float = 0.0
+    beside: Mapping[str, Estimate] = {}
+    no_proxy: str | None = None
+
+
 class NoiseOfWindows:
     """Measures windows, every so many.
 
@@ -37,20 +57,29 @@ class NoiseOfWindows:
         meter: takes in what is measured.
         owned: the parameters; the list is kept up to date.
         optimizers: whose parameter groups are told apart.
+        models: whose normalisation layers are looked at, for a proxy.
     """
 
-    def __init__(self, meter: NoiseMeter, owned: list[Owned], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        meter: NoiseMeter,
+        owned: list[Owned],
+        optimizers: Sequence[Optimizer],
+        models: Sequence[nn.Module],
+    ) -> None:
         self.meter = meter
         if meter.every is None:
             tiny = sum(entry.parameter.nbytes for entry in owned) < TINY_BYTES
             meter.every = EVERY_OF_TINY if tiny else 1
         self._owned = owned
-        self._optimizers = optimizers
+        self._optimizers, self._models = optimizers, models
+        self._metric: Preconditioner | None = None
+        self._samples: SeenSamples | None = None
         self._in_parts: set[Tensor] = set()
         self._named: list[Owned] = []
         self._names: list[str] = []
         self._groups: list[int] = []
-        self._found: tuple[dict[str, Estimate], float] | str | None = None
+        self._found: _Found | None = None
 
     def open(self, window: WindowInFlight) -> None:
         """Put hooks on for a window that is to be measured; they go with the window's context.
@@ -62,11 +91,15 @@ class NoiseOfWindows:
         window._noise = None
         if not self.meter.due:
             return
-        if len(window._pieces) < 2 and not window._plan.ranks.shared:
-            self._found = ALONE
+        if len(window._pieces) < 2 and not window._plan.ranks.shared and not self.meter.proxy:
+            self._found = _Found(ALONE)
             return
         self._name_groups()
-        window._noise = SeenGradients(self._owned, self._groups, self._in_parts)
+        by_adam = self.meter.preconditioned and have_second_moments(self._optimizers)
+        self._metric = Preconditioner(self._owned) if by_adam else None
+        layers = norm_layers(self._models, self._owned) if self.meter.proxy else []
+        self._samples = SeenSamples(layers, window._pieces.count) if layers else None
+        window._noise = SeenGradients(self._owned, self._groups, self._in_parts, self._metric, self._samples)
         window._context.callback(window._noise.close)
         window._noise.open()
 
@@ -93,7 +126,7 @@ class NoiseOfWindows:
         counted = [index for index, each in enumerate(weights) if each]
         squares = seen.squares()
         missing = seen.reason or ("" if all(i in squares for i in counted) else "a part of it was not seen")
-        count = len(self._names)
+        count = len(self._names) + len(POWERS) * (self._metric is not None) + (self._samples is not None)
         # Sums of squares were taken of gradients times (planned W) x (scale of the scaler).
         shares = [weights[index] / weight for index in counted]
         units = window._pieces.samples or weights
@@ -108,7 +141,10 @@ class NoiseOfWindows:
         a2 = [each / factor**2 for each in sums]
         self._found = self._judged(a2, self._b2(gradients, norm), q, q_per_sample)
         if incomplete:
-            self._found = missing or "it was not seen whole on another rank"
+            missing = missing or "it was not seen whole on another rank"
+            self._found = _Found(missing, no_proxy=missing)
+        elif q_per_sample > 0:
+            self._found = self._found._replace(**self._judged_beside(a2, gradients, q, q_per_sample))
 
     def left(self, *, made: bool) -> None:
         """The window is over: what was taken down counts if its update was made."""
@@ -117,20 +153,51 @@ class NoiseOfWindows:
             self.meter.passed += 1
         if not made or found is None:
             return
-        if isinstance(found, str):
-            self.meter.leave_out(found)
+        if isinstance(found.groups, str):
+            self.meter.leave_out(found.groups)
         else:
-            self.meter.add(found[0], samples=found[1])
+            self.meter.add(found.groups, samples=found.samples)
+        for name, one in found.beside.items():
+            self.meter.add_beside(name, one, samples=found.samples)
+        if found.no_proxy is not None and self.meter.proxy:
+            self.meter.leave_out(found.no_proxy, proxy=True)
 
-    def _judged(
-        self, a2: list[float], b2: list[float], q: float, q_per_sample: float
-    ) -> tuple[dict[str, Estimate], float] | str:
+    def _judged(self, a2: list[float], b2: list[float], q: float, q_per_sample: float) -> _Found:
+        samples = 1 / q_per_sample
         if 1 - q < LEAST_SPREAD:
-            return ALONE
+            return _Found(ALONE, samples)
+        a2 = a2[: len(b2)]
         if not all(map(math.isfinite, [*a2, *b2])):
-            return "the squares of its gradients are not finite"
+            return _Found("the squares of its gradients are not finite", samples)
         found = {name: estimate(a, b, q) for name, a, b in zip(self._names, a2, b2, strict=True)}
-        return found, 1 / q_per_sample
+        return _Found(found, samples)
+
+    def _judged_beside(
+        self, a2: list[float], gradients: list[Tensor | None], q: float, q_per_sample: float
+    ) -> dict[str, Any]:
+        """What is measured beside: by Adam's preconditioner, and by single samples."""
+        beside: dict[str, Estimate] = {}
+        seen = a2[len(self._names) :]
+        if self._metric is not None and 1 - q >= LEAST_SPREAD:
+            mean = self._metric.mean()
+            present = [(place, g) for place, g in enumerate(gradients) if g is not None]
+            norms = [self._metric.norms(place, gradient) for place, gradient in present]
+            for power, a, of_power in zip(POWERS, seen, zip(*norms, strict=True), strict=False):
+                scale = mean**power
+                b2 = math.fsum(norm**2 for norm in on_host(of_power))
+                beside[power_name(power)] = estimate(scale * a, scale * b2, q)
+        if self._samples is None:
+            return {"beside": beside, "no_proxy": "there is no LayerNorm or RMSNorm that is trained"}
+        if 1 - q_per_sample < LEAST_SPREAD or not math.isfinite(seen[-1]):
+            alone = "one sample has nearly all the weight of its window"
+            reason = alone if math.isfinite(seen[-1]) else self._samples.reason
+            return {"beside": beside, "no_proxy": reason or "it could not be told on another rank"}
+        places = {id(parameter) for parameter in self._samples.parameters()}
+        own = [g for entry, g in zip(self._owned, gradients, strict=True) if id(entry.parameter) in places]
+        norm = norm_of(own)
+        one = estimate(seen[-1], 0.0 if norm is None else float(norm) ** 2, q_per_sample)
+        beside |= {PROXY: one} | ({PROXY_BESIDE: one} if 1 - q >= LEAST_SPREAD else {})
+        return {"beside": beside}
 
     def _b2(self, gradients: list[Tensor | None], norm: float) -> list[float]:
         if len(self._names) == 1:
@@ -162,7 +229,11 @@ def mark_of(window: WindowInFlight) -> int:
         Below 2**21, so that its square times the number of ranks is exact in float64; 0: nothing is measured.
     """
     noise = window._plan.noise
-    return 0 if noise is None else (noise.meter.passed % (1 << 20) + 1) * 2 + (window._noise is not None)
+    if noise is None:
+        return 0
+    meter = noise.meter
+    how = (window._noise is not None) + 2 * meter.preconditioned + 4 * meter.proxy
+    return (meter.passed % (1 << 17) + 1) * 8 + how
 
 
 def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], int], list[str]]:
@@ -201,12 +272,19 @@ def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], 
 
 
 def noise_of(
-    noise: object, owned: list[Owned], optimizers: Sequence[Optimizer], *, momentum: bool, whole: bool
+    noise: object,
+    models: Sequence[nn.Module],
+    owned: list[Owned],
+    optimizers: Sequence[Optimizer],
+    *,
+    momentum: bool,
+    whole: bool,
 ) -> NoiseOfWindows | None:
     """Return what measures the noise, as the option of the accumulator states it.
 
     Args:
         noise: False, True, or a meter.
+        models: of the accumulator.
         owned: the parameters.
         optimizers: of the accumulator.
         momentum: gradients are summed into the momentum buffer.
@@ -242,4 +320,12 @@ def noise_of(
                 "leave noise out",
             )
         )
-    return NoiseOfWindows(NoiseMeter() if noise is True else noise, owned, optimizers)
+    if noise is not True and noise.proxy and not norm_layers(models, owned):
+        raise InputError(
+            explain(
+                "NoiseMeter(proxy=True) with models without a LayerNorm or RMSNorm that is trained",
+                "only of those the gradients of single samples are at hand",
+                "leave proxy out, and use two micro-batches or more",
+            )
+        )
+    return NoiseOfWindows(NoiseMeter() if noise is True else noise, owned, optimizers, models)

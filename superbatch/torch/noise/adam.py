@@ -1,0 +1,105 @@
+"""Adam's preconditioner as a metric for gradients: ``|g|^2`` becomes ``sum g^2 / (sqrt(v_hat) + eps)^q``.
+
+The second moments are those of the updates before the window: an optimizer changes them at a window's end
+only, so that all micro-batches and the batch are measured by one metric, in which none of them has a part.
+(With moments that hold the window's own gradient the estimates would be biased.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, NAdam, Optimizer
+
+from ...noise import POWERS
+from ..gradients import LOW_PRECISION, Owned, values
+
+Norms = tuple[float | Tensor, ...]
+
+UNKNOWN: Norms = (math.nan,) * len(POWERS)
+
+
+def have_second_moments(optimizers: Iterable[Optimizer]) -> bool:
+    """Whether all of them step by ``m / (sqrt(v_hat) + eps)``.
+
+    Args:
+        optimizers: of the accumulator.
+
+    Examples:
+        >>> one = torch.zeros(1, requires_grad=True)
+        >>> have_second_moments([AdamW([one])]), have_second_moments([torch.optim.SGD([one])])
+        (True, False)
+    """
+    return all(isinstance(optimizer, Adam | AdamW | NAdam) for optimizer in optimizers)
+
+
+class Preconditioner:
+    """``d = sqrt(v_hat) + eps`` of every parameter, as it is while one window is open.
+
+    Coordinates that have had no gradient yet have no second moment: they are left out of the metric, in the
+    micro-batches and in the batch.
+
+    Args:
+        owned: the parameters, of optimizers with second moments.
+    """
+
+    def __init__(self, owned: Sequence[Owned]) -> None:
+        self._owned = owned
+        self._moments = [_moment_of(entry) for entry in owned]
+
+    def norms(self, place: int, gradient: Tensor) -> Norms:
+        """Return ``sqrt(sum g^2 / d^q)`` of one parameter's gradient for q = 1 and 2; NaN if there is no d.
+
+        Args:
+            place: of the parameter among the owned ones.
+            gradient: of a micro-batch, or of the batch.
+        """
+        denominator = self._denominator(place)
+        if denominator is None or gradient.is_sparse:
+            return UNKNOWN
+        elements = _real(gradient)
+        wide = torch.promote_types(elements.dtype, denominator.dtype)
+        dtype = torch.float32 if wide in LOW_PRECISION else wide
+        elements = elements.to(dtype)
+        stepped = elements / denominator
+        half = (elements * stepped).sum().sqrt()  # of squares over positive numbers
+        norms = (half, torch.linalg.vector_norm(stepped))
+        return tuple(norm.item() if norm.is_cpu else norm for norm in norms)
+
+    def mean(self) -> float:
+        """The mean of d, by which it is measured, so that windows count alike while second moments fall."""
+        total, count = 0.0, 0
+        for place in range(len(self._owned)):
+            denominator = self._denominator(place)
+            if denominator is not None:
+                present = denominator[denominator.isfinite()]
+                total, count = total + float(present.double().sum()), count + present.numel()
+        return total / count if count else math.nan
+
+    def _denominator(self, place: int) -> Tensor | None:
+        found = self._moments[place]
+        if found is None:
+            return None
+        moment, correction, eps = found
+        elements = _real(moment)
+        denominator = elements.sqrt().div_(math.sqrt(correction)).add_(eps)
+        return denominator.masked_fill_(elements == 0, math.inf)
+
+
+def _moment_of(entry: Owned) -> tuple[Tensor, float, float] | None:
+    """The second moment, what its mean is to be divided by, and eps; None before the first update."""
+    state = entry.optimizer.state.get(entry.target)
+    if not state or "exp_avg_sq" not in state:
+        return None
+    group = entry.group
+    correction = 1 - float(group["betas"][1]) ** float(state["step"])
+    moment = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
+    return (moment, correction, float(group["eps"])) if correction > 0 else None
+
+
+def _real(tensor: Tensor) -> Tensor:
+    elements = values(tensor)
+    return torch.view_as_real(elements.resolve_conj()) if elements.is_complex() else elements
