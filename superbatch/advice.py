@@ -11,15 +11,17 @@ from __future__ import annotations
 
 # pyright: strict
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .errors import InputError, explain
 from .integers import positive_int
 from .noise import relative_time
-from .noise_range import NoiseRange, noise_range
-from .report.advice import Advice, Steps, Verdict, number_text
+from .noise_range import NoiseRange, noise_range, noise_range_of
+from .report.advice import Advice, AdviceOfModel, Steps, Verdict, number_text
 from .report.memory import Limit
-from .report.noise import Noise
+from .report.noise import Noise, NoiseOfModel
 from .report.scaling import Scaling
 
 HELPS, WASTEFUL = 0.95, 1.05
@@ -111,6 +113,7 @@ def advise(
     noise: Noise | NoiseRange | float | None,
     times: Times,
     ranks: int = 1,
+    models: Sequence[NoiseOfModel] = (),
     noise_from: str = "given",
     alternative: Scaling | None = None,
     parameters: int | None = None,
@@ -126,6 +129,8 @@ def advise(
         noise: the noise scale: a measurement, a range, a number of samples; None: nothing is known.
         times: of the parts of an update.
         ranks: R.
+        models: the noise scale under models of Adam's preconditioner; those of `noise` if it is a measurement
+            and none are given.
         noise_from: where the noise scale is from, in words.
         alternative: the settings without accumulation.
         parameters: of the model.
@@ -155,26 +160,23 @@ def advise(
         )
     _check_times(times)
     known = noise if isinstance(noise, NoiseRange) else noise_range(noise)
-    wide = NoiseRange(known.value, known.low / SYSTEMATIC, known.high * SYSTEMATIC)
+    models = tuple(models) or (noise.models if isinstance(noise, Noise) else ())
+    scales = [noise_range_of(each) for each in models]
+    wide = _widened(known, scales)
     rows = tuple(
-        _steps(k, batch, wide, times) for k in sorted({1, 2, 4, 8, 16, 32, 64, 128, accumulation_steps})
+        _steps(k, batch, wide, times, scales)
+        for k in sorted({1, 2, 4, 8, 16, 32, 64, 128, accumulation_steps})
     )
     asked = next(row for row in rows if row.accumulation_steps == accumulation_steps)
     verdict = judge(asked.low, asked.high)
-    best = {
-        end: best_steps(
-            noise=value, batch=batch, microbatch_seconds=times.microbatch, update_seconds=times.per_update
-        )
-        for end, value in (("low", wide.low), ("high", wide.high), ("value", known.value or 0.0))
-    }
     return Advice(
         verdict=verdict,
         reason=_reason(verdict, asked, batch, known, times),
         asked=accumulation_steps,
         steps=rows,
-        best=None if known.value is None else best["value"],
-        best_low=best["low"],
-        best_high=best["high"],
+        best=None if known.value is None else _best(known.value, batch, times),
+        best_low=_best(wide.low, batch, times),
+        best_high=_best(wide.high, batch, times),
         microbatch_size=microbatch_size,
         ranks=ranks,
         noise=known.value,
@@ -193,10 +195,35 @@ def advise(
         whole=whole,
         exceptions=EXCEPTIONS,
         uncertainty=UNCERTAINTY,
+        models=tuple(map(partial(_of_model, batch=batch, times=times), models, scales)),
     )
 
 
-def _steps(k: int, batch: int, noise: NoiseRange, times: Times) -> Steps:
+def _best(noise: float, batch: int, times: Times) -> float:
+    return best_steps(
+        noise=noise, batch=batch, microbatch_seconds=times.microbatch, update_seconds=times.per_update
+    )
+
+
+def _of_model(model: NoiseOfModel, scale: NoiseRange, *, batch: int, times: Times) -> AdviceOfModel:
+    best = None if scale.value is None else _best(scale.value, batch, times)
+    return AdviceOfModel(power=model.power, noise=scale.value, low=scale.low, high=scale.high, best=best)
+
+
+def _widened(known: NoiseRange, scales: Sequence[NoiseRange]) -> NoiseRange:
+    """The interval and a factor beyond it; further where another model of Adam has its noise scale there.
+
+    A model whose signal is not told from its noise says nothing of the range.
+    """
+    others = [each.value for each in scales if each.value is not None]
+    return NoiseRange(
+        known.value,
+        min([known.low / SYSTEMATIC, *others]),
+        max([known.high * SYSTEMATIC, *others]),
+    )
+
+
+def _steps(k: int, batch: int, noise: NoiseRange, times: Times, models: Sequence[NoiseRange] = ()) -> Steps:
     """W(K) / W(1) falls with the noise scale, so the ends of one are those of the other."""
     return Steps(
         accumulation_steps=k,
@@ -207,6 +234,7 @@ def _steps(k: int, batch: int, noise: NoiseRange, times: Times) -> Steps:
         samples=None
         if noise.value is None
         else _time(k, batch, noise.value, Times(microbatch=1.0, update=0.0)),
+        by_model=tuple(None if each.value is None else _time(k, batch, each.value, times) for each in models),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from .errors import InputError, explain
-from .report.noise import Noise
+from .report.noise import Noise, NoiseOfModel
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,21 @@ class NoiseRange:
     value: float | None
     low: float
     high: float
+
+
+def noise_range_of(model: NoiseOfModel) -> NoiseRange:
+    """Read what one model of Adam's preconditioner says, as `noise_range` reads a measurement.
+
+    Args:
+        model: one of `Noise.models`.
+
+    Examples:
+        >>> noise_range_of(NoiseOfModel(power=1, batch_size=None, low=40.0, high=math.inf, signal=0.1,
+        ...     variance=9.0, windows=20))
+        NoiseRange(value=None, low=40.0, high=inf)
+    """
+    known = model.batch_size is not None and math.isfinite(model.high)
+    return NoiseRange(model.batch_size if known else None, model.low, model.high)
 
 
 def noise_range(noise: Noise | float | None) -> NoiseRange:

@@ -184,9 +184,9 @@ def show_report(report: Advice, console: Console) -> None:
         report: whole or partial.
         console: where to.
     """
-    from superbatch.report.advice_text import alternative_table, findings, steps_table
+    from superbatch.report.advice_text import alternative_table, findings, models_table, steps_table
 
-    for table in (steps_table(report), alternative_table(report)):
+    for table in (steps_table(report), models_table(report), alternative_table(report)):
         if table.rows:
             print_table(table, console)
             print(file=console.file)

@@ -11,7 +11,7 @@ from matplotlib.transforms import blended_transform_factory
 
 from superbatch.plot.style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
 from superbatch.report.advice import Advice
-from superbatch.report.advice_text import title_of, verdict_text
+from superbatch.report.advice_text import range_said, title_of, verdict_text
 
 COLOURS = {"helps": GREEN, "wasteful": VERMILION, "undetermined": BLUE}
 HARDLY = 0.05
@@ -61,8 +61,23 @@ def _curves(axes: Axes, report: Advice, theme: Theme) -> None:
     colour = COLOURS[report.verdict]
     steps = [each.accumulation_steps for each in report.steps]
     low, high = [each.low for each in report.steps], [each.high for each in report.steps]
-    said = f"range: the noise scale's interval, and a factor of {report.systematic:g} beyond"
-    axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0, label=said)
+    axes.fill_between(
+        steps, low, high, color=colour, alpha=0.18, linewidth=0, label=f"range: {range_said(report)}"
+    )
+    bands = [each.band for each in report.steps]
+    if report.models and all(bands):
+        powers = ", ".join(str(each.power) for each in report.models if each.noise is not None)
+        axes.fill_between(
+            steps,
+            [band[0] for band in bands if band],
+            [band[1] for band in bands if band],
+            facecolor="none",
+            edgecolor=colour,
+            hatch="///",
+            alpha=0.5,
+            linewidth=0,
+            label=f"band of Adam's models, q = {powers}",
+        )
     times = [(each.accumulation_steps, each.time) for each in report.steps if each.time is not None]
     samples = [(each.accumulation_steps, each.samples) for each in report.steps if each.samples is not None]
     if times:

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from superbatch.plot.style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
-from superbatch.report.noise_study import NoiseStudy, findings, title_of
+from superbatch.report.noise_study import NoiseStudy, band_of, findings, title_of
 
 
 def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
@@ -55,7 +56,8 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     unknown = [each for each in report.points if each.batch_size is None]
     named = [each.batch_size or 1.0 for each in known]
     lows = [each.low for each in report.points if each.low > 0]
-    heights = [*named, *lows, *(each.high for each in known if math.isfinite(each.high)), report.batch_size]
+    heights = [value for each in report.points for value in each.by_model if value]
+    heights += [*named, *lows, *(each.high for each in known if math.isfinite(each.high)), report.batch_size]
     bottom, top = min(heights) / 2, max(heights) * 3
     axes.set_ylim(bottom, top)
     if unknown:
@@ -86,6 +88,7 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
             updates, below, [min(top, each.high) for each in known], color=BLUE, alpha=0.35, linewidth=5
         )
         axes.plot(updates, named, "o", color=BLUE, markersize=5, label="noise scale")
+    _band(axes, [(each.update, band_of(each.by_model)) for each in report.points], BLUE)
     axes.axhline(report.batch_size, color=theme.ink, linewidth=1.2, linestyle=(0, (4, 2)))
     axes.text(
         0.995,
@@ -98,6 +101,23 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
         color=theme.ink,
     )
     axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, ncols=3, loc="lower right")
+
+
+def _band(axes: Axes, points: Sequence[tuple[int, tuple[float, float] | None]], colour: str) -> None:
+    """What Adam's models span, where there are several."""
+    gap = (math.nan, math.nan)
+    if any(band for _, band in points):
+        axes.fill_between(
+            [x for x, _ in points],
+            [(band or gap)[0] for _, band in points],
+            [(band or gap)[1] for _, band in points],
+            facecolor="none",
+            edgecolor=colour,
+            hatch="///",
+            alpha=0.5,
+            linewidth=0,
+            label="band of Adam's models, q = 0, 1, 2",
+        )
 
 
 def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
@@ -118,6 +138,7 @@ def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     axes.fill_between(
         k, lows, highs, color=GREEN, alpha=0.2, linewidth=0, label="interval of the noise scale"
     )
+    _band(axes, [(each.accumulation_steps, band_of(each.by_model)) for each in report.steps], GREEN)
     axes.set_ylim(min(0.5, *(low / 1.2 for low in lows)), max(2.0, *(high * 1.2 for high in highs)))
     axes.axhline(1, color=theme.ink, linewidth=1)
     best = report.best

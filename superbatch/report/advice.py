@@ -47,6 +47,7 @@ class Steps:
         low: the same with the noise scale at the upper end of its range (see `Advice`).
         high: and at the lower end.
         samples: samples needed, relative to K = 1, at the estimate; None where there is none.
+        by_model: the time under each of `Advice.models`, in their order; None where that has no noise scale.
     """
 
     accumulation_steps: int
@@ -55,6 +56,32 @@ class Steps:
     low: float
     high: float
     samples: float | None
+    by_model: tuple[float | None, ...] = ()
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The shortest and the longest time under the models; None where fewer than two have one."""
+        known = [time for time in self.by_model if time is not None]
+        return (min(known), max(known)) if len(known) > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviceOfModel:
+    """The noise scale under one model of Adam's preconditioner, and what it would mean.
+
+    Attributes:
+        power: q; see `superbatch.report.noise.NoiseOfModel`.
+        noise: in samples; None: not determined.
+        low: lower end of its interval.
+        high: upper end; infinite where it is unbounded.
+        best: K*; None without a noise scale.
+    """
+
+    power: int
+    noise: float | None
+    low: float
+    high: float
+    best: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +89,8 @@ class Advice:
     """Whether accumulation pays, by time to the same loss.
 
     The range of the verdict is that of the noise scale's interval, widened by `systematic` on both sides: a
-    noise scale is a model of training, and no better than that.
+    noise scale is a model of training, and no better than that. It is wider where the noise scale under
+    another model of Adam's preconditioner (`models`) lies beyond.
 
     Attributes:
         verdict: ``"helps"`` where the whole range of W(K) / W(1) is below 0.95, ``"wasteful"`` where it is
@@ -98,6 +126,8 @@ class Advice:
         versions: of what it ran on: name -> version.
         command: what was asked for: name of a flag -> value.
         notes: what a reader should know beside the numbers.
+        models: the noise scale under models of Adam's preconditioner, the one that is used first; none unless
+            it was measured with Adam.
     """
 
     verdict: Verdict
@@ -131,6 +161,13 @@ class Advice:
     versions: dict[str, str] = field(default_factory=dict[str, str])
     command: dict[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
+    models: tuple[AdviceOfModel, ...] = ()
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The smallest and the largest noise scale under `models`; None where fewer than two have one."""
+        known = [each.noise for each in self.models if each.noise is not None]
+        return (min(known), max(known)) if len(known) > 1 else None
 
     @property
     def of_asked(self) -> Steps:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from superbatch.report.advice import Advice, Steps, number_text
 from superbatch.report.fitting_text import seconds_text
 from superbatch.report.memory import binary_text
+from superbatch.report.noise import ASSUMED
 from superbatch.report.scaling import setting_text
 from superbatch.report.table import Column, Table
 
@@ -25,7 +26,7 @@ def steps_table(report: Advice) -> Table:
         Column("K", "micro-batches of an update; the mark is at the one in question"),
         Column("batch", "samples of an update, on all ranks"),
         Column("time", "to the same loss, relative to K = 1: W(K)/W(1)"),
-        Column("range", f"over the noise scale's interval and a factor of {report.systematic:g} beyond it"),
+        Column("range", f"over {range_said(report)}"),
         Column("samples", "needed for the same loss, relative to K = 1: a lower bound"),
     )
     return Table(title_of(report), columns, tuple(_row(each, report) for each in report.steps))
@@ -57,6 +58,35 @@ def alternative_table(report: Advice) -> Table:
     return Table("The alternative: no accumulation", columns, rows)
 
 
+def models_table(report: Advice) -> Table:
+    """The noise scale by what is assumed of Adam's preconditioner.
+
+    Args:
+        report: of an advice.
+
+    Returns:
+        One row per model; none where they were not measured.
+    """
+    columns = (
+        Column("q", "power of Adam's preconditioner; the first is the plain gradient, which is used"),
+        Column("assumes that", "what the power takes for granted of the curvature"),
+        Column("noise scale", "samples of a batch with as much noise as signal, with its 95 % interval"),
+        Column("K*", "the best number of micro-batches"),
+        Column(f"time at K = {report.asked}", "to the same loss, relative to K = 1"),
+    )
+    rows = tuple(
+        (
+            str(each.power),
+            ASSUMED[each.power],
+            range_text(each.noise, each.low, each.high),
+            NOT_KNOWN if each.best is None else f"{each.best:.3g}",
+            NOT_KNOWN if time is None else f"{time:.3g}",
+        )
+        for each, time in zip(report.models, report.of_asked.by_model, strict=True)
+    )
+    return Table("By what is assumed of Adam's preconditioner", columns, rows)
+
+
 def title_of(report: Advice) -> str:
     """An advice in one line: the micro-batch, the noise scale and the times."""
     ranks = f" on each of {report.ranks} ranks" if report.ranks > 1 else ""
@@ -69,6 +99,12 @@ def title_of(report: Advice) -> str:
     )
 
 
+def range_said(report: Advice) -> str:
+    """What the range goes over, in words."""
+    adam = ", and Adam's models" if report.band is not None else ""
+    return f"the noise scale's interval, a factor of {report.systematic:g} beyond it{adam}"
+
+
 def noise_text(report: Advice) -> str:
     """The noise scale with its interval.
 
@@ -78,11 +114,20 @@ def noise_text(report: Advice) -> str:
     Returns:
         Text, in samples.
     """
-    low, high = number_text(report.noise_low), number_text(report.noise_high)
-    if report.noise is None:
-        return f"not determined, at least {low}" if report.noise_low else "not determined"
-    value = number_text(report.noise)
-    return value if low == high else f"{value} ({low} to {high})"
+    return range_text(report.noise, report.noise_low, report.noise_high)
+
+
+def range_text(value: float | None, low: float, high: float) -> str:
+    """A noise scale with its interval, where there is one.
+
+    Examples:
+        >>> range_text(100.0, 80.0, 130.0), range_text(None, 40.0, float("inf")), range_text(9.0, 9.0, 9.0)
+        ('100 (80 to 130)', 'not determined, at least 40', '9')
+    """
+    least, most = number_text(low), number_text(high)
+    if value is None:
+        return f"not determined, at least {least}" if low else "not determined"
+    return number_text(value) if least == most else f"{number_text(value)} ({least} to {most})"
 
 
 def findings(report: Advice) -> list[str]:
@@ -94,7 +139,13 @@ def findings(report: Advice) -> list[str]:
     Returns:
         Sentences.
     """
-    sentences = [verdict_text(report), _best(report), _alternative(report), *_memory(report)]
+    sentences = [
+        verdict_text(report),
+        *_models(report),
+        _best(report),
+        _alternative(report),
+        *_memory(report),
+    ]
     if report.verdict != "helps":
         sentences.append(f"This does not apply where {'; or '.join(report.exceptions)}.")
     sentences.append(
@@ -119,6 +170,22 @@ def verdict_text(report: Advice) -> str:
         "undetermined": f"Whether accumulating {report.asked} micro-batches pays is undetermined.",
     }
     return f"{said[report.verdict]} {report.reason}"
+
+
+def _models(report: Advice) -> list[str]:
+    if not report.models:
+        return []
+    unknown = [f"q = {each.power}" for each in report.models if each.noise is None]
+    left = f" ({' and '.join(unknown)}: not determined)" if unknown else ""
+    said = f"no model of Adam is better than a factor of about {report.systematic:g}"
+    band, times = report.band, report.of_asked.band
+    if band is None or times is None:
+        return [f"How much hangs on what is assumed of Adam's preconditioner is not known{left}; {said}."]
+    return [
+        f"By what is assumed of Adam's preconditioner the noise scale is {number_text(band[0])} to "
+        f"{number_text(band[1])}, and the time {times[0]:.2f} to {times[1]:.2f}{left}; q = 0 is used, and "
+        f"{said}."
+    ]
 
 
 def _best(report: Advice) -> str:

@@ -28,6 +28,14 @@ class NoiseOfGroup:
     variance: float
 
 
+ASSUMED = {
+    0: "Adam evens the curvature out",
+    1: "the curvature is as Adam takes it to be",
+    2: "the curvature is the same everywhere",
+}
+"""Power of Adam's preconditioner -> what it takes for granted (see `NoiseOfModel`)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class NoiseOfModel:
     """The noise scale as one model of Adam's preconditioner ``P = 1 / (sqrt(v_hat) + eps)`` has it.

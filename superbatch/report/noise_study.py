@@ -4,9 +4,11 @@ from __future__ import annotations
 
 # pyright: strict
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from superbatch.report.fitting_text import seconds_text
+from superbatch.report.noise import ASSUMED
 from superbatch.report.table import Column, Table
 
 DASH = "–"
@@ -24,6 +26,9 @@ class NoiseAt:
         low: lower end of the 95 % interval.
         high: upper end; infinite when there is none.
         reason: why it is not determined; None: it is.
+        by_model: the noise scale under models of Adam's preconditioner, the powers 0 (`batch_size`), 1 and 2
+            (see `superbatch.report.noise.NoiseOfModel`), None where one is not determined; empty without
+            Adam.
     """
 
     update: int
@@ -33,6 +38,7 @@ class NoiseAt:
     low: float
     high: float
     reason: str | None
+    by_model: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,7 @@ class AtSteps:
         time: ``W(K) / W(1)`` at the noise scale of the run; None where that is not known.
         low: the same at the upper end of its interval, where larger batches cost least.
         high: the same at the lower end.
+        by_model: the time under each of `NoiseStudy.models`; None where that has no noise scale.
     """
 
     accumulation_steps: int
@@ -52,6 +59,7 @@ class AtSteps:
     time: float | None
     low: float
     high: float
+    by_model: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +90,7 @@ class NoiseStudy:
         versions: of what it ran on: name -> version.
         command: what the user asked for: name of a flag -> value.
         notes: what a reader should know beside the numbers.
+        models: ``B_noise`` of the whole run under models of Adam's preconditioner, as `NoiseAt.by_model`.
     """
 
     recipe: str
@@ -106,12 +115,29 @@ class NoiseStudy:
     versions: dict[str, str]
     command: dict[str, str]
     notes: tuple[str, ...]
+    models: tuple[float | None, ...] = ()
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The smallest and the largest noise scale under `models`; None where fewer than two have one."""
+        return band_of(self.models)
 
     @property
     def best(self) -> AtSteps | None:
         """The K with the shortest time to target; None where the noise scale is not known."""
         known = [each for each in self.steps if each.time is not None]
         return min(known, key=lambda each: each.time or 0.0) if known else None
+
+
+def band_of(models: Sequence[float | None]) -> tuple[float, float] | None:
+    """The smallest and the largest number that there is; None where there are fewer than two.
+
+    Examples:
+        >>> band_of((3.0, None, 9.0)), band_of((3.0, None))
+        ((3.0, 9.0), None)
+    """
+    known = [each for each in models if each is not None]
+    return (min(known), max(known)) if len(known) > 1 else None
 
 
 def title_of(report: NoiseStudy) -> str:
@@ -137,6 +163,10 @@ def points_table(report: NoiseStudy, rows: int = 12) -> Table:
         Column("loss", "mean since the row before"),
         Column("noise scale", "samples of a batch with as much noise as signal"),
         Column("95 % interval", "Fieller's; it may have no upper end"),
+        *(
+            Column(f"q = {power}", f"noise scale if {assumed}: a power of Adam's preconditioner")
+            for power, assumed in list(ASSUMED.items())[1 : len(report.models)]
+        ),
         Column("remark", "why there is no number"),
     )
     every = max(1, math.ceil(len(report.points) / rows))
@@ -147,6 +177,8 @@ def points_table(report: NoiseStudy, rows: int = 12) -> Table:
             f"{each.loss:.4g}",
             DASH if each.batch_size is None else number(each.batch_size),
             interval(each.low, each.high),
+            *(DASH if value is None else number(value) for value in each.by_model[1:]),
+            *(DASH,) * (len(report.models[1:]) - len(each.by_model[1:])),
             each.reason or "",
         )
         for each in shown
@@ -198,9 +230,25 @@ def findings(report: NoiseStudy) -> list[str]:
         f"({interval(report.low, report.high)}): a batch of {report.batch_size} has {side} "
         f"({ratio:.2g} to 1).",
     ]
+    sentences += _models(report)
     if report.best is not None:
         sentences += _times(report, report.best)
     return [*sentences, *report.notes]
+
+
+def _models(report: NoiseStudy) -> list[str]:
+    if not report.models:
+        return []
+    unknown = [f"q = {power}" for power, each in enumerate(report.models) if each is None]
+    left = f" ({' and '.join(unknown)}: not determined)" if unknown else ""
+    said = "no model of Adam is better than a factor of about 3"
+    if report.band is None:
+        return [f"How much hangs on what is assumed of Adam's preconditioner is not known{left}; {said}."]
+    low, high = map(number, report.band)
+    return [
+        f"By what is assumed of Adam's preconditioner (q = 0, 1, 2) it is {low} to {high}{left}; q = 0, the "
+        f"plain gradient, is used, and {said}."
+    ]
 
 
 def _times(report: NoiseStudy, best: AtSteps) -> list[str]:

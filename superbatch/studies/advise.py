@@ -275,7 +275,7 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
         reduction=recipe.reduction,
         weight=recipe.weight,
         batchnorm=recipe.batchnorm,
-        noise=NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples),
+        noise=NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples, preconditioned=True),
     )
     setting = Setting(
         arms=(),
@@ -315,6 +315,7 @@ def _report(found: _Found, start: float, *, partial: bool) -> Advice:
         microbatch_size=asked_for.microbatch_size,
         accumulation_steps=asked_for.accumulation_steps,
         noise=noise,
+        models=found.noise.models if isinstance(found.noise, Noise) else (),
         times=found.times,
         ranks=options.ranks,
         noise_from=found.noise_from,

@@ -20,6 +20,7 @@ import torch
 from superbatch._version import __version__
 from superbatch.errors import InputError, explain
 from superbatch.noise import NoiseMeter, noise_over_run, relative_time
+from superbatch.noise_range import noise_range_of
 from superbatch.recipes import Recipe, load_recipe
 from superbatch.report.noise_study import AtSteps, NoiseAt, NoiseStudy
 from superbatch.studies.fit import busy
@@ -217,7 +218,7 @@ def _train(
         weight=recipe.weight,
         batchnorm=recipe.batchnorm,
         coupled=recipe.coupled,
-        noise=NoiseMeter(beta, every=1, data_size=recipe.samples),
+        noise=NoiseMeter(beta, every=1, data_size=recipe.samples, preconditioned=True),
     )
     losses: list[float] = []
     every = math.ceil(setting.updates / POINTS)
@@ -237,6 +238,7 @@ def _train(
                 low=now.low,
                 high=now.high,
                 reason=now.reason,
+                by_model=tuple(noise_range_of(each).value for each in now.models),
             )
         )
         losses.clear()
@@ -271,8 +273,31 @@ def _over_run(found: _Found, batch_size: int) -> tuple[float | None, float, floa
     return mean([each.batch_size or 0.0 for each in known]), low, high
 
 
+def _by_model(found: _Found, batch_size: int, run: float | None) -> tuple[float | None, ...]:
+    """The noise scale of the run under each model of Adam's preconditioner.
+
+    As much above the plain one as at the points that have both: those that have one differ.
+    """
+    count = max((len(each.by_model) for each in found.points), default=0)
+
+    def scale(model: int) -> float | None:
+        both = [(each.by_model[0], each.by_model[model]) for each in found.points if each.by_model]
+        known = [(plain, own) for plain, own in both if plain and own]
+        if run is None or not known:
+            return None
+        plain, own = (noise_over_run(each, batch_size=batch_size) for each in zip(*known, strict=True))
+        return run * own / plain
+
+    return tuple(map(scale, range(count)))
+
+
 def _steps(
-    found: _Found, size: int, run: tuple[float | None, float, float], *, ranks: int = 1
+    found: _Found,
+    size: int,
+    run: tuple[float | None, float, float],
+    models: tuple[float | None, ...],
+    *,
+    ranks: int = 1,
 ) -> tuple[AtSteps, ...]:
     if not found.microbatch_seconds:
         return ()
@@ -295,6 +320,7 @@ def _steps(
             time=None if scale is None else time_with(k, scale),
             low=time_with(k, high),
             high=time_with(k, low),
+            by_model=tuple(None if each is None else time_with(k, each) for each in models),
         )
         for k in (1 << power for power in range(MOST_STEPS.bit_length()))
     )
@@ -312,6 +338,7 @@ def _report(
     partial: bool,
 ) -> NoiseStudy:
     run = _over_run(found, setting.batch_size)
+    models = _by_model(found, setting.batch_size, run[0])
     unknown = sum(each.batch_size is None for each in found.points)
     if unknown and unknown < len(found.points):
         notes = [
@@ -337,7 +364,8 @@ def _report(
         high=run[2],
         microbatch_seconds=found.microbatch_seconds,
         update_seconds=found.update_seconds,
-        steps=_steps(found, size, run),
+        steps=_steps(found, size, run, models),
+        models=models,
         seconds=seconds,
         partial=partial,
         versions={

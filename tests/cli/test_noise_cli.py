@@ -24,7 +24,7 @@ def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr()
     lines = shown.out.splitlines()
     assert lines[0] == "plane: 40 updates of 40 samples in micro-batches of 5, adam lr 0.02"
-    assert lines[1].split() == ["updates", "loss", "noise", "scale", "95", "%", "interval", "remark"]
+    assert " ".join(lines[1].split()) == "updates loss noise scale 95 % interval q = 1 q = 2 remark"
     assert "Time to the same loss, against one micro-batch per update" in lines
     assert (
         "noise scale" in lines[lines.index("Time to the same loss, against one micro-batch per update") + 11]

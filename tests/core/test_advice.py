@@ -14,9 +14,16 @@ from superbatch.errors import InputError
 from superbatch.noise import relative_time
 from superbatch.noise_range import NoiseRange
 from superbatch.report.advice import Advice
-from superbatch.report.advice_text import alternative_table, findings, steps_table, verdict_text
+from superbatch.report.advice_text import (
+    alternative_table,
+    findings,
+    models_table,
+    steps_table,
+    verdict_text,
+)
 from superbatch.report.json import from_json, to_json
 from superbatch.report.memory import Limit
+from superbatch.report.noise import NoiseOfModel
 from superbatch.report.table import plain
 from superbatch.scaling import scale
 
@@ -198,3 +205,70 @@ def test_a_verdict_by_the_estimate_alone_would_be_overconfident() -> None:
     assert point is not None and judge(point, point) == "wasteful"
     assert report.verdict == "undetermined"
     assert report.of_asked.low < 0.95
+
+
+def of_models(*scales: float | None) -> tuple[NoiseOfModel, ...]:
+    return tuple(
+        NoiseOfModel(
+            power=power,
+            batch_size=scale,
+            low=0.5 * (scale or 80.0),
+            high=math.inf if scale is None else 2 * scale,
+            signal=1.0,
+            variance=scale or 1.0,
+            windows=50,
+        )
+        for power, scale in enumerate(scales)
+    )
+
+
+def test_models_of_adam_are_shown_and_widen_the_range_where_they_lie_beyond() -> None:
+    plain = NoiseRange(100.0, 80.0, 130.0)
+
+    def ask(*scales: float | None) -> Advice:
+        return advise(
+            microbatch_size=32, accumulation_steps=8, noise=plain, times=ALONE, models=of_models(*scales)
+        )
+
+    alone, near, far = ask(), ask(100.0, 200.0, 350.0), ask(100.0, 300.0, 2600.0)
+    assert alone.models == () and alone.band is None and alone.of_asked.band is None
+    assert (near.of_asked.low, near.of_asked.high) == (alone.of_asked.low, alone.of_asked.high)
+    assert near.band == (100.0, 350.0), "premise: within the factor of 3 beyond 130"
+    assert far.band == (100.0, 2600.0)
+    assert far.of_asked.low < near.of_asked.low and far.of_asked.high == near.of_asked.high
+    assert far.of_asked.time == near.of_asked.time == alone.of_asked.time, "q = 0 is used"
+    for report in (near, far):
+        for each, time in zip(report.models, report.of_asked.by_model, strict=True):
+            assert each.noise is not None and time is not None
+            assert time == pytest.approx(
+                relative_time(
+                    8,
+                    noise=each.noise,
+                    microbatch_size=32,
+                    microbatch_seconds=ALONE.microbatch,
+                    update_seconds=ALONE.per_update,
+                )
+            )
+            assert report.of_asked.low <= time <= report.of_asked.high, "never claims better than its models"
+    assert far.models[2].best == pytest.approx(
+        best_steps(noise=2600, batch=32, microbatch_seconds=ALONE.microbatch, update_seconds=ALONE.per_update)
+    )
+    (rows,) = [models_table(far).rows]
+    assert [row[0] for row in rows] == ["0", "1", "2"]
+    assert rows[2][2].startswith("2600 (1300 to 5200)")
+    text = " ".join(findings(far))
+    assert "preconditioner the noise scale is 100 to 2600" in text
+    assert "no model of Adam is better than a factor of about 3" in text
+    assert from_json(Advice, to_json(far)) == far
+
+
+def test_a_model_that_is_not_determined_is_said_to_be_and_widens_nothing() -> None:
+    known = NoiseRange(100.0, 80.0, 130.0)
+    options = {"microbatch_size": 32, "accumulation_steps": 8, "noise": known, "times": ALONE}
+    report = advise(**options, models=of_models(100.0, 200.0, None))  # pyright: ignore[reportArgumentType]
+    assert report.of_asked.high == advise(**options).of_asked.high  # pyright: ignore[reportArgumentType]
+    assert "(q = 2: not determined)" in " ".join(findings(report))
+    assert models_table(report).rows[2][2:] == ("not determined, at least 40", "–", "–")
+    lone = advise(**options, models=of_models(100.0, None, None))  # pyright: ignore[reportArgumentType]
+    assert lone.band is None
+    assert "is not known (q = 1 and q = 2: not determined)" in " ".join(findings(lone))

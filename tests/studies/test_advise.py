@@ -15,7 +15,8 @@ from superbatch.errors import InputError
 from superbatch.noise import NoiseMeter, estimate
 from superbatch.noise_range import NoiseRange
 from superbatch.report.advice import Advice
-from superbatch.report.advice_text import alternative_table
+from superbatch.report.advice_text import alternative_table, findings, models_table
+from superbatch.report.json import from_json, to_json
 from superbatch.scaling import gain
 from superbatch.studies import advise as study
 from superbatch.studies.advise import AdviceInterrupted, Options, advise
@@ -120,6 +121,26 @@ def test_a_recipe_is_measured() -> None:
     assert report.peak is not None and report.whole is None and report.limit is not None
     assert report.alternative is not None and report.alternative.after["lr"] == pytest.approx(1e-9)
     assert report.versions.keys() >= {"superbatch", "torch", "python"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_with_adam_the_models_of_its_preconditioner_are_measured_shown_and_drawn() -> None:
+    recipe = own_recipe.plane(learning_rates={"adam": 1e-9, "sgd": 1e-9}, updates=150)
+    report = advise(recipe, Options(threads=1))
+    assert [each.power for each in report.models] == [0, 1, 2]
+    plain, *others = report.models
+    assert (plain.noise, plain.low, plain.high) == (report.noise, report.noise_low, report.noise_high)
+    assert len({each.noise for each in report.models}) == 3
+    assert [row[0] for row in models_table(report).rows] == ["0", "1", "2"]
+    assert any("what is assumed of Adam's preconditioner" in each for each in findings(report))
+    for time in report.of_asked.by_model:
+        assert time is None or report.of_asked.low <= time <= report.of_asked.high
+    assert any(each.noise is not None for each in others), "premise: it is determined here"
+    labels = [text.get_text() for text in plot.advice(report).legends[0].get_texts()]
+    assert [label for label in labels if label.startswith("band of Adam's models, q = 0")]
+    assert from_json(Advice, to_json(report)) == report
+    sgd = advise(recipe, Options(threads=1, optimizer="sgd", updates=20))
+    assert sgd.models == () and not models_table(sgd).rows
 
 
 @pytest.mark.usefixtures("quick")

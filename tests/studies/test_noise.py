@@ -71,6 +71,33 @@ def test_the_noise_scale_is_that_of_the_recipe() -> None:
     assert last.batch_size == pytest.approx(truth, rel=0.25)
 
 
+def test_with_adam_the_models_of_its_preconditioner_are_a_band(report: NoiseStudy) -> None:
+    assert report.models == () and report.band is None, "sgd has none"
+    adam = study(plane(), replace(OPTIONS, optimizer="adam", updates=80))
+    assert adam.noise is not None and len(adam.models) == 3
+    assert adam.models[0] == pytest.approx(adam.noise)
+    assert adam.band is not None and adam.band[0] < adam.band[1]
+    for point in adam.points:
+        assert point.by_model == () or point.by_model[0] == point.batch_size
+    both = [each for each in adam.points if each.by_model and each.by_model[0] and each.by_model[1]]
+    ratio = [noise_over_run([each.by_model[i] or 0 for each in both], batch_size=40) for i in (0, 1)]
+    assert adam.models[1] == pytest.approx(adam.noise * ratio[1] / ratio[0])
+    for each in adam.steps:
+        assert each.by_model[0] == pytest.approx(each.time)
+    table = points_table(adam)
+    assert [column.heading for column in table.columns][4:6] == ["q = 1", "q = 2"]
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+    assert any("By what is assumed of Adam's preconditioner (q = 0, 1, 2) it is" in s for s in findings(adam))
+    figure = plot.noise(adam)
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        assert legend is not None
+        assert any("Adam's models" in text.get_text() for text in legend.get_texts())
+    assert from_json(NoiseStudy, to_json(adam)) == adam
+    unknown = replace(adam, models=(adam.noise, None, None))
+    assert any("is not known (q = 1 and q = 2: not determined)" in s for s in findings(unknown))
+
+
 def test_a_noise_scale_that_is_not_determined_is_said_and_drawn(report: NoiseStudy) -> None:
     unknown = tuple(
         replace(each, batch_size=None, high=math.inf, reason="signal not told from noise")
