@@ -1,12 +1,15 @@
 """What does it cost to measure the gradient's noise while training?
 
-    python benchmarks/noise.py [--work mlp,convnet,transformer] [--every 1,10] [--rounds N] [--json FILE]
+    python benchmarks/noise.py [--work mlp,convnet,transformer] [--every 1,10] [--also proxy,preconditioned]
+        [--rounds N] [--json FILE]
 
 In each round every contestant works through one window, in random order, on one thread, without garbage
 collection: `Accumulator` without and with ``noise``, measuring each window or one in so many. Ratios are as
 in `benchmarks/overhead.py`: of median CPU times, with the quartiles within a round, and of the 10th
 percentiles. A contestant that measures one window in n is timed over n windows, and so is what it is
-compared with. The row "plain, again" is the noise of the clock. Bound: 1.03.
+compared with. The row "plain, again" is the noise of the clock. Bound: 1.03. `--also` measures what a
+`NoiseMeter` can be asked for beside, and is not bound: "proxy" (models with LayerNorm or RMSNorm),
+"preconditioned" (Adam).
 """
 
 import argparse
@@ -14,6 +17,7 @@ import gc
 import json
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,15 +36,16 @@ BOUND = 1.03
 WARM_UP = 5
 
 
-def window(work: Work, *, every: int, times: int) -> Window:
-    """So many windows at a time; with `every` 0 nothing is measured."""
+def window(work: Work, *, every: int, times: int, also: str = "") -> Window:
+    """So many windows at a time; with `every` 0 nothing is measured; `also` is an option of the meter."""
     model, optimizer = work.build()
     model.train()
 
     def loss_fn(microbatch: dict[str, Tensor]) -> Tensor:
         return loss_of(model(microbatch["inputs"]), microbatch)
 
-    noise = NoiseMeter(every=every) if every else False
+    options: dict[str, bool] = {also: True} if also else {}
+    noise = NoiseMeter(every=every, **options) if every else False
     accumulate = Accumulator(model, optimizer, loss_fn, noise=noise)
     batch = MicroBatches(work.microbatches())
 
@@ -51,13 +56,15 @@ def window(work: Work, *, every: int, times: int) -> Window:
     return Window(run)
 
 
-def measure(work: Work, every: int, rounds: int) -> list[Result]:
+def measure(work: Work, every: int, rounds: int, also: Sequence[str] = ()) -> list[Result]:
     """Plain, plain again and measuring, in turns."""
     name = "each window" if every == 1 else f"one window in {every}"
     contestants = {
         label: window(work, every=each, times=every)
         for label, each in (("plain", 0), ("plain, again", 0), (name, every))
     }
+    for option in also:
+        contestants[f"{name}, {option}"] = window(work, every=every, times=every, also=option)
     timings: dict[str, list[Timing]] = {label: [] for label in contestants}
     order, generator = list(contestants), random.Random(0)
     for _ in range(WARM_UP):
@@ -91,13 +98,17 @@ def main() -> int:
     )
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--every", default="1,10", help="measure one window in so many; several: 1,10")
+    parser.add_argument("--also", default="", help="also measure with options: proxy,preconditioned")
     parser.add_argument("--rounds", type=int, help="instead of each work's own number")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     works = [workloads()[name] for name in options.work.split(",")]
     every = [int(each) for each in options.every.split(",")]
-    found = [row for work in works for n in every for row in measure(work, n, options.rounds or work.rounds)]
+    also = [each for each in options.also.split(",") if each]
+    found = [
+        row for work in works for n in every for row in measure(work, n, options.rounds or work.rounds, also)
+    ]
     for work in works:
         rows = [
             [

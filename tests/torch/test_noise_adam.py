@@ -145,17 +145,14 @@ def test_it_is_measured_before_clipping_and_in_units_without_a_scaler() -> None:
 
 def test_moments_that_hold_the_windows_own_gradient_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: the metric of the batch is that after its update, and biased by it."""
-    right = adam._moment_of
+    right = adam._inverse_of
 
     def updated(entry: Any) -> Any:
         found = right(entry)
-        if found is None:
-            return None
-        moment, correction, eps = found
-        return moment * 1.01 + 1e-4, correction, eps
+        return None if found is None else 1 / ((1 / found).square() * 1.01 + 1e-4).sqrt()
 
     with monkeypatch.context() as patch:
-        patch.setattr(adam, "_moment_of", updated)
+        patch.setattr(adam, "_inverse_of", updated)
         with pytest.raises(AssertionError):
             check(lambda model: Adam(model.parameters(), lr=0.01))
     check(lambda model: Adam(model.parameters(), lr=0.01))

@@ -19,6 +19,7 @@ from superbatch.torch import Accumulator, Window
 from superbatch.torch.noise import samples as seen_samples
 from superbatch.torch.noise.samples import SeenSamples
 from tests.torch.helpers import rows
+from tests.torch.test_noise import TEXT
 
 TOLERANCE = 1e-12
 
@@ -275,6 +276,37 @@ def test_what_cannot_be_told_is_left_out_and_said(model: nn.Module, reason: str)
     proxy = meter.estimate().proxy
     assert proxy is not None and proxy.batch_size is None
     assert reason in (proxy.reason or "")
+
+
+def test_in_a_window_of_one_only_the_layers_are_looked_at() -> None:
+    model = Net()
+    own = {id(p) for p in norm_parameters(model)}
+    accumulate = Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), noise=NoiseMeter(every=1, proxy=True)
+    )
+    for sizes, hooked in (((9,), own), ((5, 4), {id(p) for p in model.parameters()})):
+        with accumulate.window(Window(cut(BATCH, *sizes))) as window:
+            for part in window:
+                assert {id(p) for p in model.parameters() if p._backward_hooks} == hooked
+                window.backward(mse(model, part))
+
+
+def test_memory_that_runs_out_in_a_window_of_one() -> None:
+    """It is cut in two, of which only the layers were looked at: the whole is not made of nothing."""
+    model, failed = Net(), []
+
+    def loss(model: nn.Module, part: Any) -> Tensor:
+        if not failed:
+            failed.append(1)
+            raise RuntimeError(TEXT)
+        return mse(model, part)
+
+    with pytest.warns(UserWarning, match="memory ran out"):
+        meter = measured(model, cut(BATCH, 9), loss, check=False)
+    assert failed, "premise: memory ran out"
+    assert_says(meter.said[0], by_hand(model, cut(BATCH, 5, 4), (5, 4)))
+    assert meter.windows == 0
+    assert meter.estimate().proxy.factor is None  # type: ignore[union-attr]
 
 
 def test_one_sample_says_nothing() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, Optimizer
 
 from ...noise import POWERS
-from ..gradients import LOW_PRECISION, Owned, values
+from ..gradients import Owned, values
 
 Norms = tuple[float | Tensor, ...]
 
@@ -37,7 +37,9 @@ def have_second_moments(optimizers: Iterable[Optimizer]) -> bool:
 
 
 class Preconditioner:
-    """``d = sqrt(v_hat) + eps`` of every parameter, as it is while one window is open.
+    """``1 / d`` of every parameter, ``d = sqrt(v_hat) + eps``, as it is while one window is open.
+
+    Held till the window is over: as much memory again as the parameters take.
 
     Coordinates that have had no gradient yet have no second moment: they are left out of the metric, in the
     micro-batches and in the batch.
@@ -47,8 +49,7 @@ class Preconditioner:
     """
 
     def __init__(self, owned: Sequence[Owned]) -> None:
-        self._owned = owned
-        self._moments = [_moment_of(entry) for entry in owned]
+        self._inverse = [_inverse_of(entry) for entry in owned]
 
     def norms(self, place: int, gradient: Tensor) -> Norms:
         """Return ``sqrt(sum g^2 / d^q)`` of one parameter's gradient for q = 1 and 2; NaN if there is no d.
@@ -57,47 +58,37 @@ class Preconditioner:
             place: of the parameter among the owned ones.
             gradient: of a micro-batch, or of the batch.
         """
-        denominator = self._denominator(place)
-        if denominator is None or gradient.is_sparse:
+        inverse = self._inverse[place]
+        if inverse is None or gradient.is_sparse:
             return UNKNOWN
-        elements = _real(gradient)
-        wide = torch.promote_types(elements.dtype, denominator.dtype)
-        dtype = torch.float32 if wide in LOW_PRECISION else wide
-        elements = elements.to(dtype)
-        stepped = elements / denominator
-        half = (elements * stepped).sum().sqrt()  # of squares over positive numbers
+        elements = _real(gradient).to(inverse.dtype)
+        stepped = elements * inverse
+        half = torch.dot(elements.reshape(-1), stepped.reshape(-1)).sqrt()  # of squares over positive numbers
         norms = (half, torch.linalg.vector_norm(stepped))
         return tuple(norm.item() if norm.is_cpu else norm for norm in norms)
 
     def mean(self) -> float:
         """The mean of d, by which it is measured, so that windows count alike while second moments fall."""
         total, count = 0.0, 0
-        for place in range(len(self._owned)):
-            denominator = self._denominator(place)
-            if denominator is not None:
-                present = denominator[denominator.isfinite()]
-                total, count = total + float(present.double().sum()), count + present.numel()
+        for inverse in self._inverse:
+            if inverse is not None:
+                present = inverse[inverse > 0]
+                total, count = total + float(present.double().reciprocal().sum()), count + present.numel()
         return total / count if count else math.nan
 
-    def _denominator(self, place: int) -> Tensor | None:
-        found = self._moments[place]
-        if found is None:
-            return None
-        moment, correction, eps = found
-        elements = _real(moment)
-        denominator = elements.sqrt().div_(math.sqrt(correction)).add_(eps)
-        return denominator.masked_fill_(elements == 0, math.inf)
 
-
-def _moment_of(entry: Owned) -> tuple[Tensor, float, float] | None:
-    """The second moment, what its mean is to be divided by, and eps; None before the first update."""
-    state = entry.optimizer.state.get(entry.target)
+def _inverse_of(entry: Owned) -> Tensor | None:
+    """1 / d, zero where there is no second moment, in float32 at least; None before the first update."""
+    state, group = entry.optimizer.state.get(entry.target), entry.group
     if not state or "exp_avg_sq" not in state:
         return None
-    group = entry.group
     correction = 1 - float(group["betas"][1]) ** float(state["step"])
-    moment = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]
-    return (moment, correction, float(group["eps"])) if correction > 0 else None
+    if not correction > 0:
+        return None
+    moment = _real(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])
+    wide = torch.promote_types(moment.dtype, torch.float32)
+    inverse = moment.to(wide).sqrt().div_(math.sqrt(correction)).add_(float(group["eps"])).reciprocal_()
+    return inverse.masked_fill_(moment == 0, 0.0)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -49,9 +49,11 @@ class SeenGradients:
         in_parts: parameters whose gradients are known to come in parts; those that turn out to are added.
         metric: measure them by Adam's preconditioner as well; None: do not.
         samples: see the gradients of single samples as well; None: do not.
+        alone: there is one micro-batch, so that only the samples are of use.
 
     Attributes:
         reason: why the window cannot be measured; None: it can.
+        alone: as given, also if the one micro-batch was cut into several when memory ran out.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class SeenGradients:
         in_parts: set[Tensor],
         metric: Preconditioner | None = None,
         samples: SeenSamples | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
-        self._metric, self._samples = metric, samples
+        self._metric, self._samples, self.alone = metric, samples, alone
         self._parameters = [entry.parameter for entry in owned]
         self._groups = groups
         self._in_parts = in_parts
@@ -74,7 +78,8 @@ class SeenGradients:
 
     def open(self) -> None:
         """Put the hooks on."""
-        for place, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
+        measured = [] if self.alone else zip(self._parameters, self._slots, strict=True)
+        for place, (parameter, slot) in enumerate(measured):
             had_none = parameter._backward_hooks is None
             kept = self._kept is not None and self._kept[place]
             handle = parameter.register_hook(slot.append if kept else self._measuring(slot, place))

@@ -91,15 +91,18 @@ class NoiseOfWindows:
         window._noise = None
         if not self.meter.due:
             return
-        if len(window._pieces) < 2 and not window._plan.ranks.shared and not self.meter.proxy:
+        alone = len(window._pieces) < 2 and not window._plan.ranks.shared
+        if alone and not self.meter.proxy:
             self._found = _Found(ALONE)
             return
         self._name_groups()
-        by_adam = self.meter.preconditioned and have_second_moments(self._optimizers)
+        by_adam = self.meter.preconditioned and not alone and have_second_moments(self._optimizers)
         self._metric = Preconditioner(self._owned) if by_adam else None
         layers = norm_layers(self._models, self._owned) if self.meter.proxy else []
         self._samples = SeenSamples(layers, window._pieces.count) if layers else None
-        window._noise = SeenGradients(self._owned, self._groups, self._in_parts, self._metric, self._samples)
+        window._noise = SeenGradients(
+            self._owned, self._groups, self._in_parts, self._metric, self._samples, alone=alone
+        )
         window._context.callback(window._noise.close)
         window._noise.open()
 
@@ -137,6 +140,7 @@ class NoiseOfWindows:
             float(bool(missing)),
         ]
         *sums, q, q_per_sample, incomplete = window._plan.ranks.sum(mine)
+        q = 1.0 if seen.alone else q
         factor = normalize.divisor(window._weights.planned, weight) * (window._scale or 1.0)
         a2 = [each / factor**2 for each in sums]
         self._found = self._judged(a2, self._b2(gradients, norm), q, q_per_sample)
