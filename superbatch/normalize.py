@@ -95,9 +95,8 @@ def total_weight(weights: Iterable[Number]) -> Number:
         1.0
     """
     weights = list(weights)
-    if all(isinstance(weight, int) for weight in weights):
-        return sum(weights)
-    return math.fsum(weights)
+    total = sum(weights)
+    return total if isinstance(total, int) else math.fsum(weights)  # one float makes the sum a float
 
 
 def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1) -> float:

@@ -19,7 +19,7 @@ from ..report.update import Update
 from ..split import TokenBudget
 from ..window import Window
 from . import batchnorm as norms
-from . import checks, options, saving
+from . import checks, misuse, options, saving
 from .boundary import Step
 from .coupled_exact import Coupled, owned_loop, whole_batch
 from .first_check import check_first_window
@@ -383,7 +383,7 @@ class Accumulator:
 
     def _require_closed(self) -> None:
         if self._window is not None:
-            raise options.second_window()
+            raise misuse.second_window()
 
     def _entered(self, window: WindowInFlight) -> None:
         self._require_closed()

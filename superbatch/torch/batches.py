@@ -66,16 +66,16 @@ def _length_of_tensors(batch: Any) -> int:
     Walking a general batch takes a hundredth of a window of a tiny model; this takes a tenth of that.
     """
     kind = type(batch)
-    if not (kind is tuple or kind is list or (kind is dict and not OFFSETS.intersection(batch))):
+    if not (kind is tuple or kind is list or (kind is dict and OFFSETS.isdisjoint(batch))):
         return 0
     length = 0
     for tensor in batch.values() if kind is dict else batch:
-        if type(tensor) is not Tensor or not tensor.ndim or tensor.is_sparse:
+        if type(tensor) is not Tensor or tensor.is_sparse:
             return 0
-        size = tensor.shape[0]  # `len(tensor)` takes four times as long
-        if length and size != length:
+        shape = tensor.shape  # `len(tensor)` takes four times as long
+        if not shape or (length and shape[0] != length):
             return 0
-        length = size
+        length = shape[0]
     return length
 
 

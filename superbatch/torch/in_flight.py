@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import normalize
-from ..errors import NonFiniteError, WindowError, explain
+from ..errors import NonFiniteError
 from ..report.update import Update
-from . import boundary, culprit, dropping, recovery, saving
+from . import boundary, culprit, dropping, misuse, recovery, saving
 from .batchnorm import Pooled
 from .checks import BackwardWatch, check_loss
 from .gradients import Gradients, clear
@@ -64,6 +64,7 @@ class WindowInFlight:
         self._resume = resume
         self._watch = watch
         self._noise: SeenGradients | None = None
+        self._pooled = plan.norms if isinstance(plan.norms, Pooled) else None
         self._entered, self._left = entered, left
         if resume is not None:
             saving.cut_as_saved(pieces, resume)
@@ -88,9 +89,7 @@ class WindowInFlight:
     def __enter__(self) -> WindowInFlight:
         plan = self._plan
         if self.update is not None:
-            raise WindowError(
-                explain("a window that is over", "its micro-batches were let go", "make a new window")
-            )
+            raise misuse.over()
         self._entered(self)
         self._is_open = True
         try:
@@ -108,13 +107,7 @@ class WindowInFlight:
     def require_resume(self, state: dict[str, Any] | None) -> None:
         """Check that the state this window was made to go on from is still waiting to be gone on from."""
         if self._resume is not state:
-            raise WindowError(
-                explain(
-                    "a window made before or beside another one that went on from the saved state",
-                    "a window in flight goes on once",
-                    "make a new window",
-                )
-            )
+            raise misuse.gone_on_from()
 
     def _open(self) -> None:
         plan = self._plan
@@ -137,11 +130,7 @@ class WindowInFlight:
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_open:
-            raise WindowError(
-                explain(
-                    "a loop outside of the `with` block", "the window is not open", "loop inside the block"
-                )
-            )
+            raise misuse.not_open()
         self._iterator = self._iterate()
         return self._iterator
 
@@ -162,28 +151,15 @@ class WindowInFlight:
         """
         index, plan, place = self._current, self._plan, self._place
         if index is None:
-            raise WindowError(
-                explain(
-                    "backward(loss) outside of the loop over the window",
-                    "the loss belongs to no micro-batch of it",
-                    "call it inside `for microbatch in window:`",
-                )
-            )
+            raise misuse.outside_of_loop()
         if self._broken is not None:
-            raise WindowError(
-                explain(
-                    f"a backward after that of micro-batch {self._broken} had failed",
-                    "what the failed one had added is in the sum, and cannot be taken out again",
-                    "let the error leave the window, which puts everything back, and make a new window",
-                )
-            )
+            raise misuse.after_failure(self._broken)
         check_loss(loss)
         factor = self._weights.factor(index, weight)
         again = index in self._losses
         self._broken = index
-        pooled = plan.norms if isinstance(plan.norms, Pooled) else None
-        if pooled is not None:
-            pooled.watching = False
+        if self._pooled is not None:
+            self._pooled.watching = False
         scaler = plan.step.scaler
         if factor:  # a loss without weight may be NaN, and 0 x NaN is NaN
             scaled = loss if scaler is None else scaler.scale(loss)
@@ -192,8 +168,8 @@ class WindowInFlight:
             else:
                 self._noise.backward(place, index, scaled, factor, retain_graph=retain_graph)
         self._summed = True
-        if pooled is not None:
-            pooled.watching = True
+        if self._pooled is not None:
+            self._pooled.watching = True
         if self._watch is not None:
             self._watch.check()
         self._losses.add(index, loss)
@@ -239,18 +215,16 @@ class WindowInFlight:
                 continue
             self._current, self._summed = index, False
             recovery.mark(self, index)
-            if isinstance(plan.norms, Pooled):
-                plan.norms.start_microbatch()
-            with self._around(index):
+            if self._pooled is not None:
+                self._pooled.start_microbatch()
+            around = self._around(index)
+            if around is None:
                 yield plan.transfer.take(self._pieces.microbatches, index)
+            else:
+                with around:
+                    yield plan.transfer.take(self._pieces.microbatches, index)
             if index not in self._losses or self._broken is not None:
-                raise WindowError(
-                    explain(
-                        f"micro-batch {index} without a backward(loss) that went through",
-                        "its weight is in the divisor of the window, so its gradient must be in the sum",
-                        "call backward for every micro-batch, or give those to leave out the weight 0",
-                    )
-                )
+                raise misuse.without_backward(index)
             self._current = None
             if self._pieces.can_be_recut:
                 self._recut(index + 1)
@@ -266,22 +240,24 @@ class WindowInFlight:
 
     def _complete(self) -> bool:
         """Whether every micro-batch that counts has had its backward."""
-        indices = range(len(self._pieces))
-        done = all(index in self._losses or self._weights.has_none(index) for index in indices)
-        return done and self._broken is None
+        if self._broken is not None:
+            return False
+        count = len(self._pieces)
+        done = (index in self._losses or self._weights.has_none(index) for index in range(count))
+        return len(self._losses) == count or all(done)
 
     def _end_iteration(self) -> None:
         if self._iterator is not None and self._current is not None:
             self._current = None
             self._iterator.close()
 
-    def _around(self, index: int) -> AbstractContextManager[object]:
+    def _around(self, index: int) -> AbstractContextManager[object] | None:
         """What is entered around a micro-batch: the measurement of its size, its samples' random streams."""
         measured = self._sizing.measure(self._pieces.count(index))
         if not self._plan.sample_rng:
             return measured
         both = ExitStack()
-        both.enter_context(measured)
+        both.enter_context(measured or nullcontext())
         both.enter_context(self._stream(index))
         return both
 
@@ -298,7 +274,9 @@ class WindowInFlight:
         plan, place, step = self._plan, self._place, self._plan.step
         rates = boundary.learning_rates(step)
         losses, weights = self._losses.on_host(len(self._pieces)), self._weights.counted(self._dropped)
-        bad = [i for i, loss in enumerate(losses) if weights[i] and not math.isfinite(loss)]
+        bad: list[int] = []
+        if not all(map(math.isfinite, losses)):
+            bad = [i for i, loss in enumerate(losses) if weights[i] and not math.isfinite(loss)]
         loss, weight, bad_ranks = over_ranks(losses, weights, bad, plan.reduction, plan.ranks, mark_of(self))
         if not weight:
             self._discard()
@@ -375,11 +353,10 @@ class WindowInFlight:
     def _close(self) -> None:
         """Take off what the window put on; keep what it did."""
         self._context.close()
-        norms = self._plan.norms
-        if isinstance(norms, Pooled):
-            norms.close(self._plan.ranks)
-        elif norms is not None:
-            norms.put_back()
+        if self._pooled is not None:
+            self._pooled.close(self._plan.ranks)
+        elif self._plan.norms is not None:
+            self._plan.norms.put_back()
         self._plan.buffers.release()
 
     def _discard(self) -> None:

@@ -25,6 +25,7 @@ class Losses:
 
     def __init__(self) -> None:
         self._values: dict[int, float | Tensor] = {}
+        self._on_device = False  # whether any is still to be read
 
     def __contains__(self, index: int) -> bool:
         return index in self._values
@@ -35,7 +36,10 @@ class Losses:
     def add(self, index: int, loss: Tensor) -> None:
         """Note a loss; several losses of one micro-batch add up."""
         # A loss on a device is read at the boundary, with the others, so that nothing waits for it here.
-        value = loss.item() if loss.is_cpu else loss.detach()
+        if loss.is_cpu:
+            value = loss.item()
+        else:
+            value, self._on_device = loss.detach(), True
         self._values[index] = self._values[index] + value if index in self._values else value
 
     def finite(self, index: int) -> bool:
@@ -44,11 +48,11 @@ class Losses:
 
     def on_host(self, count: int) -> list[float]:
         """Return the losses of micro-batches 0..count-1; 0 for those without one."""
-        found = {index: loss for index, loss in self._values.items() if not isinstance(loss, Tensor)}
-        on_device = {index: loss for index, loss in self._values.items() if isinstance(loss, Tensor)}
-        if on_device:
+        found: dict[int, Any] = self._values
+        if self._on_device:
+            on_device = {index: loss for index, loss in found.items() if isinstance(loss, Tensor)}
             values = torch.stack([loss.reshape(()) for loss in on_device.values()]).tolist()
-            found.update(zip(on_device, values, strict=True))
+            found = {**found, **dict(zip(on_device, values, strict=True))}
         return [found.get(index, 0.0) for index in range(count)]
 
     def state(self) -> dict[int, float]:
@@ -58,6 +62,7 @@ class Losses:
     def load_state(self, state: dict[int, float]) -> None:
         """Go on from what `state` returned."""
         self._values = dict(state)
+        self._on_device = False
 
 
 def over_ranks(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, WindowError, explain
+from ..errors import InputError, explain
 from ..split import TokenBudget
 from .checks import check_momentum
 from .gradients import Owned
@@ -288,16 +288,5 @@ def without_loss_fn() -> InputError:
             "a batch for an Accumulator without loss_fn",
             "it does not know the loss",
             "pass loss_fn, or own the loop: `with accumulator.window(batch) as window: ...`",
-        )
-    )
-
-
-def second_window() -> WindowError:
-    """Return the error for a window beside an open one."""
-    return WindowError(
-        explain(
-            "a second window of one accumulator",
-            "the first one is still open, and both would sum into the same gradients",
-            "leave the first block, or use one Accumulator per optimizer",
         )
     )

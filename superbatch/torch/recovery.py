@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -66,7 +67,7 @@ def _versions(part: Any) -> list[int]:
     kind = type(part)
     if kind is tuple or kind is dict:  # mostly of tensors alone, for which this takes a tenth of the time
         try:
-            return [inner._version for inner in (part.values() if kind is dict else part)]
+            return list(map(_version, part.values() if kind is dict else part))
         except (AttributeError, RuntimeError):
             pass
     if isinstance(part, Tensor):
@@ -82,6 +83,7 @@ def _versions(part: Any) -> list[int]:
 
 
 _SCALAR = (str, int, float)  # a list of them, one for each sample, may be long
+_version = attrgetter("_version")
 
 
 def _until_failure(window: WindowInFlight, one: Callable[[Any], None]) -> str | None:

@@ -6,7 +6,7 @@ An update does not depend on it; memory and time do.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import InputError, explain
@@ -23,8 +23,8 @@ class Sizing(Protocol):
         """Return, after a micro-batch, other sizes for the samples that are left; None: as planned."""
         ...
 
-    def measure(self, samples: int) -> AbstractContextManager[None]:
-        """Return what is entered around the forward and backward of one micro-batch."""
+    def measure(self, samples: int) -> AbstractContextManager[None] | None:
+        """Return what is entered around the forward and backward of one micro-batch; None: nothing."""
         ...
 
     def failed(self, samples: int) -> int:
@@ -126,9 +126,8 @@ class Fixed:
         """Return None: as planned."""
         return None
 
-    def measure(self, samples: int) -> AbstractContextManager[None]:
-        """Return a context that measures nothing."""
-        return nullcontext()
+    def measure(self, samples: int) -> None:
+        """Return None: nothing is measured."""
 
     def failed(self, samples: int) -> int:
         """Go on smaller (see `Smaller`)."""
