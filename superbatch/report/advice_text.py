@@ -11,6 +11,10 @@ from superbatch.report.scaling import setting_text
 from superbatch.report.table import Column, Table
 
 NOT_KNOWN = "–"
+NOT_MEASURED = (
+    "For Adam the noise scale hangs on what is assumed of its preconditioner (q = 0, 1, 2), which is measured "
+    "on a recipe only; the factor of {:g} stands for it here."
+)
 
 
 def steps_table(report: Advice) -> Table:
@@ -174,7 +178,8 @@ def verdict_text(report: Advice) -> str:
 
 def _models(report: Advice) -> list[str]:
     if not report.models:
-        return []
+        adam = report.alternative is not None and report.alternative.optimizer != "sgd"
+        return [NOT_MEASURED.format(report.systematic)] if adam else []
     unknown = [f"q = {each.power}" for each in report.models if each.noise is None]
     left = f" ({' and '.join(unknown)}: not determined)" if unknown else ""
     said = f"no model of Adam is better than a factor of about {report.systematic:g}"

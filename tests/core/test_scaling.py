@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +96,31 @@ def test_betas_of_the_paper(beta: float, batch: int, to: int, expected: float) -
     """Numbers that Marek et al. 2025 use, arXiv:2507.07101."""
     digits = len(str(expected)) - 2
     assert round(scaled_beta(beta, to / batch), digits) == expected
+
+
+def adam_steps(batch: int, beta2: float, *, updates: int, seed: int) -> float:
+    """RMS of Adam's updates (beta1 0.9) on coordinates that one sample in 512 has a gradient for."""
+    random = np.random.default_rng(seed)
+    count, beta1, total = 400, 0.9, 0.0
+    m, v = np.zeros(count), np.zeros(count)
+    for update in range(1, updates + 1):
+        hits = random.binomial(batch, 1 / 512, count)
+        gradient = np.sqrt(hits) * random.standard_normal(count) / batch
+        m += (1 - beta1) * (gradient - m)
+        v += (1 - beta2) * (gradient**2 - v)
+        if update > updates // 2:
+            hat = v / (1 - beta2**update)
+            total += float(np.mean((m / (1 - beta1**update) / (np.sqrt(hat) + 1e-12)) ** 2))
+    return math.sqrt(total / (updates - updates // 2))
+
+
+def test_a_kept_half_life_keeps_the_steps_of_rare_coordinates() -> None:
+    """The numbers of Marek et al.'s argument: left alone, beta2 makes a small batch's steps collapse."""
+    large = adam_steps(512, 0.95, updates=3000, seed=0)
+    left_alone = adam_steps(1, 0.95, updates=20_000, seed=1)
+    kept = adam_steps(1, scaled_beta(0.95, 1 / 512), updates=40_000, seed=2)
+    assert (left_alone, large) == pytest.approx((0.050, 0.223), rel=0.05)
+    assert kept == pytest.approx(large, rel=0.1), "0.229 where the second moment is as good as known"
 
 
 @given(st.floats(1 / 64, 64), st.sampled_from(RULES["adamw"]), ratios)

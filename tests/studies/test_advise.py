@@ -40,6 +40,10 @@ def test_numbers_alone_are_enough() -> None:
     assert report.alternative.after["beta2"] == pytest.approx(0.95 ** (1 / 16))
     assert report.alternative.rate == pytest.approx(math.sqrt(gain(1 / 16, 4000 / 512)))
     assert report.accumulator_bytes == 4 * 10**9
+    said = "For Adam the noise scale hangs on what is assumed of its preconditioner (q = 0, 1, 2)"
+    assert any(each.startswith(said) for each in findings(report))
+    sgd = advise(None, Options(**GIVEN, **TIMES, learning_rate=1e-3, optimizer="sgd"))
+    assert not any("Adam" in each for each in findings(sgd))
 
 
 @pytest.mark.parametrize(
