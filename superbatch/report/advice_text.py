@@ -12,8 +12,8 @@ from superbatch.report.table import Column, Table
 
 NOT_KNOWN = "–"
 NOT_MEASURED = (
-    "For Adam the noise scale hangs on what is assumed of its preconditioner (q = 0, 1, 2), which is measured "
-    "on a recipe only; the factor of {:g} stands for it here."
+    "For Adam the noise scale hangs on what is assumed of its preconditioner (q = 0, 1, 2), which is "
+    "measured on a recipe only; the factor of {:g} stands for it here."
 )
 
 
