@@ -144,7 +144,7 @@ def test_noise_is_measured_against_plain_accumulation(tmp_path):
     rows = json.loads(path.read_text())
     names = ["plain", "plain, again", "each window", "plain", "plain, again", "one window in 2"]
     assert [row["name"] for row in rows] == names
-    options = ("--work", "transformer", "--rounds", "1", "--every", "1", "--also", "proxy,preconditioned")
+    options = ("--work", "transformer", "--rounds", "2", "--every", "1", "--also", "proxy,preconditioned")
     result = run("noise.py", *options, "--json", str(path))
     assert result.returncode == 0, result.stderr
     also = [row["name"] for row in json.loads(path.read_text())][3:]
