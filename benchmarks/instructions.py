@@ -56,7 +56,9 @@ def count(work: str, entry: Entry, windows: int) -> float:
     os.environ["PATH"] = os.pathsep.join([here, os.environ["PATH"]])  # torch starts `python`
     path = [str(Path(__file__).parent), *sys.path]
     setup = SETUP.format(path=path, name=entry.name, work=work, warm_up=WARM_UP)
-    stats = Timer("window.run()", setup).collect_callgrind(number=windows, collect_baseline=False)
+    stats = Timer("window.run()", setup).collect_callgrind(
+        number=windows, repeats=None, collect_baseline=False
+    )
     return stats.counts(denoise=False) / windows
 
 
