@@ -57,7 +57,7 @@ def count(work: str, entry: Entry, windows: int) -> float:
     path = [str(Path(__file__).parent), *sys.path]
     setup = SETUP.format(path=path, name=entry.name, work=work, warm_up=WARM_UP)
     stats = Timer("window.run()", setup).collect_callgrind(
-        number=windows, repeats=None, collect_baseline=False
+        number=windows, repeats=None, collect_baseline=False, retain_out_file=False
     )
     return stats.counts(denoise=False) / windows
 
