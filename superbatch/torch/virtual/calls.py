@@ -102,6 +102,7 @@ def filled(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, An
     """
     # Strides of a micro-batch may be others than those of the batch, and no result depends on them.
     func = _RESHAPE if call.func in _VIEWS else call.func
+    func = getattr(func, "_op", func)  # without the frame of Python around it
     args = call.args if args is None else args
     kwargs = call.kwargs if kwargs is None else kwargs
     paths = call.paths
