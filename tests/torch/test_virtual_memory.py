@@ -459,3 +459,33 @@ def test_a_model_in_16_bits_is_as_near_to_the_truth_as_the_large_batch(dtype: to
         assert small.dtype == dtype
         bound = max(relative(large.double(), exact_one), torch.finfo(dtype).eps)
         assert relative(small.double(), exact_one) <= 2 * bound
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_pairs_of_all_samples_are_never_together_whole(size: int) -> None:
+    """Cross entropy both ways: a micro-batch has rows of the matrix, or columns of it."""
+    samples = 64
+    pairs = nn.Linear(8, 8)
+
+    class Square(TorchDispatchMode):
+        """The most numbers that any operation gives at a time, where a micro-batch runs."""
+
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for item in result if isinstance(result, (tuple, list)) else [result]:
+                if type(item) is Tensor and item.device.type != "meta":
+                    self.most = max(self.most, item.numel())
+            return result
+
+    x = torch.randn(samples, 8)
+    with virtual_batch(pairs, size) as batch:
+        z = pairs(batch(x))
+        logits = z @ (2 * z).T
+        target = torch.arange(samples)
+        (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)).backward()
+        with (square := Square()):
+            assert pairs.weight.grad is not None
+            pairs.weight.grad.numpy()
+    assert 0 < square.most <= samples * max(size, 8), "a row of pairs for each sample, or all embeddings"

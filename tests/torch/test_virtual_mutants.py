@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual import batch_norm, index_rules, reductions, shape_rules
+from superbatch.torch.virtual import batch_norm, index_rules, memo, reductions, shape_rules
 from superbatch.torch.virtual.calls import Call, Recipe
 from superbatch.torch.virtual.randomness import Randomness
 from superbatch.torch.virtual.reductions import First, Moments, Sums, sum_of
@@ -218,10 +218,18 @@ MUTANTS: dict[str, tuple[Patch, Check]] = {
 _BLOCKS = shape_rules._blocks
 
 
+@pytest.fixture(autouse=True)
+def rules_are_asked() -> Iterator[None]:
+    """What rules answer is remembered for the process: right answers before, and wrong ones afterwards."""
+    yield
+    memo._remembered.cache_clear()
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_rule_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patch, check = MUTANTS[name]
     check()  # premise: the rule as it is passes
     patch(monkeypatch)
+    memo._remembered.cache_clear()
     with pytest.raises((AssertionError, RuntimeError)):
         check()

@@ -128,7 +128,7 @@ def current(recording: Recording, tensor: VirtualTensor) -> Value:
         for step in tensor._steps:
             value = recording.compute(step.func, (value, *step.args), step.kwargs)
         tensor._handle, tensor._seen = value.handle(), storage.version
-        recording.watch(value)
+        recording.watch(tensor._handle)
     return tensor._handle.value
 
 
@@ -142,7 +142,6 @@ def view(
     same = func in (aten.detach.default, aten.alias.default)
     if not same:
         value = recording.compute(func, (value, *args), kwargs)
-    recording.watch(value)
     steps = base._steps if same else (*base._steps, ViewStep(func, args, kwargs))
     return VirtualTensor(recording, value, base._storage, steps)
 
@@ -157,9 +156,9 @@ def _adopt(recording: Recording, target: VirtualTensor, value: Value) -> None:
                 "write into a clone of it",
             )
         )
-    target._recording, target._storage = recording, Storage(value)
-    target._handle, target._seen = value.handle(), 0
-    recording.watch(value)
+    target._recording, target._handle, target._seen = recording, value.handle(), 0
+    target._storage = Storage(target._handle)
+    recording.watch(target._handle)
 
 
 def assign(recording: Recording, target: VirtualTensor, value: Value) -> None:
@@ -180,4 +179,4 @@ def assign(recording: Recording, target: VirtualTensor, value: Value) -> None:
         changed = _put_back(recording, step, base, changed)
     storage.write(changed)
     target._handle, target._seen = value.handle(), storage.version
-    recording.watch(value)
+    recording.watch(target._handle)

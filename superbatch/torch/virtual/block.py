@@ -225,7 +225,7 @@ class _Enter(torch.autograd.Function):
 def _source(tensor: Tensor, recording: Recording) -> Value:
     value = Value(blank_like(tensor), recording.device, Layout(0))
     if tensor.device == recording.device:
-        recording.read(value, tensor.detach())
+        recording.readings.read(value, tensor.detach())
     else:
         value.pieces = Sliced(tensor.detach(), Layout(0))
     return value
@@ -256,7 +256,7 @@ class _Watching(TorchDispatchMode):
             if isinstance(arg, Tensor):
                 recording.note_leaf(arg)
         if func._schema.is_mutable:
-            recording.before_writing(func, args, kwargs)
+            recording.readings.before_writing(func, args, kwargs)
         return func(*args, **kwargs)
 
 

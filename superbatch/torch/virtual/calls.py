@@ -13,7 +13,7 @@ from .layout import Layout, Part
 from .reductions import Sums
 from .values import Operand, Reduction, Run, Value
 
-Path = tuple[Any, ...]  # ("name",), (position,) or (position, position in a list)
+Path = tuple[Any, ...]  # (position,) or ("name",), and a position in a list behind it
 
 
 class Call(NamedTuple):
@@ -84,26 +84,6 @@ class Recipe(NamedTuple):
     light: bool = False
 
 
-def collect(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Value], list[Path]]:
-    """Return all values of a call, and where they are."""
-    tensors: list[Value] = []
-    paths: list[Path] = []
-    for position, arg in enumerate(args):
-        if isinstance(arg, Value):
-            tensors.append(arg)
-            paths.append((position,))
-        elif isinstance(arg, (list, tuple)):
-            for inner, item in enumerate(arg):
-                if isinstance(item, Value):
-                    tensors.append(item)
-                    paths.append((position, inner))
-    for name, arg in kwargs.items():
-        if isinstance(arg, Value):
-            tensors.append(arg)
-            paths.append((name,))
-    return tensors, paths
-
-
 _RESHAPE: Any = torch.ops.aten.reshape.default
 _VIEWS = {
     torch.ops.aten.view.default,
@@ -122,6 +102,7 @@ def filled(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, An
     """
     # Strides of a micro-batch may be others than those of the batch, and no result depends on them.
     func = _RESHAPE if call.func in _VIEWS else call.func
+    func = getattr(func, "_op", func)  # without the frame of Python around it
     args = call.args if args is None else args
     kwargs = call.kwargs if kwargs is None else kwargs
     paths = call.paths
@@ -153,12 +134,13 @@ def substituted(
     new_args: list[Any] = [list(arg) if isinstance(arg, (list, tuple)) else arg for arg in args]
     new_kwargs = dict(kwargs)
     for path, tensor in zip(paths, tensors, strict=True):
-        if isinstance(path[0], str):
-            new_kwargs[path[0]] = tensor
-        elif len(path) == 1:
-            new_args[path[0]] = tensor
+        where: Any = new_kwargs if isinstance(path[0], str) else new_args
+        if len(path) == 1:
+            where[path[0]] = tensor
         else:
-            new_args[path[0]][path[1]] = tensor
+            if where is new_kwargs:
+                where[path[0]] = list(where[path[0]])
+            where[path[0]][path[1]] = tensor
     return new_args, new_kwargs
 
 
@@ -177,6 +159,11 @@ def blank(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, o
 def blank_like(tensor: Tensor) -> Tensor:
     """Return a tensor like the given one, without memory."""
     return blank(tuple(tensor.shape), tensor.stride(), tensor.dtype, int(tensor.storage_offset()))
+
+
+def empty_like(meta: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor with memory of the shape, strides and dtype of one without."""
+    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
 
 
 def shapes(call: Call) -> Any:
@@ -212,7 +199,9 @@ _SHAPES: dict[Any, Callable[[list[Tensor]], Any]] = {
 
 
 def _key(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return (func, _part_of_key(args), _part_of_key(list(kwargs.values())) if kwargs else None, *kwargs)
+    # A number and a tensor of integers may give one of the default dtype.
+    told = _part_of_key(list(kwargs.values())) if kwargs else None
+    return (func, torch.get_default_dtype(), _part_of_key(args), told, *kwargs)
 
 
 def _part_of_key(items: Sequence[Any]) -> tuple[Any, ...]:

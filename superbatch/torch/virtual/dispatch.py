@@ -14,6 +14,8 @@ from ...errors import WindowError, explain
 from . import composites
 from .aliases import assign, functional_of, view, with_defaults
 from .calls import mapped, written_by
+from .memo import Form
+from .randomness import drawn_as_the_batch
 from .tensor import VirtualTensor
 from .values import Value
 
@@ -88,7 +90,8 @@ def _write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[
     drawn_whole = recording.randomness.as_the_batch or kwargs.get("generator") is not None
     if drawn_whole and torch.Tag.nondeterministic_seeded in func.tags:
         # The operator in place: the one that returns its result may fill memory in another order.
-        drawn = recording.drawn_as_the_batch(func, *recording.values(args, kwargs))
+        form = Form(func, *recording.values(args, kwargs), recording.samples)
+        drawn = drawn_as_the_batch(recording, form.call())
         if drawn is not None:
             assign(recording, target, drawn)
             return target
@@ -112,7 +115,7 @@ def _reshape(recording: Recording, func: Any, functional: Any, args: tuple[Any, 
 def _write_with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     """Write into real tensors, or several at once, or in a way that has no other form."""
     written = written_by(func, args, kwargs)
-    recording.before_writing(func, args, kwargs)
+    recording.readings.before_writing(func, args, kwargs)
     virtual = [item for item in written if isinstance(item, VirtualTensor)]
     # Copies: what was computed from the numbers before the write may still be read.
     real = {id(item): recording.numbers(item).clone() for item in virtual}

@@ -42,6 +42,29 @@ def _nll_loss_forward(call: Call) -> Recipe | None:
     return Recipe(operands, [None, None], filled(call))
 
 
+def _nll_loss_backward(call: Call) -> Recipe | None:
+    """Where the classes are samples, as in ``cross_entropy(logits.T, labels)``: some columns of each row."""
+    grad, x, target, *others = call.tensors
+    layout = x.layout
+    if layout is None or layout != Layout(1) or x.meta.dim() != 2:
+        return None  # a row of the table
+    reduction, ignored = call.argument("reduction"), call.argument("ignore_index")
+    count, dtype, weighted = x.meta.shape[0], x.meta.dtype, len(others) > 1
+
+    def run(part: Part, tensors: list[Tensor]) -> Tensor:
+        grad, target, *others = tensors
+        place = target - part.start
+        here = (place >= 0) & (place < part.samples) & (target != ignored)
+        place = place.clamp(0, part.samples - 1)
+        share = -grad / others[-1] if reduction == _MEAN else -grad
+        share = share * others[0][part.start + place] if weighted else share.expand(count)
+        columns = torch.zeros(count, part.samples, dtype=dtype, device=target.device)
+        return columns.scatter_(1, place[:, None], torch.where(here, share, 0).to(dtype)[:, None])
+
+    # Of the numbers of x only the shape is wanted.
+    return Recipe([Operand(v, None) for v in (grad, target, *others)], [layout], run, light=True)
+
+
 # -- losses with a margin -----------------------------------------------------------------------------------
 
 
@@ -288,6 +311,7 @@ def _trilinear(call: Call) -> Recipe | None:
 RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.nll_loss_forward: _nll_loss_forward,
     aten.nll_loss2d_forward: _nll_loss_forward,
+    aten.nll_loss_backward: _nll_loss_backward,
     aten.multi_margin_loss: _margin_loss,
     aten.multi_margin_loss_backward: _margin_loss_backward,
     aten.multilabel_margin_loss_forward: _margin_loss,

@@ -171,6 +171,8 @@ def _at_hand(node: Node) -> bool:
     """Whether the output is as quickly worked out from what is there as it is read."""
     while node.view or node.light:
         batch = [value for value, layout in node.operands if layout is not None]
+        if not batch:  # new, or of whole values alone
+            return True
         if len(batch) != 1:
             return False
         value = batch[0]

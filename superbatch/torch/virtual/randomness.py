@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from .calls import Call, Recipe, shapes
+from .aliases import functional_of
+from .calls import Call, Recipe, empty_like, mapped, shapes, substituted
 from .layout import Part
 from .rules import elementwise
+from .values import Value
+
+if TYPE_CHECKING:
+    from .recording import Recording
 
 aten: Any = torch.ops.aten
 
@@ -33,10 +38,6 @@ class Randomness:
     def as_the_batch(self) -> bool:
         """Whether to draw the numbers of the real large batch."""
         return self._how == "batch"
-
-    def reads_values(self, func: Any) -> bool:
-        """Whether what is drawn depends on the numbers of its input, and not on its shape alone."""
-        return func not in _SHAPE_ALONE
 
     def recipe(self, call: Call) -> Recipe | None:
         """Return how to draw, or None where that is not known."""
@@ -94,3 +95,27 @@ _SHAPE_ALONE = {
     aten.random.to,
     aten.geometric.default,
 }
+
+
+def drawn_as_the_batch(recording: Recording, call: Call) -> Any:
+    """Draw the numbers of the real large batch, in tensors with its strides, and keep them.
+
+    Returns:
+        The values; None if no argument has the samples.
+    """
+    layout = next((value.layout for value in call.tensors if value.layout is not None), None)
+    if layout is None:
+        return None
+    if (functional_of(call.func) or call.func) in _SHAPE_ALONE:
+        tensors = [empty_like(value.meta, value.device) for value in call.tensors]
+    else:
+        tensors = recording.there([recording.gathered(value) for value in call.tensors])
+    new_args, new_kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
+
+    def kept(tensor: Tensor) -> Value:
+        value = recording.given(tensor)
+        if tensor.dim() > layout.dim and tensor.shape[layout.dim] == layout.rows(recording.samples):
+            value.layout = layout
+        return value
+
+    return mapped(call.func(*new_args, **new_kwargs), kept)

@@ -14,37 +14,38 @@ from ...report.coupling import Meeting
 from ..out_of_memory import out_of_memory
 from ..sizes.limits import memory_limit
 from . import composites, paranoia
-from .aliases import current, functional_of
+from .aliases import current
 from .auto_size import largest_size
 from .calls import (
     Call,
     Recipe,
     blank,
     blank_like,
-    collect,
+    empty_like,
     filled,
     mapped,
     shapes,
     substituted,
-    written_by,
 )
 from .layout import Part, parts_of
 from .log import Log
+from .memo import Action, Form, Template, about, action, template
 from .plan import plan
-from .randomness import Randomness
+from .randomness import Randomness, drawn_as_the_batch
+from .readings import Readings
 from .reductions import Joined
-from .rules import draws, find
-from .shape_rules import LIKES
+from .rules import find
 from .store import Store
 from .sweep import run, unchanged
 from .tensor import VirtualTensor
-from .values import Node, Operand, Value
+from .values import Handle, Node, Operand, Value
 
 if TYPE_CHECKING:
     from .ranks import Across
 
 aten: Any = torch.ops.aten
 _SMALL = 4096  # elements; copied when used, so that they may be written afterwards
+_NOTHING = blank((), (), torch.float32)  # of a result that the operator leaves out
 
 
 class Recording:
@@ -62,6 +63,7 @@ class Recording:
     Attributes:
         open, ending: until the block has ended; from when the program has left it.
         leaves: real tensors that may get a gradient, by id.
+        readings: real tensors that operations read.
         across: what is done together with other ranks, if anything.
     """
 
@@ -87,9 +89,9 @@ class Recording:
         self.open, self.ending = True, False
         self.leaves: dict[int, Tensor] = {}
         self.across: Across | None = None
-        self._shown: weakref.WeakSet[Value] = weakref.WeakSet()
+        self._shown: list[weakref.ref[Handle]] = []
         self._writes: list[tuple[Tensor, Value]] = []
-        self._read: dict[int, weakref.WeakSet[Value]] = {}  # by the memory that they are in
+        self.readings = Readings()
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -97,18 +99,44 @@ class Recording:
         """Record an operation on values, and return the values of its results."""
         if self.paranoid:
             func = paranoia.DEFINED.get(func, func)
-        call = self._call(func, args, kwargs)
-        if func in composites.AT_ONCE or any(value.meta is None for value in call.tensors):
-            return self._now(call)
-        batch = any(value.layout is not None for value in call.tensors)
-        if not batch and func.overloadpacket in LIKES:  # of a loss, say, that is not worked out yet
-            like = _empty_like(call.tensors[0].meta, call.tensors[0].device)
+        kind, form = about(func), Form(func, args, kwargs, self.samples)
+        batch = waits = False
+        for value in form.tensors:
+            if value.meta is None:
+                return self._now(form.call())
+            batch |= value.layout is not None
+            waits |= value.whole is None
+        if kind.at_once:
+            return self._now(form.call())
+        if not batch and kind.like:  # of a loss, say, that is not worked out yet
+            like = empty_like(form.tensors[0].meta, form.tensors[0].device)
             return self.given(func(like, *args[1:], **kwargs))
-        random = draws(func) and call.argument("dropout_p") != 0.0
-        if not batch and (random or all(value.whole is not None for value in call.tensors)):
-            return self._spread(call) or self._now(call)
+        random = kind.draws and form.call().argument("dropout_p") != 0.0
+        if not batch and (random or not waits):
+            return self._spread(form.call()) or self._now(form.call())
+        known = None if random else template(form)
+        if known is None:
+            return self._looked_at(form.call(), batch, random)
+        results = self._as_before(known, func, form.tensors)
+        if self.paranoid:
+            paranoia.check(self, form.call(), results)
+        return results
+
+    def _as_before(self, known: Template, func: Any, tensors: list[Value]) -> Any:
+        """Record an operation of a form that is known."""
+        if known.gathered:
+            kind: Meeting = "unknown" if known.unknown else "gathered"
+            operands = [
+                self._operand(Operand(tensors[i], layout), kind, func) for i, layout in known.operands
+            ]
+        else:
+            operands = [Operand(tensors[index], layout) for index, layout in known.operands]
+        return self._node(func, operands, known.action)
+
+    def _looked_at(self, call: Call, batch: bool, random: bool) -> Any:
+        """Record an operation of a form that is not remembered."""
         if random and batch and (self.randomness.as_the_batch or call.argument("generator") is not None):
-            return self.drawn_as_the_batch(func, args, kwargs)
+            return drawn_as_the_batch(self, call)
         recipe = self.randomness.recipe(call) if random else find(call)
         if recipe is None and batch:
             results = composites.decomposed(self, call)
@@ -139,39 +167,39 @@ class Recording:
         whole = Recipe([Operand(value, None) for value in call.tensors], [None] * len(items), filled(call))
         return self.add(call.func, whole, metas, once=True)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        tensors, paths = collect(args, kwargs)
-        return Call(func, args, kwargs, tensors, paths, self.samples)
-
     def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False) -> Any:
         """Record an operation with its recipe, and return the values of its results."""
-        gathers: Meeting = "unknown" if once else "gathered"
-        operands = [self._operand(operand, gathers, func) for operand in recipe.operands]
+        kind: Meeting = "unknown" if once else "gathered"
+        operands = [self._operand(operand, kind, func) for operand in recipe.operands]
+        layouts = [*(layout for _, layout in operands), *recipe.outputs]
+        once = once or all(layout is None for layout in layouts)
+        return self._node(func, operands, action(recipe, metas, once=once))
+
+    def _node(self, func: Any, operands: list[Operand], told: Action) -> Any:
         self.log.recorded += 1
-        device = next(
-            (operand.value.device for operand in operands if operand.layout is not None), self.device
-        )
-        single = isinstance(metas, Tensor)
+        device = self.device
+        for value, layout in operands:
+            if layout is not None:
+                device = value.device
+                break
         outputs = [
-            Value(blank((), (), torch.float32) if meta is None else meta, device, layout)
-            for meta, layout in zip([metas] if single else metas, recipe.outputs, strict=True)
+            Value(_NOTHING if meta is None else meta, device, layout)
+            for meta, layout in zip(told.metas, told.outputs, strict=True)
         ]
-        if not once and not any(operand.layout is not None for operand in operands):
-            once = all(layout is None for layout in recipe.outputs)
         Node(
             func,
             operands,
-            recipe.run,
+            told.run,
             outputs,
-            reduce=None if once else recipe.reduce,
-            once=once,
-            view=recipe.view,
-            light=recipe.light,
+            reduce=told.reduce,
+            once=told.once,
+            view=told.view,
+            light=told.light,
             where=self.log.where,
         )
-        if single:
+        if told.single:
             return outputs[0]
-        return [None if meta is None else output for meta, output in zip(metas, outputs, strict=True)]
+        return [None if meta is None else output for meta, output in zip(told.metas, outputs, strict=True)]
 
     def _operand(self, operand: Operand, kind: Meeting, why: Any) -> Operand:
         value, layout = operand
@@ -216,30 +244,6 @@ class Recording:
         args, kwargs = substituted(call.args, call.kwargs, call.paths, self.there(whole))
         return mapped(call.func(*args, **kwargs), self.given)
 
-    def drawn_as_the_batch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw the numbers of the real large batch, in tensors with its strides, and keep them.
-
-        Returns:
-            The values; None if no argument has the samples.
-        """
-        call = self._call(func, args, kwargs)
-        layout = next((value.layout for value in call.tensors if value.layout is not None), None)
-        if layout is None:
-            return None
-        if self.randomness.reads_values(functional_of(func) or func):
-            tensors = self.there([self.gathered(value) for value in call.tensors])
-        else:
-            tensors = [_empty_like(value.meta, value.device) for value in call.tensors]
-        new_args, new_kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
-
-        def kept(tensor: Tensor) -> Value:
-            value = self.given(tensor)
-            if tensor.dim() > layout.dim and tensor.shape[layout.dim] == layout.rows(self.samples):
-                value.layout = layout
-            return value
-
-        return mapped(call.func(*new_args, **new_kwargs), kept)
-
     # -- tensors and values ---------------------------------------------------------------------------------
 
     def value(self, tensor: Any) -> Any:
@@ -256,7 +260,8 @@ class Recording:
             value = Value(None, tensor.device)  # type: ignore[arg-type]  (it has no strides to describe it by)
             value.whole = tensor
             return value
-        self.settle_writes([tensor])
+        if self._writes:
+            self.settle_writes([tensor])
         self.note_leaf(tensor)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -264,7 +269,7 @@ class Recording:
         if tensor.numel() <= _SMALL and not tensor.requires_grad:
             value.whole = tensor.clone()
         else:
-            self.read(value, tensor)
+            self.readings.read(value, tensor)
         return value
 
     def note_leaf(self, tensor: Tensor) -> None:
@@ -272,32 +277,17 @@ class Recording:
         if tensor.requires_grad and tensor.is_leaf:
             self.leaves[id(tensor)] = tensor
 
-    def read(self, value: Value, tensor: Tensor) -> None:
-        """Let a value be a real tensor, as it is now: it is copied if the program writes into it later."""
-        value.whole = tensor
-        value.version = None if tensor.is_inference() else tensor._version
-        self._read.setdefault(tensor.untyped_storage()._cdata, weakref.WeakSet()).add(value)
-
-    def before_writing(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
-        """Copy what is about to be written, where operations that have not run yet read it."""
-        for tensor in written_by(func, args, kwargs):
-            if isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
-                continue
-            for value in self._read.pop(tensor.untyped_storage()._cdata, ()):
-                if value.whole is not None:
-                    value.whole, value.version = value.whole.clone(), None
-
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with a value in place of each tensor."""
+        new = [self._argument(arg) for arg in args]
+        return tuple(new), {name: self._argument(arg) for name, arg in kwargs.items()} if kwargs else {}
 
-        def one(arg: Any) -> Any:
-            if isinstance(arg, Tensor):
-                return self.value(arg)
-            if isinstance(arg, (list, tuple)) and any(isinstance(item, Tensor) for item in arg):
-                return [self.value(item) if isinstance(item, Tensor) else item for item in arg]
-            return arg
-
-        return tuple(one(arg) for arg in args), {name: one(arg) for name, arg in kwargs.items()}
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.value(arg)
+        if isinstance(arg, (list, tuple)) and any(isinstance(item, Tensor) for item in arg):
+            return [self.value(item) if isinstance(item, Tensor) else item for item in arg]
+        return arg
 
     def shown(self, results: Any) -> Any:
         """Return tensors that show values; what torch has no wrapper for (sparse tensors) as it is."""
@@ -315,12 +305,17 @@ class Recording:
 
     def show(self, value: Value) -> VirtualTensor:
         """Return a tensor that shows a value."""
-        self._shown.add(value)
         return VirtualTensor(self, value)
 
-    def watch(self, value: Value) -> None:
-        """Remember a value that a tensor of the program shows."""
-        self._shown.add(value)
+    def watch(self, handle: Handle) -> None:
+        """Remember what a tensor of the program holds as long as it shows a value."""
+        self._shown.append(handle.reference)
+
+    def _asked_for(self) -> list[Value]:
+        """The values that tensors of the program show."""
+        alive = {id(handle): handle for shown in self._shown if (handle := shown()) is not None}
+        self._shown = [handle.reference for handle in alive.values()]
+        return [handle.value for handle in alive.values()]
 
     # -- numbers --------------------------------------------------------------------------------------------
 
@@ -358,7 +353,7 @@ class Recording:
         wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
         wanted = [value for value in wanted if value.whole is None]
         # Rows that a variable of the program still shows cannot be asked for once the block has ended.
-        asked_for = [] if self.ending else [value for value in self._shown if value.asked_for]
+        asked_for = [] if self.ending else self._asked_for()
         todo = plan(wanted, asked_for)
         if not self.parts:
             free = memory_limit(self.device).bytes
@@ -371,6 +366,7 @@ class Recording:
         with torch.no_grad():
             for tensor, value in writes:
                 tensor.copy_(unchanged(self.gathered(value)))
+        self.readings.forget_unused()
 
     def end(self) -> None:
         """Work out what the program may still ask for when it has left the block."""
@@ -388,13 +384,8 @@ class Recording:
 
     def pending(self) -> list[Value]:
         """Return the whole values that the program may still ask for."""
-        shown = [value for value in self._shown if value.asked_for]
-        return [value for value in shown if value.layout is None and value.whole is None]
+        return [value for value in self._asked_for() if value.layout is None and value.whole is None]
 
 
 def _has_gradient(value: Value) -> bool:
     return value.meta.dtype.is_floating_point or value.meta.dtype.is_complex
-
-
-def _empty_like(meta: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)

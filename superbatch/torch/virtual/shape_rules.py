@@ -66,16 +66,20 @@ def _view(call: Call) -> Recipe | None:
     if not isinstance(told, (list, tuple)):
         return None  # view.dtype
     new = _inferred(told, value.meta.numel())
-    output = reshaped(tuple(value.meta.shape), layout, new, call.samples)
-    if output is None:
+    if (output := reshaped(tuple(value.meta.shape), layout, new, call.samples)) is None:
         return None
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
-        shape = list(new)
-        shape[output.dim] = output.rows(part.samples)
-        return tensors[0].reshape(shape)
+        return tensors[0].reshape(_sized(new, output, part))
 
     return _view_of(value, layout, output, run)
+
+
+def _sized(shape: Sequence[int], layout: Layout, part: Part) -> list[int]:
+    """Return the shape for a micro-batch: a new list, for a rule's function may run in several threads."""
+    sized = list(shape)
+    sized[layout.dim] = layout.rows(part.samples)
+    return sized
 
 
 def _inferred(told: Sequence[int], numel: int) -> list[int]:
@@ -153,8 +157,7 @@ def _expand(call: Call) -> Recipe | None:
         output = Layout(dim, 1, size[dim] // call.samples)
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
-        size[output.dim] = output.rows(part.samples)
-        return tensors[0].expand(size)
+        return tensors[0].expand(_sized(size, output, part))
 
     if value.layout is not None:
         return _view_of(value, value.layout, output, run)
@@ -258,14 +261,12 @@ def _new(call: Call) -> Recipe | None:
     dims = [dim for dim, count in enumerate(size) if count == rows]
     if not dims:
         return None
-    dim = layout.dim if layout.dim in dims else dims[0]
-    output = layout.at(dim)
-    one = torch.empty(1, dtype=value.meta.dtype, device=value.device)
+    output = layout.at(layout.dim if layout.dim in dims else dims[0])
+    dtype, device = value.meta.dtype, value.device
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        size[dim] = layout.rows(part.samples)
-        args, kwargs = call.replaced(size=size)
-        return call.func(one, *args[1:], **kwargs)
+        args, kwargs = call.replaced(size=_sized(size, output, part))
+        return call.func(torch.empty(1, dtype=dtype, device=device), *args[1:], **kwargs)
 
     return Recipe([], [output], run, light=True)
 
@@ -275,11 +276,11 @@ def _like(call: Call) -> Recipe | None:
     if (found := _batch(call)) is None:
         return None
     value, layout = found
-    shape, one = list(value.meta.shape), torch.empty(1, dtype=value.meta.dtype, device=value.device)
+    shape, dtype, device = tuple(value.meta.shape), value.meta.dtype, value.device
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        shape[layout.dim] = layout.rows(part.samples)
-        return call.func(one.expand(shape), *call.args[1:], **call.kwargs)
+        one = torch.empty(1, dtype=dtype, device=device).expand(_sized(shape, layout, part))
+        return call.func(one, *call.args[1:], **call.kwargs)
 
     return Recipe([], [layout], run, light=True)
 
@@ -314,8 +315,7 @@ def _told_sizes(call: Call) -> Recipe | None:
     output = layout.at(place)
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        sizes[place] = layout.rows(part.samples)
-        args, kwargs = call.replaced(input_sizes=sizes)
+        args, kwargs = call.replaced(input_sizes=_sized(sizes, output, part))
         return call.func(tensors[0], *args[1:], **kwargs)
 
     return Recipe([Operand(value, layout)], [output], run)

@@ -16,7 +16,7 @@ from .layout import Layout, Part, cut
 from .log import Log
 from .plan import Plan
 from .store import Kept, Store
-from .values import Node, Operand, Reduction, Run, Value
+from .values import Node, Reduction, Run, Value
 
 
 def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log) -> None:
@@ -90,16 +90,22 @@ class _Load(NamedTuple):
     place: int  # in what the program reads
 
 
-class _Instruction(NamedTuple):
-    run: Run
+class _More(NamedTuple):
+    """What an instruction does beside filling one register."""
+
     loads: list[_Load]
-    inputs: list[int]
-    single: bool  # it returns one result, and not a sequence
-    outputs: list[tuple[int, int]]  # which result into which register
-    whole: list[int]  # which results are reduced
+    outputs: list[tuple[int | None, int]]  # which result (None: the only one) into which register
+    whole: list[int | None]  # which results are reduced
     reduction: Reduction | None
     keeps: list[tuple[int, Kept]]
     carries: list[tuple[int, Value]]
+
+
+class _Instruction(NamedTuple):
+    run: Run
+    inputs: list[int]
+    output: int  # the register of the result, if it does nothing more
+    more: _More | None
     frees: list[int]  # registers that nothing reads after it
 
 
@@ -176,58 +182,55 @@ class _Program:
         for slot, position in self._last_reader.items():
             self._program[position].frees.append(slot)
 
-    def _slot(self, value: Value, layout: Layout | None) -> tuple[int, bool]:
-        """Return the register of a value, and whether it is a new one."""
-        key = (id(value), layout)
-        slot = self._slots.get(key)
-        if slot is not None:
-            return slot, False
-        slot = self._slots[key] = len(self._registers)
-        self._registers.append(None)
-        return slot, True
-
     def _instruction(self, node: Node, position: int) -> _Instruction:
         loads: list[_Load] = []
-        inputs = [self._input(operand, position, loads) for operand in node.operands]
-        outputs, keeps, carries = self._outputs(node, position)
-        whole = [index for index, layout in enumerate(node.layouts) if layout is None]
+        inputs: list[int] = []
+        for value, layout in node.operands:
+            slot = self._slots.get((id(value), layout))
+            if slot is None:
+                slot = self._input(value, layout, loads)
+            if layout is not None:
+                self._last_reader[slot] = position
+            inputs.append(slot)
+        single = len(node.layouts) == 1
+        whole = [None if single else index for index, layout in enumerate(node.layouts) if layout is None]
         reduction = None
         if whole and self._plan.stage[node] == self._number:
-            reduction = self._results.reduction(node, whole)
-        single = len(node.layouts) == 1
-        return _Instruction(node.run, loads, inputs, single, outputs, whole, reduction, keeps, carries, [])
+            reduction = self._results.reduction(node, [index or 0 for index in whole])
+        outputs = self._outputs(node, position, single)
+        slots = [slot for _, slot, _ in outputs]
+        keeps = [(slot, self._results.kept(v)) for _, slot, v in outputs if v in self._plan.kept]
+        carried = () if self._carried is None else self._carried.until
+        carries = [(slot, value) for _, slot, value in outputs if value in carried]
+        if single and slots and not (loads or keeps or carries):
+            return _Instruction(node.run, inputs, slots[0], None, [])
+        results = [(index, slot) for index, slot, _ in outputs]
+        return _Instruction(node.run, inputs, 0, _More(loads, results, whole, reduction, keeps, carries), [])
 
-    def _input(self, operand: Operand, position: int, loads: list[_Load]) -> int:
-        value, layout = operand
-        slot, new = self._slot(value, layout)
+    def _input(self, value: Value, layout: Layout | None, loads: list[_Load]) -> int:
+        """Return a new register of what is there before the instruction."""
+        slot = self._slots[id(value), layout] = len(self._registers)
         if layout is None:
-            self._registers[slot] = unchanged(value)
+            self._registers.append(unchanged(value))
             return slot
-        if new:
-            loads.append(_Load(slot, value, layout, len(self._read)))
-            if value.pieces is not None:
-                self._read.append(value)
-        self._last_reader[slot] = position
+        self._registers.append(None)
+        loads.append(_Load(slot, value, layout, len(self._read)))
+        if value.pieces is not None:
+            self._read.append(value)
         return slot
 
-    def _outputs(
-        self, node: Node, position: int
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, Kept]], list[tuple[int, Value]]]:
-        outputs: list[tuple[int, int]] = []
-        keeps: list[tuple[int, Kept]] = []
-        carries: list[tuple[int, Value]] = []
+    def _outputs(self, node: Node, position: int, single: bool) -> list[tuple[int | None, int, Value]]:
+        """Return the results that are rows: which, into which register, and of which value."""
+        outputs: list[tuple[int | None, int, Value]] = []
         for index, (output, layout) in enumerate(zip(node.outputs, node.layouts, strict=True)):
             value = output()
             if layout is None or value is None or value.there:
                 continue
-            slot, _ = self._slot(value, layout)
+            slot = self._slots[id(value), layout] = len(self._registers)
+            self._registers.append(None)
             self._last_reader[slot] = position
-            outputs.append((index, slot))
-            if value in self._plan.kept:
-                keeps.append((slot, self._results.kept(value)))
-            if self._carried is not None and value in self._carried.until:
-                carries.append((slot, value))
-        return outputs, keeps, carries
+            outputs.append((None if single else index, slot, value))
+        return outputs
 
     def first_read(self, part: Part) -> tuple[Value, Part] | None:
         """Return the rows that the program reads first, if any are there before it runs."""
@@ -242,34 +245,28 @@ class _Program:
             following: what is read first afterwards.
         """
         registers = self._registers.copy()
-        for (
-            run,
-            loads,
-            inputs,
-            single,
-            outputs,
-            whole,
-            reduction,
-            keeps,
-            carries,
-            frees,
-        ) in self._program:
-            for load in loads:
-                registers[load.slot] = self._rows(load, part, ahead, following)
-            result = run(part, [registers[slot] for slot in inputs])
-            results = (result,) if single else result
-            for index, slot in outputs:
-                registers[slot] = results[index]
-            if reduction is not None:
-                reduction.add(part, [results[index] for index in whole])
-            del result, results  # else they would live until the next operation has run
-            for slot, kept in keeps:
-                kept.put(part, registers[slot])
-            for slot, value in carries:
-                assert self._carried is not None
-                self._carried.rows[value] = registers[slot]
+        for run, inputs, output, more, frees in self._program:
+            if more is None:
+                registers[output] = run(part, [registers[slot] for slot in inputs])
+            else:
+                for load in more.loads:
+                    registers[load.slot] = self._rows(load, part, ahead, following)
+                self._finish(more, run(part, [registers[slot] for slot in inputs]), part, registers)
             for slot in frees:
                 registers[slot] = None
+
+    def _finish(self, more: _More, result: Any, part: Part, registers: list[Any]) -> None:
+        """Put away what an instruction gave."""
+        for index, slot in more.outputs:
+            registers[slot] = result if index is None else result[index]
+        if more.reduction is not None:
+            found = [result if index is None else result[index] for index in more.whole]
+            more.reduction.add(part, found)
+        for slot, kept in more.keeps:
+            kept.put(part, registers[slot])
+        for slot, value in more.carries:
+            assert self._carried is not None
+            self._carried.rows[value] = registers[slot]
 
     def _rows(
         self, load: _Load, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None

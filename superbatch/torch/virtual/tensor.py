@@ -18,8 +18,8 @@ class Storage:
 
     __slots__ = ("handle", "version")
 
-    def __init__(self, value: Value) -> None:
-        self.handle = value.handle()
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
         self.version = 0
 
     @property
@@ -68,11 +68,13 @@ class VirtualTensor(Tensor):
             dtype=meta.dtype,
             device=value.device,
         )
+        handle = value.handle()
+        recording.watch(handle)
         self._recording = recording
-        self._storage = storage or Storage(value)
+        self._storage = storage = storage or Storage(handle)
         self._steps = steps
-        self._handle = value.handle()
-        self._seen = self._storage.version
+        self._handle = handle
+        self._seen = storage.version
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]

@@ -25,10 +25,11 @@ from .layout import Layout, Part, cut
 class Handle:
     """Held by every tensor of the program that shows a value: while it lives, the value may be asked for."""
 
-    __slots__ = ("__weakref__", "value")
+    __slots__ = ("__weakref__", "reference", "value")
 
     def __init__(self, value: Value) -> None:
         self.value = value
+        self.reference = weakref.ref(self)
 
 
 class Pieces(Protocol):
@@ -94,17 +95,12 @@ class Value:
         """Whether it need not be worked out."""
         return self.whole is not None or self.pieces is not None
 
-    @property
-    def asked_for(self) -> bool:
-        """Whether a tensor of the program shows it."""
-        return self._handle is not None and self._handle() is not None
-
     def handle(self) -> Handle:
         """Return what a tensor of the program has to hold."""
         handle = None if self._handle is None else self._handle()
         if handle is None:
             handle = Handle(self)
-            self._handle = weakref.ref(handle)
+            self._handle = handle.reference
         return handle
 
     @property

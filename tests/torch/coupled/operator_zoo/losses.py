@@ -125,6 +125,27 @@ OPERATORS = [
         real(N, 3),
         real(N, 3),
     ),
+    *_loss(
+        "cross_entropy of pairs, transposed, some without a label",
+        lambda x, y, label, reduction: F.cross_entropy(
+            (x @ y.T).t(),
+            # The first always has one: the mean of no loss is nan.
+            torch.where((label < 20) & (torch.arange(len(x)) > 0), -100, label % len(x)),
+            reduction=reduction,
+        ),
+        real(N, 3),
+        real(N, 3),
+        ints(50, N),
+    ),
+    *_loss(
+        "cross_entropy of pairs, transposed, weighted",
+        lambda x, y, w, reduction: F.cross_entropy(
+            (x @ y.T).t(), torch.arange(len(x)).flip(0), w.detach(), reduction=reduction
+        ),
+        real(N, 3),
+        real(N, 3),
+        positive(N),
+    ),
     operator(
         "mse_loss with a plain target", lambda x, y: F.mse_loss(x, y), real(N, 4), real(N, 4), plain=(1,)
     ),

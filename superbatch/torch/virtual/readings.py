@@ -1,0 +1,41 @@
+"""Real tensors that operations read, which may be written before these run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .calls import written_by
+from .tensor import VirtualTensor
+from .values import Value
+
+
+class Readings:
+    """Which values are real tensors, by the memory that they are in."""
+
+    def __init__(self) -> None:
+        self._readers: dict[int, list[weakref.ref[Value]]] = {}
+
+    def read(self, value: Value, tensor: Tensor) -> None:
+        """Let a value be a real tensor, as it is now: it is copied if the program writes into it later."""
+        value.whole = tensor
+        value.version = None if tensor.is_inference() else tensor._version
+        self._readers.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(value))
+
+    def before_writing(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+        """Copy what is about to be written, where operations that have not run yet read it."""
+        for tensor in written_by(func, args, kwargs):
+            if isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
+                continue
+            for reader in self._readers.pop(tensor.untyped_storage()._cdata, ()):
+                if (value := reader()) is not None and value.whole is not None:
+                    value.whole, value.version = value.whole.clone(), None
+
+    def forget_unused(self) -> None:
+        """Forget values that nothing needs any more."""
+        alive = {place: [one for one in all_ if one() is not None] for place, all_ in self._readers.items()}
+        self._readers = {place: readers for place, readers in alive.items() if readers}
