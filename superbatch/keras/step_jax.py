@@ -138,7 +138,7 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
     def loss(trainable: Values) -> Any:
         with _scope(model, carry, trainable) as scope:
             y_pred = forward.predictions(model, microbatch[0])
-            terms = forward.terms_of(model, microbatch, y_pred, batch.options)
+            terms = forward.terms_of(model, microbatch, y_pred, batch.options, plan)
             norms = batch.norms.noted(carry.norms, rows)
             value = window.objective(terms, totals, plan)
             part = window.contribution(terms, rows, plan)
@@ -201,7 +201,7 @@ def _count(batch: Batch, parts: list[Group], data: Any) -> Any:
     def one(sums: Any, microbatch: Any) -> Any:
         with _scope(batch.model, batch.state):
             y_pred = forward.predictions(batch.model, microbatch[0])
-            terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options)
+            terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options, batch.plan)
             return sums + window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], batch.plan)
 
     start = jnp.zeros(batch.plan.length, batch.plan.dtype)

@@ -159,7 +159,7 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
     rows = tf.shape(splitting.leaves(microbatch)[0])[0]
     with tf.GradientTape() as tape:
         y_pred = forward.predictions(model, microbatch[0])
-        terms = forward.terms_of(model, microbatch, y_pred, batch.options)
+        terms = forward.terms_of(model, microbatch, y_pred, batch.options, plan)
         value = model.optimizer.scale_loss(window.objective(terms, totals, plan))
     found = tape.gradient(value, weights)
     part = window.contribution(terms, rows, plan)
@@ -208,7 +208,7 @@ def _count(batch: Batch) -> Any:
     def one(sums: Any, microbatch: Any) -> Any:
         with survey.scope(batch.model):
             y_pred = forward.predictions(batch.model, microbatch[0])
-            terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options)
+            terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options, batch.plan)
             rows = tf.shape(splitting.leaves(microbatch)[0])[0]
             return sums + window.contribution(terms, rows, batch.plan)
 

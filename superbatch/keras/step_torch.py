@@ -98,7 +98,7 @@ def _loop(
     sums = None
     for microbatch in microbatches:
         y_pred = forward.predictions(model, microbatch[0])
-        terms = forward.terms_of(model, microbatch, y_pred, options)
+        terms = forward.terms_of(model, microbatch, y_pred, options, plan)
         value = window.objective(terms, totals, plan)
         part = window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], plan).detach()
         keep = not plan.may_be_empty or bool(window.counts(part, plan))
@@ -125,7 +125,8 @@ def _count(model: Any, microbatches: list[Any], plan: Plan, options: Options) ->
     sums = None
     for microbatch in microbatches:
         with torch.no_grad(), survey.scope(model):
-            terms = forward.terms_of(model, microbatch, forward.predictions(model, microbatch[0]), options)
+            y_pred = forward.predictions(model, microbatch[0])
+            terms = forward.terms_of(model, microbatch, y_pred, options, plan)
             part = window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], plan)
         sums = part if sums is None else sums + part
     return sums

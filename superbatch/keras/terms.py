@@ -40,6 +40,7 @@ class Term(NamedTuple):
         value: the mean (the sum, for the kind "sum"), a scalar tensor.
         weight: the weight of the mean, a scalar tensor; 1 for the kind "sum".
         factor: of the term in the total: the `loss_weights` of `compile`.
+        stated: whether `loss_weight=` gave the weight.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Term(NamedTuple):
     value: Any
     weight: Any
     factor: Any = 1.0
+    stated: bool = False
 
 
 def term_of(name: str, loss: Any, y: Any, y_pred: Any, sample_weight: Any, stated: Any, rows: Any) -> Term:
@@ -131,7 +133,7 @@ def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:
                 "return one number for each sample or token, which the weights can be applied to",
             )
         )
-    return Term(name, "counted", value, stated)
+    return Term(name, "counted", value, stated, stated=True)
 
 
 def _reduced(name: str, loss: Any, values: Any, masks: list[Any], sample_weight: Any, rows: Any) -> Term:
