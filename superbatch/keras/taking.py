@@ -17,6 +17,7 @@ from keras import ops
 from keras.src import backend
 from keras.src.trainers.compile_utils import CompileLoss
 
+from . import rowwise
 from .terms import Term, term_of
 from .window import Plan
 
@@ -46,9 +47,13 @@ class Taker(CompileLoss):
 
     def _noting(self, flat: Any) -> Any:
         def note(y: Any, y_pred: Any, sample_weight: Any) -> Any:
-            if self.plan is not None and self.plan.may_be_empty_beside_others(len(self.terms)):
+            plan, number = self.plan, len(self.terms)
+            if plan is not None and plan.may_be_empty_beside_others(number):
                 y_pred = without_gradient_of_nothing(y_pred, self.stated)
-            term = term_of(flat.name, flat.loss, y, y_pred, sample_weight, self.stated, self.rows)
+            given = (flat.loss, y, y_pred, sample_weight, self.stated, self.rows)
+            term = term_of(flat.name, *given, looking=plan is None)
+            if plan is not None and term.numbers is not None:
+                rowwise.check_like(flat.name, term.numbers, plan.numbers[number])
             factor = 1.0 if flat.loss_weights is None else flat.loss_weights
             self.terms.append(term._replace(factor=factor))
             return term.value

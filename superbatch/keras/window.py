@@ -26,6 +26,7 @@ from keras import ops
 from ..errors import InputError, explain
 from . import arithmetic
 from .options import Options
+from .rowwise import Numbers
 from .terms import Kind, Term
 
 
@@ -36,6 +37,7 @@ class Plan(NamedTuple):
         kinds: of the terms.
         factors: of the terms in the total.
         stated: whether the weight of each is what `loss_weight=` says.
+        numbers: what each was reduced from, when it was looked at.
         counting: whether the weights are counted in a pass of their own.
         dtype: of loss sums and weights.
         skips: whether micro-batches that are not finite are left out.
@@ -44,6 +46,7 @@ class Plan(NamedTuple):
     kinds: tuple[Kind, ...]
     factors: tuple[Any, ...]
     stated: tuple[bool, ...]
+    numbers: tuple[Numbers | None, ...]
     counting: bool
     dtype: str
     skips: bool
@@ -103,7 +106,8 @@ def plan_of(terms: list[Term], options: Options, *, scaled: bool) -> Plan:
     dtype = "float64" if "float64" in dtypes else "float32"
     skips = options.nonfinite == "skip_microbatch"
     factors = tuple(term.factor for term in terms)
-    return Plan(kinds, factors, tuple(term.stated for term in terms), counting, dtype, skips)
+    stated, numbers = tuple(term.stated for term in terms), tuple(term.numbers for term in terms)
+    return Plan(kinds, factors, stated, numbers, counting, dtype, skips)
 
 
 def totals_of(plan: Plan, rows: Any, counted: Any) -> list[Any]:

@@ -24,6 +24,8 @@ QUICK = {
     "cases_exact.case_a_loss_that_returns_one_number",
     "cases_empty.case_beside_an_add_loss",
     "cases_empty.case_mutant_zero_times_nan_beside_another_term",
+    "cases_rows.case_a_number_for_each_pair",
+    "cases_rows.case_mutant_one_look",
     "cases_behaviour.case_the_users_model_is_not_changed",
     "cases_behaviour.case_random_numbers_differ_between_microbatches",
     "cases_behaviour.case_batchnorm",
@@ -33,7 +35,7 @@ QUICK = {
     "cases_behaviour.case_flush_tail",
     "cases_refusals.case_losses_that_say_too_little",
 }
-FILES = ("cases_exact", "cases_empty", "cases_behaviour", "cases_refusals", "cases_mutants")
+FILES = ("cases_exact", "cases_empty", "cases_rows", "cases_behaviour", "cases_refusals", "cases_mutants")
 PACKAGES = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
 
 
