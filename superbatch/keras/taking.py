@@ -67,6 +67,7 @@ def take(
     """Return the terms of the compiled losses of a micro-batch, in the order Keras has them."""
     taker = Taker(compiled, stated, rows, plan)
     taker(y, y_pred, sample_weight)
+    taker._flat_losses = []  # which hold the taker, and so its terms and their graph
     return taker.terms
 
 

@@ -27,6 +27,7 @@ QUICK = {
     "cases_rows.case_a_number_for_each_pair",
     "cases_rows.case_mutant_one_look",
     "cases_behaviour.case_the_users_model_is_not_changed",
+    "cases_behaviour.case_no_second_copy_of_the_batch",
     "cases_behaviour.case_random_numbers_differ_between_microbatches",
     "cases_behaviour.case_batchnorm",
     "cases_behaviour.case_a_batch_that_counts_nothing",
