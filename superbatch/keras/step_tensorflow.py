@@ -164,7 +164,10 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
     found = tape.gradient(value, weights)
     part = window.contribution(terms, rows, plan)
     batch.touched.update(number for number, gradient in enumerate(found) if gradient is not None)
-    dense = [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
+    dense = [
+        gradient if gradient is None else tf.ensure_shape(tf.convert_to_tensor(gradient), weight.shape)
+        for gradient, weight in zip(found, weights, strict=True)  # of one feature, it does not know the 1
+    ]
     keep = _kept([gradient for gradient in dense if gradient is not None], part, plan)
     if keep is not None:
         dense = [
