@@ -8,14 +8,16 @@
 # pyright: reportMissingModuleSource=false
 """Whose update is that of the batch in Keras, and what does it cost?
 
-    python benchmarks/keras_accumulation.py [--backends tensorflow,jax,torch] [--rounds 3] [--json FILE]
+    python benchmarks/keras_accumulation.py [--backends tensorflow,jax,torch] [--rounds 3] [--features 64]
+        [--json FILE]
 
 On each backend of Keras: `fit` with the whole batch, Keras' `gradient_accumulation_steps`, and
 `superbatch.keras.accumulate`. First the largest difference of the weights from those of the whole batch after
 two updates, relative to the largest movement: equal micro-batches, a short one, a mask, a schedule, a moving
 average. Then peak memory (RSS) and CPU time of an epoch of one batch of 2048 rows in micro-batches of 128,
-each in a process of its own, in random order; times are medians of rounds. Ends with exit code 1 if ours is
-beyond its bounds.
+each in a process of its own, in random order; times are medians of rounds. A row is 64 positions of so many
+features in x, and as many in y: with 1, next to none of the memory is that of the data. Ends with exit code 1
+if ours is beyond its bounds.
 """
 
 import argparse
@@ -43,6 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backends", default="tensorflow,jax,torch")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--features", type=int, default=WIDTH)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
@@ -55,7 +58,7 @@ def main() -> int:
     jobs = [(backend, way) for backend in backends for way in WAYS] * arguments.rounds
     random.Random(0).shuffle(jobs)
     for backend, way in jobs:
-        found[backend].setdefault(way, []).append(child(backend, "cost", way))
+        found[backend].setdefault(way, []).append(child(backend, "cost", way, str(arguments.features)))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     report(found)
@@ -168,15 +171,16 @@ def errors() -> dict[str, dict[str, float]]:
     return found
 
 
-def cost(way: str) -> dict[str, float]:
+def cost(way: str, features: str = str(WIDTH)) -> dict[str, float]:
     """Peak memory of the process, and CPU time of an epoch that makes one update."""
     import keras
     import numpy as np
 
     def build(steps: int | None) -> Any:
         keras.utils.set_random_seed(0)
-        hidden = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(LAYERS)]
-        model = keras.Sequential([keras.Input((POSITIONS, WIDTH)), *hidden])
+        widths = [WIDTH] * (LAYERS - 1) + [int(features)]
+        hidden = [keras.layers.Dense(width, activation="relu") for width in widths]
+        model = keras.Sequential([keras.Input((POSITIONS, int(features))), *hidden])
         model.compile(keras.optimizers.Adam(1e-3, gradient_accumulation_steps=steps), "mse")
         return model
 
@@ -189,7 +193,7 @@ def cost(way: str) -> dict[str, float]:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.seconds.append(time.process_time() - self.start)
 
-    x = np.random.default_rng(0).normal(size=(ROWS, POSITIONS, WIDTH)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(ROWS, POSITIONS, int(features))).astype("float32")
     fitted(build, way, x, x, ROWS, MICROBATCH, epochs=EPOCHS, callbacks=[Clock()])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"seconds": min(Clock.seconds[1:]), "mib": peak}

@@ -128,12 +128,20 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
     def reduce(self: Any) -> Any:
         return plain(self).__reduce__()
 
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        before = self.train_function
+        cls.make_train_function(self, force)
+        if self.train_function is not before:
+            self.train_function = step.train_function(self.train_function)
+        return self.train_function
+
     def build_before_tracing(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         step.build(self, iterator, data_batch)
 
     return {
         "__new__": new,
         "train_step": train_step,
+        **({"make_train_function": make_train_function} if hasattr(step, "train_function") else {}),
         "save": save,
         "__reduce__": reduce,
         "_maybe_symbolic_build": build_before_tracing,  # of the TensorFlow trainer

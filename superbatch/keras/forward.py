@@ -20,6 +20,7 @@ from . import arithmetic
 from .options import LossWeight, Options
 from .taking import take
 from .terms import Term, stated_term
+from .window import Plan
 
 
 def owns_compute_loss(model: Any) -> bool:
@@ -32,7 +33,7 @@ def predictions(model: Any, x: Any) -> Any:
     return model(x, training=True) if model._call_has_training_arg else model(x)
 
 
-def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options) -> list[Term]:
+def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: Plan | None) -> list[Term]:
     """Return the terms of the loss of a micro-batch that has just gone through the model.
 
     Args:
@@ -40,6 +41,7 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options) -> list
         microbatch: its ``(x, y, sample_weight)``.
         y_pred: what the model made of `x`.
         options: of `accumulate`.
+        plan: of such batches; None when the terms are looked at to make it.
 
     Raises:
         StatementError: a loss says too little, or `loss_weight` was given and no loss needs it.
@@ -56,8 +58,8 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options) -> list
         return [stated_term("compute_loss", ops.convert_to_tensor(value), stated, None)]
     terms = []
     if model._compile_loss is not None:
-        terms = take(model._compile_loss, y, y_pred, sample_weight, stated, rows)
-    if stated is not None and not any(term.weight is stated for term in terms):
+        terms = take(model._compile_loss, y, y_pred, sample_weight, stated, rows, plan)
+    if stated is not None and not any(term.stated for term in terms):
         raise StatementError(
             explain(
                 "loss_weight, and losses of which Keras knows what they are divided by",

@@ -114,20 +114,38 @@ def _over(parts: list[Group], one: Callable[[Any, Any], Any], carry: Any, data: 
     """Run `one` over the micro-batches, in a compiled loop for each group of one size.
 
     Micro-batch i of a group of k has the rows ``i, i + k, ...`` of the group: where the batch is sharded by
-    contiguous blocks, each device finds its share of every micro-batch on itself.
+    contiguous blocks, each device finds its share of every micro-batch on itself. Each is cut out when its
+    turn comes: handed to the loop as what it goes over, all of them would be a second copy of the batch.
     """
     for group in parts:
-        rows = splitting.part(data, group.start, group.start + group.count * group.size)
-        dealt = jax.tree.map(
-            lambda leaf, group=group: leaf.reshape(group.size, group.count, *leaf.shape[1:]).swapaxes(0, 1),
-            rows,
-        )
+        cut = _cutting(group, data, whole=len(parts) == 1)
         if group.count == 1 or eager:
             for number in range(group.count):
-                carry = one(carry, jax.tree.map(lambda leaf, number=number: leaf[number], dealt))
+                carry = one(carry, cut(number))
         else:
-            carry, _ = lax.scan(lambda carry, microbatch: (one(carry, microbatch), None), carry, dealt)
+            turns = jnp.arange(group.count)
+            carry, _ = lax.scan(lambda carry, number, cut=cut: (one(carry, cut(number)), None), carry, turns)
     return carry
+
+
+def _cutting(group: Group, data: Any, *, whole: bool) -> Callable[[Any], Any]:
+    """What returns the i-th micro-batch of a group; `whole` says that the group is the whole batch.
+
+    A part of the batch would be copied before its loop, and is taken by its rows instead. Sharded rows are
+    not: XLA would then give every device all of them.
+    """
+    if not whole and keras.distribution.distribution() is None:
+        rows = group.start + group.count * jnp.arange(group.size)
+        return lambda number: jax.tree.map(
+            lambda leaf: jnp.take(leaf, rows + number, axis=0, mode="clip"), data
+        )
+    dealt = jax.tree.map(
+        lambda leaf: leaf.reshape(group.size, group.count, *leaf.shape[1:]),
+        splitting.part(data, group.start, group.start + group.count * group.size),
+    )
+    return lambda number: jax.tree.map(
+        lambda leaf: lax.dynamic_index_in_dim(leaf, number, axis=1, keepdims=False), dealt
+    )
 
 
 def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> Carry:
@@ -138,7 +156,7 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
     def loss(trainable: Values) -> Any:
         with _scope(model, carry, trainable) as scope:
             y_pred = forward.predictions(model, microbatch[0])
-            terms = forward.terms_of(model, microbatch, y_pred, batch.options)
+            terms = forward.terms_of(model, microbatch, y_pred, batch.options, plan)
             norms = batch.norms.noted(carry.norms, rows)
             value = window.objective(terms, totals, plan)
             part = window.contribution(terms, rows, plan)
@@ -201,7 +219,7 @@ def _count(batch: Batch, parts: list[Group], data: Any) -> Any:
     def one(sums: Any, microbatch: Any) -> Any:
         with _scope(batch.model, batch.state):
             y_pred = forward.predictions(batch.model, microbatch[0])
-            terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options)
+            terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options, batch.plan)
             return sums + window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], batch.plan)
 
     start = jnp.zeros(batch.plan.length, batch.plan.dtype)

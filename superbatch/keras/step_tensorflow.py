@@ -159,12 +159,15 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
     rows = tf.shape(splitting.leaves(microbatch)[0])[0]
     with tf.GradientTape() as tape:
         y_pred = forward.predictions(model, microbatch[0])
-        terms = forward.terms_of(model, microbatch, y_pred, batch.options)
+        terms = forward.terms_of(model, microbatch, y_pred, batch.options, plan)
         value = model.optimizer.scale_loss(window.objective(terms, totals, plan))
     found = tape.gradient(value, weights)
     part = window.contribution(terms, rows, plan)
     batch.touched.update(number for number, gradient in enumerate(found) if gradient is not None)
-    dense = [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in found]
+    dense = [
+        gradient if gradient is None else tf.ensure_shape(tf.convert_to_tensor(gradient), weight.shape)
+        for gradient, weight in zip(found, weights, strict=True)  # of one feature, it does not know the 1
+    ]
     keep = _kept([gradient for gradient in dense if gradient is not None], part, plan)
     if keep is not None:
         dense = [
@@ -208,7 +211,7 @@ def _count(batch: Batch) -> Any:
     def one(sums: Any, microbatch: Any) -> Any:
         with survey.scope(batch.model):
             y_pred = forward.predictions(batch.model, microbatch[0])
-            terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options)
+            terms = forward.terms_of(batch.model, microbatch, y_pred, batch.options, batch.plan)
             rows = tf.shape(splitting.leaves(microbatch)[0])[0]
             return sums + window.contribution(terms, rows, batch.plan)
 

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -45,6 +47,28 @@ def train_step(model: Any, options: Options, data: Any) -> Any:
         weight.value.grad = None
     tracking.track_loss(model, sums, plan, torch.tensor(rows, device=device), regularization)
     return model.get_metrics_result()
+
+
+def train_function(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return Keras' function of one batch, such that nobody holds this batch while `fit` loads the next.
+
+    Keras' loop keeps the list it hands over until it has the next one: two whole batches.
+    """
+
+    def without_holding_it(data: list[Any]) -> Any:
+        logs = step([data.pop()])
+        let_go(1)
+        return logs
+
+    return without_holding_it
+
+
+def let_go(generation: int) -> None:
+    """Collect young cycles: Keras' `tree` functions leave some that hold predictions and views of the batch.
+
+    They would be kept until Python comes by, which counts objects, and not what these hold.
+    """
+    gc.collect(generation)
 
 
 class Sink:
@@ -98,7 +122,7 @@ def _loop(
     sums = None
     for microbatch in microbatches:
         y_pred = forward.predictions(model, microbatch[0])
-        terms = forward.terms_of(model, microbatch, y_pred, options)
+        terms = forward.terms_of(model, microbatch, y_pred, options, plan)
         value = window.objective(terms, totals, plan)
         part = window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], plan).detach()
         keep = not plan.may_be_empty or bool(window.counts(part, plan))
@@ -115,6 +139,7 @@ def _loop(
             if keep or not plan.skips:
                 tracking.update_metrics(model, microbatch, y_pred)
         del y_pred, terms, value  # before the next forward: they hold this one's outputs
+        let_go(0)
     with torch.no_grad():
         norms.assign(noted)
     return sums, sink
@@ -125,7 +150,8 @@ def _count(model: Any, microbatches: list[Any], plan: Plan, options: Options) ->
     sums = None
     for microbatch in microbatches:
         with torch.no_grad(), survey.scope(model):
-            terms = forward.terms_of(model, microbatch, forward.predictions(model, microbatch[0]), options)
+            y_pred = forward.predictions(model, microbatch[0])
+            terms = forward.terms_of(model, microbatch, y_pred, options, plan)
             part = window.contribution(terms, splitting.leaves(microbatch)[0].shape[0], plan)
         sums = part if sums is None else sums + part
     return sums

@@ -74,6 +74,6 @@ def scope(model: Any) -> Any:
 
 def look(model: Any, batch: Any, options: Options) -> Plan:
     """Return the plan by a forward of a batch, in a scope in which nothing is changed."""
-    terms = forward.terms_of(model, batch, forward.predictions(model, batch[0]), options)
+    terms = forward.terms_of(model, batch, forward.predictions(model, batch[0]), options, None)
     scaled = hasattr(model.optimizer, "inner_optimizer") or bool(model.optimizer.loss_scale_factor)
     return window.plan_of(terms, options, scaled=scaled)

@@ -26,7 +26,7 @@ from keras.src import backend
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
 from ..errors import StatementError, explain
-from . import arithmetic
+from . import arithmetic, rowwise
 
 Kind = Literal["rows", "counted", "sum"]
 
@@ -40,6 +40,8 @@ class Term(NamedTuple):
         value: the mean (the sum, for the kind "sum"), a scalar tensor.
         weight: the weight of the mean, a scalar tensor; 1 for the kind "sum".
         factor: of the term in the total: the `loss_weights` of `compile`.
+        stated: whether `loss_weight=` gave the weight.
+        numbers: what `value` was reduced from, and for how many rows; None for one number.
     """
 
     name: str
@@ -47,9 +49,21 @@ class Term(NamedTuple):
     value: Any
     weight: Any
     factor: Any = 1.0
+    stated: bool = False
+    numbers: rowwise.Numbers | None = None
 
 
-def term_of(name: str, loss: Any, y: Any, y_pred: Any, sample_weight: Any, stated: Any, rows: Any) -> Term:
+def term_of(
+    name: str,
+    loss: Any,
+    y: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    stated: Any,
+    rows: Any,
+    *,
+    looking: bool,
+) -> Term:
     """Read the term of one compiled loss.
 
     Args:
@@ -60,6 +74,7 @@ def term_of(name: str, loss: Any, y: Any, y_pred: Any, sample_weight: Any, state
         sample_weight: the sample weights of this loss, or None.
         stated: the weight that `loss_weight=` gave, or None.
         rows: of the micro-batch, a scalar tensor.
+        looking: whether this is the first look at the loss, which is then asked for another number of rows.
 
     Raises:
         StatementError: Keras does not know what the loss is divided by, and nothing is stated; or the loss
@@ -85,26 +100,10 @@ def term_of(name: str, loss: Any, y: Any, y_pred: Any, sample_weight: Any, state
     values = ops.convert_to_tensor(values, dtype=loss.dtype)
     if len(values.shape) == 0:
         return stated_term(name, values, stated, sample_weight if not masks else masks[0])
-    _check_rows(name, values, y_pred_)
-    return _reduced(name, loss, values, masks, sample_weight, rows)
-
-
-def _check_rows(name: str, values: Any, y_pred: Any) -> None:
-    """Refuse losses whose numbers are not of rows, such as one for each class over the whole batch.
-
-    Raises:
-        StatementError: there are not as many numbers, nor a multiple of it, as the predictions have rows.
-    """
-    rows, found = keras.tree.flatten(y_pred)[0].shape[0], values.shape[0]
-    if found is None or (rows is not None and found % max(rows, 1) == 0):
-        return
-    raise StatementError(
-        explain(
-            f"the loss {name!r}, which returns {found} numbers for {rows or 'any number of'} rows",
-            "such a loss is no mean over samples: each of its numbers is made of all rows of a micro-batch",
-            "return one number for each sample or token, for example with an axis= that leaves out axis 0",
-        )
-    )
+    found = rowwise.numbers(name, values, y_pred_)
+    if looking:
+        rowwise.check_twice(name, loss, y_, y_pred_, found)
+    return _reduced(name, loss, values, masks, sample_weight, rows)._replace(numbers=found)
 
 
 def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:
@@ -131,7 +130,7 @@ def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:
                 "return one number for each sample or token, which the weights can be applied to",
             )
         )
-    return Term(name, "counted", value, stated)
+    return Term(name, "counted", value, stated, stated=True)
 
 
 def _reduced(name: str, loss: Any, values: Any, masks: list[Any], sample_weight: Any, rows: Any) -> Term:

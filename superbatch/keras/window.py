@@ -26,6 +26,7 @@ from keras import ops
 from ..errors import InputError, explain
 from . import arithmetic
 from .options import Options
+from .rowwise import Numbers
 from .terms import Kind, Term
 
 
@@ -35,6 +36,8 @@ class Plan(NamedTuple):
     Attributes:
         kinds: of the terms.
         factors: of the terms in the total.
+        stated: whether the weight of each is what `loss_weight=` says.
+        numbers: what each was reduced from, when it was looked at.
         counting: whether the weights are counted in a pass of their own.
         dtype: of loss sums and weights.
         skips: whether micro-batches that are not finite are left out.
@@ -42,6 +45,8 @@ class Plan(NamedTuple):
 
     kinds: tuple[Kind, ...]
     factors: tuple[Any, ...]
+    stated: tuple[bool, ...]
+    numbers: tuple[Numbers | None, ...]
     counting: bool
     dtype: str
     skips: bool
@@ -55,6 +60,10 @@ class Plan(NamedTuple):
     def may_be_empty(self) -> bool:
         """Whether a micro-batch, and a batch, may count nothing."""
         return self.skips or set(self.kinds) == {"counted"}
+
+    def may_be_empty_beside_others(self, number: int) -> bool:
+        """Whether a term may be 0 / 0 in a micro-batch that others have something to say about."""
+        return self.stated[number] and len(self.kinds) > 1
 
     @property
     def length(self) -> int:
@@ -96,7 +105,9 @@ def plan_of(terms: list[Term], options: Options, *, scaled: bool) -> Plan:
     dtypes = [str(arithmetic.wide(term.value.dtype)) for term in terms]
     dtype = "float64" if "float64" in dtypes else "float32"
     skips = options.nonfinite == "skip_microbatch"
-    return Plan(kinds, tuple(term.factor for term in terms), counting, dtype, skips)
+    factors = tuple(term.factor for term in terms)
+    stated, numbers = tuple(term.stated for term in terms), tuple(term.numbers for term in terms)
+    return Plan(kinds, factors, stated, numbers, counting, dtype, skips)
 
 
 def totals_of(plan: Plan, rows: Any, counted: Any) -> list[Any]:

@@ -10,9 +10,11 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import tempfile
 import warnings
+import weakref
 from typing import Any
 
 import keras
@@ -247,6 +249,107 @@ def case_compiled_or_eagerly() -> None:
         ours.fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0)
         assert ours.jit_compile is way.get("jit_compile", ours.jit_compile)
         assert_same(values(model.weights), values(whole.weights))
+
+
+def case_no_second_copy_of_the_batch() -> None:
+    """Compiled for JAX, an update needs the batch, and beside it what a micro-batch needs."""
+    if helpers.BACKEND != "jax":  # on TensorFlow and torch a micro-batch is cut out when its turn comes
+        return
+    import jax
+
+    for rows in (64, 60):  # of one size, and of two
+        x = np.zeros((rows, 4096))
+        model = keras.Sequential([keras.Input((4096,)), keras.layers.Dense(1)])
+        model.compile(SGD(0.1), loss="mse")
+        model.optimizer.build(model.trainable_variables)
+        ours = accumulate(model, microbatch_size=8)
+        ours._symbolic_build(data_batch=(x[:2], x[:2, :1]))
+        kinds = ("trainable", "non_trainable", "optimizer", "metrics")
+        state = ours._get_jax_state(**{f"{kind}_variables": True for kind in kinds})
+        compiled = jax.jit(ours.train_step).lower(state, (x, x[:, :1])).compile()
+        assert compiled.memory_analysis().argument_size_in_bytes > x.nbytes, "the premise: it has the batch"
+        assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes / 2
+
+
+def case_rows_of_a_distributed_batch() -> None:
+    """They are not taken by their numbers, which would bring all of them to every device."""
+    if helpers.BACKEND != "jax":
+        return
+    devices = keras.distribution.list_devices()[:1]
+    keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+    try:
+        compare(dense, microbatch_size=5)
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def watched(owner: Any, name: str, which: Any, seen: list[Any]) -> Any:
+    """A function that notes, weakly, what `which` finds in a call of it; and what undoes this."""
+    right = getattr(owner, name)
+
+    def watching(*arguments: Any) -> Any:
+        result = right(*arguments)
+        seen.append(weakref.ref(which(result, *arguments)))
+        return result
+
+    setattr(owner, name, watching)
+    return lambda: setattr(owner, name, right)
+
+
+def case_batches_and_predictions_are_let_go() -> None:
+    """When Keras' loop goes on to load the next batch, even if Python's collector did not come by."""
+    if helpers.BACKEND != "torch":  # the others compile, and hold neither
+        return
+    from superbatch.keras import forward, step_torch
+
+    predictions: list[Any] = []
+    batches: list[Any] = []
+    most: list[int] = []
+    undo = [
+        watched(forward, "predictions", lambda result, *_: result, predictions),
+        watched(step_torch, "train_step", lambda _, *given: given[-1][0], batches),
+    ]
+
+    def alive(refs: list[Any]) -> int:
+        return sum(ref() is not None for ref in refs)
+
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: most.append(alive(batches) + alive(predictions))
+    )
+    loss = Counting(lambda: alive(predictions))
+    gc.disable()
+    try:
+        ours = accumulate(dense(loss=loss), microbatch_size=2)
+        ours.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[watch])
+    finally:
+        gc.enable()
+        for each in undo:
+            each()
+    assert len(batches) == 9 and len(predictions) > 30, "the premise: both were seen"
+    assert not any(most), most
+    assert max(loss.seen) == 1, loss.seen
+
+
+class Counting(keras.losses.MeanSquaredError):
+    """Counts what there is whenever it is computed."""
+
+    def __init__(self, count: Any) -> None:
+        super().__init__()
+        self.count, self.seen = count, []
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        self.seen.append(self.count())
+        return super().call(y_true, y_pred)
+
+
+def case_mutants_that_hold_batches_and_predictions() -> None:
+    if helpers.BACKEND != "torch":
+        return
+    from superbatch.keras import step_torch
+    from tests.keras.cases_mutants import rejects
+
+    rejects(step_torch, "let_go", lambda generation: None, case_batches_and_predictions_are_let_go)
+    rejects(step_torch, "train_function", lambda step: step, case_batches_and_predictions_are_let_go)
 
 
 def case_flush_tail() -> None:

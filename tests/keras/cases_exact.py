@@ -99,6 +99,19 @@ def case_a_mean_over_sample_weights() -> None:
     compare(lambda: dense(loss=loss()), sample_weight=weights)
 
 
+def case_sequences_of_one_feature() -> None:
+    """Of which TensorFlow does not know the shape of a gradient while it traces."""
+
+    def build() -> Any:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((5, 1)), keras.layers.Dense(4), keras.layers.Dense(1)])
+        model.compile(optimizers.SGD(0.3), loss=helpers.SquaredError())
+        return model
+
+    x = draw.normal(size=(14, 5, 1))
+    compare(build, x, x**2, batch_size=14)
+
+
 def case_a_sum() -> None:
     loss = lambda: keras.losses.MeanSquaredError(reduction="sum")  # noqa: E731
     build = lambda: dense(optimizers.SGD(0.02), loss=loss())  # noqa: E731

@@ -26,6 +26,7 @@ keras.config.set_floatx("float64")
 from superbatch.errors import InputError  # noqa: E402
 from superbatch.keras import accumulate  # noqa: E402
 from tests.keras import helpers  # noqa: E402
+from tests.keras.cases_exact import Halving, count_known  # noqa: E402
 from tests.keras.helpers import LABELS, TOKENS, X, Y, array, cross_entropy  # noqa: E402
 
 SGD = keras.optimizers.SGD
@@ -33,14 +34,16 @@ SGD = keras.optimizers.SGD
 STRATEGY = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
-def difference(build: Any, x: Any, y: Any, batch_size: int, **options: Any) -> dict[str, float]:
+def difference(
+    build: Any, x: Any, y: Any, batch_size: int, loss_weight: Any = None, **options: Any
+) -> dict[str, float]:
     """The largest difference from whole batches on one device, and the largest movement."""
     whole = build()
     start = [array(v) for v in whole.trainable_variables]
     expected = whole.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, **options).history
     with STRATEGY.scope():
         model = build()
-        ours = accumulate(model, microbatch_size=3)
+        ours = accumulate(model, microbatch_size=3, loss_weight=loss_weight)
         got = ours.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0, **options).history
     found = [array(v) for v in model.trainable_variables]
     wanted = [array(v) for v in whole.trainable_variables]
@@ -104,6 +107,13 @@ def main() -> None:
                 "clipping": difference(clipped, X[:20], Y[:20], 10),
                 "regularizers": difference(regularized, X[:20], Y[:20], 20),
                 "masks": difference(words, TOKENS, LABELS, 14),
+                "one number beside an activity regularizer": difference(
+                    lambda: helpers.dense(SGD(0.1), loss=Halving(), activity_regularizer="l2"),
+                    X[:20],
+                    np.where(np.arange(20)[:, None] // 2 == 3, -1.0, Y[:20]),  # the first replica's third
+                    20,
+                    count_known,
+                ),
                 "batchnorm": refused(batchnorm, X, Y),
                 "dropout": float(history["loss"][0]),
                 "Keras' own option": kerass_own(),

@@ -22,7 +22,12 @@ QUICK = {
     "cases_exact.case_masked_tokens",
     "cases_exact.case_several_outputs_with_a_mask_and_weights_each",
     "cases_exact.case_a_loss_that_returns_one_number",
+    "cases_empty.case_beside_an_add_loss",
+    "cases_empty.case_mutant_zero_times_nan_beside_another_term",
+    "cases_rows.case_a_number_for_each_pair",
+    "cases_rows.case_mutant_one_look",
     "cases_behaviour.case_the_users_model_is_not_changed",
+    "cases_behaviour.case_no_second_copy_of_the_batch",
     "cases_behaviour.case_random_numbers_differ_between_microbatches",
     "cases_behaviour.case_batchnorm",
     "cases_behaviour.case_a_batch_that_counts_nothing",
@@ -31,7 +36,7 @@ QUICK = {
     "cases_behaviour.case_flush_tail",
     "cases_refusals.case_losses_that_say_too_little",
 }
-FILES = ("cases_exact", "cases_behaviour", "cases_refusals", "cases_mutants")
+FILES = ("cases_exact", "cases_empty", "cases_rows", "cases_behaviour", "cases_refusals", "cases_mutants")
 PACKAGES = {"tensorflow": "tensorflow", "jax": "jax", "torch": "torch"}
 
 
@@ -102,7 +107,14 @@ def mirrored() -> Any:
 
 @pytest.mark.parametrize(
     "what",
-    ["rows that the replicas share unequally", "a tail of one row", "clipping", "regularizers", "masks"],
+    [
+        "rows that the replicas share unequally",
+        "a tail of one row",
+        "clipping",
+        "regularizers",
+        "masks",
+        "one number beside an activity regularizer",
+    ],
 )
 def test_on_two_replicas(what: str) -> None:
     found = mirrored()[what]

@@ -1,0 +1,208 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# pyright infers of its untyped functions is wrong:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
+# pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportFunctionMemberAccess=false
+# pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
+# pyright: reportMissingModuleSource=false
+"""A micro-batch of which one loss counts nothing, 0 / 0, while another term goes on: the batch's update.
+
+In float64 to 1e-12 on every backend: the models compute with the backend's own `matmul`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from superbatch.keras import accumulate, taking
+from tests.contract.keras_model import native
+from tests.keras import helpers
+from tests.keras.cases_exact import Halving, count_known
+from tests.keras.cases_mutants import rejects
+from tests.keras.helpers import LABELS, TOKENS, X, Y, array, compare, cross_entropy, dense
+
+EXACT = 1e-12
+SGD = keras.optimizers.SGD
+PADDED = Y.copy()
+PADDED[helpers.SECOND] = -1  # 0 / 0 in this micro-batch
+STATED = {"loss_weight": count_known}
+
+
+class Linear(keras.layers.Layer):
+    """``x w + b`` in the dtype of x; adds the mean over rows of its squared outputs to the loss."""
+
+    def __init__(self, units: int, penalty: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.units, self.penalty = units, penalty
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], self.units), name="kernel")
+        self.bias = self.add_weight(shape=(self.units,), initializer="random_normal", name="bias")
+
+    def call(self, x: Any) -> Any:
+        kernel, bias = (ops.convert_to_tensor(variable) for variable in (self.kernel, self.bias))
+        y = native()[0](x, kernel) + bias
+        if self.penalty:
+            self.add_loss(self.penalty * ops.sum(y**2) / ops.cast(ops.shape(y)[0], y.dtype))
+        return y
+
+
+def penalised(loss: Any = None, optimizer: Any = None, *, penalty: float = 0.1, **compiled: Any) -> Any:
+    """A model with an `add_loss` beside its loss."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((3,))
+    hidden = native_softsign(Linear(4, penalty)(inputs))
+    model = keras.Model(inputs, Linear(2)(hidden))
+    model.compile(optimizer or SGD(0.3, momentum=0.9), loss=loss or Halving(), **compiled)
+    return model
+
+
+def native_softsign(x: Any) -> Any:
+    return x / (1.0 + ops.abs(x))
+
+
+def assert_premise(y: Any) -> None:
+    """A micro-batch counts nothing, and what it would say by itself is NaN, as is the gradient of that."""
+    with np.errstate(invalid="ignore"):
+        known = (y[helpers.SECOND] > -1).sum()
+        assert known == 0 and np.isnan(np.float64(0) / known) and (y > -1).any()
+
+
+def case_beside_an_add_loss() -> None:
+    assert_premise(PADDED)
+    compare(penalised, y=PADDED, options=STATED, bound=EXACT)
+
+
+def case_beside_an_activity_regularizer() -> None:
+    """Of which Keras makes float32 on torch."""
+    compare(lambda: dense(loss=Halving(), activity_regularizer="l2"), y=PADDED, options=STATED)
+
+
+def case_compiled_and_eagerly_beside_an_add_loss() -> None:
+    for way in ({"run_eagerly": True}, {"jit_compile": helpers.BACKEND == "tensorflow"}):
+        compare(lambda way=way: penalised(**way), y=PADDED, options=STATED, bound=EXACT)
+
+
+def case_beside_an_add_loss_with_a_scaled_loss() -> None:
+    scaled = lambda: penalised(optimizer=SGD(0.3, loss_scale_factor=128.0))  # noqa: E731
+    compare(scaled, y=PADDED, options=STATED, bound=EXACT)
+
+
+def two_outputs(first: Any, second: Any, **compiled: Any) -> Any:
+    """Two outputs of one hidden layer: a wrong gradient of the one reaches what the other learns."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((3,))
+    hidden = native_softsign(Linear(4)(inputs))
+    outputs = {"first": Linear(2, name="first")(hidden), "second": Linear(2, name="second")(hidden)}
+    model = keras.Model(inputs, outputs)
+    model.compile(SGD(0.3, momentum=0.9), loss={"first": first, "second": second}, **compiled)
+    return model
+
+
+def count_first(x: Any, y: Any, sample_weight: Any) -> Any:
+    return count_known(x, y["first"], sample_weight)
+
+
+def case_beside_another_output() -> None:
+    mean = EXACT if helpers.BACKEND != "torch" else helpers.BOUND  # Keras divides in float32 there
+    for second, bound in (
+        (helpers.SquaredError(), mean),
+        (helpers.SquaredError(reduction="sum"), EXACT),
+    ):
+        build = lambda second=second: two_outputs(  # noqa: E731
+            Halving(), second, loss_weights={"first": 1.0, "second": 0.01}
+        )
+        compare(
+            build,
+            y={"first": PADDED, "second": Y},
+            options={"loss_weight": count_first},
+            bound=bound,
+            history=False,
+        )
+
+
+def case_beside_a_mask_that_counts_something_else() -> None:
+    """The tokens of the one output have a mask; the number of the other is stated: each its own divisor."""
+
+    def build() -> Any:
+        keras.utils.set_random_seed(1)
+        tokens, features = keras.Input((5,), dtype="int32"), keras.Input((3,))
+        words = helpers.Lookup()(tokens)
+        joined = Linear(4)(features)
+        classes = keras.layers.Dense(3)(words * joined[:, None, :])
+        model = keras.Model([tokens, features], [classes, Linear(2)(joined)])
+        model.compile(SGD(0.3, momentum=0.9), loss=[cross_entropy(), Halving()])
+        return model
+
+    y = Y[:14].copy()
+    y[[0, 1, 2, 5, 10]] = -1
+    tokens, numbers = (TOKENS > 0).any(axis=1), (y > -1).any(axis=1)
+    assert {*zip(tokens.tolist(), numbers.tolist(), strict=True)} == {
+        *itertools.product((True, False), repeat=2)
+    }
+    count = lambda x, y, sample_weight: count_known(x, y[1], sample_weight)  # noqa: E731
+    compare(
+        build,
+        [TOKENS, X[:14]],
+        [LABELS, y],
+        microbatch_size=1,
+        batch_size=14,
+        options={"loss_weight": count},
+        history=False,
+    )
+
+
+class Nothing(keras.losses.Loss):
+    """What the loss of a batch without targets is in the limit of no weight: nothing."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return ops.sum(y_pred, axis=-1) * 0
+
+
+def case_a_window_that_counts_nothing() -> None:
+    """All of it is 0 / 0; the other term makes its update alone."""
+    nothing = np.full_like(Y, -1.0)
+    expected = penalised(Nothing())
+    expected.fit(X, nothing, batch_size=21, epochs=2, shuffle=False, verbose=0)
+    model = penalised()
+    start = helpers.values(model.trainable_variables)
+    ours = accumulate(model, microbatch_size=5, **STATED)
+    history = ours.fit(X, nothing, batch_size=21, epochs=2, shuffle=False, verbose=0).history
+    got, wanted = (helpers.values(each.trainable_variables) for each in (model, expected))
+    helpers.assert_same(got, wanted, bound=EXACT)
+    assert max(np.abs(wanted[name] - start[name]).max() for name in wanted) > 1e-3, "the premise"
+    assert np.isfinite(history["loss"]).all() and int(model.optimizer.iterations) == 2
+
+
+def case_a_window_that_counts_nothing_and_no_other_term() -> None:
+    model = penalised(penalty=0.0)
+    start = helpers.values(model.weights)
+    accumulate(model, microbatch_size=5, **STATED).fit(X, np.full_like(Y, -1.0), batch_size=21, verbose=0)
+    helpers.assert_same(helpers.values(model.weights), start, bound=0.0)
+    assert int(model.optimizer.iterations) == 0
+
+
+def case_the_spoilt_microbatch_is_still_seen() -> None:
+    """Only what counts nothing is left out: NaN in what counts is in the update."""
+    y = Y.copy()
+    y[6] = np.nan
+    for loss, options in ((Halving(), {"loss_weight": lambda x, y, w: ops.shape(y)[0]}), ("mse", {})):
+        model = penalised(loss)
+        accumulate(model, microbatch_size=5, **options).fit(X, y, batch_size=21, verbose=0)
+        assert np.isnan(array(model.weights[0])).any()
+
+
+def case_mutant_zero_times_nan_beside_another_term() -> None:
+    def eagerly() -> None:
+        """Compiled, XLA may make 0 of 0 x NaN."""
+        build = lambda: penalised(run_eagerly=True)  # noqa: E731
+        compare(build, y=PADDED, epochs=1, options=STATED, bound=EXACT)
+
+    eagerly()
+    rejects(taking, "without_gradient_of_nothing", lambda y_pred, weight: y_pred, eagerly)
