@@ -1,7 +1,7 @@
 """Time of a window and peak memory, against the best loop by hand.
 
     python benchmarks/overhead.py [--peers all|none|NAMES] [--work mlp,convnet,transformer]
-                                  [--rounds N] [--cold] [--rss] [--json FILE]
+                                  [--rounds N] [--cold] [--steady-heap] [--rss] [--json FILE]
 
 Time: in each round every contestant works through eight windows in a row, in random order, on one thread,
 without garbage collection; the last five are timed. A window that comes right after those of others finds
@@ -11,6 +11,9 @@ times, with quartiles of the ratios within a round; "quiet", the ratio of the 10
 programs on the machine disturb least; the first for wall time. The row "by hand, again" is the noise. A
 Trainer owns its loop, so it runs in a thread that stops at every window (peers/work.py): set-up, validation,
 logging and checkpoints are not in its time.
+
+--steady-heap lets glibc keep the memory that was freed. By default it may give it back and fetch it again
+page by page, in one process and not in the next, which adds some per cent to whoever it hits.
 
 Memory: the peak of the live tensor bytes of a window beyond parameters, optimizer state and data; with --rss
 also the highest resident set of a process that does nothing else, beyond the hand loop's (median of three).
@@ -188,6 +191,15 @@ def print_resident(work: Work, row: Entry) -> None:
     print(int(status.partition("VmHWM:")[2].split()[0]) * 1024)
 
 
+def keep_freed_memory() -> None:
+    """Take glibc's adaptive thresholds out of its hands: see mallopt(3)."""
+    libc = ctypes.CDLL("libc.so.6")
+    trim_threshold, mmap_threshold = -1, -3
+    for option, size in ((trim_threshold, 2**31 - 1), (mmap_threshold, 2**25)):
+        if not libc.mallopt(option, size):
+            raise OSError(f"mallopt({option}, {size})")
+
+
 def main() -> int:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(
@@ -197,11 +209,14 @@ def main() -> int:
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--rounds", type=int, help="windows of each, instead of each work's own number")
     parser.add_argument("--cold", action="store_true", help="one window of each in turn, in cold caches")
+    parser.add_argument("--steady-heap", action="store_true", help="keep freed memory (glibc)")
     parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux with glibc)")
     parser.add_argument("--resident-of", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.steady_heap:
+        keep_freed_memory()
     warnings.simplefilter("ignore")
     known = workloads()
     try:
