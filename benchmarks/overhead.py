@@ -1,7 +1,7 @@
 """Time of a window and peak memory, against the best loop by hand.
 
     python benchmarks/overhead.py [--peers all|none|NAMES] [--work mlp,convnet,transformer]
-                                  [--rounds N] [--cold] [--steady-heap] [--rss] [--json FILE]
+                                  [--rounds N] [--lean] [--cold] [--steady-heap] [--rss] [--json FILE]
 
 Time: in each round every contestant works through eight windows in a row, in random order, on one thread,
 without garbage collection; the last five are timed. A window that comes right after those of others finds
@@ -116,6 +116,9 @@ def entries(peers: list[Peer]) -> list[Entry]:
     return rows
 
 
+VARIATIONS = ("by hand, reads the loss", "by hand, zeroes last", "by hand, usual")
+
+
 def measure(work: Work, rows: list[Entry], rounds: int, *, cold: bool = False) -> list[Result]:
     """Let contestants take turns; each is measured over `rounds` windows."""
     untimed, timed = (0, 1) if cold else (UNTIMED, TIMED)
@@ -208,6 +211,7 @@ def main() -> int:
     parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--rounds", type=int, help="windows of each, instead of each work's own number")
+    parser.add_argument("--lean", action="store_true", help="without variations of the loop by hand")
     parser.add_argument("--cold", action="store_true", help="one window of each in turn, in cold caches")
     parser.add_argument("--steady-heap", action="store_true", help="keep freed memory (glibc)")
     parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux with glibc)")
@@ -223,6 +227,8 @@ def main() -> int:
         rows, works = entries(choose(options.peers)), [known[name] for name in options.work.split(",")]
     except (ValueError, KeyError) as error:
         parser.error(str(error))
+    if options.lean:
+        rows = [row for row in rows if row.name not in VARIATIONS]
     if options.resident_of:
         print_resident(works[0], next(row for row in rows if row.name == options.resident_of))
         return 0
