@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,31 @@ class Recorder(NoiseMeter):
     def add(self, estimates: dict[str, Estimate], *, samples: float) -> None:  # type: ignore[override]
         self.said = (dict(estimates), samples)
         super().add(estimates, samples=samples)
+
+
+def said_by_both(module: str, folder: Path) -> list[Any]:
+    """Run a module as two ranks; return what each of them has handed to `leave`."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-W", "error", "-m", module]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, env=environment) for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def leave(said: Any, rank: int, folder: Path) -> None:
+    """Hand over what a rank has to say, and end its process."""
+    torch.save(said, folder / f"{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # without joining gloo's threads
 
 
 def parts(sizes: tuple[int, ...], first: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -52,10 +79,7 @@ def main(rank: int, folder: Path) -> None:
         estimates, samples = meter.said
         said[name] = (tuple(estimates["group 0"]), samples)
         assert all(p._backward_hooks is None for p in model.parameters())
-    torch.save(said, folder / f"{rank}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # without joining gloo's threads
+    leave(said, rank, folder)
 
 
 if __name__ == "__main__":

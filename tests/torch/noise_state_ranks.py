@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from superbatch.errors import InputError
 from superbatch.noise import Estimate, NoiseMeter
 from superbatch.torch import Accumulator, Window
 from tests.torch.helpers import mlp, mse, sgd
-from tests.torch.noise_ranks import ALONE, SIZES, parts
+from tests.torch.noise_ranks import ALONE, SIZES, leave, parts
 
 
 def windows(accumulate: Accumulator, rank: int, count: int) -> list[str]:
@@ -100,10 +99,7 @@ def main(rank: int, folder: Path) -> None:
         for every, where in ((2, "state"), (1, "state"), (1, "option"))
     }
     said |= {"beside": beside(rank)}
-    torch.save(said, folder / f"{rank}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # without joining gloo's threads
+    leave(said, rank, folder)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from superbatch.torch import Accumulator, Window, count_tokens, fp32_masters
 from superbatch.torch.noise.hooks import SeenGradients
 from tests.torch import noise_ranks
 from tests.torch.helpers import TinyLM, mlp, mse, per_sample, rows, sgd, squared_sum
-from tests.torch.noise_ranks import Recorder
+from tests.torch.noise_ranks import Recorder, said_by_both
 
 TOLERANCE = 1e-12
 TEXT = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
@@ -559,19 +556,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_two_ranks_say_what_one_process_says_of_all_micro_batches(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "error", "-m", "tests.torch.noise_ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=root, env=environment) for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    said = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    said = said_by_both("tests.torch.noise_ranks", tmp_path)
     assert said[0] == said[1]
     model = mlp()
     for name, sizes in (("three", noise_ranks.SIZES), ("one", noise_ranks.ALONE)):

@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from superbatch.noise import PROXY, Estimate
 from tests.torch import test_noise_adam, test_noise_proxy
 from tests.torch.helpers import mse
-from tests.torch.noise_ranks import ALONE, parts
+from tests.torch.noise_ranks import ALONE, parts, said_by_both
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks say."""
-    folder = tmp_path_factory.mktemp("ranks")
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "error", "-m", "tests.torch.noise_state_ranks"]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, env=environment) for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return said_by_both("tests.torch.noise_state_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 def test_a_state_or_an_option_on_one_rank_only_is_an_error_on_all(said: list[dict[str, Any]]) -> None:
