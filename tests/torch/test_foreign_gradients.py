@@ -41,7 +41,7 @@ def test_a_gradient_changed_by_others_is_named_and_nothing_is_updated(change, na
 def test_a_gradient_put_where_there_was_none_is_named():
     model = nn.Sequential(nn.Linear(3, 1), nn.Linear(3, 1))
     accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatch_size=2)
-    unused = model[1].weight
+    unused = model.get_parameter("1.weight")
 
     def train() -> None:
         with accumulate.window(torch.randn(4, 3)) as window:
