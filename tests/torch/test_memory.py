@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from superbatch.errors import InputError
+from superbatch.torch import virtual_batch
 from superbatch.torch.memory import peak_bytes
 from superbatch.torch.sizes.ledger import Ledger
 
@@ -196,3 +197,20 @@ def test_cuda():
         peak_bytes(lambda: torch.empty(1 << 22, dtype=torch.uint8, device="cuda"), device="cuda") == 1 << 22
     )
     del before
+
+
+def test_tensors_of_a_virtual_batch_have_no_memory():
+    # The decomposition of a softmax over the samples runs on them, in sight of the ledger.
+    rows = 512
+    model, x = torch.nn.Linear(4, 8), torch.randn(rows, 4)
+    y = torch.arange(rows)
+    model.weight.grad, model.bias.grad = torch.zeros_like(model.weight), torch.zeros_like(model.bias)
+
+    def update(microbatch_size):
+        with virtual_batch(model, microbatch_size) as batch:
+            z = model(batch(x))
+            torch.nn.functional.cross_entropy((z @ z.T).T, batch(y)).backward()
+
+    logits = 4 * rows * rows
+    assert peak_bytes(lambda: update(rows)) >= logits, "the premise"
+    assert peak_bytes(lambda: update(8)) < 1.5 * logits

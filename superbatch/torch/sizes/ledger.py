@@ -90,6 +90,8 @@ class Ledger(TorchDispatchMode):
                 yield from self._storages_of_tensor(leaf)
 
     def _storages_of_tensor(self, tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+        if getattr(tensor, "memoryless", False):  # a `VirtualTensor`: its bytes are those it would have
+            return
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             yield from self._storages([getattr(tensor, name) for name in names])

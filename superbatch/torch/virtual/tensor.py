@@ -42,8 +42,13 @@ class ViewStep(NamedTuple):
 
 
 class VirtualTensor(Tensor):
-    """A tensor of the whole batch, worked out micro-batch by micro-batch when its numbers are needed."""
+    """A tensor of the whole batch, worked out micro-batch by micro-batch when its numbers are needed.
 
+    Attributes:
+        memoryless: for those that count memory: its storage says a size, and has none.
+    """
+
+    memoryless = True
     _storage: Storage
     _steps: tuple[ViewStep, ...]
     _handle: Handle
