@@ -1,7 +1,8 @@
 """Time of a window and peak memory, against the best loop by hand.
 
     python benchmarks/overhead.py [--peers all|none|NAMES] [--work mlp,convnet,transformer]
-                                  [--rounds N] [--lean] [--cold] [--steady-heap] [--rss] [--json FILE]
+                                  [--rounds N] [--processes N] [--lean] [--cold] [--steady-heap] [--rss]
+                                  [--json FILE]
 
 Time: in each round every contestant works through eight windows in a row, in random order, on one thread,
 without garbage collection; the last five are timed. A window that comes right after those of others finds
@@ -11,6 +12,11 @@ times, with quartiles of the ratios within a round; "quiet", the ratio of the 10
 programs on the machine disturb least; the first for wall time. The row "by hand, again" is the noise. A
 Trainer owns its loop, so it runs in a thread that stops at every window (peers/work.py): set-up, validation,
 logging and checkpoints are not in its time.
+
+--processes makes all of that in so many new processes, one after the other. Each has its own luck with what
+lies where in memory, which moves a row by some per cent whatever the number of rounds. Ratios are then the
+medians over processes of the ratio within one, with quartiles over processes, and a second table compares
+every tool with superbatch's loop in the same way.
 
 --steady-heap lets glibc keep the memory that was freed. By default it may give it back and fetch it again
 page by page, in one process and not in the next, which adds some per cent to whoever it hits.
@@ -28,9 +34,10 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -119,12 +126,12 @@ def entries(peers: list[Peer]) -> list[Entry]:
 VARIATIONS = ("by hand, reads the loss", "by hand, zeroes last", "by hand, usual")
 
 
-def measure(work: Work, rows: list[Entry], rounds: int, *, cold: bool = False) -> list[Result]:
+def measure(work: Work, rows: list[Entry], rounds: int, seed: int = 0, *, cold: bool = False) -> list[Result]:
     """Let contestants take turns; each is measured over `rounds` windows."""
     untimed, timed = (0, 1) if cold else (UNTIMED, TIMED)
     contestants = {row.name: row.make(work, row.variant) for row in rows}
     timings: dict[str, list[Timing]] = {name: [] for name in contestants}
-    order, generator = list(contestants), random.Random(0)
+    order, generator = list(contestants), random.Random(seed)
     for _ in range(WARM_UP):
         for name in order:
             contestants[name].timed()
@@ -203,6 +210,55 @@ def keep_freed_memory() -> None:
             raise OSError(f"mallopt({option}, {size})")
 
 
+def measure_apart(options: argparse.Namespace) -> list[list[Result]]:
+    """The rows of each of some new processes."""
+    flags = [
+        flag for flag in ("--lean", "--cold", "--steady-heap") if vars(options)[flag[2:].replace("-", "_")]
+    ]
+    if options.rounds:
+        flags += ["--rounds", str(options.rounds)]
+    found: list[list[Result]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        command = [sys.executable, __file__, "--peers", options.peers, "--work", options.work, *flags]
+        for seed in range(options.processes):
+            more = ["--seed", str(seed), "--times-only", "--json", str(report)]
+            subprocess.run([*command, *more], check=True, stdout=subprocess.DEVNULL)
+            rows = json.loads(report.read_text())["times"]
+            found.append([Result(**row | {k: Ratio(**row[k]) for k in ("cpu", "wall")}) for row in rows])
+    return found
+
+
+def over_processes(found: list[list[Result]]) -> list[Result]:
+    """One row for those of all processes: medians, and quartiles over processes."""
+
+    def merged(ratios: list[Ratio]) -> Ratio:
+        low, middle, high = statistics.quantiles([r.ratio for r in ratios], n=4, method="inclusive")
+        return Ratio(middle, low, high, statistics.median(r.quiet for r in ratios))
+
+    return [
+        replace(
+            rows[0],
+            milliseconds=statistics.median(row.milliseconds for row in rows),
+            cpu=merged([row.cpu for row in rows]),
+            wall=merged([row.wall for row in rows]),
+        )
+        for rows in zip(*found, strict=True)
+    ]
+
+
+def print_against_ours(work: str, found: list[list[Result]]) -> None:
+    """Each tool against superbatch's loop in the same process."""
+    lines = []
+    times = [{row.name: row.milliseconds for row in rows if row.work == work} for rows in found]
+    for name in (name for name in times[0] if name != "superbatch" and not name.startswith("by hand")):
+        ratios = [row[name] / row["superbatch"] for row in times]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        slower = sum(ratio > 1 for ratio in ratios)
+        lines.append([name, f"{middle:.3f} [{low:.3f} {high:.3f}]", f"{slower} of {len(ratios)}"])
+    print_table(f"{work}: CPU time against superbatch's", ["contestant", "ratio", "slower in"], lines)
+
+
 def main() -> int:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(
@@ -211,10 +267,13 @@ def main() -> int:
     parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--rounds", type=int, help="windows of each, instead of each work's own number")
+    parser.add_argument("--processes", type=int, default=1, help="measure in so many new processes")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of contestants")
     parser.add_argument("--lean", action="store_true", help="without variations of the loop by hand")
     parser.add_argument("--cold", action="store_true", help="one window of each in turn, in cold caches")
     parser.add_argument("--steady-heap", action="store_true", help="keep freed memory (glibc)")
     parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux with glibc)")
+    parser.add_argument("--times-only", action="store_true", help="do not measure memory")
     parser.add_argument("--resident-of", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
@@ -232,14 +291,23 @@ def main() -> int:
     if options.resident_of:
         print_resident(works[0], next(row for row in rows if row.name == options.resident_of))
         return 0
-    times = [
-        result
-        for work in works
-        for result in measure(work, rows, options.rounds or work.rounds, cold=options.cold)
-    ]
-    peaks = [memory for work in works for memory in measure_memory(work, rows, rss=options.rss)]
+    apart: list[list[Result]] = []
+    if options.processes > 1:
+        apart = measure_apart(options)
+        times = over_processes(apart)
+    else:
+        times = [
+            result
+            for work in works
+            for result in measure(work, rows, options.rounds or work.rounds, options.seed, cold=options.cold)
+        ]
+    peaks: list[Memory] = []
+    if not options.times_only:
+        peaks = [memory for work in works for memory in measure_memory(work, rows, rss=options.rss)]
     for work in works:
         _print(work, [r for r in times if r.work == work.name], [m for m in peaks if m.work == work.name])
+        if apart:
+            print_against_ours(work.name, apart)
     if options.json:
         numbers = {"times": [asdict(r) for r in times], "memory": [asdict(m) for m in peaks]}
         options.json.write_text(json.dumps(numbers, indent=1))
