@@ -1,41 +1,48 @@
 """Instructions of a window, against the best loop by hand: no clock, so no noise.
 
-    python benchmarks/instructions.py [--work mlp,convnet,transformer] [--windows N] [--json FILE]
+    python benchmarks/instructions.py [--peers none|all|NAMES] [--work mlp,convnet,transformer] [--windows N]
+                                      [--warm-up N] [--json FILE]
 
 Each contestant works through some windows under valgrind's callgrind (`apt install valgrind`), one process
-for each, after enough windows for Python to have specialised its code. An instruction that waits for memory
-counts as one that does not, and valgrind has no AVX-512: this says how much is done, `overhead.py` how long
-it takes.
+for each, after enough windows for Python to have specialised its code. All threads are counted, for a Trainer
+has its own. An instruction that waits for memory counts as one that does not, and valgrind has no AVX-512:
+this says how much is done, `overhead.py` how long it takes.
 """
 
 import argparse
 import json
-import os
 import shutil
+import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from overhead import Entry, entries
 from peers import choose
 from tables import print_table
-from torch.utils.benchmark import Timer
 
-WARM_UP = 20
-ROWS = ("by hand", "by hand, cuts the batch", "superbatch", "superbatch, whole batch")
-SETUP = """
-import gc, sys
+ROWS = ("by hand", "by hand, cuts the batch")  # the others are variations of these
+CHILD = """
+import gc, sys, warnings
 sys.path[:0] = {path!r}
+warnings.simplefilter("ignore")
 import torch
 torch.set_num_threads(1)
 from overhead import choose, entries
 from workloads import workloads
-(entry,) = [entry for entry in entries(choose("none")) if entry.name == {name!r}]
+(entry,) = [entry for entry in entries(choose({peers!r})) if entry.name == {name!r}]
 window = entry.make(workloads()[{work!r}], entry.variant)
 for _ in range({warm_up}):
-    window.run()
+    window.timed()
 gc.collect()
 gc.disable()
+torch._C._valgrind_toggle_and_dump_stats()  # all until here, into a file of its own
+torch._C._valgrind_toggle()
+for _ in range({windows}):
+    window.timed()
+torch._C._valgrind_toggle_and_dump_stats()
+window.close()
 """
 
 
@@ -50,21 +57,33 @@ class Count:
     ratio: float
 
 
-def count(work: str, entry: Entry, windows: int) -> float:
+def count(work: str, entry: Entry, peers: str, windows: int, warm_up: int) -> float:
     """Instructions of one window, the mean of some."""
-    here = str(Path(sys.executable).parent)
-    os.environ["PATH"] = os.pathsep.join([here, os.environ["PATH"]])  # torch starts `python`
     path = [str(Path(__file__).parent), *sys.path]
-    setup = SETUP.format(path=path, name=entry.name, work=work, warm_up=WARM_UP)
-    stats = Timer("window.run()", setup).collect_callgrind(
-        number=windows, repeats=None, collect_baseline=False, retain_out_file=False
-    )
-    return stats.counts(denoise=False) / windows
+    code = CHILD.format(path=path, peers=peers, name=entry.name, work=work, windows=windows, warm_up=warm_up)
+    with tempfile.TemporaryDirectory() as folder:
+        tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/found"]
+        done = subprocess.run(
+            [*tool, sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr[-3000:])
+        # Two dumps that the program asks for, of the first and of the second stretch, then one at its end.
+        return _total(Path(folder, "found.2")) / windows
 
 
-def measure(work: str, rows: list[Entry], windows: int) -> list[Count]:
+def _total(dump: Path) -> int:
+    """The number behind "summary:" or "totals:" in a dump of callgrind."""
+    for line in dump.read_text(encoding="utf-8").splitlines():
+        kind, _, number = line.partition(": ")
+        if kind in ("summary", "totals"):
+            return int(number)
+    raise ValueError(f"no total in {dump}")
+
+
+def measure(work: str, rows: list[Entry], peers: str, windows: int, warm_up: int) -> list[Count]:
     """All rows of one training."""
-    counts = {row.name: count(work, row, windows) for row in rows}
+    counts = {row.name: count(work, row, peers, windows, warm_up) for row in rows}
     return [
         Count(work, row.name, row.against, counts[row.name], counts[row.name] / counts[row.against])
         for row in rows
@@ -76,25 +95,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--peers", default="none", help='"all", "none" or names separated by commas')
     parser.add_argument("--work", default="mlp")
     parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     if shutil.which("valgrind") is None:
         print("valgrind is not installed: nothing counted")
         return 1
+    rows = [
+        entry
+        for entry in entries(choose(options.peers))
+        if entry.name in ROWS or not entry.name.startswith("by hand")
+    ]
     found: list[Count] = []
-    for name in arguments.work.split(","):
-        rows = [entry for entry in entries(choose("none")) if entry.name in ROWS]
-        results = measure(name, rows, arguments.windows)
+    for name in options.work.split(","):
+        results = measure(name, rows, options.peers, options.windows, options.warm_up)
         found += results
         print_table(
             f"{name}: instructions of a window",
             ("contestant", "million", "ratio", "compared with"),
             [(r.name, f"{r.instructions / 1e6:.2f}", f"{r.ratio:.4f}", r.against) for r in results],
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in found], indent=2))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in found], indent=2))
     return 0
 
 

@@ -489,3 +489,115 @@ def test_pairs_of_all_samples_are_never_together_whole(size: int) -> None:
             assert pairs.weight.grad is not None
             pairs.weight.grad.numpy()
     assert 0 < square.most <= samples * max(size, 8), "a row of pairs for each sample, or all embeddings"
+
+
+class First(nn.Module):
+    """The first of the positions that a layer gives, as BERT's [CLS]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[:, 0]
+
+
+class Mean(First):
+    """The mean over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).mean(1)
+
+
+def pooled() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def projected() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 16))
+
+
+@pytest.mark.parametrize(
+    ("tower", "shape"), [(First, (24, 16)), (Mean, (24, 16)), (pooled, (3, 16, 16)), (projected, (16,))]
+)
+def test_the_gradient_of_gathered_embeddings_goes_back_by_rows(tower: Any, shape: tuple[int, ...]) -> None:
+    # It is whole, and so would be what a tower's last layer makes of it: all positions of all samples.
+    torch.manual_seed(0)
+    samples, size = 128, 8
+    towers = nn.ModuleList([tower(), tower()]).double()
+    one, other = torch.randn(2, samples, *shape, dtype=torch.float64)
+
+    def loss(first: Any, second: Any) -> Tensor:
+        return F.cross_entropy(towers[0](first) @ towers[1](second).T, torch.arange(len(first)))
+
+    def batch() -> None:
+        loss(one, other).backward()
+
+    def plain() -> None:
+        for first, second in zip(one.split(size), other.split(size), strict=True):
+            loss(first, second).backward()
+
+    def ours() -> None:
+        with virtual_batch(towers, size) as batch:
+            loss(batch(one), batch(other)).backward()
+
+    def measured(update: Any) -> tuple[int, list[Tensor]]:
+        towers.zero_grad()
+        peak = peak_bytes(update)
+        return peak, gradients(towers)
+
+    pairs = 8 * samples**2  # of the loss, which are kept
+    measured(plain)
+    (whole, real), (least, _), (peak, found) = measured(batch), measured(plain), measured(ours)
+    assert whole > 3 * least, "the premise: the batch is much larger than a micro-batch"
+    assert peak <= 1.1 * least + pairs
+    for mine, grad in zip(found, real, strict=True):
+        torch.testing.assert_close(mine, grad, rtol=1e-12, atol=1e-14)
+
+
+def test_embeddings_are_let_go_before_the_last_sweep() -> None:
+    # Whose peak it is, for there the gradients of the largest weights are added up.
+    torch.manual_seed(0)
+    samples, width = 512, 64
+    towers = nn.ModuleList(
+        nn.Sequential(nn.Linear(4, 2048), nn.ReLU(), nn.Linear(2048, width)) for _ in range(2)
+    )
+    one, other = torch.randn(2, samples, 4)
+
+    def loss(first: Any, second: Any) -> Tensor:
+        return F.cross_entropy(towers[0](first) @ towers[1](second).T, torch.arange(len(first)))
+
+    def plain() -> None:
+        for first, second in zip(one.split(4), other.split(4), strict=True):
+            loss(first, second).backward()
+
+    def ours() -> None:
+        with virtual_batch(towers, 4) as batch:
+            loss(batch(one), batch(other)).backward()
+
+    peaks = []
+    for update in (plain, plain, ours):
+        towers.zero_grad()
+        peaks.append(peak_bytes(update))
+    embeddings = 4 * samples * width
+    assert peaks[-1] < peaks[-2] + 1.5 * embeddings  # one gradient; those of both towers are two more
+
+
+@pytest.mark.parametrize("samples", [1, 2, 6])
+def test_a_weight_with_as_many_rows_as_there_are_samples(samples: int) -> None:
+    # Its gradient, too, is whole and gets larger on its way back, and may be taken for rows.
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, samples)),
+        nn.Tanh(),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(samples, samples)),
+    ).double()
+    x = torch.randn(samples, 4, dtype=torch.float64)
+    twin = copy.deepcopy(model)
+    z = twin(x)
+    (z @ z.T).logsumexp(1).sum().backward()
+    with virtual_batch(model, 2, paranoid=True) as batch:
+        z = model(batch(x))
+        (z @ z.T).logsumexp(1).sum().backward()
+    for mine, real in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, real.grad, rtol=1e-12, atol=1e-14)

@@ -29,7 +29,7 @@ from .calls import (
 )
 from .layout import Part, parts_of
 from .log import Log
-from .memo import Action, Form, Template, about, action, template
+from .memo import Action, Form, Template, about, action, rows_of, template
 from .plan import plan
 from .randomness import Randomness, drawn_as_the_batch
 from .readings import Readings
@@ -115,6 +115,8 @@ class Recording:
         if not batch and (random or not waits):
             return self._spread(form.call()) or self._now(form.call())
         known = None if random else template(form)
+        if known is not None and not batch:
+            known = rows_of(form) or known
         if known is None:
             return self._looked_at(form.call(), batch, random)
         results = self._as_before(known, func, form.tensors)
@@ -362,6 +364,7 @@ class Recording:
             self.parts = parts_of(self.samples, size)
         for node in todo.meeting:
             self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
+        todo.meeting.clear()  # they would live, with what they read, until all is worked out
         run(todo, self.parts, self.store, self.log)
         with torch.no_grad():
             for tensor, value in writes:

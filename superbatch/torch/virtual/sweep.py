@@ -31,21 +31,29 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log) -> None:
     Raises:
         WindowError: a tensor that was used has been written since.
     """
-    done: set[Node] = set()
+    done: set[int] = set()  # serials
     carried = Carried(plan) if worth_carrying(plan, parts) else None
+    last = {node.serial: number for number in sorted(plan.sweeps) for node in plan.sweeps[number]}
     with torch.no_grad():
         for number in sorted({*plan.once, *plan.sweeps}):
-            for node in plan.once.get(number, ()):
+            for node in plan.once.pop(number, ()):
                 _run_once(node)
             nodes = plan.sweeps.pop(number, None)
             if nodes:
-                again = sum(node in done for node in nodes)
+                again = sum(node.serial in done for node in nodes)
                 ordinary = len(parts) - (carried is not None)
                 _sweep(nodes, number, plan, parts, store, carried, first=not done)
                 log.sweeps += 1
                 log.run += len(nodes) * len(parts) - again * (len(parts) - ordinary)
                 log.repeated += again * ordinary
-                done.update(nodes)
+                done.update(node.serial for node in nodes)
+                _forget(plan, [node for node in nodes if last[node.serial] == number])
+
+
+def _forget(plan: Plan, nodes: list[Node]) -> None:
+    """Let go of operations that run no more: they hold what they read, such as all embeddings."""
+    for node in nodes:
+        del plan.stage[node]
 
 
 def unchanged(value: Value) -> Tensor:
