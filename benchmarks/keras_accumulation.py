@@ -8,16 +8,19 @@
 # pyright: reportMissingModuleSource=false
 """Whose update is that of the batch in Keras, and what does it cost?
 
-    python benchmarks/keras_accumulation.py [--backends tensorflow,jax,torch] [--rounds 3] [--features 64]
-        [--json FILE]
+    python benchmarks/keras_accumulation.py [--backends tensorflow,jax,torch] [--rounds 3]
+        [--shape data|activations|parameters] [--json FILE]
 
 On each backend of Keras: `fit` with the whole batch, Keras' `gradient_accumulation_steps`, and
 `superbatch.keras.accumulate`. First the largest difference of the weights from those of the whole batch after
 two updates, relative to the largest movement: equal micro-batches, a short one, a mask, a schedule, a moving
 average. Then peak memory (RSS) and CPU time of an epoch of one batch of 2048 rows in micro-batches of 128,
-each in a process of its own, in random order; times are medians of rounds. A row is 64 positions of so many
-features in x, and as many in y: with 1, next to none of the memory is that of the data. Ends with exit code 1
-if ours is beyond its bounds.
+each in a process of its own, in random order; times are medians of rounds. Ends with exit code 1 if ours is
+beyond its bounds.
+
+--shape says where the memory of that training is, for each way holds something else: the data of the batch
+(64 MiB of x and y, 16 layers of 64 units at 64 positions), activations (the same with 1 feature in x and y)
+or parameters (8 layers of 1024 units at 4 positions, 1 feature: 28 MiB, of which Adam holds as much twice).
 """
 
 import argparse
@@ -35,7 +38,9 @@ from typing import Any
 from tables import print_table
 
 WAYS = ("whole batch", "gradient_accumulation_steps", "superbatch")
-ROWS, MICROBATCH, POSITIONS, WIDTH, LAYERS = 2048, 128, 64, 64, 16
+ROWS, MICROBATCH = 2048, 128
+# Of a model: positions in a row, features at each, units of a layer, layers.
+SHAPES = {"data": (64, 64, 64, 16), "activations": (64, 1, 64, 16), "parameters": (4, 1, 1024, 8)}
 BOUND = 2e-5  # float32 sums in another order
 EPOCHS = 3  # the first one compiles
 
@@ -45,7 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backends", default="tensorflow,jax,torch")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--features", type=int, default=WIDTH)
+    parser.add_argument("--shape", choices=SHAPES, default="data")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs="+")
     arguments = parser.parse_args()
@@ -58,7 +63,7 @@ def main() -> int:
     jobs = [(backend, way) for backend in backends for way in WAYS] * arguments.rounds
     random.Random(0).shuffle(jobs)
     for backend, way in jobs:
-        found[backend].setdefault(way, []).append(child(backend, "cost", way, str(arguments.features)))
+        found[backend].setdefault(way, []).append(child(backend, "cost", way, arguments.shape))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     report(found)
@@ -97,9 +102,8 @@ def report(found: dict[str, Any]) -> None:
             seconds = statistics.median(run["seconds"] for run in results[way])
             peak = statistics.median(run["mib"] for run in results[way])
             rows.append([backend, way, f"{peak:.0f}", f"{seconds:.2f}", f"{seconds / whole:.2f}"])
-    print_table(
-        "One update of 2048 rows", ["backend", "way", "peak RSS, MiB", "CPU s / epoch", "x whole batch"], rows
-    )
+    header = ["backend", "way", "peak RSS, MiB", "CPU s / epoch", "x whole batch"]
+    print_table(f"One update of {ROWS} rows", header, rows)
 
 
 # What runs in a child.
@@ -171,16 +175,18 @@ def errors() -> dict[str, dict[str, float]]:
     return found
 
 
-def cost(way: str, features: str = str(WIDTH)) -> dict[str, float]:
+def cost(way: str, shape: str) -> dict[str, float]:
     """Peak memory of the process, and CPU time of an epoch that makes one update."""
     import keras
     import numpy as np
 
+    positions, features, units, layers = SHAPES[shape]
+
     def build(steps: int | None) -> Any:
         keras.utils.set_random_seed(0)
-        widths = [WIDTH] * (LAYERS - 1) + [int(features)]
+        widths = [units] * (layers - 1) + [features]
         hidden = [keras.layers.Dense(width, activation="relu") for width in widths]
-        model = keras.Sequential([keras.Input((POSITIONS, int(features))), *hidden])
+        model = keras.Sequential([keras.Input((positions, features)), *hidden])
         model.compile(keras.optimizers.Adam(1e-3, gradient_accumulation_steps=steps), "mse")
         return model
 
@@ -193,7 +199,7 @@ def cost(way: str, features: str = str(WIDTH)) -> dict[str, float]:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.seconds.append(time.process_time() - self.start)
 
-    x = np.random.default_rng(0).normal(size=(ROWS, POSITIONS, int(features))).astype("float32")
+    x = np.random.default_rng(0).normal(size=(ROWS, positions, features)).astype("float32")
     fitted(build, way, x, x, ROWS, MICROBATCH, epochs=EPOCHS, callbacks=[Clock()])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"seconds": min(Clock.seconds[1:]), "mib": peak}

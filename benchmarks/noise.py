@@ -1,6 +1,6 @@
 """What does it cost to measure the gradient's noise while training?
 
-    python benchmarks/noise.py [--work mlp,convnet,transformer] [--every 1,10] [--also proxy,preconditioned]
+    python benchmarks/noise.py [--work mlp,convnet,transformer] [--every 1,20] [--also proxy,preconditioned]
         [--rounds N] [--json FILE]
 
 In each round every contestant works through one window, in random order, on one thread, without garbage
@@ -97,7 +97,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", default="mlp,convnet,transformer")
-    parser.add_argument("--every", default="1,10", help="measure one window in so many; several: 1,10")
+    parser.add_argument("--every", default="1,20", help="measure one window in so many; several: 1,20")
     parser.add_argument("--also", default="", help="also measure with options: proxy,preconditioned")
     parser.add_argument("--rounds", type=int, help="instead of each work's own number")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

@@ -502,7 +502,7 @@ def test_one_window_in_so_many() -> None:
     wide = nn.Linear(600, 600)
     large = Accumulator(wide, sgd(wide.parameters()), lambda p: wide(p).sum(), noise=True)._plan.noise
     assert tiny is not None and large is not None
-    assert (tiny.meter.every, large.meter.every) == (10, 1)
+    assert (tiny.meter.every, large.meter.every) == (20, 1)
 
 
 def test_one_micro_batch_says_nothing_and_says_so() -> None:

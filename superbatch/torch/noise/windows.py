@@ -35,7 +35,7 @@ from .samples import SeenSamples, norm_layers
 if TYPE_CHECKING:
     from ..in_flight import WindowInFlight
 
-TINY_BYTES, EVERY_OF_TINY = 1 << 20, 10
+TINY_BYTES, EVERY_OF_TINY = 1 << 20, 20
 """Parameters of a tiny model, and which of its windows are measured unless it is stated."""
 
 ALONE = "one micro-batch has nearly all the weight of its window"
