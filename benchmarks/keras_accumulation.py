@@ -20,7 +20,7 @@ beyond its bounds.
 
 --shape says where the memory of that training is, for each way holds something else: the data of the batch
 (64 MiB of x and y, 16 layers of 64 units at 64 positions), activations (the same with 1 feature in x and y)
-or parameters (8 layers of 1024 units at 4 positions, 1 feature: 28 MiB, of which Adam holds as much twice).
+or parameters (8 layers of 1024 units at 4 positions, 1 feature: 24 MiB, and Adam holds as much twice).
 """
 
 import argparse
