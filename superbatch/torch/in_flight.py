@@ -217,11 +217,13 @@ class WindowInFlight:
             recovery.mark(self, index)
             if self._pooled is not None:
                 self._pooled.start_microbatch()
-            around = self._around(index)
-            if around is None:
+            measured = self._sizing.measure(self._pieces.count(index))
+            if measured is None and not plan.sample_rng:  # no context: it costs time
                 yield plan.transfer.take(self._pieces.microbatches, index)
             else:
-                with around:
+                # Two contexts and no ExitStack: in Python 3.10 its frame would keep the micro-batch alive
+                # after an exception in the user's loop, until the garbage collector comes.
+                with measured or nullcontext(), self._stream(index):
                     yield plan.transfer.take(self._pieces.microbatches, index)
             if index not in self._losses or self._broken is not None:
                 raise misuse.without_backward(index)
@@ -250,16 +252,6 @@ class WindowInFlight:
         if self._iterator is not None and self._current is not None:
             self._current = None
             self._iterator.close()
-
-    def _around(self, index: int) -> AbstractContextManager[object] | None:
-        """What is entered around a micro-batch: the measurement of its size, its samples' random streams."""
-        measured = self._sizing.measure(self._pieces.count(index))
-        if not self._plan.sample_rng:
-            return measured
-        both = ExitStack()
-        both.enter_context(measured or nullcontext())
-        both.enter_context(self._stream(index))
-        return both
 
     def _stream(self, index: int) -> AbstractContextManager[None]:
         """The random streams of a micro-batch's samples."""
