@@ -190,7 +190,7 @@ MAKERS: dict[str, Any] = {
 }
 
 
-# Torch's own: before 2.7 SequentialLR steps its schedulers by a parameter that warns.
+# Until torch 2.10 SequentialLR gives its schedulers an argument that they warn of (pytorch/pytorch#149392).
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_scheduler_is_read_without_being_touched(name: str) -> None:
