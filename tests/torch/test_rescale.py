@@ -231,6 +231,8 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 
+# Until torch 2.10 SequentialLR gives its schedulers an argument that they warn of (pytorch/pytorch#149392).
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_goes_on_at_the_new_rate(name: str) -> None:
     def rates(change_at: int | None) -> list[float]:
