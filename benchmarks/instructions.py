@@ -104,11 +104,11 @@ def main() -> int:
     if shutil.which("valgrind") is None:
         print("valgrind is not installed: nothing counted")
         return 1
-    rows = [
-        entry
-        for entry in entries(choose(options.peers))
-        if entry.name in ROWS or not entry.name.startswith("by hand")
-    ]
+    try:
+        found_entries = entries(choose(options.peers))
+    except ValueError as error:
+        parser.error(str(error))
+    rows = [e for e in found_entries if e.name in ROWS or not e.name.startswith("by hand")]
     found: list[Count] = []
     for name in options.work.split(","):
         results = measure(name, rows, options.peers, options.windows, options.warm_up)

@@ -259,6 +259,19 @@ def print_against_ours(work: str, found: list[list[Result]]) -> None:
     print_table(f"{work}: CPU time against superbatch's", ["contestant", "ratio", "slower in"], lines)
 
 
+def works_named(names: str) -> list[Work]:
+    """The trainings for ``--work``.
+
+    Raises:
+        ValueError: there is none of a name.
+    """
+    known = workloads()
+    for name in names.split(","):
+        if name not in known:
+            raise ValueError(f"no work is called {name!r}; known: {', '.join(known)}")
+    return [known[name] for name in names.split(",")]
+
+
 def main() -> int:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(
@@ -281,10 +294,9 @@ def main() -> int:
     if options.steady_heap:
         keep_freed_memory()
     warnings.simplefilter("ignore")
-    known = workloads()
     try:
-        rows, works = entries(choose(options.peers)), [known[name] for name in options.work.split(",")]
-    except (ValueError, KeyError) as error:
+        rows, works = entries(choose(options.peers)), works_named(options.work)
+    except ValueError as error:
         parser.error(str(error))
     if options.lean:
         rows = [row for row in rows if row.name not in VARIATIONS]
