@@ -76,9 +76,10 @@ def test_batch_norm_is_refused_by_name_with_the_three_choices(norm: nn.Module):
 
 
 def test_frozen_batch_norm_and_group_norm_are_exact():
+    # One group: of two numbers a group norm leaves little but signs, and of the gradient little but rounding.
     norm = nn.BatchNorm1d(4).to(F64)
     norm(normal(9, 4))
-    model = nn.Sequential(tower(), norm.eval(), nn.GroupNorm(2, 4).to(F64), nn.Linear(4, 3).to(F64))
+    model = nn.Sequential(tower(), norm.eval(), nn.GroupNorm(1, 4).to(F64), nn.Linear(4, 3).to(F64))
     check([model], lambda m, b: m[0](b), lambda _, z: ring(z), normal(7, 6), 3)
 
 

@@ -157,7 +157,9 @@ def test_a_guide_model_and_a_head_of_the_loss():
 
     def loss(m: Any, z: Any) -> Tensor:
         (a, b), (guide_a, guide_b) = z
-        sure = guide_a @ guide_b.T > (guide_a * guide_b).sum(1, keepdim=True)  # false negatives
+        # False negatives; by a margin, or rounding would decide whether a pair is one of its own.
+        sure = guide_a @ guide_b.T > (guide_a * guide_b).sum(1, keepdim=True) + 1e-6
+        assert sure.any() and not sure.all()
         logits = (a @ b.T).masked_fill(sure, -1e9)
         pair = torch.cat([a, b, (a - b).abs()], 1)
         return F.cross_entropy(logits, torch.arange(N)) + F.cross_entropy(m[2](pair), torch.arange(N) % 2)
