@@ -1,7 +1,7 @@
 """Time of a window and peak memory, against the best loop by hand.
 
     python benchmarks/overhead.py [--peers all|none|NAMES] [--work mlp,convnet,transformer]
-                                  [--rounds N] [--processes N] [--lean] [--cold] [--steady-heap] [--rss]
+                                  [--rounds N] [--processes N] [--apart] [--lean] [--cold] [--rss]
                                   [--json FILE]
 
 Time: in each round every contestant works through eight windows in a row, in random order, on one thread,
@@ -18,8 +18,8 @@ lies where in memory, which moves a row by some per cent whatever the number of 
 medians over processes of the ratio within one, with quartiles over processes, and a second table compares
 every tool with superbatch's loop in the same way.
 
---steady-heap lets glibc keep the memory that was freed. By default it may give it back and fetch it again
-page by page, in one process and not in the next, which adds some per cent to whoever it hits.
+--apart gives each contestant a process of its own, as a training has; they still take turns. In one process
+for all, what one of them does to the heap of the C library it does to all of them.
 
 Memory: the peak of the live tensor bytes of a window beyond parameters, optimizer state and data; with --rss
 also the highest resident set of a process that does nothing else, beyond the hand loop's (median of three).
@@ -41,6 +41,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from apart import Apart, Here, serve
 from peers import Peer, by_hand, choose
 from peers.libraries import load, version_of
 from peers.work import Timing, TrainerWindow, Window, Work
@@ -126,30 +127,47 @@ def entries(peers: list[Peer]) -> list[Entry]:
 VARIATIONS = ("by hand, reads the loss", "by hand, zeroes last", "by hand, usual")
 
 
-def measure(work: Work, rows: list[Entry], rounds: int, seed: int = 0, *, cold: bool = False) -> list[Result]:
-    """Let contestants take turns; each is measured over `rounds` windows."""
-    untimed, timed = (0, 1) if cold else (UNTIMED, TIMED)
-    contestants = {row.name: row.make(work, row.variant) for row in rows}
+def measure(work: Work, rows: list[Entry], options: argparse.Namespace) -> list[Result]:
+    """Let contestants take turns; each is measured over so many windows."""
+    untimed, timed = (0, 1) if options.cold else (UNTIMED, TIMED)
+    contestants = _contestants(work, rows, options)
     timings: dict[str, list[Timing]] = {name: [] for name in contestants}
-    order, generator = list(contestants), random.Random(seed)
+    order, generator = list(contestants), random.Random(options.seed)
+
+    def collect() -> None:
+        gc.collect()
+        for contestant in contestants.values():
+            contestant.collect()
+
     for _ in range(WARM_UP):
         for name in order:
-            contestants[name].timed()
-    gc.collect()
+            contestants[name].in_a_row(1)
+    collect()
     gc.disable()
     try:
-        for index in range(math.ceil(rounds / timed)):
+        for index in range(math.ceil((options.rounds or work.rounds) / timed)):
             generator.shuffle(order)
             for name in order:
-                in_a_row = [contestants[name].timed() for _ in range(untimed + timed)]
-                timings[name] += in_a_row[untimed:]
+                timings[name] += contestants[name].in_a_row(untimed + timed)[untimed:]
             if index % 10 == 9:
-                gc.collect()
+                collect()
     finally:
         gc.enable()
         for contestant in contestants.values():
             contestant.close()
     return [_result(work, row, timings[row.name], timings[row.against]) for row in rows]
+
+
+def _contestants(work: Work, rows: list[Entry], options: argparse.Namespace) -> dict[str, Here | Apart]:
+    if not options.apart:
+        return {row.name: Here(row.make(work, row.variant)) for row in rows}
+    peers = {
+        row.name: "none" if row.name.startswith(("by hand", "superbatch")) else options.peers for row in rows
+    }
+    return {
+        row.name: Apart(["--work", work.name, "--peers", peers[row.name], "--contestant", row.name])
+        for row in rows
+    }
 
 
 def _result(work: Work, row: Entry, own: list[Timing], base: list[Timing]) -> Result:
@@ -184,7 +202,17 @@ def measure_memory(work: Work, rows: list[Entry], *, rss: bool) -> list[Memory]:
 
 def _resident(work: Work, name: str) -> int:
     """The highest resident set of a new process during a window, in bytes."""
-    command = [sys.executable, __file__, "--peers", "none", "--work", work.name, "--resident-of", name]
+    command = [
+        sys.executable,
+        __file__,
+        "--peers",
+        "none",
+        "--work",
+        work.name,
+        "--resident",
+        "--contestant",
+        name,
+    ]
     runs = [subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     return int(statistics.median(int(run.stdout.split()[-1]) for run in runs))
 
@@ -201,20 +229,9 @@ def print_resident(work: Work, row: Entry) -> None:
     print(int(status.partition("VmHWM:")[2].split()[0]) * 1024)
 
 
-def keep_freed_memory() -> None:
-    """Take glibc's adaptive thresholds out of its hands: see mallopt(3)."""
-    libc = ctypes.CDLL("libc.so.6")
-    trim_threshold, mmap_threshold = -1, -3
-    for option, size in ((trim_threshold, 2**31 - 1), (mmap_threshold, 2**25)):
-        if not libc.mallopt(option, size):
-            raise OSError(f"mallopt({option}, {size})")
-
-
-def measure_apart(options: argparse.Namespace) -> list[list[Result]]:
+def measure_again(options: argparse.Namespace) -> list[list[Result]]:
     """The rows of each of some new processes."""
-    flags = [
-        flag for flag in ("--lean", "--cold", "--steady-heap") if vars(options)[flag[2:].replace("-", "_")]
-    ]
+    flags = [f"--{flag}" for flag in ("apart", "lean", "cold") if vars(options)[flag]]
     if options.rounds:
         flags += ["--rounds", str(options.rounds)]
     found: list[list[Result]] = []
@@ -282,17 +299,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="windows of each, instead of each work's own number")
     parser.add_argument("--processes", type=int, default=1, help="measure in so many new processes")
     parser.add_argument("--seed", type=int, default=0, help="of the order of contestants")
+    parser.add_argument("--apart", action="store_true", help="a process for each contestant")
     parser.add_argument("--lean", action="store_true", help="without variations of the loop by hand")
     parser.add_argument("--cold", action="store_true", help="one window of each in turn, in cold caches")
-    parser.add_argument("--steady-heap", action="store_true", help="keep freed memory (glibc)")
     parser.add_argument("--rss", action="store_true", help="also measure resident sets (Linux with glibc)")
     parser.add_argument("--times-only", action="store_true", help="do not measure memory")
-    parser.add_argument("--resident-of", help=argparse.SUPPRESS)
+    parser.add_argument("--contestant", help=argparse.SUPPRESS)
+    for hidden in ("--resident", "--serve"):  # what the process of one contestant does
+        parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.steady_heap:
-        keep_freed_memory()
     warnings.simplefilter("ignore")
     try:
         rows, works = entries(choose(options.peers)), works_named(options.work)
@@ -300,19 +317,13 @@ def main() -> int:
         parser.error(str(error))
     if options.lean:
         rows = [row for row in rows if row.name not in VARIATIONS]
-    if options.resident_of:
-        print_resident(works[0], next(row for row in rows if row.name == options.resident_of))
+    if options.contestant:
+        _alone(works[0], next(row for row in rows if row.name == options.contestant), options)
         return 0
-    apart: list[list[Result]] = []
-    if options.processes > 1:
-        apart = measure_apart(options)
-        times = over_processes(apart)
-    else:
-        times = [
-            result
-            for work in works
-            for result in measure(work, rows, options.rounds or work.rounds, options.seed, cold=options.cold)
-        ]
+    apart = measure_again(options) if options.processes > 1 else []
+    times = (
+        over_processes(apart) if apart else [row for work in works for row in measure(work, rows, options)]
+    )
     peaks: list[Memory] = []
     if not options.times_only:
         peaks = [memory for work in works for memory in measure_memory(work, rows, rss=options.rss)]
@@ -324,6 +335,14 @@ def main() -> int:
         numbers = {"times": [asdict(r) for r in times], "memory": [asdict(m) for m in peaks]}
         options.json.write_text(json.dumps(numbers, indent=1))
     return 0
+
+
+def _alone(work: Work, row: Entry, options: argparse.Namespace) -> None:
+    """In the process of one contestant."""
+    if options.resident:
+        print_resident(work, row)
+    else:
+        serve(row.make(work, row.variant))
 
 
 def _print(work: Work, times: list[Result], peaks: list[Memory]) -> None:

@@ -1,16 +1,12 @@
 """Time of a learning-rate survey, against the same number of plain updates of the same accumulator.
 
-    python benchmarks/survey.py [--work mlp,convnet,transformer] [--updates N] [--rounds N]
-                                [--steady-heap] [--json FILE]
+    python benchmarks/survey.py [--work mlp,convnet,transformer] [--updates N] [--rounds N] [--json FILE]
 
 In each round the accumulator makes N updates in a loop, and a survey of N points, in random order, on one
 thread, without garbage collection. The rates of the survey are so small that nothing diverges and all
 points are made. Columns: the ratio of the median CPU times, with quartiles of the ratios within a round;
 "again", the loop against a second one in the same round: the noise. The check of the statement, on an
 accumulator's first window, is in neither: the loop that came before has made it.
-
---steady-heap as in `overhead.py`: a survey's copies lie in the heap where a loop has none, and glibc may then
-give back and fetch again some MiB in each window, which costs what page faults cost on the machine.
 """
 
 import argparse
@@ -26,7 +22,6 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import torch
-from overhead import keep_freed_memory
 from peers.work import Work, loss_of
 from tables import print_table
 from workloads import workloads
@@ -114,12 +109,9 @@ def main() -> int:
     parser.add_argument("--work", default="mlp,convnet,transformer")
     parser.add_argument("--updates", type=int, help="instead of each work's own number")
     parser.add_argument("--rounds", type=int, help="instead of each work's own number")
-    parser.add_argument("--steady-heap", action="store_true", help="keep freed memory (glibc)")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.steady_heap:
-        keep_freed_memory()
     known = workloads()
     try:
         works = [known[name] for name in options.work.split(",")]

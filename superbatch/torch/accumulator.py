@@ -23,6 +23,7 @@ from . import checks, misuse, options, saving
 from .boundary import Step
 from .coupled_exact import Coupled, owned_loop, whole_batch
 from .first_check import check_first_window
+from .heap import keep_freed_memory
 from .in_flight import WindowInFlight
 from .losses import alone, pair_of
 from .masters import masters_written, take_over
@@ -211,6 +212,8 @@ class Accumulator:
         self._places = Places(self._plan, accumulator_dtype, momentum=self._into == "momentum")
         options.check_combinations(self._plan, momentum=self._into == "momentum")
         self._written = masters_written(self._owned)
+        if isinstance(self._sizing, Fixed):  # a size that is looked for goes to the limit: all is handed back
+            keep_freed_memory(entry.parameter.device for entry in self._owned)
 
     @property
     def updates(self) -> int:
@@ -271,8 +274,7 @@ class Accumulator:
 
         Returns:
             A context manager: iterate over it, call its ``backward(loss)`` for each micro-batch, read its
-            ``update`` afterwards. Leaving the block by an exception, or before the last
-            backward, discards the window.
+            ``update`` afterwards. Left by an exception, or before the last backward, it is discarded.
 
         Raises:
             InputError, SplitError: the batch cannot be worked through.
@@ -330,9 +332,8 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
 
-        Inside a window (in the loop, after ``backward``) it holds
-        the gradients so far, the weights, the position and the random state, so that the window goes on bit
-        for bit.
+        Inside a window (in the loop, after ``backward``) it holds the gradients so far, the weights, the
+        position and the random state, so that the window goes on bit for bit.
         """
         in_flight = self._window.state_dict() if self._window is not None else self._resume
         return {
@@ -363,8 +364,6 @@ class Accumulator:
         self._of_windows = saving.load_sizing_and_noise(state, self._sizing, meter)
         self._updates = state["updates"]
         self._resume = state["window"]
-
-    # -- parts ---------------------------------------------------------------------------------------------
 
     def _can_check(self) -> bool:
         """Whether the loss of a micro-batch can be compared with those of its parts."""

@@ -1,0 +1,86 @@
+"""A contestant in a process of its own, as in a training, which works through windows when it is told to."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from peers.work import Timing, TrainerWindow, Window
+
+MARK = "windows: "  # before what is said to the other process; libraries print too
+
+
+class Here:
+    """A contestant in this process."""
+
+    def __init__(self, contestant: Window | TrainerWindow) -> None:
+        self._contestant = contestant
+
+    def in_a_row(self, count: int) -> list[Timing]:
+        """Work through windows."""
+        return [self._contestant.timed() for _ in range(count)]
+
+    def collect(self) -> None:
+        """Nothing: the process of all contestants does it."""
+
+    def close(self) -> None:
+        """End a Trainer."""
+        self._contestant.close()
+
+
+class Apart:
+    """A contestant in a new process: its heap is shared with nobody.
+
+    Args:
+        arguments: of `overhead.py` in that process.
+    """
+
+    def __init__(self, arguments: list[str]) -> None:
+        program = [sys.executable, str(Path(__file__).with_name("overhead.py")), *arguments, "--serve"]
+        # A Trainer works in a thread; without this its memory would come from another heap than in a program.
+        environment = os.environ | {"MALLOC_ARENA_MAX": "1"}
+        self._process = subprocess.Popen(
+            program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
+
+    def in_a_row(self, count: int) -> list[Timing]:
+        """Let it work through windows."""
+        return [Timing(**timing) for timing in self._answer(count)]
+
+    def collect(self) -> None:
+        """Let it collect garbage."""
+        self._answer(0)
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self, count: int) -> list[dict[str, float]]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{count}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        raise RuntimeError(f"{self._process.args} ended")
+
+
+def serve(contestant: Window | TrainerWindow) -> None:
+    """In the new process: work through as many windows as a line says; 0: collect garbage, and then never."""
+    for line in sys.stdin:
+        found = [asdict(contestant.timed()) for _ in range(int(line))]
+        if not found:
+            gc.collect()
+            gc.disable()
+        print(MARK + json.dumps(found), flush=True)
+    contestant.close()

@@ -1,0 +1,72 @@
+"""What a window frees stays in the process for the next one, on the CPU."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from superbatch.torch.heap import keep_freed_memory
+
+# 48 blocks of 1 MiB are taken, written and freed again, as activations are.
+PROGRAM = """
+import resource, sys, torch
+from torch import nn
+from superbatch.torch import Accumulator
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def activations():
+    blocks = [torch.empty(2**20, dtype=torch.uint8).fill_(1) for _ in range(48)]
+    del blocks
+
+model = nn.Linear(4, 1)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+if sys.argv[1] == "accumulator":
+    Accumulator(model, sgd)
+if sys.argv[1] == "largest":
+    Accumulator(model, sgd, lambda x: model(x).square().mean(), microbatch_size="largest")
+activations()
+found = []
+for _ in range(5):
+    before = faults()
+    activations()
+    found.append(faults() - before)
+print(sorted(found)[2])
+"""
+
+
+def faults_of(kind: str) -> int:
+    run = subprocess.run([sys.executable, "-c", PROGRAM, kind], capture_output=True, text=True, check=True)
+    return int(run.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other rules")
+def test_memory_that_was_freed_is_not_fetched_again():
+    pages = 48 * 2**20 // resource.getpagesize()
+    # Some processes are lucky: something that stays lies behind what is freed.
+    for kind, why in (
+        ("nothing", "premise: by itself glibc gives it back"),
+        ("largest", "it needs all there is"),
+    ):
+        assert any(faults_of(kind) > pages / 2 for _ in range(8)), why
+    assert all(faults_of("accumulator") < pages / 50 for _ in range(3))
+
+
+def test_where_there_are_no_addresses_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def fail(*args: object, **options: object) -> None:
+        asked.append(args)
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    keep_freed_memory([torch.device("cpu")])
+    assert len(asked) == 1
+    keep_freed_memory([torch.device("meta")])
+    assert len(asked) == 1, "nothing is asked for where the CPU does not work"
