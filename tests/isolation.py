@@ -20,6 +20,8 @@ ENVIRONMENT_OF_LIBRARIES = {
     "KMP_INIT_AT_FORK",  # importing scikit-learn
     "TORCHINDUCTOR_CACHE_DIR",  # the first torch.compile
     "TRITON_CACHE_DIR",  # the first torch.compile
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # the first kernel that Inductor compiles
+    "CUDA_MODULE_LOADING",  # Inductor of torch 2.6, where torch is a build for CUDA
     "TF_CPP_MIN_LOG_LEVEL",  # importing jax
     "TPU_SKIP_MDS_QUERY",  # importing jax
     "ENABLE_RUNTIME_UPTIME_TELEMETRY",  # importing tensorflow

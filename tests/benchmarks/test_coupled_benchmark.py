@@ -72,3 +72,14 @@ def test_an_unknown_work_is_refused_with_the_known_ones():
     result = run("coupled.py", "--work", "resnet")
     assert result.returncode == 2
     assert "known works: resnet20, convnet, views, towers" in result.stderr
+
+
+@pytest.mark.slow
+def test_compiling_is_measured():
+    result = run("coupled_compile.py", "--quick", "--errors")
+    assert result.returncode == 0, result.stdout + result.stderr
+    row = result.stdout.split("\n")[0].split(" | ")
+    assert row[0] == "convnet"
+    assert int(row[5]) > 0, "the premise: something is compiled"
+    assert int(row[6]) == 0, "and in no later update"
+    assert float(row[8].split()[3]) <= 1e-12

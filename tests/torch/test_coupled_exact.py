@@ -676,11 +676,11 @@ def test_memory_that_runs_out_although_it_was_looked_at(monkeypatch: pytest.Monk
     sweeps = []
     original = recording.run
 
-    def run(todo: Any, parts: Any, *args: Any) -> Any:
+    def run(todo: Any, parts: Any, *args: Any, **more: Any) -> Any:
         sweeps.append(len(parts))
         if len(sweeps) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return original(todo, parts, *args)
+        return original(todo, parts, *args, **more)
 
     monkeypatch.setattr(recording, "run", run)
     twins = Twins("BatchNorm", microbatch_size="auto")

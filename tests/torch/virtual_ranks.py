@@ -289,8 +289,10 @@ def functional(rank: int, group: Any) -> dict[str, Any]:
     gather = next(getattr(functional_collectives, n) for n in names if hasattr(functional_collectives, n))
     with virtual_batch(shell, MICROBATCH) as batch:
         a, b = shell(batch(part(images(64), rank, EVEN)))
-        contrastive(a, gather(b, 0, group), 32 * rank).backward()
-    return found(model)
+        loss = contrastive(a, gather(b, 0, group), 32 * rank)
+        total = functional_collectives.all_reduce(loss.detach(), "sum", group) / 2
+        loss.backward()
+    return {**found(model), "total": float(total)}
 
 
 def statistics_only(rank: int, group: Any) -> dict[str, Any]:

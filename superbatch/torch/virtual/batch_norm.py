@@ -12,6 +12,8 @@ where the two sums take one sweep. Running statistics are updated once, with the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from .calls import Recipe, blank
 from .layout import Layout, Part
 from .reductions import First, Moments
-from .values import Operand, Value
+from .values import Operand, Run, Value
 
 if TYPE_CHECKING:
     from .recording import Recording
@@ -43,7 +45,7 @@ def _options(values: list[Value | None]) -> tuple[list[Operand], list[int | None
     return operands, places
 
 
-def _picked(tensors: list[Tensor], places: list[int | None], first: int) -> list[Any]:
+def _picked(tensors: list[Tensor], places: Sequence[int | None], first: int) -> list[Any]:
     return [None if place is None else tensors[first + place] for place in places]
 
 
@@ -89,16 +91,24 @@ def forward(
         _update(recording, running_mean, mean, momentum)
         _update(recording, running_var, unbiased, momentum)
     operands, places = _options([*affine, mean, var])
+    run = _normalised(tuple(places), eps)
+    recipe = Recipe([Operand(value, layout), *operands], [layout], run, light=True)
+    output = recording.add("batch_norm", recipe, value.meta, known=True)
+    return recording.shown([output, mean, invstd])
 
+
+# The functions are the same for the same arguments: what they are a part of is then compiled once.
+
+
+@lru_cache(maxsize=1 << 10)
+def _normalised(places: tuple[int | None, ...], eps: float) -> Run:
     def normalised(part: Part, tensors: list[Tensor]) -> Tensor:
         w, b, mean, var = _picked(tensors, places, 1)
         return aten.native_batch_norm(tensors[0], _like(w, mean), _like(b, mean), mean, var, False, 0.0, eps)[
             0
         ]
 
-    recipe = Recipe([Operand(value, layout), *operands], [layout], normalised, light=True)
-    output = recording.add("batch_norm", recipe, value.meta)
-    return recording.shown([output, mean, invstd])
+    return normalised
 
 
 def _statistics(
@@ -106,18 +116,10 @@ def _statistics(
 ) -> list[Value]:
     """Mean, 1 / standard deviation, biased and unbiased variance, for each channel."""
     channels = value.meta.shape[1]
-    shape = [1, channels] + [1] * (value.meta.dim() - 2)
     dtype = value.meta.dtype if weight is None else weight.meta.dtype
     if dtype in (torch.float16, torch.bfloat16):
         dtype = torch.float32
-
-    def moments(part: Part, tensors: list[Tensor]) -> Any:
-        x = tensors[0].to(dtype)
-        count = x.numel() // max(channels, 1)
-        mean = _by_channel(x) / count
-        squares = _by_channel((x - mean.view(shape)).square_())
-        return (mean, squares, count), None, None, None
-
+    moments = _moments(dtype)
     across = recording.across
     if across is not None and across.now is not None:
         return across.statistics(recording, Operand(value, layout), moments, (channels, dtype), eps)
@@ -128,7 +130,19 @@ def _statistics(
 
     meta = blank((channels,), (1,), dtype)
     recipe = Recipe([Operand(value, layout)], [None] * 4, moments, lambda: Moments(finish))
-    return recording.add("batch_norm", recipe, [meta] * 4)
+    return recording.add("batch_norm", recipe, [meta] * 4, known=True)
+
+
+@lru_cache(maxsize=1 << 10)
+def _moments(dtype: torch.dtype) -> Run:
+    def moments(part: Part, tensors: list[Tensor]) -> Any:
+        x = tensors[0].to(dtype)
+        count = x.numel() // max(x.shape[1], 1)
+        mean = _by_channel(x) / count
+        squares = _by_channel((x - mean.view(1, x.shape[1], *[1] * (x.dim() - 2))).square_())
+        return (mean, squares, count), None, None, None
+
+    return moments
 
 
 def _like(affine: Tensor | None, statistic: Tensor) -> Tensor | None:
@@ -192,7 +206,15 @@ def backward(
         return recording.shown(recording.add("batch_norm backward", recipe, metas))
     mean, invstd = recording.value(save_mean), recording.value(save_invstd)
     operands, places = _options([w, mean, invstd])
+    recipe = Recipe([*inputs, *operands], [None, None], _sums(tuple(places), eps))
+    d_weight, d_bias = recording.add("batch_norm sums", recipe, [mean.meta] * 2, known=True)
+    dx = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], layout) if mask[0] else None
+    results = recording.shown([dx, d_weight if mask[1] else None, d_bias if mask[2] else None])
+    return [results[0], *(None if one is None else one.to(channel.dtype) for one in results[1:])]
 
+
+@lru_cache(maxsize=1 << 10)
+def _sums(places: tuple[int | None, ...], eps: float) -> Run:
     def sums(part: Part, tensors: list[Tensor]) -> Any:
         scale, mean, invstd = _picked(tensors, places, 2)
         dy, x = tensors[:2]
@@ -200,11 +222,7 @@ def backward(
             dy, x, _like(scale, mean), None, None, mean, invstd, True, eps, [False, True, True]
         )[1:]
 
-    recipe = Recipe([*inputs, *operands], [None, None], sums)
-    d_weight, d_bias = recording.add("batch_norm sums", recipe, [mean.meta] * 2)
-    dx = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], layout) if mask[0] else None
-    results = recording.shown([dx, d_weight if mask[1] else None, d_bias if mask[2] else None])
-    return [results[0], *(None if one is None else one.to(channel.dtype) for one in results[1:])]
+    return sums
 
 
 def _input_gradient(
@@ -212,7 +230,6 @@ def _input_gradient(
 ) -> Value:
     value = inputs[1].value
     count = value.meta.numel() // max(value.meta.shape[1], 1)
-    shape = [1, -1] + [1] * (value.meta.dim() - 2)
     if recording.across is not None:
         whole = [*whole[:2], *recording.across.sums(recording, whole[0], whole[2:], count)]
 
@@ -226,17 +243,18 @@ def _input_gradient(
     meta = whole[0].meta
     operands = [Operand(v, None) for v in [*whole, *([] if weight is None else [weight])]]
     a, b, c = recording.add("batch_norm coefficients", Recipe(operands, [None] * 3, coefficients), [meta] * 3)
+    recipe = Recipe([*inputs, *(Operand(v, None) for v in (a, b, c))], [layout], _gradient, light=True)
+    return recording.add("batch_norm input", recipe, value.meta, known=True)
 
-    def gradient(part: Part, tensors: list[Tensor]) -> Tensor:
-        dy, x, a, b, c = tensors
-        a, b, c = (
-            t.to(x.dtype).view(shape) if x.dtype.itemsize >= t.dtype.itemsize else t.view(shape)
-            for t in (a, b, c)
-        )
-        return torch.addcmul(c, x, b).addcmul_(dy, a).to(dy.dtype)
 
-    recipe = Recipe([*inputs, *(Operand(v, None) for v in (a, b, c))], [layout], gradient, light=True)
-    return recording.add("batch_norm input", recipe, value.meta)
+def _gradient(part: Part, tensors: list[Tensor]) -> Tensor:
+    dy, x, a, b, c = tensors
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    a, b, c = (
+        t.to(x.dtype).view(shape) if x.dtype.itemsize >= t.dtype.itemsize else t.view(shape)
+        for t in (a, b, c)
+    )
+    return torch.addcmul(c, x, b).addcmul_(dy, a).to(dy.dtype)
 
 
 # -- samples among the channels (InstanceNorm), or anywhere else ---------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _force_original_view_tracking
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import InputError, explain
 from ...integers import positive_int
@@ -17,17 +16,18 @@ from ...report.coupling import CouplingReport
 from ...tree import count_samples, map_arrays
 from ..looking import run_eagerly
 from ..snapshot import BufferKeeper, random_state, restore_random_state
+from . import options
 from .aliases import current
 from .calls import blank_like
-from .dispatch import dispatch
 from .layout import Layout
 from .log import Log, OnGather
 from .randomness import Randomness
-from .ranks import Across, is_collective
+from .ranks import Across
 from .recording import Recording
 from .store import Store
 from .tensor import VirtualTensor
 from .values import Sliced, Value
+from .watching import Watching
 
 RandomNumbers = Literal["microbatch", "batch"]
 
@@ -43,6 +43,7 @@ class VirtualBatch:
         device_budget: likewise.
         on_gather: likewise.
         paranoid: likewise.
+        compile: likewise.
         group: likewise.
 
     Examples:
@@ -63,6 +64,7 @@ class VirtualBatch:
         device_budget: int | None,
         on_gather: OnGather,
         paranoid: bool,
+        compile: bool,
         group: Any,
     ) -> None:
         self._size: int | Literal["auto"] = microbatch_size
@@ -70,6 +72,7 @@ class VirtualBatch:
         self._rng: RandomNumbers = rng
         self._budget = device_budget
         self._paranoid = paranoid
+        self._compile = compile
         self._recording: Recording | None = None
         self._models = models
         self._log = Log(models, on_gather)
@@ -134,6 +137,7 @@ class VirtualBatch:
             store=Store(self._device, self._budget),
             log=self._log,
             paranoid=self._paranoid,
+            compile=self._compile,
         )
         recording.across = self._across
         # Those of now: the program may have set them to zero or to None since the block began.
@@ -231,35 +235,6 @@ def _source(tensor: Tensor, recording: Recording) -> Value:
     return value
 
 
-class _Watching(TorchDispatchMode):
-    """Sees operations on real tensors too: buffers that wait to be written are so before they are used."""
-
-    def __init__(self, batch: VirtualBatch) -> None:
-        super().__init__()
-        self._batch = batch
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # compiled models run eagerly here; this would cost 2 us for each operation
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        recording = self._batch._recording
-        if recording is None:
-            return func(*args, **kwargs)
-        if is_collective(func):
-            return self._batch._across.user_collective(recording, func, args, kwargs)
-        if VirtualTensor in types:
-            return dispatch(recording, func, args, kwargs)
-        recording.settle_writes(args)
-        for arg in args:
-            if isinstance(arg, Tensor):
-                recording.note_leaf(arg)
-        if func._schema.is_mutable:
-            recording.readings.before_writing(func, args, kwargs)
-        return func(*args, **kwargs)
-
-
 @contextmanager
 def virtual_batch(
     model: nn.Module | Sequence[nn.Module],
@@ -270,6 +245,7 @@ def virtual_batch(
     device_budget: int | None = None,
     on_gather: OnGather = "ok",
     paranoid: bool = False,
+    compile: bool = False,
     group: Any = None,
 ) -> Iterator[VirtualBatch]:
     r"""Compute with a whole batch in the memory of a micro-batch: the exact gradient of any loss.
@@ -294,6 +270,9 @@ def virtual_batch(
             ``"error"``.
         paranoid: compare every operation with the same on whole tensors: slow, takes all memory, and finds a
             wrong rule.
+        compile: operations that follow each other in a sweep are compiled by Inductor into one that reads and
+            writes once, for each size of micro-batch, when they are met first. That takes seconds for each,
+            once for the process; how it rounds is in the guide. What cannot be compiled runs as without it.
         group: the process group whose ranks share the batch, where models are not wrapped in
             DistributedDataParallel: gradients are averaged over it. With it every BatchNorm in training mode
             is over the samples of all its ranks; without, only `torch.nn.SyncBatchNorm` is, over its own.
@@ -332,12 +311,13 @@ def virtual_batch(
         >>> bool((model[0].weight.grad - real).norm() < 1e-14 * real.norm())
         True
     """
-    models = _checked(model, rng, on_gather, device_budget)
+    models = options.checked_models(model)
+    options.check(rng, on_gather, device_budget, paranoid=paranoid, compile=compile)
     size: int | Literal["auto"] = "auto"
     if microbatch_size != "auto":
         size = positive_int("microbatch_size", microbatch_size)
     parameters = [parameter for one in models for parameter in one.parameters()]
-    where = torch.device(device) if device is not None else _device_of(parameters)
+    where = torch.device(device) if device is not None else options.device_of(parameters)
     batch = VirtualBatch(
         models,
         size,
@@ -346,6 +326,7 @@ def virtual_batch(
         device_budget=device_budget,
         on_gather=on_gather,
         paranoid=paranoid,
+        compile=compile,
         group=group,
     )
     buffers = BufferKeeper(models)
@@ -358,7 +339,7 @@ def virtual_batch(
                 # A view that is written is then differentiated as the view it is, and not by its strides.
                 stack.enter_context(_force_original_view_tracking(mode=True))
                 stack.enter_context(batch._log.following())
-                stack.enter_context(_Watching(batch))
+                stack.enter_context(Watching(lambda: batch._recording))
                 yield batch
             batch._settle()
     except BaseException as error:
@@ -371,30 +352,3 @@ def virtual_batch(
     finally:
         batch._across.end()
     batch._end(failed=False)
-
-
-def _device_of(parameters: Sequence[Tensor]) -> torch.device:
-    return next((parameter.device for parameter in parameters), torch.device("cpu"))
-
-
-def _checked(model: Any, rng: Any, on_gather: Any, device_budget: Any) -> list[nn.Module]:
-    models = (
-        [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, (list, tuple)) else []
-    )
-    if not models or not all(isinstance(one, nn.Module) for one in models):
-        raise InputError(
-            explain(
-                f"model={model!r}", "it is no module and no list of modules", "give an nn.Module or several"
-            )
-        )
-    for name, value, known in (
-        ("rng", rng, ("microbatch", "batch")),
-        ("on_gather", on_gather, ("ok", "warn", "error")),
-    ):
-        if value not in known:
-            raise InputError(explain(f"{name}={value!r}", "it is unknown", f"use one of {', '.join(known)}"))
-    if device_budget is not None and (isinstance(device_budget, bool) or not isinstance(device_budget, int)):
-        raise InputError(
-            explain(f"device_budget={device_budget!r}", "it is no number of bytes", "give an int")
-        )
-    return models

@@ -74,6 +74,7 @@ class Recipe(NamedTuple):
         reduce: combines whole outputs.
         view: the output takes no memory of its own.
         light: about as fast as reading its inputs.
+        placed: `run` asks where in the batch the micro-batch is, and not only how many samples it has.
     """
 
     operands: Sequence[Operand]
@@ -82,6 +83,7 @@ class Recipe(NamedTuple):
     reduce: Callable[[], Reduction] = Sums
     view: bool = False
     light: bool = False
+    placed: bool = False
 
 
 _RESHAPE: Any = torch.ops.aten.reshape.default

@@ -66,7 +66,7 @@ def _added(call: Call, operands: list[Operand]) -> Recipe:
         share = call.func(*args, **kwargs)
         return share + tensors[0] if part.number == 0 else share
 
-    return Recipe([Operand(target, None), *operands], [None], run, Sums)
+    return Recipe([Operand(target, None), *operands], [None], run, Sums, placed=True)
 
 
 def _index_select(call: Call) -> Recipe | None:
@@ -200,7 +200,7 @@ def _into_rows(call: Call, base: Value, layout: Layout, source: Value, select: b
         x[(*front, slice(begin - first, end - first, step))] = new.narrow(layout.dim, skipped, count)
         return x
 
-    return Recipe([Operand(base, layout), Operand(source, None)], [layout], run)
+    return Recipe([Operand(base, layout), Operand(source, None)], [layout], run, placed=True)
 
 
 def _diagonal_scatter(call: Call) -> Recipe | None:

@@ -62,7 +62,7 @@ def _nll_loss_backward(call: Call) -> Recipe | None:
         return columns.scatter_(1, place[:, None], torch.where(here, share, 0).to(dtype)[:, None])
 
     # Of the numbers of x only the shape is wanted.
-    return Recipe([Operand(v, None) for v in (grad, target, *others)], [layout], run, light=True)
+    return Recipe([Operand(v, None) for v in (grad, target, *others)], [layout], run, light=True, placed=True)
 
 
 # -- losses with a margin -----------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def _ctc_loss(call: Call) -> Recipe | None:
         # The kernel's table is as wide as the longest target here needs.
         return loss, torch.nn.functional.pad(table, (0, width - table.shape[-1]))
 
-    return Recipe(found[1], [Layout(0), Layout(0)], run)
+    return Recipe(found[1], [Layout(0), Layout(0)], run, placed=True)
 
 
 def _ctc_loss_backward(call: Call) -> Recipe | None:
@@ -198,7 +198,7 @@ def _ctc_loss_backward(call: Call) -> Recipe | None:
         lengths = ctc.cut(part, given)
         return aten._ctc_loss_backward(grad, *given[:2], *lengths, loss, table, ctc.blank, ctc.infinite)
 
-    return Recipe([Operand(call.tensors[0], Layout(0)), *operands], [layout], run)
+    return Recipe([Operand(call.tensors[0], Layout(0)), *operands], [layout], run, placed=True)
 
 
 # -- distances ----------------------------------------------------------------------------------------------

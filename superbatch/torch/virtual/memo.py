@@ -54,6 +54,7 @@ class Action(NamedTuple):
         once: it runs once, on whole values.
         outputs, run, view, light: as in `Recipe`.
         reduce: likewise; None if it runs once.
+        known: as in `Node`.
     """
 
     metas: tuple[Tensor | None, ...]
@@ -64,6 +65,7 @@ class Action(NamedTuple):
     reduce: Callable[[], Reduction] | None
     view: bool
     light: bool
+    known: bool
 
 
 class Template(NamedTuple):
@@ -202,6 +204,10 @@ def _has_rows(value: Value, samples: int) -> bool:
     return value.meta.dim() > 0 and value.meta.shape[0] == samples
 
 
+# torch decomposes them into something else: another loss (2.13), a sixth that the kernel rounds to float32.
+_NOT_COMPILED = {torch.ops.aten.multilabel_margin_loss_forward, torch.ops.aten.hardsigmoid_backward}
+
+
 class _Known(NamedTuple):
     template: Template | None
     held: tuple[Any, ...]  # whose ids are in the key
@@ -262,10 +268,11 @@ def _made(call: Call) -> Template | None:
     gathered = any(v.layout is not None and v.layout != layout for v, layout in recipe.operands)
     layouts = [*(layout for _, layout in operands), *recipe.outputs]
     once = unknown or all(layout is None for layout in layouts)
-    return Template(action(recipe, metas, once=once), operands, gathered, unknown)
+    known = not recipe.placed and call.func.overloadpacket not in _NOT_COMPILED
+    return Template(action(recipe, metas, once=once, known=known), operands, gathered, unknown)
 
 
-def action(recipe: Recipe, metas: Any, *, once: bool) -> Action:
+def action(recipe: Recipe, metas: Any, *, once: bool, known: bool) -> Action:
     """Return what a recipe does, for results of these shapes."""
     single = isinstance(metas, Tensor)
     return Action(
@@ -277,4 +284,5 @@ def action(recipe: Recipe, metas: Any, *, once: bool) -> Action:
         None if once else recipe.reduce,
         recipe.view,
         recipe.light,
+        known,
     )

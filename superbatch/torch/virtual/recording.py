@@ -16,17 +16,7 @@ from ..sizes.limits import memory_limit
 from . import composites, paranoia
 from .aliases import current
 from .auto_size import largest_size
-from .calls import (
-    Call,
-    Recipe,
-    blank,
-    blank_like,
-    empty_like,
-    filled,
-    mapped,
-    shapes,
-    substituted,
-)
+from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, shapes, substituted
 from .layout import Part, parts_of
 from .log import Log
 from .memo import Action, Form, Template, about, action, rows_of, template
@@ -59,6 +49,7 @@ class Recording:
         store: where results are kept from sweep to sweep.
         log: is told what happens.
         paranoid: compare every operation with the same on whole tensors.
+        compile: what runs in a row for each micro-batch.
 
     Attributes:
         open, ending: until the block has ended; from when the program has left it.
@@ -77,6 +68,7 @@ class Recording:
         store: Store,
         log: Log,
         paranoid: bool = False,
+        compile: bool = False,
     ) -> None:
         self.samples = samples
         self.size = size
@@ -86,6 +78,7 @@ class Recording:
         self.store = store
         self.log = log
         self.paranoid = paranoid
+        self.compile = compile
         self.open, self.ending = True, False
         self.leaves: dict[int, Tensor] = {}
         self.across: Across | None = None
@@ -169,13 +162,13 @@ class Recording:
         whole = Recipe([Operand(value, None) for value in call.tensors], [None] * len(items), filled(call))
         return self.add(call.func, whole, metas, once=True)
 
-    def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False) -> Any:
+    def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False, known: bool = False) -> Any:
         """Record an operation with its recipe, and return the values of its results."""
         kind: Meeting = "unknown" if once else "gathered"
         operands = [self._operand(operand, kind, func) for operand in recipe.operands]
         layouts = [*(layout for _, layout in operands), *recipe.outputs]
         once = once or all(layout is None for layout in layouts)
-        return self._node(func, operands, action(recipe, metas, once=once))
+        return self._node(func, operands, action(recipe, metas, once=once, known=known))
 
     def _node(self, func: Any, operands: list[Operand], told: Action) -> Any:
         self.log.recorded += 1
@@ -197,6 +190,7 @@ class Recording:
             once=told.once,
             view=told.view,
             light=told.light,
+            known=told.known,
             where=self.log.where,
         )
         if told.single:
@@ -230,11 +224,12 @@ class Recording:
             Node(
                 why,
                 [Operand(value, layout)],
-                lambda part, tensors: tensors[0],
+                _itself,
                 [whole],
                 reduce=lambda: Joined(layout),
                 view=True,
                 gathers=kind,
+                known=True,
                 where=self.log.where,
             )
         value.gathered = weakref.ref(whole)
@@ -365,7 +360,7 @@ class Recording:
         for node in todo.meeting:
             self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
         todo.meeting.clear()  # they would live, with what they read, until all is worked out
-        run(todo, self.parts, self.store, self.log)
+        run(todo, self.parts, self.store, self.log, compile=self.compile)
         with torch.no_grad():
             for tensor, value in writes:
                 tensor.copy_(unchanged(self.gathered(value)))
@@ -388,6 +383,10 @@ class Recording:
     def pending(self) -> list[Value]:
         """Return the whole values that the program may still ask for."""
         return [value for value in self._asked_for() if value.layout is None and value.whole is None]
+
+
+def _itself(part: Part, tensors: list[Tensor]) -> Tensor:
+    return tensors[0]
 
 
 def _has_gradient(value: Value) -> bool:

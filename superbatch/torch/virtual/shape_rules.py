@@ -220,7 +220,7 @@ def _rows(value: Value, layout: Layout, start: int, stop: int, step: int, *, squ
             (rows,) = super().result()
             return [rows.squeeze(layout.dim) if squeeze else rows]
 
-    return Recipe([Operand(value, layout)], [None], run, lambda: Chosen(layout))
+    return Recipe([Operand(value, layout)], [None], run, lambda: Chosen(layout), placed=True)
 
 
 def _cat(call: Call) -> Recipe | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,15 @@ from torch import Tensor
 from ...errors import WindowError, explain
 from .ahead import Ahead
 from .carried import Carried, worth_carrying
+from .instructions import Instruction, Load, More, filled
 from .layout import Layout, Part, cut
 from .log import Log
 from .plan import Plan
 from .store import Kept, Store
-from .values import Node, Reduction, Run, Value
+from .values import Node, Reduction, Value
 
 
-def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log) -> None:
+def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: bool = False) -> None:
     """Work through a plan.
 
     Args:
@@ -27,6 +28,7 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log) -> None:
         parts: the micro-batches.
         store: where results are kept.
         log: is told what was done.
+        compile: what runs in a row for each micro-batch.
 
     Raises:
         WindowError: a tensor that was used has been written since.
@@ -42,7 +44,7 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log) -> None:
             if nodes:
                 again = sum(node.serial in done for node in nodes)
                 ordinary = len(parts) - (carried is not None)
-                _sweep(nodes, number, plan, parts, store, carried, first=not done)
+                _sweep(nodes, number, plan, parts, store, carried, first=not done, compile=compile)
                 log.sweeps += 1
                 log.run += len(nodes) * len(parts) - again * (len(parts) - ordinary)
                 log.repeated += again * ordinary
@@ -89,34 +91,6 @@ def _set_whole(node: Node, indices: Sequence[int], results: Sequence[Any]) -> No
             value.whole, value.node = result, None
 
 
-class _Load(NamedTuple):
-    """What is read before an operation, because it is its first reader."""
-
-    slot: int
-    source: Value
-    layout: Layout  # of the rows
-    place: int  # in what the program reads
-
-
-class _More(NamedTuple):
-    """What an instruction does beside filling one register."""
-
-    loads: list[_Load]
-    outputs: list[tuple[int | None, int]]  # which result (None: the only one) into which register
-    whole: list[int | None]  # which results are reduced
-    reduction: Reduction | None
-    keeps: list[tuple[int, Kept]]
-    carries: list[tuple[int, Value]]
-
-
-class _Instruction(NamedTuple):
-    run: Run
-    inputs: list[int]
-    output: int  # the register of the result, if it does nothing more
-    more: _More | None
-    frees: list[int]  # registers that nothing reads after it
-
-
 class _Results:
     """What comes of a sweep: whole results, and rows that are kept."""
 
@@ -153,6 +127,7 @@ def _sweep(
     carried: Carried | None,
     *,
     first: bool,
+    compile: bool,
 ) -> None:
     results = _Results(store)
     read = [value.pieces for value, until in plan.kept.items() if until == number]
@@ -160,14 +135,17 @@ def _sweep(
     programs: list[tuple[Part, _Program]] = []
     if carried is None or len(parts) > 1:
         ordinary = _Program(nodes, number, plan, results, None)
+        if compile:
+            ordinary.compile(elsewhere=store.ahead is not None)
         programs = [(part, ordinary) for part in parts]
     if carried is not None:
         new = [node for node in nodes if carried.first[node] == number]
         # First where something is carried, so that it is let go before the others need memory.
         programs[-1:] = []
-        programs.insert(
-            len(parts) if first else 0, (parts[-1], _Program(new, number, plan, results, carried))
-        )
+        other = _Program(new, number, plan, results, carried)
+        if compile:
+            other.compile(elsewhere=store.ahead is not None)
+        programs.insert(len(parts) if first else 0, (parts[-1], other))
     for (part, program), following in zip_longest(programs, programs[1:]):
         program.run(part, store.ahead, None if following is None else following[1].first_read(following[0]))
         for kept in dropped:
@@ -184,50 +162,68 @@ class _Program:
         self._number, self._plan, self._results, self._carried = number, plan, results, carried
         self._slots: dict[tuple[int, Layout | None], int] = {}
         self._registers: list[Any] = []  # as they are before each micro-batch
-        self._last_reader: dict[int, int] = {}
         self._read: list[Value] = []  # rows that are there, and may lie in the host's memory
-        self._program = [self._instruction(node, position) for position, node in enumerate(nodes)]
-        for slot, position in self._last_reader.items():
+        self._program = [self._instruction(node) for node in nodes]
+        self._free()
+
+    def compile(self, *, elsewhere: bool) -> None:
+        """Put segments that are compiled in the place of operations.
+
+        Args:
+            elsewhere: rows that it reads may lie in other memory.
+        """
+        from .segments import segmented  # who does not ask for it loads nothing
+
+        self._program = segmented(self._program, self._registers, elsewhere=elsewhere)
+        self._free()
+
+    def _free(self) -> None:
+        """Let each instruction let go of what nothing reads after it."""
+        last: dict[int, int] = {}
+        for position, instruction in enumerate(self._program):
+            instruction.frees.clear()
+            last.update((slot, position) for slot in instruction.inputs if self._registers[slot] is None)
+            last.update((slot, position) for slot in filled(instruction))
+        for slot, position in last.items():
             self._program[position].frees.append(slot)
 
-    def _instruction(self, node: Node, position: int) -> _Instruction:
-        loads: list[_Load] = []
+    def _instruction(self, node: Node) -> Instruction:
+        loads: list[Load] = []
         inputs: list[int] = []
         for value, layout in node.operands:
             slot = self._slots.get((id(value), layout))
             if slot is None:
                 slot = self._input(value, layout, loads)
-            if layout is not None:
-                self._last_reader[slot] = position
             inputs.append(slot)
         single = len(node.layouts) == 1
         whole = [None if single else index for index, layout in enumerate(node.layouts) if layout is None]
         reduction = None
         if whole and self._plan.stage[node] == self._number:
             reduction = self._results.reduction(node, [index or 0 for index in whole])
-        outputs = self._outputs(node, position, single)
+        outputs = self._outputs(node, single)
         slots = [slot for _, slot, _ in outputs]
         keeps = [(slot, self._results.kept(v)) for _, slot, v in outputs if v in self._plan.kept]
         carried = () if self._carried is None else self._carried.until
         carries = [(slot, value) for _, slot, value in outputs if value in carried]
         if single and slots and not (loads or keeps or carries):
-            return _Instruction(node.run, inputs, slots[0], None, [])
+            return Instruction(node.run, inputs, slots[0], None, [], node.known, node.view)
         results = [(index, slot) for index, slot, _ in outputs]
-        return _Instruction(node.run, inputs, 0, _More(loads, results, whole, reduction, keeps, carries), [])
+        more = More(loads, results, whole, reduction, keeps, carries, [])
+        return Instruction(node.run, inputs, 0, more, [], node.known, node.view)
 
-    def _input(self, value: Value, layout: Layout | None, loads: list[_Load]) -> int:
+    def _input(self, value: Value, layout: Layout | None, loads: list[Load]) -> int:
         """Return a new register of what is there before the instruction."""
         slot = self._slots[id(value), layout] = len(self._registers)
         if layout is None:
             self._registers.append(unchanged(value))
             return slot
         self._registers.append(None)
-        loads.append(_Load(slot, value, layout, len(self._read)))
+        loads.append(Load(slot, value, layout, len(self._read)))
         if value.pieces is not None:
             self._read.append(value)
         return slot
 
-    def _outputs(self, node: Node, position: int, single: bool) -> list[tuple[int | None, int, Value]]:
+    def _outputs(self, node: Node, single: bool) -> list[tuple[int | None, int, Value]]:
         """Return the results that are rows: which, into which register, and of which value."""
         outputs: list[tuple[int | None, int, Value]] = []
         for index, (output, layout) in enumerate(zip(node.outputs, node.layouts, strict=True)):
@@ -236,7 +232,6 @@ class _Program:
                 continue
             slot = self._slots[id(value), layout] = len(self._registers)
             self._registers.append(None)
-            self._last_reader[slot] = position
             outputs.append((None if single else index, slot, value))
         return outputs
 
@@ -253,17 +248,21 @@ class _Program:
             following: what is read first afterwards.
         """
         registers = self._registers.copy()
-        for run, inputs, output, more, frees in self._program:
+        for run, inputs, output, more, frees, _, _ in self._program:
             if more is None:
                 registers[output] = run(part, [registers[slot] for slot in inputs])
             else:
                 for load in more.loads:
                     registers[load.slot] = self._rows(load, part, ahead, following)
-                self._finish(more, run(part, [registers[slot] for slot in inputs]), part, registers)
+                tensors = [registers[slot] for slot in inputs]
+                for slot in more.early:
+                    registers[slot] = None
+                self._finish(more, run(part, tensors), part, registers)
+                del tensors
             for slot in frees:
                 registers[slot] = None
 
-    def _finish(self, more: _More, result: Any, part: Part, registers: list[Any]) -> None:
+    def _finish(self, more: More, result: Any, part: Part, registers: list[Any]) -> None:
         """Put away what an instruction gave."""
         for index, slot in more.outputs:
             registers[slot] = result if index is None else result[index]
@@ -277,7 +276,7 @@ class _Program:
             self._carried.rows[value] = registers[slot]
 
     def _rows(
-        self, load: _Load, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None
+        self, load: Load, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None
     ) -> Tensor:
         value = load.source
         if value.pieces is not None:

@@ -152,6 +152,8 @@ class Node:
         view: its output takes no memory of its own.
         light: about as fast as reading its inputs, so that it may be done again.
         gathers: it puts a whole tensor together; "unknown": because an operator has no rule.
+        known: its `run` looks at nothing but its tensors and how many samples there are, and is the same
+            function in each operation of its form: it may be compiled.
         where: path of the module that it belongs to.
         backward: it belongs to a backward pass.
     """
@@ -159,6 +161,7 @@ class Node:
     __slots__ = (
         "backward",
         "gathers",
+        "known",
         "layouts",
         "light",
         "once",
@@ -184,6 +187,7 @@ class Node:
         view: bool = False,
         light: bool = False,
         gathers: Meeting | None = None,
+        known: bool = False,
         where: str = "",
     ) -> None:
         self.operator = operator
@@ -197,6 +201,7 @@ class Node:
         self.view = view
         self.light = light
         self.gathers: Meeting | None = gathers
+        self.known = known
         self.where = where
         self.backward = torch._C._current_graph_task_id() != -1
         for index, value in enumerate(outputs):
