@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, floor, inf
 
 from superbatch.errors import InputError, explain
 from superbatch.split import positive_int
@@ -30,6 +30,9 @@ MOST = 12
 
 # Sizes that are this close are worth telling apart.
 NEAR = 1.1
+
+# Two sizes that say how memory rises: the smaller one at most this part of the other.
+_APART = 0.7
 
 # Contenders are timed in turns of so many micro-batches: changing the size each time would time the change.
 _TURN = 4
@@ -145,8 +148,11 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
 
     With p the prediction and m the measurements: after the largest measured size b the curve rises like the
     prediction, ``m(b) + s (p(n) - p(b))``. The slope s is measured between b and the largest measured size
-    up to b / 2, and taken to be 0.9 at least; with no such pair it is ``m(b) / p(b)``, between 1 and 1.5.
+    up to 0.7 b, and taken to be 0.9 at least; with no such pair it is ``m(b) / p(b)``, between 1 and 1.5.
     (What was needed once, and is in one measurement only, must not pass for a rise, nor for the lack of one.)
+    Before the smallest measured size a the curve goes on along the line through a and the next one, or, if
+    that one is nearer than a / 0.7, falls like the prediction, by ``min(1, m(a) / p(a)) (p(a) - p(n))``: two
+    sizes that are close to each other say little of how memory rises.
 
     Args:
         curve: the prediction.
@@ -165,7 +171,7 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     if not measured:
         return curve
     points = fit_curve(measured).points
-    (last, bytes_last), before = points[-1], [point for point in points if point[0] <= points[-1][0] / 2]
+    (last, bytes_last), before = points[-1], [point for point in points if point[0] <= _APART * points[-1][0]]
     at_last = max(curve.at(last), 1)
     slope = min(max(1.0, bytes_last / at_last), 1.5)
     if before:
@@ -176,7 +182,18 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     corners = [samples for samples, _ in curve.points if samples > last]
     corners.append(2 * max(last, curve.points[-1][0]))
     above = [(n, bytes_last + ceil(slope * (curve.at(n) - at_last))) for n in corners]
-    return fit_curve([*points, *above])
+    return fit_curve([*_below(curve, points), *points, *above])
+
+
+def _below(curve: MemoryCurve, points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Corners before the first point, where the first two are too close to make a line."""
+    first, size = points[0]
+    if len(points) < 2 or first <= _APART * points[1][0]:
+        return []
+    at_first = max(curve.at(first), 1)
+    fall = min(1.0, size / at_first)
+    corners = {1, *(samples for samples, _ in curve.points)}
+    return [(n, max(0, size - floor(fall * (at_first - curve.at(n))))) for n in sorted(corners) if n < first]
 
 
 def halvings(largest: int, *, smallest: int = 1) -> list[int]:

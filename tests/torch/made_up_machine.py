@@ -31,6 +31,7 @@ class Machine:
     each: int = MIB  # bytes per sample, truly
     once: int = 0  # bytes taken at the first micro-batch for good
     kernels: int = 0  # bytes taken by every new size for good
+    buffers: int = 0  # bytes per sample of the largest size so far, taken for good
     gradients: int = 20 * MIB
     state: int = 40 * MIB
     state_guessed: float = 1.0  # prediction / truth of the optimizer's state
@@ -53,6 +54,7 @@ class Machine:
 
     def used(self) -> int:
         kept = self.once * bool(self.sizes_run) + self.kernels * len(self.sizes_run)
+        kept += self.buffers * max(self.sizes_run, default=0)
         return self.alive + kept + self.gradients * (self.summed or self.held) + self.state * self.updated
 
     def predict(self, microbatch: torch.Tensor, samples: int) -> Peak:
@@ -95,7 +97,7 @@ class Machine:
     def true_largest(self, sizes: int = 0) -> int:
         """The largest size that fits in the long run, after so many sizes have made their kernels."""
         kept = self.once + self.kernels * sizes + self.gradients + self.state
-        return (self.limit - self.alive - kept) // self.each
+        return (self.limit - self.alive - kept) // (self.each + self.buffers)
 
     def instruments(self) -> Instruments:
         machine = self

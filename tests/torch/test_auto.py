@@ -69,10 +69,13 @@ def test_what_the_optimizer_took_less_than_was_predicted_is_used():
     wrong=st.floats(0.75, 1.5),
     once=st.integers(0, 100),
     kernels=st.integers(0, 8),
+    buffers=st.floats(0, 0.5),  # of what a sample needs
     batches=st.lists(st.integers(1, 20_000), min_size=1, max_size=4),
 )
 # Nothing but first micro-batches of windows was run: what a new size keeps is not known yet.
-@example(limit=600, each=64, gradients=27, states=0, wrong=1.0, once=8, kernels=7, batches=[3, 139])
+@example(
+    limit=600, each=64, gradients=27, states=0, wrong=1.0, once=8, kernels=7, buffers=0.0, batches=[3, 139]
+)
 @settings(max_examples=60, deadline=None)
 def test_no_micro_batch_ever_fails(
     limit: int,
@@ -82,6 +85,7 @@ def test_no_micro_batch_ever_fails(
     wrong: float,
     once: int,
     kernels: int,
+    buffers: float,
     batches: list[int],
 ):
     """Whatever the model needs, and however wrong the prediction within reason."""
@@ -93,6 +97,7 @@ def test_no_micro_batch_ever_fails(
         wrong=wrong,
         once=once * MIB,
         kernels=kernels * MIB // 4,
+        buffers=int(buffers * each * MIB / 8),
     )
     if machine.true_largest(sizes=20) < 8:
         return  # so little room that nothing can be learnt
@@ -147,6 +152,30 @@ def test_kernels_that_every_size_leaves_behind_are_counted():
     assert 0.97 * true <= report.largest <= true
     assert window(sizing, machine, 2 * report.largest) == 2 * [report.largest]
     assert machine.failures == 0
+
+
+@pytest.mark.parametrize("batch", [400, 600, 2048, 6000])
+@pytest.mark.parametrize("once", [0, 4, 12])
+def test_buffers_of_the_largest_size_so_far_are_counted(batch: int, once: int):
+    """A library keeps buffers as large as its largest problem was; smaller sizes say nothing of them."""
+    machine = Machine(
+        limit=45 * MIB,
+        each=MIB * 3 // 16,
+        gradients=5 * MIB,
+        state=0,
+        once=once * MIB,
+        kernels=MIB // 2,
+        buffers=MIB // 10,
+    )
+    sizing = sizing_on(machine)
+    for _ in range(6):
+        window(sizing, machine, batch)
+    assert machine.failures == 0
+    report = sizing.report()
+    assert report is not None
+    true = machine.true_largest(sizes=len(machine.sizes_run))
+    assert 0.75 * true <= report.largest <= true
+    assert max(machine.log[-1]) >= near_equal(batch, int(0.7 * true))[0], "no fall back to small ones"
 
 
 def test_a_split_that_is_near_equal_does_not_use_all_that_fits():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from ...report.memory import Limit
 from ...search import fit_curve
 from .instruments import Instruments
 from .ledger import Ledger
-from .trials import Known, largest, reach
+from .trials import Known, most_of, reach
 
 # What is left free of what there is room for. At a limit that an allocation hits, as RLIMIT_AS is hit, a
 # failure can be recovered from; at others the system ends the process.
@@ -64,7 +65,7 @@ class Room:
         self._state = 0  # bytes of optimizer state that does not exist yet
         self._state_is_new = False  # it exists, and the limit was not read since
         self._held = 0  # bytes of the last window's gradients, which are kept until the next one
-        self._kept: list[int] = []  # bytes that each new size has left in use: kernels that were made for it
+        self._kept: list[int] = []  # bytes that new sizes below others have left in use: their kernels
         self._holed = False
         self._share = 1.0  # that may be used of the total
 
@@ -85,31 +86,47 @@ class Room:
         return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
 
     def largest(self, known: Known) -> int:
-        """The largest size that may be run: one that was not run yet needs room for its kernels too.
+        """The largest size that may be run: one that was not run yet needs room for what it will keep too.
 
         It stays until a new size was run, it no longer fits, or clearly more does, so that sizes do not
         change with every reading.
         """
-        demand, bound, kernels = known.demand(), self._bound(), self._kernels(known)
-        now = known.largest
-        stays = now and demand.at(now) + (now not in known.runs) * kernels <= bound
+        demand, bound, now = known.demand(), self._bound(), known.largest
+        stays = now and demand.at(now) + self._keeps(known, now) <= bound
         run = max((size for size in known.runs if demand.at(size) <= bound), default=0)
-        found = max(largest(known, self.top() - kernels), run)
+        found = max(self._largest_new(known), run)
         # What everything needs once is not there yet while nothing was run, so there seems to be more room.
         if not stays or found > (_MORE if known.runs else _MUCH) * now:
             known.largest = found
         return known.largest
 
     def with_new(self, known: Known, sizes: Sequence[int]) -> int:
-        """The largest of these sizes, or less if there is no room for it and for kernels of new ones."""
-        kernels = self._kernels(known) * sum(size not in known.runs for size in set(sizes))
-        if known.demand().at(max(sizes)) + kernels <= self._bound():
+        """The largest of these sizes, or less if there is no room for it and for what new ones will keep."""
+        keep = sum(self._keeps(known, size) for size in set(sizes))
+        if known.demand().at(max(sizes)) + keep <= self._bound():
             return max(sizes)
-        return largest(known, self.top() - kernels)
+        return self._largest_new(known)  # after it sizes are looked for again: one new size at a time
+
+    def _largest_new(self, known: Known) -> int:
+        """The largest size for which, and for what it keeps if it is new, there is room."""
+        demand, kernels, counts = known.demand(), self._kernels(known), not self._holed
+
+        def needs(samples: int) -> int:
+            return demand.at(samples) + max(kernels, counts * known.keeps_beyond(samples))
+
+        return max(1, bisect_right(range(1, most_of(known) + 1), self.top(), key=needs))
+
+    def _keeps(self, known: Known, samples: int) -> int:
+        """The bytes that a size is taken to keep from its first run on."""
+        if samples in known.runs or self._holed:
+            return 0
+        return max(self._kernels(known), known.keeps_beyond(samples))
 
     def _kernels(self, known: Known) -> int:
-        """The bytes that a new size is taken to keep."""
-        return max(self._kept[-3:], default=0) if known.runs and not self._holed else 0
+        """The bytes that any new size is taken to keep."""
+        if self._holed or not known.runs:
+            return 0
+        return max(self._kept[-3:], default=known.kept_beyond[0])
 
     def reach(self, known: Known, others: Iterator[Known]) -> int:
         """The largest micro-batch that what was measured so far lets one dare (see `trials.reach`)."""
@@ -192,7 +209,9 @@ class Room:
         kept = 0
         if fresh and not self._holed:
             kept = max(0, free - tools.limit().bytes - (known.gradients if first else 0))
-            if not first:
+            if samples > max(known.runs, default=0):
+                known.note_kept(samples, kept)
+            elif not first:
                 self._kept.append(kept)
         if self._holed:
             known.needed = {size: known.curve.at(size) for size in known.needed}

@@ -30,6 +30,7 @@ _NEAR = 0.15
 _STRAIGHT = 0.05
 _FAR = 0.35
 _ROUGH = 0.02
+_BEYOND = 0.1  # so much larger than others, and a size says what such ones keep
 _APART = 0.7  # two sizes that say how memory rises
 
 
@@ -52,6 +53,7 @@ class Known:
         size: the size that was settled on; 0 before.
         total: bytes that there was room for then.
         largest: the largest size that there is room for, as last estimated; 0 before.
+        kept_beyond: bytes that the last size beyond all others kept, and by how many samples it was beyond.
     """
 
     peaks: list[Peak]
@@ -68,6 +70,7 @@ class Known:
     size: int = 0
     total: int = 0
     largest: int = 0
+    kept_beyond: tuple[int, int] = (0, 1)
 
     @property
     def tried(self) -> int:
@@ -81,6 +84,23 @@ class Known:
     def missing(self, samples: int) -> int:
         """What the first micro-batch of a window does not need yet: its successors find gradients there."""
         return min(self.gradients, max(0, self.curve.at(samples) - self.first.at(samples)))
+
+    def note_kept(self, samples: int, kept: int) -> None:
+        """Note what a size beyond all others keeps, before `note` is told of it."""
+        by = samples - max(self.runs, default=0)
+        (before, more) = (0, 0) if by > _BEYOND * samples else self.kept_beyond  # a little more says nothing
+        self.kept_beyond = before + kept, more + by
+
+    def keeps_beyond(self, samples: int) -> int:
+        """The bytes that a size is taken to keep because it is beyond all others: libraries' buffers grow.
+
+        They grow in steps, so a size that is a little beyond is taken to keep as much as the last one did,
+        and one that is far beyond more in proportion; at most twice as much after the very first size, which
+        kept most of it for all sizes.
+        """
+        (kept, by), most = self.kept_beyond, max(self.runs, default=0)
+        growth = max(1.0, (samples - most) / by)
+        return int(kept * (growth if len(self.runs) > 1 else min(growth, 2.0))) if samples > most else 0
 
     def note(self, samples: int, peak: int | None, *, first: bool, kept: int = 0) -> None:
         """Note a real micro-batch.
@@ -219,19 +239,6 @@ def _rises_as_predicted(known: Known, each: int) -> bool:
 def most_of(known: Known) -> int:
     """The largest size that a curve is asked about: far beyond what was predicted it says nothing."""
     return 16 * max(known.curve.points[-1][0], known.tried)
-
-
-def largest(known: Known, top: int) -> int:
-    """The largest micro-batch under a limit, as far as is known; at least 1.
-
-    Args:
-        known: what is known of this shape.
-        top: bytes that may be used.
-
-    Returns:
-        Samples.
-    """
-    return max(1, known.demand().largest(top, most_of(known)))
 
 
 def state_of(known: Known) -> dict[str, Any]:
