@@ -67,7 +67,7 @@ def measure(work: Work, every: int, rounds: int, also: Sequence[str] = ()) -> li
         contestants[f"{name}, {option}"] = window(work, every=every, times=every, also=option)
     timings: dict[str, list[Timing]] = {label: [] for label in contestants}
     order, generator = list(contestants), random.Random(0)
-    for _ in range(WARM_UP):
+    for _ in range(min(WARM_UP, rounds)):
         for label in order:
             contestants[label].timed()
     gc.collect()

@@ -30,7 +30,7 @@ from superbatch.torch import Accumulator, lr_survey
 
 BOUND = 1.03
 UPDATES = {"mlp": 100, "convnet": 40, "transformer": 12}
-ROUNDS = {"mlp": 60, "convnet": 15, "transformer": 9}
+ROUNDS = {"mlp": 60, "convnet": 30, "transformer": 15}
 
 
 @dataclass(frozen=True)
