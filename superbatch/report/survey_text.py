@@ -99,8 +99,6 @@ def suggestion(report: Surveys) -> str:
         return f"No {name} is suggested: nothing has been surveyed."
     if rate is None:
         return f"No {name} is suggested: {runs[0].survey.suggestions.reason}."
-    found = (run.survey.suggestions.minimum for run in runs)
-    tenths = sorted(value for value in found if value is not None)
     chance = sum(by_chance(run.survey.losses, run.survey.smooth, run.survey.beta) for run in runs)
     noisy = (
         " In most surveys the loss fell no further than noise may make it fall: look at the picture."
@@ -113,10 +111,27 @@ def suggestion(report: Surveys) -> str:
         if 2 * fell > len(runs)
         else ""
     )
+    if report.what != "lr":
+        return f"{_too_much(report)}{noisy}{further}"
+    found = (run.survey.suggestions.minimum for run in runs)
+    tenths = sorted(value for value in found if value is not None)
     return (
         f"Begin with a {name} of about {rate:.2g} for batches of {report.batch_size} samples: the middle of "
         f"the longest descent. A tenth of where the loss is lowest: {tenths[len(tenths) // 2]:.2g}."
         f"{noisy}{further}"
+    )
+
+
+def _too_much(report: Surveys) -> str:
+    """Say up to where the loss fell: at a fixed rate it falls by itself, whatever the option does."""
+    surveys = [run.survey for run in report.arms[0].runs]
+    curves = [zip(survey.smooth, survey.values, strict=False) for survey in surveys]
+    lowest = sorted(min(pair for pair in curve if math.isfinite(pair[0]))[1] for curve in curves)
+    name = NAMES[report.what]
+    return (
+        f"The loss is lowest at a {name} of about {lowest[len(lowest) // 2]:.2g} for batches of "
+        f"{report.batch_size} samples: more is too much. Before that it falls because training goes on, so "
+        f"that the descent does not tell which {name} is best."
     )
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.benchmarks.test_benchmarks import run
 
+pytestmark = pytest.mark.benchmarks
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):

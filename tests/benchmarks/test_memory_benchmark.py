@@ -7,6 +7,7 @@ import pytest
 
 from tests.benchmarks.test_benchmarks import BENCHMARKS, run
 
+pytestmark = pytest.mark.benchmarks
 LIMIT = 64 * 2**20  # that of the training "small"
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks.test_benchmarks import run
+
+pytestmark = pytest.mark.benchmarks
 
 
 def test_the_benchmark_of_surveys(tmp_path: Path) -> None:

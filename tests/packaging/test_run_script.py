@@ -92,6 +92,13 @@ def test_more_extras_are_installed_when_a_command_needs_them(machine: Machine) -
     assert not machine.installations(), "the test extra includes what compare needs"
 
 
+def test_the_benchmarks_are_tested_in_a_run_of_their_own(machine: Machine) -> None:
+    assert machine.run("test")[0] == 0
+    assert machine.run("test-benchmarks", "-k", "memory")[0] == 0
+    assert not machine.installations(), "in the same environment"
+    assert "-m benchmarks and not slow -k memory" in machine.calls.read_text()
+
+
 def test_the_other_backends_have_an_environment_and_a_run_of_their_own(machine: Machine) -> None:
     assert machine.run("test")[0] == 0
     code, printed = machine.run("test-backends", "-k", "contract")

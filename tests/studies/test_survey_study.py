@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -296,6 +297,13 @@ def test_momentum_and_weight_decay(what: Any, high: float) -> None:
     assert report.learning_rate == 0.05
     assert max(report.arms[2].pairs) <= report.tolerance
     assert len(report.arms[2].runs[0].survey.values) > 5
+    said = suggestion(report)
+    assert "Begin with" not in said, "at a fixed rate the loss falls by itself"
+    name = what.replace("_", " ")
+    (lowest,) = re.findall(rf"^The loss is lowest at a {name} of about ([\d.e-]+) for batches of 20", said)
+    surveys = [run.survey for run in report.arms[0].runs]
+    found = [survey.values[survey.smooth.index(min(survey.smooth))] for survey in surveys]
+    assert float(lowest) in [pytest.approx(value, rel=0.05) for value in found]
     assert (
         plot.surveys(report)
         .axes[1]
