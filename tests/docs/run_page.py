@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import subprocess
+import shlex
 import sys
 import types
 from pathlib import Path
 
+from superbatch.cli import main as command_line
 from tests.docs import snippets
 
 
@@ -28,24 +29,21 @@ def run_python(block: snippets.Block, page: Path, namespace: dict[str, object]) 
 
 
 def run_console(block: snippets.Block, page: Path) -> str:
-    """Run the commands of the block; only superbatch's own."""
-    printed = ""
+    """Run the commands of the block, only superbatch's own, here: a process of its own loads torch again."""
+    printed, errors = io.StringIO(), io.StringIO()
     for command in snippets.commands(block):
-        assert command.startswith("superbatch "), (
-            f"{page}:{block.line}: only superbatch is run, not {command!r}"
-        )
-        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{page}:{block.line}: $ {command}\n{done.stdout}{done.stderr}"
-        printed += done.stdout
-    return printed
+        name, *arguments = shlex.split(command)
+        assert name == "superbatch", f"{page}:{block.line}: only superbatch is run, not {command!r}"
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+            code = command_line(arguments)
+        assert code == 0, f"{page}:{block.line}: $ {command}\n{printed.getvalue()}{errors.getvalue()}"
+    return printed.getvalue()
 
 
 def main() -> None:
     page = Path(sys.argv[1]).resolve()
     os.chdir(sys.argv[2])
-    # The commands of this interpreter's environment come first.
     sys.path.insert(0, "")  # a page may import the files that it writes
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     module = types.ModuleType("__main__")  # so that classes of the page can be pickled
     sys.modules["__main__"] = module
     printed = ""
