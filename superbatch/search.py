@@ -32,7 +32,7 @@ MOST = 12
 NEAR = 1.1
 
 # Two sizes that say how memory rises: the smaller one at most this part of the other.
-_APART = 0.7
+APART = 0.7
 
 # Contenders are timed in turns of so many micro-batches: changing the size each time would time the change.
 _TURN = 4
@@ -171,7 +171,7 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     if not measured:
         return curve
     points = fit_curve(measured).points
-    (last, bytes_last), before = points[-1], [point for point in points if point[0] <= _APART * points[-1][0]]
+    (last, bytes_last), before = points[-1], [point for point in points if point[0] <= APART * points[-1][0]]
     at_last = max(curve.at(last), 1)
     slope = min(max(1.0, bytes_last / at_last), 1.5)
     if before:
@@ -188,7 +188,7 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
 def _below(curve: MemoryCurve, points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Corners before the first point, where the first two are too close to make a line."""
     first, size = points[0]
-    if len(points) < 2 or first <= _APART * points[1][0]:
+    if len(points) < 2 or first <= APART * points[1][0]:
         return []
     at_first = max(curve.at(first), 1)
     fall = min(1.0, size / at_first)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...report.memory import How, Peak
-from ...search import MemoryCurve, corrected, fit_curve
+from ...search import APART, MemoryCurve, corrected, fit_curve
 
 # Nothing measured: the prediction may be wrong by so much and the micro-batch still fits.
 _UNMEASURED = 0.5
@@ -31,7 +31,6 @@ _STRAIGHT = 0.05
 _FAR = 0.35
 _ROUGH = 0.02
 _BEYOND = 0.1  # so much larger than others, and a size says what such ones keep
-_APART = 0.7  # two sizes that say how memory rises
 
 
 @dataclass
@@ -230,7 +229,7 @@ def reach(known: Known, *, total: int, top: int, at_first: int, each: int = 0, r
 
 def _rises_as_predicted(known: Known, each: int) -> bool:
     low, high = min(known.needed), known.tried
-    if low > _APART * high:
+    if low > APART * high:
         return False
     rise = known.curve.at(high) - known.curve.at(low)
     return abs(known.needed[high] - known.needed[low] - rise) <= _STRAIGHT * rise + each
