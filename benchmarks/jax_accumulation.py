@@ -7,9 +7,10 @@
 A four-layer transformer on 64 texts of 1 to 64 tokens, AdamW, float32: the full batch; `superbatch.jax`;
 `optax.microbatching` (mean over micro-batches); `optax.MultiSteps`; and our `multi_steps`, both fed from the
 host. Memory is `temp_size_in_bytes` of the compiled update (a peak on the CPU is arguments only); time is CPU
-time of all threads, the median of rounds in random order; the gradient's error is that of its largest
-element, relative to the full batch. Then a contrastive loss of 2048 pairs: full, `remat_map`, plain
-micro-batches. Ends with exit code 1 if ours is beyond its bounds.
+time of all threads, the median of rounds in random order; the gradient's error is its furthest element's
+distance from the full batch's gradient in float64, relative to the largest. The full batch has such an error
+too: float32 rounds. Then a contrastive loss of 2048 pairs: full, `remat_map`, its loop written out with JAX
+alone, plain micro-batches. Ends with exit code 1 if ours is beyond its bounds.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from tables import print_table
 from superbatch.jax import multi_steps, remat_map, value_and_grad
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH = 1024, 256, 4, 4, 64
-GRADIENT_BOUND = 2e-5  # float32 sums in another order
+ROUNDING = 1.5  # float32 sums in another order may be this much further off than the full batch's are
 MIB = 2**20
 
 
@@ -119,9 +120,22 @@ def texts(rows: int) -> Any:
     return {name: jnp.asarray(array) for name, array in arrays.items()}
 
 
+def exact_gradient(loss: Callable[..., Any], p: Any, batch: Any) -> Any:
+    """The full batch's gradient in float64, of the same float32 numbers."""
+
+    def wider(leaf: Any) -> Any:
+        return (
+            jnp.asarray(leaf, jnp.float64) if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.asarray(leaf)
+        )
+
+    p, batch = jax.tree.map(np.asarray, (p, batch))
+    with jax.enable_x64(new_val=True):
+        return jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(*jax.tree.map(wider, (p, batch))))
+
+
 def error_of(gradient: Any, exact: Any) -> float:
     pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(exact), strict=True)
-    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
 def one_update(name: str, gradient_of: Callable[..., Any], p: Any, batch: Any, exact: Any) -> Contestant:
@@ -175,7 +189,7 @@ def optax_gradient(size: int, *, inside: bool) -> Callable[..., Any]:
 
 def transformer(rows: int, sizes: list[int]) -> list[Contestant]:
     p, batch = parameters(), texts(rows)
-    exact = jax.jit(jax.grad(loss))(p, batch)
+    exact = exact_gradient(loss, p, batch)
 
     def ours(size: int, **options: Any) -> Callable[..., Any]:
         call = value_and_grad(loss, microbatch_size=size, weight=count, **options)
@@ -218,12 +232,18 @@ def contrastive(pairs: int) -> list[Contestant]:
 
         return nce
 
-    exact = jax.jit(jax.grad(of(encode)))(p, batch)
+    exact = exact_gradient(of(encode), p, batch)
     plain = value_and_grad(of(encode), microbatch_size=64)
     ours = of(lambda p, x: remat_map(encode, p, x, 64))
+    checkpointed = jax.checkpoint(encode, policy=jax.checkpoint_policies.nothing_saveable)
+
+    def pieces(p: Any, x: Any) -> Any:
+        return jax.lax.map(lambda piece: checkpointed(p, piece), x.reshape(-1, 64, 64)).reshape(pairs, 64)
+
     return [
         one_update("contrastive: full batch", jax.grad(of(encode)), p, batch, exact),
         one_update("contrastive: remat_map, 64", jax.grad(ours), p, batch, exact),
+        one_update("contrastive: its loop by hand", jax.grad(of(pieces)), p, batch, exact),
         one_update("contrastive: micro-batches", lambda p, batch: plain(p, batch)[1], p, batch, exact),
     ]
 
@@ -247,12 +267,13 @@ def measure(contestants: list[Contestant], rounds: int) -> list[Row]:
 
 def beyond(rows: list[Row]) -> list[str]:
     """What of ours is beyond its bounds."""
-    found = [
-        f"{row.name}: gradient error {row.error:.1e}"
-        for row in rows
-        if ("superbatch" in row.name or "remat_map" in row.name) and (row.error or 0.0) > GRADIENT_BOUND
-    ]
     by_name = {row.name: row for row in rows}
+    found = []
+    for row in rows:
+        full = by_name["contrastive: full batch" if row.name.startswith("contrastive") else "full batch"]
+        ours = "superbatch" in row.name or "remat_map" in row.name
+        if ours and row.error is not None and row.error > ROUNDING * (full.error or 0.0):
+            found.append(f"{row.name}: gradient error {row.error:.1e}, the full batch's {full.error:.1e}")
     ours, theirs = by_name.get("superbatch, 8"), by_name["optax microbatch(grad), 8"]
     if ours and ours.temp_mib > 1.05 * theirs.temp_mib:
         found.append(f"superbatch, 8: {ours.temp_mib:.1f} MiB, optax {theirs.temp_mib:.1f}")
