@@ -1,7 +1,7 @@
 """The studies at full size, on the digits, against the numbers that were expected of them.
 
-Minutes each; left out by default. All of them: `./run test -m slow tests/studies/test_studies_full.py`, one:
-the same with `-k momentum`.
+Minutes each, held to a time and so alone on the machine; left out by default. All of them:
+`./run test-studies`, one: `./run test-studies -k momentum`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from superbatch.report.study import Study, StudyTest
 from superbatch.studies.study import Options, study
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.studies
 
 LIMIT = 600
 """Seconds on two cores."""
