@@ -1,4 +1,4 @@
-"""Three trainings: one where overhead dominates, one in the middle, one where it should vanish."""
+"""Four trainings: one where overhead dominates, two in the middle, one where it should vanish."""
 
 import torch
 from peers.task import Batch
@@ -32,17 +32,23 @@ def convnet() -> nn.Module:
 class Transformer(nn.Module):
     """A small language model: about 80 ms for a micro-batch of 4 sequences of 64 tokens."""
 
-    VOCABULARY, WIDTH, LENGTH = 1024, 256, 64
+    VOCABULARY, WIDTH, LENGTH, LAYERS = 1024, 256, 64, 4
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(self.VOCABULARY, self.WIDTH)
         layer = nn.TransformerEncoderLayer(self.WIDTH, 4, 4 * self.WIDTH, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, self.LAYERS, enable_nested_tensor=False)
         self.head = nn.Linear(self.WIDTH, self.VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.layers(self.embedding(ids)))
+
+
+class SmallTransformer(Transformer):
+    """About 10 ms for a micro-batch: short enough for a clock to tell what a tool adds."""
+
+    WIDTH, LAYERS = 64, 2
 
 
 def images(count: int, *shape: int) -> Batch:
@@ -75,6 +81,14 @@ def workloads() -> dict[str, Work]:
             batch=images(128, 3, 32, 32),
             microbatch_size=16,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+            rounds=100,
+        ),
+        Work(
+            name="small-transformer",
+            model=SmallTransformer,
+            batch=text(16),
+            microbatch_size=4,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
             rounds=100,
         ),
         Work(
