@@ -280,17 +280,21 @@ def beyond(rows: list[Row]) -> list[str]:
     return found
 
 
+def whole_numbers(text: str) -> list[int]:
+    """The micro-batch sizes of ``--sizes``; argparse tells the user of what is none."""
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sizes", default="32,16,8,4,2")
+    parser.add_argument("--sizes", type=whole_numbers, default="32,16,8,4,2")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=2048)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     random.seed(0)
-    sizes = [int(size) for size in options.sizes.split(",")]
-    rows = measure([*transformer(options.rows, sizes), *contrastive(options.pairs)], options.rounds)
+    rows = measure([*transformer(options.rows, options.sizes), *contrastive(options.pairs)], options.rounds)
     print_table(
         f"jax {jax.__version__}, optax {optax.__version__}, {options.rounds} rounds",
         ["", "XLA temp MiB", "more state MiB", "CPU ms", "gradient error"],

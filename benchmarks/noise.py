@@ -26,7 +26,7 @@ from overhead import Result, _ratio
 from peers.work import Timing, Window, Work, loss_of
 from tables import print_table
 from torch import Tensor
-from workloads import workloads
+from workloads import works_named
 
 from superbatch.noise import NoiseMeter
 from superbatch.torch import Accumulator
@@ -103,7 +103,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    works = [workloads()[name] for name in options.work.split(",")]
+    try:
+        works = works_named(options.work)
+    except ValueError as error:
+        parser.error(str(error))
     every = [int(each) for each in options.every.split(",")]
     also = [each for each in options.also.split(",") if each]
     found = [

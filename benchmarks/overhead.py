@@ -46,7 +46,7 @@ from peers import Peer, by_hand, choose
 from peers.libraries import load, version_of
 from peers.work import Timing, TrainerWindow, Window, Work
 from tables import print_table
-from workloads import workloads
+from workloads import works_named
 
 from superbatch.torch.memory import peak_bytes
 
@@ -274,19 +274,6 @@ def print_against_ours(work: str, found: list[list[Result]]) -> None:
         slower = sum(ratio > 1 for ratio in ratios)
         lines.append([name, f"{middle:.3f} [{low:.3f} {high:.3f}]", f"{slower} of {len(ratios)}"])
     print_table(f"{work}: CPU time against superbatch's", ["contestant", "ratio", "slower in"], lines)
-
-
-def works_named(names: str) -> list[Work]:
-    """The trainings for ``--work``.
-
-    Raises:
-        ValueError: there is none of a name.
-    """
-    known = workloads()
-    for name in names.split(","):
-        if name not in known:
-            raise ValueError(f"no work is called {name!r}; known: {', '.join(known)}")
-    return [known[name] for name in names.split(",")]
 
 
 def main() -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from peers.work import Work, loss_of
 from tables import print_table
-from workloads import workloads
+from workloads import works_named
 
 from superbatch.torch import Accumulator, lr_survey
 
@@ -112,11 +112,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    known = workloads()
     try:
-        works = [known[name] for name in options.work.split(",")]
-    except KeyError as error:
-        parser.error(f"no work is called {error}")
+        works = works_named(options.work)
+    except ValueError as error:
+        parser.error(str(error))
     results = [
         measure(work, options.updates or UPDATES[work.name], options.rounds or ROUNDS[work.name])
         for work in works

@@ -1,5 +1,7 @@
 """Four trainings: one where overhead dominates, two in the middle, one where it should vanish."""
 
+from dataclasses import replace
+
 import torch
 from peers.task import Batch
 from peers.work import Work
@@ -66,6 +68,14 @@ def text(count: int) -> Batch:
 
 def workloads() -> dict[str, Work]:
     """By name."""
+    transformer = Work(
+        name="transformer",
+        model=Transformer,
+        batch=text(16),
+        microbatch_size=4,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
+        rounds=30,
+    )
     works = (
         Work(
             name="mlp",
@@ -83,21 +93,20 @@ def workloads() -> dict[str, Work]:
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
             rounds=100,
         ),
-        Work(
-            name="small-transformer",
-            model=SmallTransformer,
-            batch=text(16),
-            microbatch_size=4,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
-            rounds=100,
-        ),
-        Work(
-            name="transformer",
-            model=Transformer,
-            batch=text(16),
-            microbatch_size=4,
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
-            rounds=30,
-        ),
+        replace(transformer, name="small-transformer", model=SmallTransformer, rounds=100),
+        transformer,
     )
     return {work.name: work for work in works}
+
+
+def works_named(names: str) -> list[Work]:
+    """The trainings for ``--work``.
+
+    Raises:
+        ValueError: there is none of a name.
+    """
+    known = workloads()
+    for name in names.split(","):
+        if name not in known:
+            raise ValueError(f"no work is called {name!r}; known: {', '.join(known)}")
+    return [known[name] for name in names.split(",")]

@@ -91,6 +91,14 @@ def test_an_unknown_peer_is_refused_with_the_known_names(program):
     assert "unknown peers accelerato; known: all, none, tutorial, accelerate" in result.stderr
 
 
+@pytest.mark.parametrize("program", ["noise.py", "overhead.py", "survey.py"])
+def test_an_unknown_work_is_refused_with_the_known_names(program):
+    result = run(program, "--work", "mlp,convent")
+    assert result.returncode == 2
+    known = "mlp, convnet, small-transformer, transformer"
+    assert f"no work is called 'convent'; known: {known}" in result.stderr
+
+
 def test_a_missing_library_costs_its_column_and_says_how_to_get_it(tmp_path):
     # A library that cannot be found, even where the extra is installed.
     program = tmp_path / "bare.py"
