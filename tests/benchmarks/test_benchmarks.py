@@ -144,7 +144,8 @@ def test_a_window_of_ours_holds_no_more_memory_than_the_best_loop_by_hand(tmp_pa
     program = tmp_path / "memory.py"  # the memory of the transformer alone: its times take longer
     program.write_text(
         f"import json, sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n"
-        "from overhead import choose, entries, measure_memory, workloads\n"
+        "from overhead import choose, entries, measure_memory\n"
+        "from workloads import workloads\n"
         "loops = [row for row in entries(choose('none')) if row.name in "
         "('by hand', 'by hand, usual', 'by hand, cuts the batch', 'superbatch', 'superbatch, whole batch')]\n"
         "rows = measure_memory(workloads()['transformer'], loops, rss=False)\n"
