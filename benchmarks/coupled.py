@@ -203,7 +203,7 @@ def inexact(rows: Sequence[Row]) -> list[Row]:
     return [
         row
         for row in rows
-        if row.way in ("cached", "virtual", "virtual-host")
+        if row.way in ("cached", "virtual", "virtual-auto", "virtual-host")
         and row.float64 is not None
         and row.float64 > 1e-12
     ]

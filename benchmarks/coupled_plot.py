@@ -83,7 +83,7 @@ def _draw(axes: Any, work: Work, rows: Sequence[Any], unit: str, lines: dict[str
         points = sorted(
             (row.samples, row.device / 2**20 if unit == "memory" else row.seconds)
             for row in rows
-            if row.work == work.name and row.way == way.name
+            if row.work == work.name and row.way == way.name and way.name in STYLES
         )
         if points:
             colour, marker, dashes, width = STYLES[way.name]

@@ -107,6 +107,13 @@ def _virtual(budget: int | None) -> Run:
     return run
 
 
+def _fitting(work: Work, model: nn.Module, batch: Data, size: int) -> CouplingReport:
+    """As many samples at a time as there is memory for: on a machine like this one, all."""
+    with virtual_batch(model, "auto") as virtual:
+        work.loss(model, work.encode(model, virtual(batch))).backward()
+    return virtual.report()
+
+
 def _never(work: Work) -> bool:
     return False
 
@@ -133,6 +140,7 @@ WAYS = (
         exact=_embeds_singly,
     ),
     Way("cached", "cached_gradients", cached, split=True, applies=_embeds_singly),
+    Way("virtual-auto", 'virtual_batch, "auto": what fits', _fitting, split=False),
     Way("virtual", "virtual_batch, kept on the device", _virtual(None), split=True),
     Way("virtual-host", "virtual_batch, kept on the host", _virtual(0), split=True),
 )

@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 
 import pytest
 
-from tests.benchmarks.test_benchmarks import run
+from tests.benchmarks.test_benchmarks import BENCHMARKS, run
 
 pytestmark = pytest.mark.benchmarks
 
@@ -28,6 +30,8 @@ def test_ours_is_the_gradient_of_the_batch_and_plain_accumulation_is_not(measure
     assert rows[work, "accumulation"]["float64"] > 1e-2, "the premise: samples see each other"
     assert rows[work, "virtual"]["float64"] <= 1e-12
     assert rows[work, "virtual-host"]["float64"] <= 1e-12
+    assert rows[work, "virtual-auto"]["float64"] <= 1e-12
+    assert rows[work, "virtual-auto"]["report"]["microbatches"] == 1, "it fits"
     assert rows[work, "checkpoint"]["float64"] <= 1e-12
     assert rows[work, "full"]["float64"] == 0
 
@@ -52,6 +56,33 @@ def test_memory_is_counted_by_place(measured):
         assert host["host"] == pytest.approx(host["report"]["kept_on_host"], rel=0.02)
         assert host["device"] < rows[work, "accumulation"]["device"]
         assert device["device"] > host["device"]
+
+
+PEAKS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from coupled_memory import measure
+from coupled_ways import WAYS
+from coupled_work import works
+torch.set_num_threads(1)
+work = works()[sys.argv[2]]
+model, batch = work.build(), work.batch(1024)
+for way in (way for way in WAYS if way.name in ("accumulation", "virtual-host")):
+    model.zero_grad()
+    print(way.name, *measure(lambda: way.run(work, model, batch, 1)))
+"""
+
+
+@pytest.mark.parametrize("work", ["convnet", "towers"])
+def test_a_thousand_samples_one_by_one_take_no_more_of_the_device_than_plain_accumulation(work):
+    """Where a micro-batch is smallest, whatever is held for each of them, or for all samples, weighs most."""
+    command = [sys.executable, "-c", PEAKS, str(BENCHMARKS), work]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    plain, ours = (line.split() for line in done.stdout.splitlines())
+    assert int(plain[2]) == 0 < int(ours[2]), "premise: ours is kept on the host"
+    assert int(ours[1]) <= 1.1 * int(plain[1])
 
 
 def test_overhead_is_a_share_and_the_table_shows_all(measured):

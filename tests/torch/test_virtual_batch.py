@@ -23,9 +23,9 @@ def expected(case: Case) -> Result:
     return reference(case)
 
 
-def virtual(microbatch: int, *, paranoid: bool = False) -> Backend:
+def virtual(microbatch: int, **options: Any) -> Backend:
     def run(model: nn.Module, batch: Any, loss_fn: Loss) -> Tensor:
-        with virtual_batch(model, microbatch, rng="batch", paranoid=paranoid) as virtual:
+        with virtual_batch(model, microbatch, rng="batch", **options) as virtual:
             loss = loss_fn(model, virtual(batch))
             loss.backward()
         report = virtual.report()
@@ -35,9 +35,9 @@ def virtual(microbatch: int, *, paranoid: bool = False) -> Backend:
     return run
 
 
-def check(case: Case, microbatch: int, wrap: Wrap, *, paranoid: bool = False) -> None:
+def check(case: Case, microbatch: int, wrap: Wrap, **options: Any) -> None:
     try:
-        found = run_with(case, None, virtual(microbatch, paranoid=paranoid), wrap=wrap)
+        found = run_with(case, None, virtual(microbatch, **options), wrap=wrap)
     except SuperbatchError:
         if not case.may_refuse:
             raise
@@ -51,6 +51,12 @@ each_case = pytest.mark.parametrize("case", ALL, ids=str)
 @each_case
 def test_a_virtual_batch_is_the_real_batch(case: Case) -> None:
     check(case, case.microbatch, "all")
+
+
+@each_case
+def test_it_is_where_nothing_may_stay_on_the_device(case: Case) -> None:
+    """What is whole is then worked out and kept by rows, if nothing reads it otherwise."""
+    check(case, case.microbatch, "all", device_budget=0)
 
 
 @pytest.mark.parametrize("case", [case for case in ALL if case.wrap == "inputs"], ids=str)
@@ -69,6 +75,7 @@ def test_micro_batches_of_one_sample_and_one_of_all(case: Case) -> None:
 def test_micro_batches_of_every_size(case: Case) -> None:
     for microbatch in (1, 2, 3, 5, case.n - 1, case.n):
         check(case, microbatch, case.wrap)
+        check(case, microbatch, case.wrap, device_budget=0)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from superbatch.report.memory import Limit
 from superbatch.torch import virtual_batch
 from superbatch.torch.memory import peak_bytes
 from superbatch.torch.virtual.ahead import Ahead
+from superbatch.torch.virtual.layout import Part
+from superbatch.torch.virtual.reductions import Moments
 
 MIB = 2**20
 
@@ -144,6 +147,64 @@ def test_what_is_whole_is_let_go_when_its_last_reader_has_run() -> None:
             loss(model(batch(x))).backward()
 
     assert peak_bytes(train) <= 1.1 * peak_bytes(lambda: loss(model(x)).backward())
+
+
+class Whole(TorchDispatchMode):
+    """Counts, by operator, the tensors of all rows that operations make, views left out."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.made = rows, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        real = type(result) is Tensor and result.device.type != "meta"
+        if real and self.rows in result.shape and not func.is_view:
+            self.made[str(func.overloadpacket).removeprefix("aten.")] += 1
+        return result
+
+
+def compared(samples: int, **options: Any) -> tuple[list[Tensor], Counter[str], Any]:
+    """Two towers, each row of the one compared with all of the other: as an update in micro-batches of 8."""
+    torch.manual_seed(0)
+    left, right = nn.Linear(5, 3).double(), nn.Linear(7, 3).double()
+    x, y = torch.randn(samples, 5).double(), torch.randn(samples, 7).double()
+    with Whole(samples) as whole, virtual_batch([left, right], 8, **options) as batch:
+        similarities = left(batch(x)) @ F.normalize(right(batch(y)), dim=1).T
+        F.cross_entropy(similarities, torch.arange(samples)).backward()
+    return [p.grad.clone() for p in (*left.parameters(), *right.parameters())], whole.made, batch.report()
+
+
+def test_embeddings_that_are_read_as_they_are_and_transposed_are_put_together_once() -> None:
+    _, made, _ = compared(40)
+    assert made["cat"] == 1
+
+
+def test_with_no_room_on_the_device_what_is_whole_goes_back_by_rows() -> None:
+    """Nothing whole is made of the gradient to all embeddings but the sum itself, which is then put away."""
+    expected, made, on_device = compared(40)
+    ours, by_rows, on_host = compared(40, device_budget=0)
+    for a, b in zip(ours, expected, strict=True):
+        assert (a - b).norm() <= 1e-14 * b.norm()
+    assert made["neg"] == 1, "premise: with room, the whole gradient changes its sign at once"
+    assert "neg" not in by_rows
+    assert on_host.kept_on_host >= on_device.kept_on_device + 40 * 3 * 8, "the sum is kept there"
+    assert on_host.kept_on_device == 0
+
+
+def test_statistics_of_a_thousand_micro_batches_take_the_memory_of_some() -> None:
+    x = torch.randn(1000, 64, dtype=torch.float64) * 1e-4 + 1e3
+    moments: list[Moments] = []
+
+    def add() -> None:
+        moments.append(Moments(lambda mean, squares, count: [mean, squares / count]))
+        for index, row in enumerate(x):
+            moments[0].add(Part(index, index, index + 1), [(row.clone(), torch.zeros_like(row), 1)])
+
+    assert peak_bytes(add) <= 100 * x[0].nbytes
+    mean, variance = moments[0].result()
+    assert (mean - x.mean(0)).norm() <= 1e-15 * x.mean(0).norm()
+    assert (variance - x.var(0, correction=0)).norm() <= 1e-9 * variance.norm()
 
 
 # ---- the last micro-batch of a sweep is the first of the next, and is not worked out again

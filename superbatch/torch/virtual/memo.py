@@ -169,41 +169,6 @@ def template(form: Form) -> Template | None:
     return None if form.key is None else _remembered(_Key(form)).template
 
 
-def rows_of(form: Form) -> Template | None:
-    """Return how to do an operation on whole values by rows, where that saves memory.
-
-    The gradient of a loss with respect to gathered embeddings is whole: a sum over the samples that they
-    were compared with. What the way back makes of it first - through a linear layer, out of a mean over
-    positions - has as many rows, and is much larger. Any tensor may be cut into rows, so this is right for
-    whatever has so many; it is done for what gets larger.
-
-    Args:
-        form: of an operation on whole values, some of which wait to be worked out.
-
-    Returns:
-        None: whole, as it stands.
-    """
-    if torch._C._current_graph_task_id() == -1:  # not on the way back
-        return None
-    cut = [value for value in form.tensors if value.whole is None and _has_rows(value, form.samples)]
-    if not cut:
-        return None
-    stand_ins = [Value(v.meta, v.device, _ROWS) if v in cut else v for v in form.tensors]
-    args, kwargs = substituted(form.args, form.kwargs, form.paths, stand_ins)
-    known = template(Form(form.func, tuple(args), kwargs, form.samples))
-    if known is None or known.gathered or any(layout is None for layout in known.action.outputs):
-        return None
-    made = sum(meta.numel() for meta in known.action.metas if meta is not None)
-    return known if made >= 2 * sum(value.meta.numel() for value in cut) else None
-
-
-_ROWS = Layout(0)
-
-
-def _has_rows(value: Value, samples: int) -> bool:
-    return value.meta.dim() > 0 and value.meta.shape[0] == samples
-
-
 # torch decomposes them into something else: another loss (2.13), a sixth that the kernel rounds to float32.
 _NOT_COMPILED = {torch.ops.aten.multilabel_margin_loss_forward, torch.ops.aten.hardsigmoid_backward}
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .by_rows import cut_to_rows
+from .layout import Layout
 from .values import Node, Value
 
 PATIENCE = {True: 3, False: 1}  # for light operations, and for others
@@ -30,6 +32,7 @@ class Plan(NamedTuple):
         sweeps: by stage, what runs for each micro-batch, in order.
         stage: of each node: where its whole outputs are worked out.
         kept: the values that are kept, with the last stage that reads them.
+        apart: whole results of sweeps that are read by rows alone: where these are, and the last stage.
         meeting: operations whose whole results flow back into samples.
     """
 
@@ -37,26 +40,30 @@ class Plan(NamedTuple):
     sweeps: dict[int, list[Node]]
     stage: dict[Node, int]
     kept: dict[Value, int]
+    apart: dict[Value, tuple[Layout, int]]
     meeting: list[Node]
 
 
-def plan(targets: Iterable[Value], asked_for: Iterable[Value]) -> Plan:
+def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool = False) -> Plan:
     """Plan how to work out whole values.
 
     Args:
         targets: whole values.
         asked_for: values that tensors of the program show, and that may be used later.
+        by_rows: do what is whole by rows where nothing reads it otherwise: saves memory, costs calls.
 
     Returns:
         The plan.
     """
-    targets = set(targets)
+    targets, asked_for = set(targets), set(asked_for)
+    others = [value for value in asked_for if not value.there and value not in targets]
+    # A running mean may be asked for before the samples that its statistics are for.
+    everything = _ancestors([*targets, *others])
+    cut = cut_to_rows(everything, targets | asked_for) if by_rows else {}
     nodes = _ancestors(targets)
     stage = _stages(nodes, {})
-    others = [value for value in asked_for if not value.there and value not in targets]
     later = {id(node) for node in _ancestors(others)}
-    # A running mean may be asked for before the samples that its statistics are for.
-    feeds = _feeding(_ancestors([*targets, *others]))
+    feeds = _feeding(everything)
     sweeps: dict[int, list[Node]] = {}
     wanted: dict[Value, set[int]] = {}
     coupling: dict[Value, set[int]] = {}  # stages in which a value is read by what samples meet in
@@ -78,7 +85,15 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value]) -> Plan:
         found.reverse()
     stage = _stages(nodes, stage)
     meeting = [node for node in nodes if id(node) in feeds]
-    return Plan(_once(nodes, stage), sweeps, stage, kept, meeting)
+    apart = {value: (layout, _last_reading(value, everything, sweeps)) for value, layout in cut.items()}
+    return Plan(_once(nodes, stage), sweeps, stage, kept, apart, meeting)
+
+
+def _last_reading(value: Value, everything: list[Node], sweeps: dict[int, list[Node]]) -> int:
+    """The last stage that reads a value by rows."""
+    readers = [node for node in everything if any(read is value for read, _ in node.operands)]
+    runs = [[number for number, nodes in sweeps.items() if reader in nodes] for reader in readers]
+    return max(max(numbers, default=_LATER) for numbers in runs)
 
 
 def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:

@@ -16,14 +16,15 @@ from ..sizes.limits import memory_limit
 from . import composites, paranoia
 from .aliases import current
 from .auto_size import largest_size
+from .by_rows import by_rows
 from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, shapes, substituted
+from .gathering import gather
 from .layout import Part, parts_of
 from .log import Log
-from .memo import Action, Form, Template, about, action, rows_of, template
-from .plan import plan
+from .memo import Action, Form, Template, about, action, template
+from .plan import Plan, plan
 from .randomness import Randomness, drawn_as_the_batch
 from .readings import Readings
-from .reductions import Joined
 from .rules import find
 from .store import Store
 from .sweep import run, unchanged
@@ -108,17 +109,19 @@ class Recording:
         if not batch and (random or not waits):
             return self._spread(form.call()) or self._now(form.call())
         known = None if random else template(form)
-        if known is not None and not batch:
-            known = rows_of(form) or known
         if known is None:
             return self._looked_at(form.call(), batch, random)
-        results = self._as_before(known, func, form.tensors)
+        results = self._as_before(known, form, batch)
         if self.paranoid:
             paranoia.check(self, form.call(), results)
         return results
 
-    def _as_before(self, known: Template, func: Any, tensors: list[Value]) -> Any:
+    def _as_before(self, known: Template, form: Form, batch: bool) -> Any:
         """Record an operation of a form that is known."""
+        func, tensors = form.func, form.tensors
+        rows = None if batch else by_rows(form)
+        if rows is not None and rows.larger:
+            return self._node(func, list(rows.operands), rows.action)
         if known.gathered:
             kind: Meeting = "unknown" if known.unknown else "gathered"
             operands = [
@@ -126,7 +129,10 @@ class Recording:
             ]
         else:
             operands = [Operand(tensors[index], layout) for index, layout in known.operands]
-        return self._node(func, operands, known.action)
+        results = self._node(func, operands, known.action)
+        if rows is not None and isinstance(results, Value) and results.node is not None:
+            results.node.by_rows = rows
+        return results
 
     def _looked_at(self, call: Call, batch: bool, random: bool) -> Any:
         """Record an operation of a form that is not remembered."""
@@ -211,29 +217,7 @@ class Recording:
             kind: why: the operator needs it, or no rule knows the operator.
             why: the operator.
         """
-        if value.layout is None:
-            return value
-        if value.gathered is not None and (known := value.gathered()) is not None:
-            return known
-        layout, whole = value.layout, Value(value.meta, value.device)
-        if value.whole is not None:
-            whole.whole, whole.version = value.whole, value.version
-        else:
-            if kind == "unknown":
-                self.log.unknown(str(why), value.nbytes)
-            Node(
-                why,
-                [Operand(value, layout)],
-                _itself,
-                [whole],
-                reduce=lambda: Joined(layout),
-                view=True,
-                gathers=kind,
-                known=True,
-                where=self.log.where,
-            )
-        value.gathered = weakref.ref(whole)
-        return whole
+        return value if value.layout is None else gather(self.log, value, kind, why)
 
     def _now(self, call: Call) -> Any:
         """Run an operation at once, on real tensors."""
@@ -351,20 +335,24 @@ class Recording:
         wanted = [value for value in wanted if value.whole is None]
         # Rows that a variable of the program still shows cannot be asked for once the block has ended.
         asked_for = [] if self.ending else self._asked_for()
-        todo = plan(wanted, asked_for)
+        todo = plan(wanted, asked_for, by_rows=self.store.budget is not None)
         if not self.parts:
             free = memory_limit(self.device).bytes
             fixed = self.size if isinstance(self.size, int) else None
             size = fixed or largest_size(todo, self.samples, free, self.store.budget)
             self.parts = parts_of(self.samples, size)
-        for node in todo.meeting:
-            self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
-        todo.meeting.clear()  # they would live, with what they read, until all is worked out
+        self._tell(todo)
         run(todo, self.parts, self.store, self.log, compile=self.compile)
         with torch.no_grad():
             for tensor, value in writes:
                 tensor.copy_(unchanged(self.gathered(value)))
         self.readings.forget_unused()
+
+    def _tell(self, todo: Plan) -> None:
+        """Log where samples meet, and keep none of the operations: they hold what they read."""
+        for node in todo.meeting:
+            self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
+        todo.meeting.clear()
 
     def end(self) -> None:
         """Work out what the program may still ask for when it has left the block."""
@@ -383,10 +371,6 @@ class Recording:
     def pending(self) -> list[Value]:
         """Return the whole values that the program may still ask for."""
         return [value for value in self._asked_for() if value.layout is None and value.whole is None]
-
-
-def _itself(part: Part, tensors: list[Tensor]) -> Tensor:
-    return tensors[0]
 
 
 def _has_gradient(value: Value) -> bool:

@@ -128,7 +128,8 @@ class Moments:
     r"""Mean and sum of squared deviations over all samples, from those of micro-batches.
 
     ``mean = sum n_i mean_i / n`` and ``M2 = sum [M2_i + n_i (mean_i - mean)^2]``: nothing is lost to
-    cancellation, as it would be in ``sum x^2 - n mean^2``.
+    cancellation, as it would be in ``sum x^2 - n mean^2``. Some are combined at a time, so that those of a
+    thousand micro-batches take no more memory than those of a few.
 
     Args:
         finish: makes the outputs of (mean, M2, n).
@@ -152,13 +153,22 @@ class Moments:
     def add(self, part: Part, outputs: list[Any]) -> None:
         """Take (mean, sum of squared deviations, count), which is the first output, whatever the others."""
         self._parts.append(outputs[0])
+        if len(self._parts) == _AT_A_TIME:
+            self._parts = [_combined(self._parts)]
 
     def result(self) -> list[Tensor]:
         """Return what `finish` makes of the moments of all samples."""
-        count = sum(n for _, _, n in self._parts)
-        mean = sum_of(mean * (n / count) for mean, _, n in self._parts)
-        squares = sum_of(squares + n * (mean_i - mean).square() for mean_i, squares, n in self._parts)
-        return list(self._finish(mean, squares, count))
+        return list(self._finish(*_combined(self._parts)))
+
+
+_AT_A_TIME = 32
+
+
+def _combined(parts: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tensor, int]:
+    count = sum(n for _, _, n in parts)
+    mean = sum_of(mean * (n / count) for mean, _, n in parts)
+    squares = sum_of(squares + n * (mean_i - mean).square() for mean_i, squares, n in parts)
+    return mean, squares, count
 
 
 def sum_of(tensors: Any) -> Tensor:

@@ -32,12 +32,16 @@ class Store:
         self.most_on_device = self.most_on_host = 0
         self.ahead = Ahead(device) if device.type in ELSEWHERE else None
 
+    def is_full(self, nbytes: int) -> bool:
+        """Whether so many bytes more would be beyond the budget."""
+        return self.budget is not None and self.on_device + nbytes > self.budget
+
     def keep(self, piece: Tensor) -> tuple[Tensor, bool]:
         """Return the rows, where they are to be kept, and whether that is the host."""
         # A slice would keep alive all that it is a slice of.
         if piece.untyped_storage().nbytes() > 2 * piece.nbytes:
             piece = piece.clone()
-        host = self.budget is not None and self.on_device + piece.nbytes > self.budget
+        host = self.is_full(piece.nbytes)
         if host:
             self.on_host += piece.nbytes
             self.most_on_host = max(self.most_on_host, self.on_host)

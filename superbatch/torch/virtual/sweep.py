@@ -110,12 +110,22 @@ class _Results:
         """Return where the rows of a value are kept."""
         return self._kept.setdefault(value, Kept(self._store))
 
-    def set(self) -> None:
+    def set(self, plan: Plan, parts: Sequence[Part]) -> None:
         """Set what came of it, after the last micro-batch."""
         for node, (reduction, whole) in self._reduced.items():
             _set_whole(node, whole, reduction.result())
+            for value in [output() for output in node.outputs]:
+                if value is not None and value in plan.apart and self._store.is_full(value.nbytes):
+                    self._put_apart(value, plan.apart[value][0], parts)
         for value, kept in self._kept.items():
             value.pieces, value.node = kept, None
+
+    def _put_apart(self, value: Value, layout: Layout, parts: Sequence[Part]) -> None:
+        """Keep a whole result by its rows."""
+        kept, tensor = Kept(self._store), unchanged(value)
+        for part in parts:
+            kept.put(part, cut(tensor, layout, part))
+        value.pieces, value.whole = kept, None
 
 
 def _sweep(
@@ -131,6 +141,7 @@ def _sweep(
 ) -> None:
     results = _Results(store)
     read = [value.pieces for value, until in plan.kept.items() if until == number]
+    read += [value.pieces for value, (_, until) in plan.apart.items() if until == number]
     dropped = [kept for kept in read if isinstance(kept, Kept)]
     programs: list[tuple[Part, _Program]] = []
     if carried is None or len(parts) > 1:
@@ -150,7 +161,7 @@ def _sweep(
         program.run(part, store.ahead, None if following is None else following[1].first_read(following[0]))
         for kept in dropped:
             kept.drop(part)
-    results.set()
+    results.set(plan, parts)
 
 
 class _Program:

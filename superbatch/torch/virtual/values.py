@@ -13,13 +13,16 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...report.coupling import Meeting
 from .layout import Layout, Part, cut
+
+if TYPE_CHECKING:
+    from .by_rows import ByRows
 
 
 class Handle:
@@ -155,11 +158,13 @@ class Node:
         known: its `run` looks at nothing but its tensors and how many samples there are, and is the same
             function in each operation of its form: it may be compiled.
         where: path of the module that it belongs to.
+        by_rows: how it would be done by rows, where it runs once; None if that is not known.
         backward: it belongs to a backward pass.
     """
 
     __slots__ = (
         "backward",
+        "by_rows",
         "gathers",
         "known",
         "layouts",
@@ -203,6 +208,7 @@ class Node:
         self.gathers: Meeting | None = gathers
         self.known = known
         self.where = where
+        self.by_rows: ByRows | None = None
         self.backward = torch._C._current_graph_task_id() != -1
         for index, value in enumerate(outputs):
             value.node, value.index = self, index
