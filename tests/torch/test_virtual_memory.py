@@ -167,12 +167,12 @@ class Whole(TorchDispatchMode):
 def compared(samples: int, **options: Any) -> tuple[list[Tensor], Counter[str], Any]:
     """Two towers, each row of the one compared with all of the other: as an update in micro-batches of 8."""
     torch.manual_seed(0)
-    left, right = nn.Linear(5, 3).double(), nn.Linear(7, 3).double()
+    towers = nn.ModuleList([nn.Linear(5, 3), nn.Linear(7, 3)]).double()
     x, y = torch.randn(samples, 5).double(), torch.randn(samples, 7).double()
-    with Whole(samples) as whole, virtual_batch([left, right], 8, **options) as batch:
-        similarities = left(batch(x)) @ F.normalize(right(batch(y)), dim=1).T
+    with Whole(samples) as whole, virtual_batch(towers, 8, **options) as batch:
+        similarities = towers[0](batch(x)) @ F.normalize(towers[1](batch(y)), dim=1).T
         F.cross_entropy(similarities, torch.arange(samples)).backward()
-    return [p.grad.clone() for p in (*left.parameters(), *right.parameters())], whole.made, batch.report()
+    return gradients(towers), whole.made, batch.report()
 
 
 def test_embeddings_that_are_read_as_they_are_and_transposed_are_put_together_once() -> None:
@@ -190,6 +190,23 @@ def test_with_no_room_on_the_device_what_is_whole_goes_back_by_rows() -> None:
     assert "neg" not in by_rows
     assert on_host.kept_on_host >= on_device.kept_on_device + 40 * 3 * 8, "the sum is kept there"
     assert on_host.kept_on_device == 0
+
+
+def test_what_was_put_away_by_rows_is_there_when_the_program_asks_again() -> None:
+    torch.manual_seed(0)
+    towers = nn.ModuleList([nn.Linear(5, 3), nn.Linear(7, 3)]).double()
+    x, y = torch.randn(40, 5).double(), torch.randn(40, 7).double()
+
+    def numbers(x: Tensor, y: Tensor) -> list[float]:
+        left, right = towers[0](x), towers[1](y)
+        similarities = left @ F.normalize(right, dim=1).T
+        loss = F.cross_entropy(similarities, torch.arange(40))
+        (gradient,) = torch.autograd.grad(loss, right)
+        return [gradient.square().sum().item(), gradient.abs().sum().item(), float(gradient[39, 1])]
+
+    with virtual_batch(towers, 8, device_budget=0) as batch:
+        found = numbers(batch(x), batch(y))
+    assert found == pytest.approx(numbers(x, y), rel=1e-12)
 
 
 def test_statistics_of_a_thousand_micro_batches_take_the_memory_of_some() -> None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual.log import OnGather
 from tests.torch.coupled import data
 from tests.torch.coupled.operator_case import N, OperatorCase, call, ints, operator, real
 from tests.torch.coupled.operators import ALL_OPERATORS
@@ -34,15 +33,13 @@ class Plain(nn.Module):
             self.register_parameter(name, nn.Parameter(value.detach(), value.requires_grad))
 
 
-def on_virtual_tensors(
-    case: OperatorCase, samples: int, microbatch: int, *, paranoid: bool = False, on_gather: OnGather = "ok"
-) -> Found:
+def on_virtual_tensors(case: OperatorCase, samples: int, microbatch: int, **options: Any) -> Found:
     inputs = case.inputs(samples)
     plain = Plain(
         {f"input_{i}": x for i, x in enumerate(inputs) if i not in case.virtual and x.requires_grad}
     )
     inputs = tuple(getattr(plain, f"input_{index}", x) for index, x in enumerate(inputs))
-    with virtual_batch(plain, microbatch, rng="batch", paranoid=paranoid, on_gather=on_gather) as batch:
+    with virtual_batch(plain, microbatch, rng="batch", **options) as batch:
         given = [batch(x) if index in case.virtual else x for index, x in enumerate(inputs)]
         outputs, scalar = call(case, tuple(given))
         if scalar is not None:
@@ -95,11 +92,13 @@ def test_an_operator_by_micro_batches_is_the_operator(case: OperatorCase) -> Non
     whole = on_whole_tensors(case, SAMPLES)
     for microbatch in (3, 1, SAMPLES) if ALL_OPERATORS.index(case) % 3 == 0 else (3,):
         assert_same(case, on_virtual_tensors(case, SAMPLES, microbatch), whole)
+    assert_same(case, on_virtual_tensors(case, SAMPLES, 3, device_budget=0), whole)
 
 
 @pytest.mark.parametrize("case", [case for case in ALL_OPERATORS[::2] if case.min_n <= 1], ids=str)
 def test_a_batch_of_one_sample(case: OperatorCase) -> None:
-    assert_same(case, on_virtual_tensors(case, 1, 4), on_whole_tensors(case, 1))
+    for budget in (None, 0):
+        assert_same(case, on_virtual_tensors(case, 1, 4, device_budget=budget), on_whole_tensors(case, 1))
 
 
 @pytest.mark.parametrize("case", ALL_OPERATORS[::9], ids=str)

@@ -90,7 +90,7 @@ def cut_to_rows(nodes: Iterable[Node], asked_for: set[Value]) -> dict[Value, Lay
         free = not any(value in asked_for for value in outputs)
         if node.by_rows is not None and free and read == list(node.by_rows.action.outputs):
             _cut(node, node.by_rows)
-        elif not node.once and free:
+        elif not node.once and free and not node.gathers:  # what is gathered may be asked for again
             sums = zip(outputs, read, strict=True)
             apart |= {v: rows for v, rows in sums if v is not None and v.layout is None and rows is not None}
         for value, layout in node.operands:

@@ -85,15 +85,19 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
         found.reverse()
     stage = _stages(nodes, stage)
     meeting = [node for node in nodes if id(node) in feeds]
-    apart = {value: (layout, _last_reading(value, everything, sweeps)) for value, layout in cut.items()}
+    readers = [(node, _LATER if id(node) in later else 0) for node in everything]
+    apart = {value: (layout, _last_reading(value, readers, sweeps)) for value, layout in cut.items()}
     return Plan(_once(nodes, stage), sweeps, stage, kept, apart, meeting)
 
 
-def _last_reading(value: Value, everything: list[Node], sweeps: dict[int, list[Node]]) -> int:
-    """The last stage that reads a value by rows."""
-    readers = [node for node in everything if any(read is value for read, _ in node.operands)]
-    runs = [[number for number, nodes in sweeps.items() if reader in nodes] for reader in readers]
-    return max(max(numbers, default=_LATER) for numbers in runs)
+def _last_reading(value: Value, readers: list[tuple[Node, int]], sweeps: dict[int, list[Node]]) -> int:
+    """The last stage that reads a value by rows: `readers` are told a stage until which they may run."""
+    last = 0
+    for node, least in readers:
+        if any(read is value for read, _ in node.operands):
+            runs = [number for number, nodes in sweeps.items() if node in nodes]
+            last = max(last, least, *runs)
+    return last
 
 
 def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:

@@ -247,8 +247,8 @@ def _cat(call: Call) -> Recipe | None:
 def _clone(call: Call) -> Recipe | None:
     if (found := _batch(call)) is None:
         return None
-    kwargs = {name: arg for name, arg in call.kwargs.items() if name != "memory_format"}
-    return Recipe([Operand(*found)], [found[1]], filled(call, call.args, kwargs), light=True)
+    # A contiguous clone is made for the views of it that follow: of another they would be copies.
+    return Recipe([Operand(*found)], [found[1]], filled(call), light=True)
 
 
 def _new(call: Call) -> Recipe | None:
