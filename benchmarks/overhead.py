@@ -1,7 +1,8 @@
 """Time of a window and peak memory, against the best loop by hand.
 
-    python benchmarks/overhead.py [--peers all|none|NAMES] [--work mlp,convnet,small-transformer,transformer]
-                                  [--rounds N] [--processes N] [--apart] [--lean] [--cold] [--rss]
+    python benchmarks/overhead.py [--peers all|none|NAMES] [--rounds N]
+                                  [--work mlp,convnet,narrow-transformer,small-transformer,transformer]
+                                  [--processes N] [--apart] [--lean] [--cold] [--rss]
                                   [--json FILE]
 
 Time: in each round every contestant works through eight windows in a row, in random order, on one thread,
@@ -282,7 +283,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
-    parser.add_argument("--work", default="mlp,convnet,small-transformer,transformer")
+    parser.add_argument("--work", default="mlp,convnet,narrow-transformer,small-transformer,transformer")
     parser.add_argument("--rounds", type=int, help="windows of each, instead of each work's own number")
     parser.add_argument("--processes", type=int, default=1, help="measure in so many new processes")
     parser.add_argument("--seed", type=int, default=0, help="of the order of contestants")

@@ -29,8 +29,8 @@ from workloads import works_named
 from superbatch.torch import Accumulator, lr_survey
 
 BOUND = 1.03
-UPDATES = {"mlp": 100, "convnet": 40, "small-transformer": 40, "transformer": 12}
-ROUNDS = {"mlp": 60, "convnet": 30, "small-transformer": 30, "transformer": 15}
+UPDATES = {"mlp": 100, "convnet": 40, "narrow-transformer": 100, "small-transformer": 40, "transformer": 12}
+ROUNDS = {"mlp": 60, "convnet": 30, "narrow-transformer": 30, "small-transformer": 30, "transformer": 15}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Four trainings: one where overhead dominates, two in the middle, one where it should vanish."""
+"""Five trainings: two where overhead dominates, two in the middle, one where it should vanish."""
 
 from dataclasses import replace
 
@@ -53,6 +53,12 @@ class SmallTransformer(Transformer):
     WIDTH, LAYERS = 64, 2
 
 
+class NarrowTransformer(Transformer):
+    """As many modules and parameters as the small one, and hardly any arithmetic: what tools add is left."""
+
+    WIDTH, LAYERS = 8, 2
+
+
 def images(count: int, *shape: int) -> Batch:
     """Random samples of a shape, in random classes."""
     torch.manual_seed(0)
@@ -93,6 +99,7 @@ def workloads() -> dict[str, Work]:
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
             rounds=100,
         ),
+        replace(transformer, name="narrow-transformer", model=NarrowTransformer, rounds=100),
         replace(transformer, name="small-transformer", model=SmallTransformer, rounds=100),
         transformer,
     )

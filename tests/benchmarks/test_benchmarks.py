@@ -95,7 +95,7 @@ def test_an_unknown_peer_is_refused_with_the_known_names(program):
 def test_an_unknown_work_is_refused_with_the_known_names(program):
     result = run(program, "--work", "mlp,convent")
     assert result.returncode == 2
-    known = "mlp, convnet, small-transformer, transformer"
+    known = "mlp, convnet, narrow-transformer, small-transformer, transformer"
     assert f"no work is called 'convent'; known: {known}" in result.stderr
 
 

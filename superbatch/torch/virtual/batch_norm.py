@@ -147,7 +147,9 @@ def _moments(dtype: torch.dtype) -> Run:
 
 def _like(affine: Tensor | None, statistic: Tensor) -> Tensor | None:
     """Weight or bias in the dtype of statistics, wider than 16 bits: kernels take no others together."""
-    return None if affine is None else affine.to(statistic.dtype)
+    if affine is None or affine.dtype is statistic.dtype:
+        return affine
+    return affine.to(statistic.dtype)
 
 
 def _by_channel(x: Tensor) -> Tensor:
