@@ -149,6 +149,23 @@ def test_what_is_whole_is_let_go_when_its_last_reader_has_run() -> None:
     assert peak_bytes(train) <= 1.1 * peak_bytes(lambda: loss(model(x)).backward())
 
 
+def test_what_is_whole_on_the_way_back_is_let_go_one_by_one() -> None:
+    """The gradient of all embeddings goes through twelve operations before it is read by rows."""
+    samples, width = 256, 128
+    towers, x = nn.ModuleList([nn.Linear(2, width), nn.Linear(2, width)]), torch.randn(samples, 2)
+
+    def train() -> None:
+        with virtual_batch(towers, 8) as batch:
+            right = towers[1](batch(x))
+            for _ in range(6):
+                right = -(right * 0.9)
+            F.cross_entropy(towers[0](batch(x)) @ right.T, torch.arange(samples)).backward()
+
+    train()
+    towers.zero_grad()
+    assert peak_bytes(train) <= 4 * samples * width * 4
+
+
 class Whole(TorchDispatchMode):
     """Counts, by operator, the tensors of all rows that operations make, views left out."""
 

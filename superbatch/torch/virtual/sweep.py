@@ -81,7 +81,8 @@ def _run_once(node: Node) -> None:
     tensors = [unchanged(value) for value, _ in node.operands]
     results = node.run(Part(0, 0, 0), tensors)
     _set_whole(node, range(len(node.outputs)), results if len(node.outputs) > 1 else (results,))
-    node.operands = ()  # it never runs again, and the plan holds it: an N x N matrix would live to its end
+    # It never runs again, and the plan holds it: an N x N matrix would live to its end.
+    node.operands, node.by_rows = (), None
 
 
 def _set_whole(node: Node, indices: Sequence[int], results: Sequence[Any]) -> None:
