@@ -443,13 +443,15 @@ def test_a_model_keeps_no_virtual_buffer() -> None:
     assert_close([ours(X).detach()], [plain(X).detach()])
 
 
-def test_nothing_leaks() -> None:
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("updates", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_nothing_leaks(updates: int, budget: int | None) -> None:
     model = make(dropout=0.1)
     optimizer = sgd(model)
 
     def update() -> None:
         optimizer.zero_grad()
-        with virtual_batch(model, 4) as batch:
+        with virtual_batch(model, 4, device_budget=budget) as batch:
             loss_of(model, batch(X)).backward()
         optimizer.step()
 
@@ -462,7 +464,7 @@ def test_nothing_leaks() -> None:
     before = tensors()
     gc.disable()
     try:
-        for _ in range(40):
+        for _ in range(updates):
             update()
         assert tensors() <= before, "tensors are let go without the collector"
     finally:
