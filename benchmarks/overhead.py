@@ -5,6 +5,8 @@
                                   [--processes N] [--apart] [--lean] [--cold] [--rss]
                                   [--json FILE]
 
+--work narrow-transformer:16 is that training in 16 micro-batches instead of its own number.
+
 Time: in each round every contestant works through eight windows in a row, in random order, on one thread,
 without garbage collection; the last five are timed. A window that comes right after those of others finds
 neither data nor code in the caches - the less so, the fewer contestants share its code -, which no training

@@ -107,13 +107,22 @@ def workloads() -> dict[str, Work]:
 
 
 def works_named(names: str) -> list[Work]:
-    """The trainings for ``--work``.
+    """The trainings for ``--work``; ``mlp:16`` is the first one in 16 micro-batches.
 
     Raises:
         ValueError: there is none of a name.
     """
     known = workloads()
-    for name in names.split(","):
+    works = []
+    for each in names.split(","):
+        name, _, count = each.partition(":")
         if name not in known:
             raise ValueError(f"no work is called {name!r}; known: {', '.join(known)}")
-    return [known[name] for name in names.split(",")]
+        work = known[name]
+        works.append(replace(work, name=each, batch=_repeated(work, int(count))) if count else work)
+    return works
+
+
+def _repeated(work: Work, microbatches: int) -> Batch:
+    """A batch of so many times the first micro-batch: other data take the same time."""
+    return {name: torch.cat([leaf] * microbatches) for name, leaf in work.part(0).items()}

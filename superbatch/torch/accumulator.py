@@ -20,6 +20,7 @@ from ..split import TokenBudget
 from ..window import Window
 from . import batchnorm as norms
 from . import checks, misuse, options, saving
+from .before_step import BeforeStep
 from .boundary import Step
 from .coupled_exact import Coupled, owned_loop, whole_batch
 from .first_check import check_first_window
@@ -186,8 +187,8 @@ class Accumulator:
             random=RandomKeeper([] if moved_to is None else [moved_to]),
             loss_fn=loss_fn if self._whole is None else None,
             transfer=Transfer(moved_to if self._whole is None else None),
-            until_next=[],
             reserve=Reserve(models, optimizers, self._owned),
+            before_step=BeforeStep(optimizers, self._owned),
             noise=noise_of(
                 noise,
                 models,

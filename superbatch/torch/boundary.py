@@ -8,7 +8,6 @@ something else, and a scheduler counts updates.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import OptimizerError, WindowError, explain
-from .gradients import LOW_PRECISION, Gradients, Owned, all_finite, clear, values
+from .gradients import Gradients, Owned, clear
 from .in_momentum import InMomentum
+from .norm import elements_of
 from .sync import Ranks
 
 
@@ -73,59 +73,15 @@ def ready(
     ]
 
 
-def norm_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the 2-norm over all gradients, in float32 at least; None where there is no gradient.
-
-    Examples:
-        >>> float(norm_of([torch.tensor([3.0]), None, torch.tensor([[4.0]])]))
-        5.0
-    """
-    norms = _norms(gradients)
-    if not norms:
-        return None
-    first = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]))
-
-
-def _norms(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """The 2-norm of each gradient that there is."""
-    dense = [values(gradient) for gradient in gradients if gradient is not None]
-    if any(gradient.dtype in LOW_PRECISION for gradient in dense):
-        # A norm in bfloat16 has two to three digits: not enough to clip by.
-        return [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in dense]
-    # As torch.nn.utils.get_total_norm does, in half its time for small models.
-    return list(torch._foreach_norm(dense)) if dense else []  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
-
-
-def finite_norm(gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
-    """Return the 2-norm on the host, and whether every element is finite (mostly one transfer)."""
-    norms = _norms(gradients)
-    if all(
-        norm.is_cpu for norm in norms
-    ):  # a few numbers: less than the calls of three operations on tensors
-        value = math.hypot(*map(float, norms))
-    else:
-        value = float(torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])))
-    if value - value == 0.0:
-        return value, True
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not all_finite(present):
-        return value, False
-    # Every element is finite: the sum of squares overflowed, so take it in double precision.
-    double = [torch.linalg.vector_norm(values(gradient), dtype=_double(gradient)) for gradient in present]
-    return float(torch.stack(double).norm()), True
-
-
 def clip(step: Step, gradients: list[Tensor | None], norm: float) -> None:
     """Clip the normalised gradient in place, by norm and then by value, as torch's own functions do."""
-    present = [values(gradient) for gradient in gradients if gradient is not None]
     # Unlike torch's function this leaves out the pass over all gradients when it would multiply by one.
     if step.max_grad_norm is not None and norm + 1e-6 > step.max_grad_norm:
         factor = step.max_grad_norm / (norm + 1e-6)
-        torch._foreach_mul_(present, factor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+        torch._foreach_mul_(elements_of(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
     if step.max_grad_value is not None:
-        for gradient in present:
-            gradient.clamp_(-step.max_grad_value, step.max_grad_value)
+        for elements in elements_of(gradients):
+            elements.clamp_(-step.max_grad_value, step.max_grad_value)
 
 
 def update(step: Step, place: Gradients, owned: list[Owned], gradients: list[Tensor | None]) -> None:
@@ -166,7 +122,8 @@ def zero_grad(owned: list[Owned], until_next: list[Tensor]) -> None:
     again: 3 % of a window of a small transformer. On an accelerator torch's allocator keeps it.
     """
     if owned[0].target.device.type == "cpu":
-        until_next[:] = [entry.target.grad for entry in owned if entry.target.grad is not None]
+        gradients = [entry.target.grad for entry in owned]
+        until_next[:] = [gradient for gradient in gradients if gradient is not None]
     clear(owned)
 
 
@@ -251,7 +208,3 @@ def learning_rates(step: Step) -> tuple[float, ...]:
         for group in optimizer.param_groups
         if "lr" in group
     )
-
-
-def _double(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64

@@ -24,11 +24,12 @@ from .losses import Losses, over_ranks
 from .noise.hooks import SeenGradients
 from .noise.windows import mark_of
 from .nonfinite import Culprit
+from .norm import finite_norm
 from .out_of_memory import out_of_memory
 from .pieces import Pieces
 from .plan import Plan
 from .sample_rng import sample_stream
-from .sizes.reserve import Before, raise_if_out_of_memory
+from .sizes.reserve import raise_if_out_of_memory
 from .sizes.sizing import Sizing
 from .weighing import Weights
 
@@ -181,7 +182,8 @@ class WindowInFlight:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        before = Before(self._plan.step.optimizers, self._plan.owned)
+        before = self._plan.before_step
+        before.note()
         try:
             if kind is None and self._complete():
                 self._end_iteration()
@@ -283,9 +285,9 @@ class WindowInFlight:
         )
         if isinstance(place, InMomentum):
             gradients, norm = place.sums(), None
-            finite = boundary.finite_norm(gradients)[1]
+            finite = finite_norm(gradients)[1]
         else:
-            norm, finite = boundary.finite_norm(gradients)
+            norm, finite = finite_norm(gradients)
         if not finite and not step.scaling:
             self._refuse(loss, weight, rates, culprit.by_gradient(self, losses, gradients))
             return

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import Marks, Owned, attach, clear, run_backward, unshare
+from .gradients import Marks, Owned, are_apart, attach, clear, run_backward, unshare
 
 
 class InGrad:
@@ -22,14 +22,12 @@ class InGrad:
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
         self._marks = Marks(owned)
-        self._unshared = False
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._factors.clear()
-        self._unshared = False
-        self._marks.set()
+        self._marks.forget()
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
@@ -40,15 +38,14 @@ class InGrad:
         if gradient is None:
             gradient = self._factors[key] = loss.new_full(loss.shape, factor)
         run_backward(loss, gradient, self.inputs, retain_graph=retain_graph)
-        if not self._unshared:
-            unshare(entry.parameter for entry in self._owned)
-            self._unshared = True
-        self._marks.set()
+        self.took()
 
     def took(self) -> None:
-        """Take gradients that something else has put into ``.grad`` since `open` as the window's own."""
-        unshare(entry.parameter for entry in self._owned)
-        self._marks.set()
+        """Take the gradients that are in ``.grad`` now as the window's own."""
+        if self._marks.set() and not are_apart(self._marks.gradients):
+            unshare(entry.parameter for entry in self._owned)
+            self._marks.forget()
+            self._marks.set()
 
     def undo(self) -> bool:
         """Put the sums back as before the last backward, which broke; whether that was possible."""
@@ -56,9 +53,10 @@ class InGrad:
 
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
-        self._marks.require()
+        self._marks.require(last=True)
+        gradients = self._marks.gradients
         self._marks.forget()
-        return [entry.parameter.grad for entry in self._owned]
+        return gradients
 
     def zeros(self, index: int) -> Tensor:
         """Return a gradient of zeros."""
@@ -92,4 +90,5 @@ class InGrad:
             entry.parameter.grad = (
                 None if gradient is None else gradient.to(entry.parameter.device, copy=True)
             )
+        self._marks.forget()
         self._marks.set()

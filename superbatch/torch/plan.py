@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import normalize
 from .batchnorm import Frozen, Pooled
+from .before_step import BeforeStep
 from .boundary import Step
 from .gradients import Owned
 from .noise.windows import NoiseOfWindows
@@ -31,6 +32,7 @@ class Plan:
         loss_fn: of a micro-batch; None where it cannot be called with one.
         transfer: moves micro-batches to the device.
         reserve: makes sure of the memory that an update needs.
+        before_step: what the optimizers' step changes, as it was.
         until_next: gradients of the last window, whose memory the next one uses (see `boundary.zero_grad`).
         noise: measures how noisy the gradient is; None: it is not measured.
         whole: the loss is computed on the whole batch at once (see `coupled_exact`).
@@ -50,7 +52,8 @@ class Plan:
     random: RandomKeeper
     loss_fn: Callable[[Any], Any] | None
     transfer: Transfer
-    until_next: list[Tensor]
     reserve: Reserve
+    before_step: BeforeStep
+    until_next: list[Tensor] = field(default_factory=list)
     noise: NoiseOfWindows | None = None
     whole: bool = False

@@ -25,7 +25,7 @@ from ..noise import estimate
 from ..report.stopping import StoppedUpdate
 from ..tree import count_samples
 from . import batchnorm as norms
-from .boundary import norm_of
+from .norm import norm_of
 from .sync import find_ranks
 
 

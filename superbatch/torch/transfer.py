@@ -26,10 +26,11 @@ def to_device(microbatch: Any, device: torch.device | None) -> Any:
     """
     if device is None:
         return microbatch
-    if type(microbatch) is tuple and all(
-        type(leaf) is Tensor and leaf.device == device for leaf in microbatch
-    ):
-        return microbatch
+    kind = type(microbatch)
+    if kind is tuple or kind is dict:  # mostly of tensors that are there already
+        leaves = microbatch.values() if kind is dict else microbatch
+        if all(type(leaf) is Tensor and leaf.device == device for leaf in leaves):
+            return microbatch
     return map_arrays(
         lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, microbatch
     )

@@ -38,6 +38,31 @@ def test_a_gradient_changed_by_others_is_named_and_nothing_is_updated(change, na
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("names", [["0.weight"], ["0.weight", "0.bias", "2.weight", "2.bias"]])
+def test_a_gradient_taken_away_for_one_backward_is_named(names):
+    """Put back afterwards, it is the same tensor with the same values; that micro-batch is missing in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1))
+    accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatch_size=2)
+    taken = {}
+
+    def train() -> None:
+        with accumulate.window(torch.randn(8, 3)) as window:
+            for index, microbatch in enumerate(window):
+                for name in names:
+                    parameter = model.get_parameter(name)
+                    if index == 1:
+                        taken[name] = parameter.grad
+                        parameter.grad = None
+                    elif index == 2:
+                        parameter.grad = taken[name]
+                window.backward(model(microbatch).square().mean())
+
+    with pytest.raises(WindowError, match=r"the gradient of '0\.weight', changed inside a window"):
+        train()
+    assert accumulate.updates == 0
+
+
 def test_a_gradient_put_where_there_was_none_is_named():
     model = nn.Sequential(nn.Linear(3, 1), nn.Linear(3, 1))
     accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatch_size=2)

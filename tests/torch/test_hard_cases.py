@@ -69,6 +69,47 @@ def test_one_gradient_for_two_parameters_is_not_summed_twice() -> None:
         assert_same_parameters(reference, model, 1e-12, start=start)
 
 
+def test_one_gradient_for_two_parameters_that_comes_in_a_later_microbatch_is_not_summed_twice() -> None:
+    """The first micro-batch goes another way, so that both still have no gradient after it."""
+
+    def made() -> nn.ParameterList:
+        torch.manual_seed(0)
+        return nn.ParameterList([torch.randn(12, dtype=torch.float64) for _ in range(3)])
+
+    def loss_of(model: Any, batch: Any) -> Tensor:
+        x, y, shared = batch
+        weight = model[0].view(3, 4) + model[1].view(3, 4)
+        rows_of_all = torch.where(
+            shared[:, None], x @ weight.T if shared.any() else y * 0, x @ model[2].view(3, 4).T
+        )
+        return (rows_of_all - y).square().mean()
+
+    reference, model = made(), made()
+    start = start_of(reference)
+    batch = (*rows(12)[0], torch.arange(12) >= 3)
+    large_batch(sgd(reference.parameters()), lambda batch: loss_of(reference, batch), [batch])
+    accumulate = Accumulator(model, sgd(model.parameters()), lambda b: loss_of(model, b), microbatch_size=3)
+    accumulate(batch)
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_model_of_bfloat16_and_float64_has_a_norm() -> None:
+    model = nn.Sequential(nn.Linear(4, 3).double(), nn.Linear(3, 1).bfloat16())
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return model[1](model[0](x).bfloat16()).float().square().mean()
+
+    optimizer = sgd(model.parameters())
+    accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=2)
+    norms: list[Tensor] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: norms.extend(p.grad.double().norm() for p in model.parameters() if p.grad is not None)
+    )
+    update = accumulate(torch.randn(6, 4, dtype=torch.float64))
+    assert len(norms) == 4
+    assert update.grad_norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-6)
+
+
 def test_an_overflow_in_one_of_two_optimizers_moves_neither() -> None:
     models = [mlp().float(), mlp().float()]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from superbatch import normalize
 from superbatch.torch import Accumulator, boundary, count_tokens, gradients, in_grad, windows
+from superbatch.torch.norm import finite_norm
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,
@@ -160,7 +161,7 @@ def clip_before_normalising(patch: Patch) -> None:
 
     def clipped_first(step: Any, place: Any, ranks: Any, owned: Any, divisor: float) -> list[Tensor | None]:
         summed = ready(step, place, ranks, owned, 1.0)
-        boundary.clip(step, summed, boundary.finite_norm(summed)[0])
+        boundary.clip(step, summed, finite_norm(summed)[0])
         return [None if gradient is None else gradient / divisor for gradient in summed]
 
     patch.setattr(boundary, "ready", clipped_first)
@@ -197,6 +198,8 @@ def zero_grad_forgotten(patch: Patch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("superbatch.torch.") and getattr(module, "clear", None) is right:
             patch.setattr(module, "clear", lambda owned: None)
+    # It would be found at the first backward.
+    patch.setattr(gradients.Marks, "require", lambda self, **options: None)
 
 
 def scheduler_per_microbatch(patch: Patch) -> None:
@@ -227,7 +230,7 @@ def last_microbatch_only(patch: Patch) -> None:
 
     def only(self: in_grad.InGrad, loss: Tensor, factor: float, **options: Any) -> None:
         gradients.clear(self._owned)
-        self._marks.set()
+        self._marks.forget()
         backward(self, loss, factor, **options)
 
     patch.setattr(in_grad.InGrad, "backward", only)

@@ -26,8 +26,8 @@ from ...noise import (
     estimate,
     power_name,
 )
-from ..boundary import norm_of
 from ..gradients import Owned
+from ..norm import norm_of
 from .adam import Preconditioner, have_second_moments
 from .hooks import SeenGradients, on_host
 from .samples import SeenSamples, norm_layers

@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import InputError, explain
 from ...report.memory import Peak
 from ...tree import count_samples
-from ..boundary import norm_of
 from ..checks import has_others, own_parameters
 from ..gradients import LOW_PRECISION, Gradients, Owned, clear
 from ..in_buffers import InBuffers
 from ..in_grad import InGrad
 from ..in_momentum import InMomentum
+from ..norm import norm_of
 from ..transfer import to_device
 from .fake import GuessValues, PredictionError, copy_of, faked
 from .ledger import Ledger

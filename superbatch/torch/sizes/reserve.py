@@ -6,9 +6,7 @@ be retried. So what its step will allocate - found out on fake tensors - is allo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +52,9 @@ class Reserve:
             OutOfMemoryError: there is not.
         """
         states = self._states()
-        large = sum(entry.target.nbytes for entry in self._owned) >= LEAST_BYTES
-        if not large or (states == len(self._owned) and not self.tight):
+        if states == len(self._owned) and not self.tight:
+            return
+        if sum(entry.target.nbytes for entry in self._owned) < LEAST_BYTES:
             return
         if self._known is None or self._known[0] != states:
             self._known = (states, self.bytes_of_update())
@@ -104,86 +103,6 @@ class Reserve:
         while needed > 0:
             pieces.append(torch.empty(min(needed, piece), dtype=torch.uint8, device=self._device))
             needed -= piece
-
-
-class Before:
-    """What an update changes, noted before it: new states can be taken away again, moved ones be told.
-
-    Nothing is kept alive by it: an optimizer may put new tensors in the place of its old ones.
-
-    Args:
-        optimizers: that make the update.
-        owned: their parameters.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[Owned]) -> None:
-        self._optimizers = optimizers
-        self._states = [{key: _noted(state) for key, state in o.state.items()} for o in optimizers]
-        self._groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._versions = [(entry.target, entry.target._version) for entry in owned]
-        self._owned = owned
-
-    def put_back(self) -> bool:
-        """Take new states, numbers and options of groups back if no tensor has moved; return whether."""
-        states = [(o.state, known) for o, known in zip(self._optimizers, self._states, strict=True)]
-        if any(target._version != version for target, version in self._versions):
-            return False
-        if any(_moved(now.get(key), noted) for now, known in states for key, noted in known.items()):
-            return False
-        new = [(now, key) for now, known in states for key in now if key not in known]
-        if new and self._is_hidden():
-            return False
-        for now, key in new:
-            del now[key]
-        for now, known in states:
-            for key, noted in known.items():
-                _put_back(now[key], noted)
-        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-            for group, known in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(known)
-        return True
-
-    def _is_hidden(self) -> bool:
-        """Whether part of an update may not show.
-
-        A fused step does not move versions: the first of several does not show if the second one fails.
-        """
-        steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in self._owned}
-        return len(steps) > 1 and any(entry.group.get("fused") for entry in self._owned)
-
-
-def _noted(state: Any) -> dict[str, Any] | None:
-    """What a parameter's state holds: references to tensors with their versions, and other values."""
-    if not isinstance(state, dict):
-        return None
-    return {
-        name: (weakref.ref(value), value._version) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-
-
-def _moved(state: Any, noted: dict[str, Any] | None) -> bool:
-    """Whether a tensor of a state was written, or another one put in its place."""
-    if noted is None:
-        return False
-    tensors = {name: value for name, value in noted.items() if _is_tensor(value)}
-    return not isinstance(state, dict) or any(
-        state.get(name) is None or state[name] is not reference() or state[name]._version != version
-        for name, (reference, version) in tensors.items()
-    )
-
-
-def _put_back(state: Any, noted: dict[str, Any] | None) -> None:
-    if noted is None:
-        return
-    for name in [name for name in state if name not in noted]:
-        del state[name]
-    state.update({name: value for name, value in noted.items() if not _is_tensor(value)})
-
-
-def _is_tensor(noted: Any) -> bool:
-    return isinstance(noted, tuple) and len(noted) == 2 and isinstance(noted[0], weakref.ref)
 
 
 def raise_if_out_of_memory(error: BaseException, *, as_before: bool) -> None:
