@@ -28,6 +28,7 @@ class Work:
         embeds: the loss is one over embeddings, so that gradients can be cached.
         normalises: there is BatchNorm in the model.
         least: samples of a micro-batch that a plain forward takes: BatchNorm1d refuses a single one.
+        seed: of model and batch.
     """
 
     name: str
@@ -39,15 +40,16 @@ class Work:
     embeds: bool
     normalises: bool
     least: int = 1
+    seed: int = 0
 
     def build(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The same model each time."""
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         return self.model().to(dtype).train()
 
     def batch(self, samples: int, dtype: torch.dtype = torch.float32) -> Data:
         """The same batch each time."""
-        torch.manual_seed(1)
+        torch.manual_seed(self.seed + 1)
         made = self.data(samples)
         return {name: x.to(dtype) if x.is_floating_point() else x for name, x in made.items()}
 

@@ -116,3 +116,34 @@ def test_compiling_is_measured():
     assert int(row[5]) > 0, "the premise: something is compiled"
     assert int(row[6]) == 0, "and in no later update"
     assert float(row[8].split()[3]) <= 1e-12
+
+
+def test_rounding_is_compared_draw_by_draw(tmp_path):
+    path = tmp_path / "errors.json"
+    options = (
+        "--work",
+        "convnet,views",
+        "--samples",
+        "16",
+        "--sizes",
+        "1,5",
+        "--draws",
+        "3",
+        "--json",
+        str(path),
+    )
+    result = run("coupled_rounding.py", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = json.loads(path.read_text())
+    assert [(row["work"], row["size"]) for row in rows] == [
+        (work, size) for work in ("convnet", "views") for size in (None, 1, 5)
+    ]
+    for row in rows:
+        assert len(set(row["float32"])) == 3, "each draw is another batch"
+        assert all(0 < each < 1e-2 for each in row["float32"])
+    assert result.stdout.count("virtual_batch, m = 5") == 2
+
+
+def test_rounding_refuses_what_it_does_not_know():
+    result = run("coupled_rounding.py", "--work", "elephants")
+    assert result.returncode == 2 and "no work is called elephants" in result.stderr
