@@ -8,13 +8,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import chain, compress
-from operator import attrgetter, not_
+from operator import attrgetter, is_, not_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .gradients import Owned
+
+PLAIN = (int, float, complex, str, bytes, type(None))  # what cannot change in place
 
 _version = attrgetter("_version")
 
@@ -41,110 +43,137 @@ class BeforeStep:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[Owned]) -> None:
         self._optimizers, self._owned = optimizers, owned
         self._states = [_States() for _ in optimizers]
+        self._groups: list[list[dict[str, Any]]] = []
+        self._is_noted = False
 
     def note(self) -> None:
         """Note how everything is now."""
+        self._is_noted = False
         for states, optimizer in zip(self._states, self._optimizers, strict=True):
             states.note(optimizer.state)
         self._groups = [[dict(group) for group in o.param_groups] for o in self._optimizers]
         self._targets = [entry.target for entry in self._owned]
         self._versions = list(map(_version, self._targets))
+        self._is_noted = True
+
+    def forget(self) -> None:
+        """Let go of what was noted, but for where the tensors of the states stand."""
+        self._groups, self._is_noted = [], False
+        for states in self._states:
+            states.forget()
 
     def put_back(self) -> bool:
-        """Take new states, numbers and options of groups back if no tensor has moved; return whether."""
+        """Take new states, numbers and options of groups back if nothing else has moved; return whether."""
+        if not self._is_noted:  # so nothing has begun
+            return True
+        if not self._can_be_told():
+            return False
         states = [(o.state, known.by_key()) for o, known in zip(self._optimizers, self._states, strict=True)]
-        if list(map(_version, self._targets)) != self._versions:
+        if any(_moved(state.get(key), noted) for state, known in states for key, noted in known.items()):
             return False
-        if any(_moved(now.get(key), noted) for now, known in states for key, noted in known.items()):
-            return False
-        new = [(now, key) for now, known in states for key in now if key not in known]
-        if new and self._is_hidden():
-            return False
-        for now, key in new:
-            del now[key]
-        for now, known in states:
+        for state, known in states:
+            for key in [key for key in state if key not in known]:
+                del state[key]
             for key, noted in known.items():
-                _put_back(now[key], noted)
+                _put_back(state[key], noted)
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             for group, known in zip(optimizer.param_groups, groups, strict=True):
                 group.clear()
                 group.update(known)
         return True
 
+    def _can_be_told(self) -> bool:
+        """Whether what has not moved visibly has not moved; False too where a parameter or a group has."""
+        if self._is_hidden() or any(known.is_opaque for known in self._states):
+            return False
+        groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
+        if groups != list(map(len, self._groups)):
+            return False
+        return list(map(_version, self._targets)) == self._versions
+
     def _is_hidden(self) -> bool:
         """Whether part of an update may not show.
 
-        A fused step does not move versions: the first of several does not show if the second one fails.
+        A fused step does not move versions: it does not show if a second one fails, or a hook after it.
         """
         steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in self._owned}
-        return len(steps) > 1 and any(entry.group.get("fused") for entry in self._owned)
+        hooks = any(optimizer._optimizer_step_post_hooks for optimizer in self._optimizers)
+        return (len(steps) > 1 or hooks) and any(entry.group.get("fused") for entry in self._owned)
 
 
 class _States:
-    """What the states of an optimizer hold: references to tensors with their versions, and other values."""
+    """What the states of an optimizer hold: references to tensors with their versions, and other values.
+
+    Attributes:
+        is_opaque: there is something whose change would not be seen: an object, a list, a dict in a state.
+    """
 
     def __init__(self) -> None:
+        self.is_opaque = False
         self._keys: list[Any] = []
-        self._are_states: list[bool] = []
         self._names: list[tuple[Any, ...]] = []
         self._are_tensors: list[bool] = []
         self._references: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
         self._others: list[Any] = []
+        self._only_tensors = False
 
     def note(self, state: Mapping[Any, Any]) -> None:
         """Note how a state is now."""
         states = list(state.values())
-        versions = self._versions_of_known(states)
+        versions = self._versions_of_known(states) if self._only_tensors else None
         self._versions = self._look(state, states) if versions is None else versions
 
-    def _versions_of_known(self, states: list[Any]) -> list[int] | None:
-        """The versions of the tensors, if they seem to be those of the last step (a third of a look's time).
+    def forget(self) -> None:
+        """Let go of other values than tensors, which nothing else keeps alive here."""
+        self._others = []
 
-        Whether each really is the same is looked at when the step has broken; one that is not has then moved.
-        """
-        if self._others or len(states) != len(self._keys):
-            return None
+    def _versions_of_known(self, states: list[Any]) -> list[int] | None:
+        """The versions of the tensors, if they are those of the last step: half the time of a look."""
         try:
             tensors = list(chain.from_iterable(map(dict.values, states)))
             versions = list(map(_version, tensors))
-        except (TypeError, AttributeError):  # a state that is no dict, or holds other values as well
+        except (TypeError, AttributeError, RuntimeError):  # no dict, no tensor, or one without a version
             return None
-        known = self._references
-        if len(tensors) != len(known) or (
-            tensors and (tensors[0] is not known[0]() or tensors[-1] is not known[-1]())
-        ):
+        if len(states) != len(self._keys) or len(tensors) != len(self._references):
             return None
-        return versions
+        known = [reference() for reference in self._references]
+        return versions if all(map(is_, tensors, known)) else None
 
     def _look(self, state: Mapping[Any, Any], states: list[Any]) -> list[int]:
         """Note where each value stands; return the versions of the tensors among them."""
         self._keys = list(state)
-        self._are_states = [isinstance(each, dict) for each in states]
-        states = list(compress(states, self._are_states))
+        self._only_tensors = False
+        if not all(isinstance(each, dict) for each in states):
+            self.is_opaque = True
+            return []
         self._names = list(map(tuple, states))
         values = list(chain.from_iterable(map(dict.values, states)))
         self._are_tensors = [isinstance(value, Tensor) for value in values]
         tensors = list(compress(values, self._are_tensors))
         self._references = list(map(weakref.ref, tensors))
         self._others = list(compress(values, map(not_, self._are_tensors)))
-        return list(map(_version, tensors))
+        self.is_opaque = not all(isinstance(other, PLAIN) for other in self._others)
+        try:
+            versions = list(map(_version, tensors))
+        except RuntimeError:  # made in inference mode
+            self.is_opaque = True
+            return []
+        self._only_tensors = not self._others
+        return versions
 
-    def by_key(self) -> dict[Any, dict[str, Any] | None]:
-        """Return by key what each state held; None of one that is no dict."""
+    def by_key(self) -> dict[Any, dict[str, Any]]:
+        """Return by key what each state held."""
         tensors, others = zip(self._references, self._versions, strict=True), iter(self._others)
         values = (next(tensors) if is_tensor else next(others) for is_tensor in self._are_tensors)
-        names = iter(self._names)
         return {
-            key: {name: next(values) for name in next(names)} if is_state else None
-            for key, is_state in zip(self._keys, self._are_states, strict=True)
+            key: {name: next(values) for name in names}
+            for key, names in zip(self._keys, self._names, strict=True)
         }
 
 
-def _moved(state: Any, noted: dict[str, Any] | None) -> bool:
+def _moved(state: Any, noted: dict[str, Any]) -> bool:
     """Whether a tensor of a state was written, or another one put in its place."""
-    if noted is None:
-        return False
     tensors = {name: value for name, value in noted.items() if _is_tensor(value)}
     return not isinstance(state, dict) or any(
         state.get(name) is None or state[name] is not reference() or state[name]._version != version
@@ -152,9 +181,7 @@ def _moved(state: Any, noted: dict[str, Any] | None) -> bool:
     )
 
 
-def _put_back(state: Any, noted: dict[str, Any] | None) -> None:
-    if noted is None:
-        return
+def _put_back(state: Any, noted: dict[str, Any]) -> None:
     for name in [name for name in state if name not in noted]:
         del state[name]
     state.update({name: value for name, value in noted.items() if not _is_tensor(value)})

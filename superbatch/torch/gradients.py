@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter, is_, ne
 from typing import Any, Protocol
 
 import torch
@@ -115,99 +114,6 @@ def clear(owned: list[Owned]) -> None:
             entry.target.grad = None
 
 
-# Both run for every parameter around every micro-batch: `map` with them takes half the time of a loop.
-_grad, _version, _is_sparse = attrgetter("grad"), attrgetter("_version"), attrgetter("is_sparse")
-_hooks = attrgetter("_post_accumulate_grad_hooks")
-
-
-class Marks:
-    """The gradients of parameters as the window's own backward left them.
-
-    Where they are *settled* - each is there, and autograd adds to it in place from now on - only their values
-    are looked at around each micro-batch, and at the end of the window whether each is still the same tensor.
-    """
-
-    def __init__(self, owned: list[Owned]) -> None:
-        self._parameters = [entry.parameter for entry in owned]
-        self._names = [entry.name for entry in owned]
-        self.forget()
-
-    def set(self) -> bool:
-        """Note the gradients as they are now, after a backward; return whether one is there that was not.
-
-        Raises:
-            WindowError: the backward went into another tensor than the one noted, put in its place before it.
-        """
-        before = self._versions
-        if self._settled:
-            self._versions = _versions(self._gradients)
-            if not all(map(ne, self._versions, before)):  # not reached, or replaced
-                self._require_same()
-            return False
-        # Held here, a gradient's identity cannot be taken over by another tensor.
-        self._gradients = list(map(_grad, self._parameters))
-        self._settled = self._stay()
-        self._versions = _versions(self._gradients)
-        return before.count(None) > self._versions.count(None)
-
-    def put_back(self) -> bool:
-        """Make the gradients those noted again, unless their values have moved; return whether."""
-        if _versions(self._gradients) != self._versions:
-            return False
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        return True
-
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """The gradients that are noted, one for each parameter."""
-        return self._gradients
-
-    def require(self, *, last: bool = False) -> None:
-        """Check that nobody else has changed a gradient since `set`.
-
-        Args:
-            last: the sums are complete, so that none can be put in the place of another later.
-
-        Raises:
-            WindowError: another backward went through the parameters, or something set gradients to zero.
-        """
-        if last or not self._settled:
-            self._require_same()
-        versions = _versions(self._gradients)
-        if versions != self._versions:
-            moved = map(ne, versions, self._versions)
-            raise foreign_gradient(next(name for name, now in zip(self._names, moved, strict=True) if now))
-
-    def _require_same(self) -> None:
-        same = list(map(is_, map(_grad, self._parameters), self._gradients))
-        if not all(same):
-            raise foreign_gradient(self._names[same.index(False)])
-
-    def forget(self) -> None:
-        """Let the gradients go: there is none before the next `set`."""
-        self._gradients: list[Tensor | None] = [None] * len(self._parameters)
-        self._versions: list[int | None] = [None] * len(self._parameters)
-        self._settled = False
-
-    def _stay(self) -> bool:
-        """Whether backward adds in place to the gradients that are there, and so leaves the same tensors.
-
-        It makes a new one where a sparse and a dense gradient meet, and for subclasses; a hook may as well.
-        """
-        if set(map(type, self._gradients)) != {Tensor}:  # None among them
-            return False
-        return not any(map(_is_sparse, self._gradients)) and not any(map(_hooks, self._parameters))
-
-
-def _versions(gradients: list[Tensor | None]) -> list[int | None]:
-    """How often each gradient was written in place; None for one that is not there."""
-    try:
-        return list(map(_version, gradients))
-    except AttributeError:  # some are None
-        return [None if gradient is None else gradient._version for gradient in gradients]
-
-
 def foreign_gradient(name: str) -> WindowError:
     """Return the error for a gradient that is not the window's own."""
     return WindowError(
@@ -223,13 +129,13 @@ def foreign_gradient(name: str) -> WindowError:
     )
 
 
-def unshare(parameters: Iterable[Tensor]) -> None:
-    """Give each parameter a gradient of its own.
+def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> None:
+    """Give each parameter a gradient of its own, apart from `taken` as well.
 
     Autograd hands one tensor to two parameters whose sum it went through; the next micro-batch would be added
-    to it twice.
+    to it twice. To a parameter that is a term of the loss it hands the loss's own gradient.
     """
-    seen: set[int] = set()
+    seen: set[int] = set() if taken is None else {taken.untyped_storage().data_ptr()}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
@@ -364,7 +270,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
         >>> all_finite([torch.zeros(2), torch.tensor([1.0, float("inf")])])
         False
     """
-    dense = [values(tensor) for tensor in tensors]
+    dense = [values(tensor) for tensor in tensors if tensor.numel()]
     if not dense:
         return True
     # The largest magnitude is not finite iff some element is not; unlike the 2-norm it cannot overflow.

@@ -183,8 +183,8 @@ class WindowInFlight:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         before = self._plan.before_step
-        before.note()
         try:
+            before.note()
             if kind is None and self._complete():
                 self._end_iteration()
                 self._finish()
@@ -204,6 +204,7 @@ class WindowInFlight:
                 raise_if_out_of_memory(raised, as_before=as_before)
             raise
         finally:
+            before.forget()
             self._pieces.clear()
             self._plan.transfer.forget()
             self._is_open = False

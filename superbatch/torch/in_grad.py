@@ -7,13 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradients import Marks, Owned, are_apart, attach, clear, run_backward, unshare
+from .gradients import Owned, are_apart, attach, clear, run_backward, unshare
+from .marks import Marks, Settling
 
 
 class InGrad:
     """Sum in ``.grad`` by autograd itself: no memory and no pass beyond plain PyTorch's."""
 
-    def __init__(self, owned: list[Owned], *, only_owned: bool, whole: bool = False) -> None:
+    def __init__(
+        self,
+        owned: list[Owned],
+        *,
+        only_owned: bool,
+        whole: bool = False,
+        settling: Settling | None = None,
+    ) -> None:
         self._owned = owned
         self._whole = whole
         # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
@@ -21,7 +29,7 @@ class InGrad:
         # but reentrant checkpoints refuse it: so only where there are other parameters.
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
-        self._marks = Marks(owned)
+        self._marks = Marks(owned, settling or Settling())
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
@@ -38,12 +46,12 @@ class InGrad:
         if gradient is None:
             gradient = self._factors[key] = loss.new_full(loss.shape, factor)
         run_backward(loss, gradient, self.inputs, retain_graph=retain_graph)
-        self.took()
+        self.took(gradient)
 
-    def took(self) -> None:
-        """Take the gradients that are in ``.grad`` now as the window's own."""
-        if self._marks.set() and not are_apart(self._marks.gradients):
-            unshare(entry.parameter for entry in self._owned)
+    def took(self, of_loss: Tensor | None = None) -> None:
+        """Take the gradients that are in ``.grad`` now as the window's own, apart from that of the loss."""
+        if self._marks.set() and not are_apart([*self._marks.gradients, of_loss]):
+            unshare((entry.parameter for entry in self._owned), of_loss)
             self._marks.forget()
             self._marks.set()
 

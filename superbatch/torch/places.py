@@ -12,6 +12,7 @@ from .gradients import LOW_PRECISION, Gradients
 from .in_buffers import InBuffers
 from .in_grad import InGrad
 from .in_momentum import InMomentum
+from .marks import Settling
 from .plan import Plan
 
 # Up to here the rounding of a bfloat16 sum stays below that of its terms (K <= 2**8 / 16).
@@ -32,6 +33,7 @@ class Places:
         self._dtype: torch.dtype | Literal["auto"] | None = dtype
         self._momentum = momentum
         self._said = False
+        self._settling = Settling()
 
     def choose(self, microbatches: int, *, only_owned: bool) -> Gradients:
         """Return the place for a window of so many micro-batches."""
@@ -44,7 +46,7 @@ class Places:
         dtype = self._sum_dtype(microbatches)
         isolated = plan.nonfinite == "skip_microbatch"
         if dtype is None and not isolated:
-            return InGrad(plan.owned, only_owned=only_owned)
+            return InGrad(plan.owned, only_owned=only_owned, settling=self._settling)
         return InBuffers(plan.owned, dtype, isolated=isolated, only_owned=only_owned)
 
     def _sum_dtype(self, microbatches: int) -> torch.dtype | None:

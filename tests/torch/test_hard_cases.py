@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from superbatch import OptimizerError, StatementError, WindowError
+from superbatch import NonFiniteError, OptimizerError, StatementError, WindowError
 from superbatch.torch import Accumulator, fp32_masters
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 
@@ -91,6 +91,81 @@ def test_one_gradient_for_two_parameters_that_comes_in_a_later_microbatch_is_not
     accumulate = Accumulator(model, sgd(model.parameters()), lambda b: loss_of(model, b), microbatch_size=3)
     accumulate(batch)
     assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+@pytest.mark.parametrize("shape", [(1,), ()])
+@pytest.mark.parametrize("term", ["squeeze", "view", "sum"])
+def test_a_parameter_that_is_a_term_of_the_loss(shape: tuple[int, ...], term: str) -> None:
+    """Its gradient is the one that the backward starts from, the same tensor perhaps."""
+    terms = {"squeeze": Tensor.squeeze, "view": lambda p: p.view(()), "sum": Tensor.sum}
+
+    def made() -> nn.ParameterDict:
+        ones = torch.ones(3, dtype=torch.float64)
+        return nn.ParameterDict({"w": ones, "s": nn.Parameter(torch.zeros(shape, dtype=torch.float64))})
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        return (x * model["w"]).sum(1).mean() + terms[term](model["s"])
+
+    reference, model, batch = made(), made(), torch.randn(13, 3, dtype=torch.float64)
+    start = start_of(reference)
+    large_batch(sgd(reference.parameters()), lambda x: loss_of(reference, x), [batch])
+    Accumulator(model, sgd(model.parameters()), lambda x: loss_of(model, x), microbatch_size=2)(batch)
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+@pytest.mark.parametrize("when", ["before", "in the second window"])
+@pytest.mark.parametrize("how", ["on the parameter", "on the node that adds"])
+def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient(how: str, when: str) -> None:
+    reference, model, batches = mlp(), mlp(), rows(13, 3)
+    start, nodes = start_of(reference), []
+
+    def hook(parameter: Any) -> None:
+        def renew(*_: Any) -> None:
+            parameter.grad = parameter.grad.clone()
+
+        if how == "on the parameter":
+            parameter.register_post_accumulate_grad_hook(renew)
+        else:
+            nodes.append(parameter.view_as(parameter).grad_fn.next_functions[0][0])
+            nodes[-1].register_hook(renew)
+
+    calls = 0
+
+    def loss_fn(microbatch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == (1 if when == "before" else 12):
+            for parameter in model.parameters():
+                hook(parameter)
+        return mse(model, microbatch)
+
+    large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), batches)
+    accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=2, check=False)
+
+    def train() -> None:
+        for batch in batches:
+            accumulate(batch)
+
+    if when != "before" and how == "on the node that adds":
+        # Of such a hook nothing can be seen: it comes after windows that have shown that there is none.
+        with pytest.raises(WindowError, match="changed inside a window"):
+            train()
+        return
+    train()
+    assert calls > 12
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_parameter_without_elements_does_not_hide_a_nan() -> None:
+    model = nn.ParameterDict({"none": torch.zeros(0), "w": torch.ones(2)})
+
+    def loss_fn(x: Tensor) -> Tensor:
+        return (x * model["w"].sqrt()).mean() + model["none"].sum()
+
+    model["w"].data.zero_()  # the square root has an infinite derivative there
+    accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=2, check=False)
+    with pytest.raises(NonFiniteError, match="w"):
+        accumulate(torch.ones(4, 2))
 
 
 def test_a_model_of_bfloat16_and_float64_has_a_norm() -> None:

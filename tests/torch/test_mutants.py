@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from superbatch import normalize
 from superbatch.torch import Accumulator, boundary, count_tokens, gradients, in_grad, windows
+from superbatch.torch.marks import Marks
 from superbatch.torch.norm import finite_norm
 from tests.torch.helpers import (
     assert_same_parameters,
@@ -199,7 +200,7 @@ def zero_grad_forgotten(patch: Patch) -> None:
         if name.startswith("superbatch.torch.") and getattr(module, "clear", None) is right:
             patch.setattr(module, "clear", lambda owned: None)
     # It would be found at the first backward.
-    patch.setattr(gradients.Marks, "require", lambda self, **options: None)
+    patch.setattr(Marks, "require", lambda self, **options: None)
 
 
 def scheduler_per_microbatch(patch: Patch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -144,10 +146,117 @@ def test_a_loaded_state_is_noted_anew(made: Any) -> None:
     assert model is not None
 
 
+def test_a_state_replaced_between_windows_is_noted_anew() -> None:
+    model, optimizer, accumulate, batch = trained(OnlyTensors, 3)
+    replaced(middle_state(optimizer))
+    before = start_of(model)
+    optimizer.first = UNMOVED["nothing"]
+    with pytest.raises(OutOfMemoryError, match=AS_BEFORE):
+        accumulate(batch)
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+
+
+OPAQUE: dict[str, Callable[[Any], Any]] = {
+    "a dict in a state": lambda state: {**state, "more": {"m": torch.ones(2)}},
+    "a list in a state": lambda state: {**state, "more": [torch.ones(2)]},
+    "an object": lambda state: Opaque(),
+    "nothing": lambda state: None,
+}
+
+
+class Opaque:
+    pass
+
+
+@pytest.mark.parametrize("opaque", OPAQUE.values(), ids=OPAQUE)
+def test_where_a_change_would_not_be_seen_it_is_not_said_that_there_is_none(opaque: Any) -> None:
+    _, optimizer, accumulate, batch = trained(Breaking, 2)
+    key = optimizer.param_groups[0]["params"][1]
+    optimizer.state[key] = opaque(optimizer.state[key])
+    optimizer.first = UNMOVED["nothing"]
+    with pytest.raises(OutOfMemoryError, match=BEGUN):
+        accumulate(batch)
+    assert accumulate.updates == 2
+
+
+def test_a_state_without_a_version_counter() -> None:
+    _, optimizer, accumulate, batch = trained(Breaking, 1)
+    with torch.inference_mode():
+        last_state(optimizer)["more"] = torch.ones(2)
+    assert accumulate(batch).made and accumulate(batch).made
+    optimizer.first = UNMOVED["nothing"]
+    with pytest.raises(OutOfMemoryError, match=BEGUN):
+        accumulate(batch)
+
+
+def test_a_fused_step_before_another_optimizer_that_breaks() -> None:
+    first, second = mlp(), mlp()
+    fused = torch.optim.SGD(first.parameters(), lr=0.1, fused=True)
+    breaking = Breaking(second.parameters())
+    accumulate = Accumulator(
+        [first, second],
+        [fused, breaking],
+        lambda mb: mse(first, mb) + mse(second, mb),
+        check=False,
+        microbatch_size=4,
+    )
+    batch = rows(8)[0]
+    accumulate(batch)
+    before = start_of(first)
+    breaking.first = UNMOVED["nothing"]
+    with pytest.raises(OutOfMemoryError, match=BEGUN):
+        accumulate(batch)
+    assert not all(torch.equal(before[name], value) for name, value in first.named_parameters()), (
+        "the premise"
+    )
+
+
+def test_a_hook_after_a_fused_step_that_breaks() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    accumulate = Accumulator(model, optimizer, lambda mb: mse(model, mb), check=False, microbatch_size=4)
+    before = start_of(model)
+
+    def breaks(*_: Any) -> None:
+        raise RuntimeError(TEXT)
+
+    optimizer.register_step_post_hook(breaks)
+    with pytest.raises(OutOfMemoryError, match=BEGUN):
+        accumulate(rows(8)[0])
+    assert not all(torch.equal(before[name], value) for name, value in model.named_parameters()), (
+        "the premise"
+    )
+
+
+def test_a_step_that_adds_a_group_and_breaks_says_why() -> None:
+    _, optimizer, accumulate, batch = trained(Breaking, 1)
+
+    def grow(o: Breaking) -> None:
+        o.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1})
+
+    optimizer.first = grow
+    with pytest.raises(OutOfMemoryError, match=BEGUN):
+        accumulate(batch)
+
+
+@pytest.mark.parametrize("made", MAKERS.values(), ids=MAKERS)
+def test_between_windows_no_state_is_kept_alive(made: Any) -> None:
+    _, optimizer, accumulate, batch = trained(made, 2)
+    other = last_state(optimizer)["more"] = Counted()
+    assert accumulate(batch).made
+    held = [weakref.ref(other), *(weakref.ref(s["momentum"]) for s in optimizer.state.values())]
+    del other
+    optimizer.state.clear()
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
+
+
+class Counted:
+    """Something in a state that is no tensor."""
+
+
 def test_nothing_old_is_kept_alive_while_an_optimizer_makes_new_state() -> None:
     """Peak memory of such a step is that of a loop by hand."""
-    import weakref
-
     alive: list[int] = []
 
     class Counting(OnlyTensors):
