@@ -13,8 +13,9 @@ from torch._utils import _flatten_dense_tensors
 
 from .gradients import LOW_PRECISION, all_finite, values
 
-# Elements up to which copying a tensor on the CPU takes less than a call for it alone: biases, scales.
-SMALL = 1024
+# Elements up to which a tensor on the CPU is copied rather than called for alone: biases, scales. Up to 1024 and
+# more that takes less time; but what is copied lies beside the gradients, which a tiny model's peak would show.
+SMALL = 256
 
 _is_cpu, _is_sparse, _dtype = attrgetter("is_cpu"), attrgetter("is_sparse"), attrgetter("dtype")
 
