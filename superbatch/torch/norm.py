@@ -13,8 +13,8 @@ from torch._utils import _flatten_dense_tensors
 
 from .gradients import LOW_PRECISION, all_finite, values
 
-# Elements up to which a tensor on the CPU is copied, not called for alone: biases, scales. That takes less time up
-# to 1024 and more, but a copy lies beside the gradients, where the peak of a tiny model would show it.
+# Elements up to which a tensor on the CPU is copied, not called for alone: biases, scales. It takes less time
+# up to 1024 and more, but a copy lies beside the gradients, where the peak of a tiny model would show it.
 SMALL = 256
 
 _is_cpu, _is_sparse, _dtype = attrgetter("is_cpu"), attrgetter("is_sparse"), attrgetter("dtype")
