@@ -169,7 +169,7 @@ def test_a_parameter_without_elements_does_not_hide_a_nan() -> None:
 
 
 def test_a_model_of_bfloat16_and_float64_has_a_norm() -> None:
-    model = nn.Sequential(nn.Linear(4, 3).double(), nn.Linear(3, 1).bfloat16())
+    model = nn.Sequential(nn.Linear(4, 300).double(), nn.Linear(300, 1).bfloat16())
 
     def loss_fn(x: Tensor) -> Tensor:
         return model[1](model[0](x).bfloat16()).float().square().mean()
@@ -183,6 +183,81 @@ def test_a_model_of_bfloat16_and_float64_has_a_norm() -> None:
     update = accumulate(torch.randn(6, 4, dtype=torch.float64))
     assert len(norms) == 4
     assert update.grad_norm == pytest.approx(float(torch.stack(norms).norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("widths", [(4, 3, 2), (4, 300, 200), (40, 3, 200)])
+def test_the_norm_is_that_of_large_and_small_tensors(widths: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Linear(widths[1], widths[2])).double()
+    x = torch.randn(6, widths[0], dtype=torch.float64)
+    model(x).square().mean().backward()
+    real = float(nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None))
+    optimizer = sgd(model.parameters())
+    accumulate = Accumulator(model, optimizer, lambda mb: model(mb).square().mean(), microbatch_size=2)
+    assert accumulate(x).grad_norm == pytest.approx(real, rel=1e-12)
+
+
+class Overlapping(torch.autograd.Function):
+    """The first and the last three of four numbers, added; both gradients are views of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, last: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return F.pad(first, (0, 1)) + F.pad(last, (1, 0))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient[:3], gradient[1:]
+
+
+def test_gradients_that_overlap_are_summed_apart() -> None:
+    def made() -> nn.ParameterList:
+        return nn.ParameterList([torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)])
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        return (x @ Overlapping.apply(model[0], model[1])).mean()
+
+    reference, model, batch = made(), made(), torch.randn(12, 4, dtype=torch.float64)
+    start = start_of(reference)
+    large_batch(sgd(reference.parameters()), lambda x: loss_of(reference, x), [batch])
+    Accumulator(model, sgd(model.parameters()), lambda x: loss_of(model, x), microbatch_size=2)(batch)
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_sparse_gradient_that_meets_a_dense_one_in_a_later_window() -> None:
+    def made() -> nn.Embedding:
+        torch.manual_seed(0)
+        return nn.Embedding(5, 3, sparse=True).double()
+
+    def loss_of(model: nn.Embedding, batch: Any) -> Tensor:
+        tokens, dense = batch
+        loss = model(tokens).square().sum(1)
+        return (loss + (model.weight.square().sum() * dense if dense.any() else 0)).mean()
+
+    reference, model = made(), made()
+    start = start_of(reference)
+    tokens = torch.tensor([0, 1, 2, 3, 4, 1, 2, 0])
+    batches = [(tokens, torch.zeros(8)), (tokens, torch.zeros(8)), (tokens, (torch.arange(8) >= 4).double())]
+    large_batch(
+        torch.optim.SGD(reference.parameters(), lr=0.1), lambda batch: loss_of(reference, batch), batches
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate = Accumulator(model, optimizer, lambda b: loss_of(model, b), microbatch_size=2, check=False)
+    for batch in batches:
+        accumulate(batch)
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_hook_put_on_between_windows_of_two_microbatches() -> None:
+    reference, model, batches = mlp(), mlp(), rows(4, 3)
+    start = start_of(reference)
+    large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), batches)
+    accumulate = Accumulator(model, sgd(model.parameters()), lambda b: mse(model, b), microbatch_size=2)
+    for number, batch in enumerate(batches):
+        if number == 2:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.clone()))
+        accumulate(batch)
+    assert_same_parameters(reference, model, 1e-12, start=start)
 
 
 def test_an_overflow_in_one_of_two_optimizers_moves_neither() -> None:

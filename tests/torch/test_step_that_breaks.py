@@ -72,6 +72,7 @@ UNMOVED: dict[str, Callable[[Breaking], None]] = {
     "an option of a group": lambda o: o.param_groups[0].update(lr=7.0),
 }
 MOVED: dict[str, Callable[[Breaking], None]] = {
+    "a parameter written": lambda o: o.param_groups[0]["params"][0].detach().mul_(2),
     "a state written": lambda o: middle_state(o)["momentum"].mul_(2),
     "the last state written": lambda o: last_state(o)["momentum"].mul_(2),
     "a state replaced": lambda o: replaced(middle_state(o)),
@@ -267,3 +268,26 @@ def test_nothing_old_is_kept_alive_while_an_optimizer_makes_new_state() -> None:
 
     trained(lambda parameters: Counting(parameters, in_place=False), 3)
     assert alive == [0, 0, 0]
+
+
+def test_where_there_is_no_memory_to_note_anything_nothing_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, accumulate, batch = trained(Breaking, 2)
+    before, state = start_of(model), values_of(optimizer)
+    random = torch.get_rng_state()
+
+    def loss_fn(mb: Any) -> Tensor:
+        torch.rand(())
+        return mse(model, mb)
+
+    accumulate = Accumulator(model, optimizer, loss_fn, check=False, microbatch_size=4)
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("superbatch.torch.before_step.BeforeStep.note", fails)
+    with pytest.raises(OutOfMemoryError, match=AS_BEFORE):
+        accumulate(batch)
+    monkeypatch.undo()
+    assert torch.equal(torch.get_rng_state(), random) and values_of(optimizer) == state
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+    assert accumulate(batch).made

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from superbatch.torch.transfer import Transfer
+from superbatch.torch.transfer import Transfer, to_device
 
 META = torch.device("meta")
 
@@ -68,3 +68,10 @@ def test_without_a_device_micro_batches_stay_where_they_are() -> None:
     batches = [torch.zeros(1), torch.zeros(2)]
     assert Transfer(None).take(batches, 1) is batches[1]
     assert Transfer(torch.device("cpu")).take([(batches[0],)], 0)[0] is batches[0]
+
+
+def test_a_dict_is_moved_where_its_tensors_are_elsewhere():
+    batch = {"x": torch.zeros(2), "y": torch.zeros(2, device="meta")}
+    assert {leaf.device.type for leaf in to_device(batch, torch.device("meta")).values()} == {"meta"}
+    there = {"x": torch.zeros(2)}
+    assert to_device(there, torch.device("cpu")) is there
