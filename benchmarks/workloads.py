@@ -110,16 +110,18 @@ def works_named(names: str) -> list[Work]:
     """The trainings for ``--work``; ``mlp:16`` is the first one in 16 micro-batches.
 
     Raises:
-        ValueError: there is none of a name.
+        ValueError: there is none of a name, or no number of micro-batches after the colon.
     """
     known = workloads()
     works = []
     for each in names.split(","):
-        name, _, count = each.partition(":")
+        name, colon, count = each.partition(":")
         if name not in known:
             raise ValueError(f"no work is called {name!r}; known: {', '.join(known)}")
+        if colon and not (count.isdecimal() and int(count)):
+            raise ValueError(f"{each!r}: after the colon comes a number of micro-batches, as in {name}:16")
         work = known[name]
-        works.append(replace(work, name=each, batch=_repeated(work, int(count))) if count else work)
+        works.append(replace(work, name=each, batch=_repeated(work, int(count))) if colon else work)
     return works
 
 

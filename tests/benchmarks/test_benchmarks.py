@@ -99,6 +99,13 @@ def test_an_unknown_work_is_refused_with_the_known_names(program):
     assert f"no work is called 'convent'; known: {known}" in result.stderr
 
 
+@pytest.mark.parametrize("count", ["0", "x", ""])
+def test_a_work_in_no_number_of_microbatches_is_refused(count):
+    result = run("overhead.py", "--work", f"mlp:{count}")
+    assert result.returncode == 2
+    assert f"'mlp:{count}': after the colon comes a number of micro-batches, as in mlp:16" in result.stderr
+
+
 def test_a_missing_library_costs_its_column_and_says_how_to_get_it(tmp_path):
     # A library that cannot be found, even where the extra is installed.
     program = tmp_path / "bare.py"
