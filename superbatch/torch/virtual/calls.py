@@ -94,6 +94,11 @@ _VIEWS = {
 }
 
 
+# Autograd's formulas for these ask whether the matrix, as the program sees it, lies row by row in memory: the
+# factors they are given are then those of its transpose.
+_BY_ORDER = {torch.ops.aten._linalg_det, torch.ops.aten._linalg_slogdet, torch.ops.aten._linalg_solve_ex}
+
+
 def filled(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Run:
     """Return a function that makes the call on real tensors, those of the micro-batch.
 
@@ -102,7 +107,22 @@ def filled(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, An
         args: instead of the call's own; tensors are at the same places.
         kwargs: likewise.
     """
-    # Strides of a micro-batch may be others than those of the batch, and no result depends on them.
+    # Strides of a micro-batch may be others than those of the batch, and hardly a result depends on them.
+    run = _filled(call, args, kwargs)
+    if call.func.overloadpacket not in _BY_ORDER:
+        return run
+    by_rows = call.tensors[0].meta.is_contiguous()
+    return lambda part, tensors: run(part, [_in_order(tensors[0], by_rows), *tensors[1:]])
+
+
+def _in_order(matrices: Tensor, by_rows: bool) -> Tensor:
+    """The matrices row by row in memory, or in another order."""
+    if matrices.is_contiguous() == by_rows:
+        return matrices
+    return matrices.contiguous() if by_rows else matrices.mT.contiguous().mT
+
+
+def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Run:
     func = _RESHAPE if call.func in _VIEWS else call.func
     func = getattr(func, "_op", func)  # without the frame of Python around it
     args = call.args if args is None else args

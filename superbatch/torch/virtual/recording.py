@@ -17,7 +17,7 @@ from . import composites, paranoia
 from .aliases import current
 from .auto_size import largest_size
 from .by_rows import by_rows
-from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, shapes, substituted
+from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, shapes
 from .gathering import gather
 from .layout import Part, parts_of
 from .log import Log
@@ -222,8 +222,8 @@ class Recording:
     def _now(self, call: Call) -> Any:
         """Run an operation at once, on real tensors."""
         whole = [self.gathered(value, "unknown", call.func) for value in call.tensors]
-        args, kwargs = substituted(call.args, call.kwargs, call.paths, self.there(whole))
-        return mapped(call.func(*args, **kwargs), self.given)
+        run = filled(call)
+        return mapped(run(Part(0, 0, self.samples), self.there(whole)), self.given)
 
     # -- tensors and values ---------------------------------------------------------------------------------
 

@@ -62,6 +62,14 @@ def _per_sample(outputs: int = 1, name: str = "dim") -> Callable[[Call], Recipe 
     return rule
 
 
+def _renorm(call: Call) -> Recipe | None:
+    """Limits the norm of each slice along a dimension, over all others: samples there are apart."""
+    (x,) = call.tensors
+    if x.layout is None or x.layout.dim not in _dims(call):
+        return None
+    return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
+
+
 def _all_alike(call: Call, layout: Layout, outputs: list[Layout | None]) -> Recipe | None:
     """Every tensor has its samples in the same dimension."""
     rows = layout.rows(call.samples)
@@ -276,6 +284,15 @@ def _both_extremes(call: Call) -> Recipe | None:
     return Recipe([Operand(x, x.layout)], [output] * 2, filled(call))
 
 
+def _argument_extreme(call: Call) -> Recipe | None:
+    value = call.tensors[0]
+    dim = call.argument("dim")
+    if value.layout is None or dim is None or dim % value.meta.dim() == value.layout.dim:
+        return None
+    output = _after(value.layout, _dims(call), bool(call.argument("keepdim", False)))
+    return Recipe([Operand(value, value.layout)], [output], filled(call))
+
+
 _MAXIMUM, _MINIMUM = lambda: Folded(torch.maximum), lambda: Folded(torch.minimum)
 
 # Functions of matrices, and how many results they have.
@@ -339,7 +356,7 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.roll: _per_sample(name="dims"),
     aten.glu: _per_sample(),
     aten.glu_backward: _per_sample(),
-    aten.renorm: _per_sample(),
+    aten.renorm: _renorm,
     aten.aminmax: _both_extremes,
     aten._aminmax: _both_extremes,
     aten.addmm: _addmm,
@@ -379,18 +396,6 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.upsample_bilinear2d_backward: _upsample_backward,
     aten.upsample_trilinear3d_backward: _upsample_backward,
     aten.upsample_bicubic2d_backward: _upsample_backward,
-    aten.argmax: _reduction(Sums),
-    aten.argmin: _reduction(Sums),
+    aten.argmax: _argument_extreme,
+    aten.argmin: _argument_extreme,
 }
-
-
-def _argument_extreme(call: Call) -> Recipe | None:
-    value = call.tensors[0]
-    dim = call.argument("dim")
-    if value.layout is None or dim is None or dim % value.meta.dim() == value.layout.dim:
-        return None
-    output = _after(value.layout, _dims(call), bool(call.argument("keepdim", False)))
-    return Recipe([Operand(value, value.layout)], [output], filled(call))
-
-
-RULES[aten.argmax] = RULES[aten.argmin] = _argument_extreme

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from tests.torch.coupled.operator_case import (
     N,
@@ -11,12 +14,42 @@ from tests.torch.coupled.operator_case import (
     real,
 )
 
+# Autograd looks at how the matrix lies in memory, which in a micro-batch of one may be otherwise.
+_BY_ORDER: dict[str, Callable[[Tensor], Tensor]] = {
+    "det": torch.linalg.det,
+    "slogdet": lambda a: torch.slogdet(a)[1],
+    "solve": lambda a: torch.linalg.solve(a, a[..., :2].cos()),
+}
+
+
+def _in_each_order(function: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    return {
+        "contiguous": lambda x: function(x[:, 0].contiguous()),
+        "a slice": lambda x: function(x[:, 0]),
+        "transposed": lambda x: function(x[:, 1].mT),
+        "permuted": lambda x: function(x.permute(1, 0, 2, 3)[2]),
+    }
+
+
 OPERATORS = [
     operator(
         "inv, det and slogdet",
         lambda a: (torch.linalg.inv(a), torch.linalg.det(a), *torch.slogdet(a)),
         definite(N, 3),
     ),
+    *(
+        operator(f"{kind} of matrices that are {order}", of_them, real(N, 3, 4, 4))
+        for kind, function in _BY_ORDER.items()
+        for order, of_them in _in_each_order(function).items()
+    ),
+    operator(
+        "slogdet of a permuted batch",
+        lambda x: torch.slogdet(x.permute(1, 2, 0)[..., :3])[1],
+        real(N, 4, 3),
+        min_n=3,
+    ),
+    operator("slogdet of some samples", lambda x: torch.slogdet(x[:3, 0, :3])[1], real(N, 2, 3), min_n=3),
+    operator("slogdet of sums", lambda x: torch.slogdet(x.sum(0).permute(2, 0, 1))[1], real(N, 3, 3, 2)),
     operator("cholesky", torch.linalg.cholesky, definite(N, 3)),
     operator(
         "cholesky of the batch's covariance",

@@ -106,7 +106,13 @@ _SIMPLE = [
         min_n=2,
     ),
     operator("softmax over both", lambda x: x.flatten().softmax(0).view_as(x), real(N, 4)),
-    operator("renorm", lambda x: torch.renorm(x, 2, 0, 1.0), real(N, 4)),
+    *(
+        operator(
+            f"renorm {dim} of {len(shape)}", lambda x, dim=dim: torch.renorm(x, 2, dim, 1.0), real(*shape)
+        )
+        for shape in ((N, 4), (N, 3, 2))
+        for dim in range(len(shape))
+    ),
     operator("dist", torch.dist, real(N, 4), real(N, 4)),
     operator("logsumexp of all", lambda x: x.logsumexp((0, 1)), real(N, 4)),
     operator("item of a sum", lambda x: x * float(x.detach().sum()), real(N, 4)),
