@@ -56,6 +56,8 @@ class CouplingReport:
         repeated: of these, worked out again because their result was not kept.
         kept_on_device: largest number of bytes that were kept for all samples at a time, on the device.
         kept_on_host: the same in the host's memory.
+        unknown: operators that no rule knows and whose results flow back into no sample (a metric, say), and
+            what was put together for them, in order.
 
     Examples:
         >>> report = CouplingReport(8, 2, (), 0, 1, 10, 20, 0, 0, 0)
@@ -73,21 +75,23 @@ class CouplingReport:
     repeated: int
     kept_on_device: int
     kept_on_host: int
+    unknown: tuple[MeetingPoint, ...] = ()
 
     def __str__(self) -> str:
         """Return the report as lines of text."""
-        sweeps = f"{self.sweeps} sweep{'s' if self.sweeps != 1 else ''}"
-        head = f"{self.samples} samples in {self.microbatches} micro-batches, {sweeps}"
+        if not self.sweeps:
+            return f"{self.samples} samples: nothing was worked out by micro-batches"
+        parts, sweeps = _count(self.microbatches, "micro-batch", "es"), _count(self.sweeps, "sweep")
+        head = f"{self.samples} samples in {parts}, {sweeps}"
+        lines = [f"{head}; samples meet at", *map(_line, self.points)]
         if not self.points and not self.backward_points:
-            return f"{head}: samples do not meet"
-        lines = [f"{head}; samples meet at"]
-        for point in self.points:
-            sizes = [f"{binary_text(point.kept)} kept"] if point.kept else []
-            sizes += [f"{binary_text(point.gathered)} gathered"] if point.gathered else []
-            detail = ", ".join([_KINDS[point.kind], *sizes])
-            lines.append(f"  {point.module or '(no module)'}: {point.operation} ({detail})")
+            lines = [f"{head}: samples do not meet"]
+            if not self.unknown:
+                return lines[0]
         if self.backward_points:
-            lines.append(f"  and {self.backward_points} times on the way back")
+            lines.append(f"  and {_count(self.backward_points, 'time')} on the way back")
+        if self.unknown:
+            lines += ["and no sample sees again", *map(_line, self.unknown)]
         again = self.repeated / self.run if self.run else 0.0
         lines.append(
             f"kept at most {binary_text(self.kept_on_device)} on the device and "
@@ -95,3 +99,14 @@ class CouplingReport:
             "again"
         )
         return "\n".join(lines)
+
+
+def _line(point: MeetingPoint) -> str:
+    sizes = [f"{binary_text(point.kept)} kept"] if point.kept else []
+    sizes += [f"{binary_text(point.gathered)} gathered"] if point.gathered else []
+    detail = ", ".join([_KINDS[point.kind], *sizes])
+    return f"  {point.module or '(no module)'}: {point.operation} ({detail})"
+
+
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else ending}"

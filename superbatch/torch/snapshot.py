@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # Seconds of a micro-batch for which states are not copied: that costs up to 1 % of it (it also disturbs
 # the allocator), and a window of such micro-batches is soon begun again.
@@ -341,7 +342,8 @@ class BufferKeeper:
 
 
 def _clone(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.clone()
+    # Of a lazy module, before its first forward: there is nothing in it yet.
+    return None if buffer is None or is_lazy(buffer) else buffer.clone()
 
 
 class _Taken(NamedTuple):

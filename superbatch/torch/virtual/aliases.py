@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ...errors import WindowError, explain
 from .tensor import Storage, ViewStep, VirtualTensor
@@ -159,6 +160,30 @@ def _adopt(recording: Recording, target: VirtualTensor, value: Value) -> None:
     target._recording, target._handle, target._seen = recording, value.handle(), 0
     target._storage = Storage(target._handle)
     recording.watch(target._handle)
+
+
+def become(target: VirtualTensor, other: Tensor) -> None:
+    """Let a tensor be another from now on, as ``target.data = other`` does: what it was a view of stays.
+
+    Raises:
+        WindowError: its shape or dtype is another.
+    """
+    if (other.shape, other.dtype) != (target.shape, target.dtype):
+        raise WindowError(
+            explain(
+                f".data = a tensor of shape {tuple(other.shape)}, {other.dtype}",
+                f"the tensor of the virtual batch is of shape {tuple(target.shape)}, {target.dtype}",
+                "use a new variable for it",
+            )
+        )
+    recording = target._recording
+    if isinstance(other, VirtualTensor) and other._recording is recording:
+        target._storage, target._steps = other._storage, other._steps
+        target._handle, target._seen = other._handle, other._seen
+    else:
+        handle = recording.value(other).handle()
+        target._storage, target._steps, target._handle, target._seen = Storage(handle), (), handle, 0
+        recording.watch(handle)
 
 
 def assign(recording: Recording, target: VirtualTensor, value: Value) -> None:

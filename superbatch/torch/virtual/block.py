@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _force_original_view_tracking
 
-from ...errors import InputError, explain
+from ...errors import InputError, WindowError, explain
 from ...integers import positive_int
 from ...report.coupling import CouplingReport
 from ...tree import count_samples, map_arrays
@@ -25,7 +25,7 @@ from .randomness import Randomness
 from .ranks import Across
 from .recording import Recording
 from .store import Store
-from .tensor import VirtualTensor
+from .tensor import VirtualTensor, is_hollow, refuse_hollow
 from .values import Sliced, Value
 from .watching import Watching
 
@@ -80,6 +80,10 @@ class VirtualBatch:
         parameters = dict.fromkeys(p for model in models for p in model.parameters())
         self._gradients = [(p, p.grad) for p in parameters]
         self._added_to = self._gradients
+        self._written: dict[Tensor, Tensor] = {}  # gradients of before, and what was in them
+        self._over = False
+        tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
+        self._memory = [(tensor, tensor.data) for tensor in tensors]
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch with virtual tensors in place of its tensors.
@@ -93,7 +97,16 @@ class VirtualBatch:
 
         Raises:
             InputError, SplitError: the samples cannot be counted, or are not as many as in the first call.
+            WindowError: the block has ended.
         """
+        if self._over:
+            raise WindowError(
+                explain(
+                    "a batch for a block that has ended",
+                    "what is computed from it would run on the whole batch at once",
+                    "call it in the block (look at the indentation), and compute and go back there",
+                )
+            )
         samples = count_samples(batch)
         if self._recording is None:
             self._recording = self._begin(samples)
@@ -142,10 +155,8 @@ class VirtualBatch:
         recording.across = self._across
         # Those of now: the program may have set them to zero or to None since the block began.
         self._added_to = [(parameter, parameter.grad) for parameter, _ in self._gradients]
-        for parameter, grad in self._added_to:
-            # Autograd adds to what is there, in place: into a real tensor only once the sum is worked out.
-            if grad is not None and grad.layout is torch.strided:
-                parameter.grad = recording.show(recording.given(grad))
+        for parameter, _ in self._added_to:
+            recording.note_leaf(parameter)
         return recording
 
     def _settle(self) -> None:
@@ -161,36 +172,57 @@ class VirtualBatch:
         for (parameter, old), was_virtual, one, new in zip(self._added_to, virtual, mine, means, strict=True):
             if not was_virtual and new is one:
                 continue
-            # The tensor that was there stays the same object, as in plain PyTorch.
-            if old is not None and new is not None and old.layout is new.layout is torch.strided:
-                new = old if new is old else old.copy_(new)
-            parameter.grad = None
-            parameter.grad = new
-
+            _put(parameter, old, new)
+        for tensor, _ in self._memory:
+            refuse_hollow(tensor)
         if recording is not None:
             _leave_leaves_real(recording)
             for model in self._models:
                 _leave_real(model, recording)
 
+    def _before_the_batch(self, written: Iterable[Tensor]) -> None:
+        """Keep what is in gradients that are set to zero before there is a recording."""
+        for tensor in written:
+            if tensor not in self._written and any(tensor is grad for _, grad in self._gradients):
+                self._written[tensor] = tensor.clone()
+
     def _end(self, *, failed: bool) -> None:
+        self._over = True
+        memory, self._memory = self._memory, []
+        if failed:
+            for tensor, before in memory:
+                if is_hollow(tensor):
+                    tensor.data = before
+        leaves = {} if self._recording is None else self._recording.leaves
         if self._recording is not None:
             self._recording.open = False
         if failed:
-            for parameter, grad in self._gradients:
-                parameter.grad = grad
+            for tensor, grad in (*leaves.values(), *self._gradients):
+                tensor.grad = grad
+            with torch.no_grad():
+                for grad, before in self._written.items():
+                    grad.copy_(before)
+        leaves.clear()
+        self._written.clear()
 
 
 def _numbers(grad: Tensor | None) -> Tensor | None:
     return grad._recording.numbers(grad).detach() if isinstance(grad, VirtualTensor) else grad
 
 
+def _put(leaf: Tensor, old: Tensor | None, new: Tensor | None) -> None:
+    """Set a gradient. The tensor that was there stays the same object, as in plain PyTorch."""
+    if old is not None and new is not None and old.layout is new.layout is torch.strided:
+        new = old if new.data_ptr() == old.data_ptr() else old.copy_(new)
+    leaf.grad = None
+    leaf.grad = new
+
+
 def _leave_leaves_real(recording: Recording) -> None:
     """Give real gradients to tensors that are no parameters of the models: those of a loss, say."""
-    for leaf in recording.leaves.values():
+    for leaf, old in recording.leaves.values():
         if isinstance(leaf.grad, VirtualTensor):
-            new, leaf.grad = recording.numbers(leaf.grad).detach(), None
-            leaf.grad = new
-    recording.leaves.clear()
+            _put(leaf, old, _numbers(leaf.grad))
 
 
 def _leave_real(model: nn.Module, recording: Recording) -> None:
@@ -297,8 +329,8 @@ def virtual_batch(
     block has ended (out of memory), makes the others raise; one that fails between the two, in a block in
     which it has asked for numbers, leaves them to wait for the group's time-out, as DDP does.
 
-    After an exception gradients, buffers and random state are as before the block. Compiled models run
-    eagerly in it.
+    After an exception gradients (of the models, and of whatever the block has used), buffers and random state
+    are as before the block. Compiled models run eagerly in it.
 
     Examples:
         >>> _ = torch.manual_seed(0)
@@ -312,12 +344,12 @@ def virtual_batch(
         True
     """
     models = options.checked_models(model)
-    options.check(rng, on_gather, device_budget, paranoid=paranoid, compile=compile)
+    options.check(rng, on_gather, device_budget, paranoid=paranoid, compile=compile, group=group)
     size: int | Literal["auto"] = "auto"
     if microbatch_size != "auto":
         size = positive_int("microbatch_size", microbatch_size)
     parameters = [parameter for one in models for parameter in one.parameters()]
-    where = torch.device(device) if device is not None else options.device_of(parameters)
+    where = options.checked_device(device, parameters)
     batch = VirtualBatch(
         models,
         size,
@@ -339,7 +371,7 @@ def virtual_batch(
                 # A view that is written is then differentiated as the view it is, and not by its strides.
                 stack.enter_context(_force_original_view_tracking(mode=True))
                 stack.enter_context(batch._log.following())
-                stack.enter_context(Watching(lambda: batch._recording))
+                stack.enter_context(Watching(lambda: batch._recording, batch._before_the_batch))
                 yield batch
             batch._settle()
     except BaseException as error:

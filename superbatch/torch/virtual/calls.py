@@ -86,11 +86,15 @@ class Recipe(NamedTuple):
     placed: bool = False
 
 
-_RESHAPE: Any = torch.ops.aten.reshape.default
-_VIEWS = {
-    torch.ops.aten.view.default,
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten._reshape_copy.default,
+_aten: Any = torch.ops.aten
+# What a micro-batch in other memory does not refuse; and no tensor that is conjugated only in name, which
+# what the program asks for next may not take (`view_as_real`).
+_INSTEAD: dict[Any, Any] = {
+    _aten.view.default: _aten.reshape.default,
+    _aten._unsafe_view.default: _aten.reshape.default,
+    _aten._reshape_copy.default: _aten.reshape.default,
+    _aten._conj.default: _aten.conj_physical.default,
+    _aten._neg_view.default: _aten.neg.default,
 }
 
 
@@ -123,7 +127,7 @@ def _in_order(matrices: Tensor, by_rows: bool) -> Tensor:
 
 
 def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Run:
-    func = _RESHAPE if call.func in _VIEWS else call.func
+    func = _INSTEAD.get(call.func, call.func)
     func = getattr(func, "_op", func)  # without the frame of Python around it
     args = call.args if args is None else args
     kwargs = call.kwargs if kwargs is None else kwargs

@@ -91,10 +91,8 @@ def _write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[
     if drawn_whole and torch.Tag.nondeterministic_seeded in func.tags:
         # The operator in place: the one that returns its result may fill memory in another order.
         form = Form(func, *recording.values(args, kwargs), recording.samples)
-        drawn = drawn_as_the_batch(recording, form.call())
-        if drawn is not None:
-            assign(recording, target, drawn)
-            return target
+        assign(recording, target, drawn_as_the_batch(recording, form.call()))
+        return target
     result = composites.attempt(recording, functional, args, kwargs)
     if result is NotImplemented:
         result = recording.compute(functional, *recording.values(args, kwargs))
@@ -115,7 +113,7 @@ def _reshape(recording: Recording, func: Any, functional: Any, args: tuple[Any, 
 def _write_with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     """Write into real tensors, or several at once, or in a way that has no other form."""
     written = written_by(func, args, kwargs)
-    recording.readings.before_writing(func, args, kwargs)
+    recording.readings.before(func, args, kwargs)
     virtual = [item for item in written if isinstance(item, VirtualTensor)]
     # Copies: what was computed from the numbers before the write may still be read.
     real = {id(item): recording.numbers(item).clone() for item in virtual}

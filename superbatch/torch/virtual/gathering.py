@@ -38,7 +38,7 @@ def gather(log: Log, value: Value, kind: Meeting, why: Any) -> Value:
     layout, made = value.layout, value.node
     whole = Value(value.meta, value.device)
     if value.whole is not None:
-        whole.whole, whole.version = value.whole, value.version
+        whole.whole, whole.source = value.whole, value.source
     elif made is not None and made.operator in _TURNED and not made.once:
         # A loss reads embeddings, its backward their transpose: in memory once, not put together twice.
         rows = Operand(gather_input(log, made, kind, why), None)

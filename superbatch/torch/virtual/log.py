@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,17 @@ from ...report.coupling import CouplingReport, MeetingPoint
 from .values import Node
 
 OnGather = Literal["ok", "warn", "error"]
+
+
+def _level() -> int:
+    """The stack level, for a warning by the one who asks, of the program's own line."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_ITS_OWN:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_NOT_ITS_OWN = ("superbatch", "torch")
 
 
 class Log:
@@ -40,6 +52,7 @@ class Log:
         self._path: list[str] = []
         self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes
         self._points: dict[int, MeetingPoint] = {}
+        self._aside: dict[int, MeetingPoint] = {}
         self._backward: set[int] = set()
         self.sweeps = self.recorded = self.run = self.repeated = 0
 
@@ -86,7 +99,7 @@ class Log:
         )
         if self._on_gather == "error":
             raise CoupledSamplesError(text)
-        warnings.warn(text, UserWarning, stacklevel=2)
+        warnings.warn(text, UserWarning, stacklevel=_level())
 
     def met(self, node: Node, kept: int) -> None:
         """Note an operation in which samples meet.
@@ -98,10 +111,12 @@ class Log:
         if node.backward:
             self._backward.add(node.serial)
             return
-        gathered = sum(v.nbytes for v, layout in node.operands if layout) if node.gathers else 0
-        self._points[node.serial] = MeetingPoint(
-            node.where, node.name, node.gathers or "statistic", kept, gathered
-        )
+        self._points[node.serial] = _point(node, kept)
+
+    def gathered(self, node: Node) -> None:
+        """Note that rows are put together for an operator without a rule, whoever sees its result."""
+        if node.serial not in self._points and not node.backward:
+            self._aside[node.serial] = _point(node, 0)
 
     def report(self, samples: int, microbatches: int, on_device: int, on_host: int) -> CouplingReport:
         """Return the report."""
@@ -116,4 +131,10 @@ class Log:
             repeated=self.repeated,
             kept_on_device=on_device,
             kept_on_host=on_host,
+            unknown=tuple(self._aside[serial] for serial in sorted(self._aside)),
         )
+
+
+def _point(node: Node, kept: int) -> MeetingPoint:
+    gathered = sum(v.nbytes for v, layout in node.operands if layout) if node.gathers else 0
+    return MeetingPoint(node.where, node.name, node.gathers or "statistic", kept, gathered)

@@ -240,10 +240,8 @@ def _distances_backward(call: Call) -> Recipe | None:
     return None
 
 
-def _leading_alike(
-    call: Call, run: Callable[[Part, list[Tensor]], Any], of: int | None = None
-) -> Recipe | None:
-    """Samples among the leading dimensions, which are broadcast; the result is the gradient of input `of`."""
+def _leading_alike(call: Call, run: Callable[[Part, list[Tensor]], Any]) -> Recipe | None:
+    """Samples among the leading dimensions, which are broadcast."""
     leading = [(v.layout, v.layout.dim - v.meta.dim()) for v in call.tensors if v.layout is not None]
     places = {(layout[1:], place) for layout, place in leading if place < -2}
     if len(places) != 1:

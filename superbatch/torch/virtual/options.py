@@ -28,13 +28,36 @@ def checked_models(model: Any) -> list[nn.Module]:
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise InputError(
             explain(
-                f"model={model!r}", "it is no module and no list of modules", "give an nn.Module or several"
+                f"model={model!r}",
+                "it is no module and no list of modules",
+                "give an nn.Module, or a list of them",
             )
         )
     return models
 
 
-def check(rng: Any, on_gather: Any, device_budget: Any, *, paranoid: bool, compile: bool) -> None:
+def checked_device(device: Any, parameters: Sequence[Tensor]) -> torch.device:
+    """Return where to compute: on the device given, or where the parameters are.
+
+    Raises:
+        InputError: it is no device, one that is not there, or one without memory.
+    """
+    if device is None:
+        return device_of(parameters)
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        why = str(error).partition("\n")[0]
+        raise InputError(explain(f"device={device!r}", why, "give a device that torch has here")) from error
+    if found.type == "meta":
+        raise InputError(explain(f"device={device!r}", "it computes no numbers", "give another device"))
+    return found
+
+
+def check(
+    rng: Any, on_gather: Any, device_budget: Any, *, paranoid: bool, compile: bool, group: Any = None
+) -> None:
     """Check what is chosen among few.
 
     Raises:
@@ -46,9 +69,17 @@ def check(rng: Any, on_gather: Any, device_budget: Any, *, paranoid: bool, compi
     ):
         if value not in known:
             raise InputError(explain(f"{name}={value!r}", "it is unknown", f"use one of {', '.join(known)}"))
-    if device_budget is not None and (isinstance(device_budget, bool) or not isinstance(device_budget, int)):
+    number = isinstance(device_budget, int) and not isinstance(device_budget, bool)
+    if device_budget is not None and not (number and device_budget >= 0):
         raise InputError(
-            explain(f"device_budget={device_budget!r}", "it is no number of bytes", "give an int")
+            explain(f"device_budget={device_budget!r}", "it is no number of bytes", "give an int, 0 or more")
+        )
+    for name, value in (("paranoid", paranoid), ("compile", compile)):
+        if not isinstance(value, bool):
+            raise InputError(explain(f"{name}={value!r}", "it is no bool", "give True or False"))
+    if group is not None and not hasattr(group, "size"):
+        raise InputError(
+            explain(f"group={group!r}", "it is no process group", "give one of torch.distributed")
         )
     if paranoid and compile:
         raise InputError(

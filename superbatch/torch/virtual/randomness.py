@@ -101,20 +101,22 @@ def drawn_as_the_batch(recording: Recording, call: Call) -> Any:
     """Draw the numbers of the real large batch, in tensors with its strides, and keep them.
 
     Returns:
-        The values; None if no argument has the samples.
+        The values.
     """
     layout = next((value.layout for value in call.tensors if value.layout is not None), None)
-    if layout is None:
-        return None
-    if (functional_of(call.func) or call.func) in _SHAPE_ALONE:
-        tensors = [empty_like(value.meta, value.device) for value in call.tensors]
-    else:
-        tensors = recording.there([recording.gathered(value) for value in call.tensors])
+    tensors = [empty_like(value.meta, value.device) for value in call.tensors]
+    if (functional_of(call.func) or call.func) not in _SHAPE_ALONE:
+        numbers = recording.there([recording.gathered(value) for value in call.tensors])
+        tensors = [empty.copy_(tensor) for empty, tensor in zip(tensors, numbers, strict=True)]
     new_args, new_kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
 
     def kept(tensor: Tensor) -> Value:
         value = recording.given(tensor)
-        if tensor.dim() > layout.dim and tensor.shape[layout.dim] == layout.rows(recording.samples):
+        if (
+            layout
+            and tensor.dim() > layout.dim
+            and tensor.shape[layout.dim] == layout.rows(recording.samples)
+        ):
             value.layout = layout
         return value
 

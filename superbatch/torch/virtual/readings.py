@@ -14,26 +14,36 @@ from .tensor import VirtualTensor
 from .values import Value
 
 
+def memory_of(tensor: Tensor) -> int | None:
+    """Return what is the same for tensors in the same memory; None for a virtual or sparse one."""
+    if isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
+        return None
+    return tensor.untyped_storage()._cdata
+
+
 class Readings:
     """Which values are real tensors, by the memory that they are in."""
 
     def __init__(self) -> None:
-        self._readers: dict[int, list[weakref.ref[Value]]] = {}
+        self._readers: dict[int | None, list[weakref.ref[Value]]] = {}
 
     def read(self, value: Value, tensor: Tensor) -> None:
         """Let a value be a real tensor, as it is now: it is copied if the program writes into it later."""
-        value.whole = tensor
-        value.version = None if tensor.is_inference() else tensor._version
-        self._readers.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(value))
+        # The memory of now: after `tensor.data = another` the tensor has other numbers, and the same version.
+        value.whole = tensor.data
+        value.source = None if tensor.is_inference() else (tensor, tensor._version)
+        self._readers.setdefault(memory_of(tensor), []).append(weakref.ref(value))
 
-    def before_writing(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+    def before(self, func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> None:
+        """Copy what an operator is about to write, where operations that have not run yet read it."""
+        self.before_writing(written_by(func, args, kwargs))
+
+    def before_writing(self, tensors: Iterable[Tensor]) -> None:
         """Copy what is about to be written, where operations that have not run yet read it."""
-        for tensor in written_by(func, args, kwargs):
-            if isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
-                continue
-            for reader in self._readers.pop(tensor.untyped_storage()._cdata, ()):
+        for tensor in tensors:
+            for reader in self._readers.pop(memory_of(tensor), ()):
                 if (value := reader()) is not None and value.whole is not None:
-                    value.whole, value.version = value.whole.clone(), None
+                    value.whole, value.source = value.whole.clone(), None
 
     def forget_unused(self) -> None:
         """Forget values that nothing needs any more."""

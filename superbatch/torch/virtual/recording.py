@@ -24,11 +24,11 @@ from .log import Log
 from .memo import Action, Form, Template, about, action, template
 from .plan import Plan, plan
 from .randomness import Randomness, drawn_as_the_batch
-from .readings import Readings
+from .readings import Readings, memory_of
 from .rules import find
 from .store import Store
 from .sweep import run, unchanged
-from .tensor import VirtualTensor
+from .tensor import VirtualTensor, refuse_hollow
 from .values import Handle, Node, Operand, Value
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Recording:
 
     Attributes:
         open, ending: until the block has ended; from when the program has left it.
-        leaves: real tensors that may get a gradient, by id.
+        leaves: real tensors that may get a gradient, and that which they had, by id.
         readings: real tensors that operations read.
         across: what is done together with other ranks, if anything.
     """
@@ -81,7 +81,7 @@ class Recording:
         self.paranoid = paranoid
         self.compile = compile
         self.open, self.ending = True, False
-        self.leaves: dict[int, Tensor] = {}
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
         self.across: Across | None = None
         self._shown: list[weakref.ref[Handle]] = []
         self._writes: list[tuple[Tensor, Value]] = []
@@ -107,6 +107,8 @@ class Recording:
             return self.given(func(like, *args[1:], **kwargs))
         random = kind.draws and form.call().argument("dropout_p") != 0.0
         if not batch and (random or not waits):
+            if random and self.randomness.as_the_batch:
+                return drawn_as_the_batch(self, form.call())
             return self._spread(form.call()) or self._now(form.call())
         known = None if random else template(form)
         if known is None:
@@ -136,7 +138,7 @@ class Recording:
 
     def _looked_at(self, call: Call, batch: bool, random: bool) -> Any:
         """Record an operation of a form that is not remembered."""
-        if random and batch and (self.randomness.as_the_batch or call.argument("generator") is not None):
+        if random and (self.randomness.as_the_batch or call.argument("generator") is not None):
             return drawn_as_the_batch(self, call)
         recipe = self.randomness.recipe(call) if random else find(call)
         if recipe is None and batch:
@@ -254,9 +256,13 @@ class Recording:
         return value
 
     def note_leaf(self, tensor: Tensor) -> None:
-        """Remember a tensor that may get a gradient, whether it is a parameter of the model or not."""
-        if tensor.requires_grad and tensor.is_leaf:
-            self.leaves[id(tensor)] = tensor
+        """Remember a real tensor that may get a gradient, whether it is a parameter of the model or not."""
+        refuse_hollow(tensor)
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
+            self.leaves[id(tensor)] = tensor, tensor.grad
+            if tensor.grad is not None and tensor.grad.layout is torch.strided:
+                # Autograd adds to what is there, in place: into a real tensor once the sum is worked out.
+                tensor.grad = self.show(self.given(tensor.grad))
 
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with a value in place of each tensor."""
@@ -345,6 +351,7 @@ class Recording:
         run(todo, self.parts, self.store, self.log, compile=self.compile)
         with torch.no_grad():
             for tensor, value in writes:
+                self.readings.before_writing([tensor])
                 tensor.copy_(unchanged(self.gathered(value)))
         self.readings.forget_unused()
 
@@ -353,6 +360,9 @@ class Recording:
         for node in todo.meeting:
             self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
         todo.meeting.clear()
+        for node in todo.stage:
+            if node.gathers == "unknown":
+                self.log.gathered(node)
 
     def end(self) -> None:
         """Work out what the program may still ask for when it has left the block."""
@@ -360,12 +370,19 @@ class Recording:
         self.work_out(self.pending())
 
     def write_later(self, tensor: Tensor, value: Value) -> None:
-        """Write a buffer once its new value is there."""
-        self._writes.append((tensor, value))
+        """Write a buffer once its new value is there.
+
+        Its memory of now, without a new version, as BatchNorm does: autograd has the old one to compare with.
+        """
+        self._writes.append((tensor.data, value))
 
     def settle_writes(self, args: Iterable[Any]) -> None:
         """Write the buffers that wait, if one of them is about to be used."""
-        if self._writes and any(arg is waiting for arg in args for waiting, _ in self._writes):
+        if not self._writes:
+            return
+        waiting = {memory_of(tensor) for tensor, _ in self._writes}
+        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        if any(memory_of(item) in waiting for item in flat if isinstance(item, Tensor)):
             self.work_out([])
 
     def pending(self) -> list[Value]:

@@ -16,6 +16,7 @@ from .instructions import Instruction, Load, More, filled
 from .layout import Layout, Part, cut
 from .log import Log
 from .plan import Plan
+from .readings import memory_of
 from .store import Kept, Store
 from .values import Node, Reduction, Value
 
@@ -66,7 +67,7 @@ def unchanged(value: Value) -> Tensor:
     """
     tensor = value.whole
     assert tensor is not None
-    if value.version is not None and tensor._version != value.version:
+    if value.source is not None and _is_written(*value.source, tensor):
         raise WindowError(
             explain(
                 f"a tensor of shape {tuple(tensor.shape)} that was written in place",
@@ -75,6 +76,11 @@ def unchanged(value: Value) -> Tensor:
             )
         )
     return tensor
+
+
+def _is_written(source: Tensor, version: int, memory: Tensor) -> bool:
+    """Whether the memory of a tensor was written, and not only another put in its place (`.data = ...`)."""
+    return source._version != version and memory_of(source) == memory_of(memory)
 
 
 def _run_once(node: Node) -> None:

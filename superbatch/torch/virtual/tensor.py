@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...errors import WindowError, explain
 from .values import Handle, Value
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class VirtualTensor(Tensor):
             dtype=meta.dtype,
             device=value.device,
         )
+        # Otherwise what asks for its memory (`data_ptr`, DLPack in C) is given null, and reads there.
+        torch._C._set_throw_on_mutable_data_ptr(self)
         handle = value.handle()
         recording.watch(handle)
         self._recording = recording
@@ -91,6 +94,17 @@ class VirtualTensor(Tensor):
 
         return dispatch(_recording_of(args, kwargs or {}), func, args, kwargs or {})
 
+    @property
+    def data(self) -> Tensor:
+        """The same without its history."""
+        return Tensor.data.__get__(self)  # pyright: ignore[reportAttributeAccessIssue] a descriptor
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        from .aliases import become
+
+        become(self, other)
+
     # What reads memory itself, below every dispatch, is given the numbers.
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -100,6 +114,22 @@ class VirtualTensor(Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         """Return the numbers, all of them."""
         return self._recording.numbers(self).__array__(dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Hand over the numbers, all of them."""
+        return self._recording.numbers(self).detach().__dlpack__(**options)
+
+    def data_ptr(self) -> Any:
+        """Refuse."""
+        raise _no_memory("data_ptr()")
+
+    def share_memory_(self) -> Any:
+        """Refuse."""
+        raise _no_memory("share_memory_()")
+
+    def apply_(self, callable: Any) -> Any:
+        """Refuse."""
+        raise _no_memory("apply_()")
 
     def tolist(self) -> Any:
         """Return the numbers, all of them."""
@@ -123,6 +153,41 @@ class VirtualTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save the numbers."""
         return self._recording.numbers(self).detach().__reduce_ex__(protocol)
+
+
+def _no_memory(what: str) -> WindowError:
+    return WindowError(
+        explain(
+            f"{what} of a tensor of the virtual batch",
+            "such a tensor has no memory of its own",
+            "take its numbers: tensor.numpy(), tensor.tolist()",
+        )
+    )
+
+
+def is_hollow(tensor: Tensor) -> bool:
+    """Whether a real tensor was given a virtual one as its memory: to read it would end the process."""
+    try:
+        tensor.data_ptr()
+    except (RuntimeError, ValueError):  # others without memory: a lazy parameter, a sparse or wrapped tensor
+        return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return False
+
+
+def refuse_hollow(tensor: Tensor) -> None:
+    """Refuse ``real.data = virtual``, which no tensor is asked about, where the real one is used next.
+
+    Raises:
+        WindowError: it is such a tensor.
+    """
+    if is_hollow(tensor):
+        raise WindowError(
+            explain(
+                f"a real tensor of shape {tuple(tensor.shape)}, its .data set to one of the virtual batch",
+                "such a tensor has no memory of its own",
+                "write into the real one: with torch.no_grad(): real.copy_(numbers)",
+            )
+        )
 
 
 def _recording_of(args: Any, kwargs: dict[str, Any]) -> Recording:

@@ -64,6 +64,7 @@ class Value:
         node: what makes it; None if it is given, or kept.
         index: which output of the node.
         whole: the tensor itself, where it is there in one piece.
+        source: the tensor of the program whose memory it is, with its version then; None: it is our own.
         pieces: its rows by micro-batch, where they are there.
     """
 
@@ -77,7 +78,7 @@ class Value:
         "meta",
         "node",
         "pieces",
-        "version",
+        "source",
         "whole",
     )
 
@@ -89,7 +90,7 @@ class Value:
         self.index = 0
         self.whole: Tensor | None = None
         self.pieces: Pieces | None = None
-        self.version: int | None = None
+        self.source: tuple[Tensor, int] | None = None
         self.gathered: weakref.ref[Value] | None = None
         self._handle: weakref.ref[Handle] | None = None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .calls import mapped
+from .calls import mapped, written_by
 from .dispatch import dispatch
 from .ranks import is_collective
 from .tensor import VirtualTensor
@@ -22,11 +22,15 @@ class Watching(TorchDispatchMode):
 
     Args:
         recording: returns that of the block; None before there is a batch.
+        before: is told what is written before there is a batch.
     """
 
-    def __init__(self, recording: Callable[[], Recording | None]) -> None:
+    def __init__(
+        self, recording: Callable[[], Recording | None], before: Callable[[Iterable[Tensor]], None]
+    ) -> None:
         super().__init__()
         self._recording = recording
+        self._before = before
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -37,6 +41,8 @@ class Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         recording = self._recording()
         if recording is None:
+            if func._schema.is_mutable:
+                self._before(written_by(func, args, kwargs))
             return func(*args, **kwargs)
         if any(hasattr(kind, "trigger_wait") for kind in types):
             args, kwargs = _arrived(args), dict(zip(kwargs, _arrived(kwargs.values()), strict=True))
@@ -46,12 +52,11 @@ class Watching(TorchDispatchMode):
             return recording.across.user_collective(recording, func, args, kwargs)
         if VirtualTensor in types:
             return dispatch(recording, func, args, kwargs)
-        recording.settle_writes(args)
+        recording.settle_writes((*args, *kwargs.values()))
         for arg in args:
-            if isinstance(arg, Tensor):
-                recording.note_leaf(arg)
+            mapped(arg, recording.note_leaf)
         if func._schema.is_mutable:
-            recording.readings.before_writing(func, args, kwargs)
+            recording.readings.before(func, args, kwargs)
         return func(*args, **kwargs)
 
 

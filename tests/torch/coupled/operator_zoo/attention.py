@@ -111,6 +111,19 @@ OPERATORS = [
         random=True,
     ),
     operator("normal by tensors", lambda m: torch.normal(m.detach(), 0.5) * m, real(N, 3), random=True),
+    operator(
+        "dropout of some samples, transposed",
+        lambda x: F.dropout(x[::2].transpose(0, 1), 0.5),
+        real(N, 3, 4),
+        random=True,
+        min_n=2,
+    ),
+    operator(
+        "random numbers like a statistic, transposed",
+        lambda x: torch.rand_like(x.sum(0).t()) * x.sum(0).t() + torch.bernoulli((x.sum(0) * 0 + 0.5).t()),
+        real(N, 3, 4),
+        random=True,
+    ),
     operator("multinomial", lambda x: torch.multinomial(x.detach().softmax(1), 2), real(N, 5), random=True),
     operator(
         "randn of the batch size",

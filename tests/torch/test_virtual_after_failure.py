@@ -1,0 +1,189 @@
+"""What a block that failed leaves behind, and what is refused beside one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from superbatch.errors import InputError, WindowError
+from superbatch.torch import virtual_batch
+
+N = 11
+X = torch.randn(N, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.randint(0, 3, (N,), generator=torch.Generator().manual_seed(2))
+
+
+class Failure(Exception):
+    pass
+
+
+def make() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("before", [None, 5.0])
+def test_leaves_that_are_no_parameters_of_the_models_are_as_before(before: float | None, asked: bool) -> None:
+    """A temperature of the loss, and a batch that asks for a gradient: a second try adds nothing twice."""
+    model, temperature = make(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    x = X.clone().requires_grad_()
+    if before is not None:
+        temperature.grad, x.grad = torch.full_like(temperature, before), torch.full_like(x, before)
+    gradients = temperature.grad, x.grad
+
+    def block(*, fails: bool) -> None:
+        with virtual_batch(model, 3) as batch:
+            loss = F.cross_entropy(model(batch(x)) * temperature, batch(Y))
+            loss.backward()
+            if asked:
+                loss.item()
+            if fails:
+                raise Failure
+
+    with pytest.raises(Failure):
+        block(fails=True)
+    assert temperature.grad is gradients[0] and x.grad is gradients[1]
+    if before is not None:
+        assert temperature.grad is not None and x.grad is not None
+        assert float(temperature.grad) == before and bool((x.grad == before).all())
+    block(fails=False)
+    assert temperature.grad is not None and x.grad is not None
+    assert before is None or (temperature.grad is gradients[0] and x.grad is gradients[1])
+
+    real, other = make(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    again = X.clone().requires_grad_()
+    F.cross_entropy(real(again) * other, Y).backward()
+    assert other.grad is not None and again.grad is not None
+    torch.testing.assert_close(temperature.grad - (before or 0), other.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(x.grad - (before or 0), again.grad, rtol=1e-12, atol=1e-14)
+
+
+def each(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def at_once(model: nn.Module) -> None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    torch._foreach_zero_(gradients)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@pytest.mark.parametrize("zero", [each, at_once])
+def test_gradients_that_were_set_to_zero_before_the_batch_was_given(zero: Any) -> None:
+    model = make()
+    F.cross_entropy(model(X), Y).backward()
+    before = [(p.grad, p.grad.clone()) for p in model.parameters()]
+
+    def block(*, fails: bool) -> None:
+        with virtual_batch(model, 3) as batch:
+            zero(model)
+            F.cross_entropy(2 * model(batch(X)), batch(Y)).backward()
+            if fails:
+                raise Failure
+
+    with pytest.raises(Failure):
+        block(fails=True)
+    for p, (tensor, numbers) in zip(model.parameters(), before, strict=True):
+        assert p.grad is tensor and torch.equal(tensor, numbers)
+    block(fails=False)
+    real = make()
+    F.cross_entropy(2 * real(X), Y).backward()
+    for p, q in zip(model.parameters(), real.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_batch_that_is_given_after_the_block_is_refused(used: bool) -> None:
+    """It would run on the whole batch, in all its memory, without a word."""
+    model = make()
+    with virtual_batch(model, 3) as batch:
+        if used:
+            model(batch(X)).sum().backward()
+    with pytest.raises(WindowError, match=r"a block that has ended.*look at the indentation"):
+        batch(X)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "gpu"}, r"device='gpu'.*Wrong: Expected one of cpu"),
+        ({"device": 3.5}, r"device=3\.5.*give a device that torch has here"),
+        ({"device": "meta"}, r"device='meta'.*computes no numbers"),
+        ({"device_budget": -1}, r"device_budget=-1.*give an int, 0 or more"),
+        ({"device_budget": True}, r"device_budget=True.*no number of bytes"),
+        ({"paranoid": 1}, r"paranoid=1.*give True or False"),
+        ({"compile": "yes"}, r"compile='yes'.*give True or False"),
+        ({"group": "x"}, r"group='x'.*no process group"),
+        ({"rng": "full"}, r"rng='full'.*microbatch, batch"),
+        ({"on_gather": "maybe"}, r"on_gather='maybe'.*ok, warn, error"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_its_name(options: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text), virtual_batch(make(), 3, **options):
+        pass
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with (
+        pytest.raises(InputError, match=r"device='cuda'.*give a device"),
+        virtual_batch(make(), 3, device="cuda"),
+    ):
+        pass
+
+
+def test_models_in_a_generator_are_refused() -> None:
+    with (
+        pytest.raises(InputError, match=r"no list of modules.*or a list of them"),
+        virtual_batch((m for m in [make()]), 3),  # type: ignore[arg-type]
+    ):
+        pass
+
+
+def test_the_report_says_when_nothing_was_worked_out() -> None:
+    model, text = make(), "samples: nothing was worked out by micro-batches"
+    with virtual_batch(model, 3) as batch:
+        assert str(batch.report()) == f"0 {text}"
+        loss = F.cross_entropy(model(batch(X)), batch(Y))
+        assert str(batch.report()) == f"11 {text}"
+        loss.backward()
+    assert str(batch.report()).startswith(
+        "11 samples in 4 micro-batches, 3 sweeps; samples meet at\n  1: batch_norm"
+    )
+    assert "  and 1 time on the way back\n" in str(batch.report())
+    with virtual_batch(model, N) as batch:
+        pass
+    F.cross_entropy(model(X), Y)
+    assert "nothing was worked out" in str(batch.report()), "the batch was not used"
+
+
+def test_the_report_names_what_is_gathered_for_a_number_alone() -> None:
+    """A metric: its result goes into no sample, and samples do not meet; but the batch was put together."""
+    model = nn.Linear(6, 3).double()
+    with virtual_batch(model, 3) as batch:
+        out = model(batch(X))
+        bins: Tensor = torch.histc(out.detach(), 4)
+        out.square().sum().backward()
+        assert bins.sum() == N * 3
+    report = batch.report()
+    assert report.points == ()
+    assert [(p.operation, p.kind, p.gathered) for p in report.unknown] == [
+        ("aten.histc.default", "unknown", N * 3 * 8)
+    ]
+    assert "samples do not meet\nand no sample sees again\n  (no module): aten.histc.default" in str(report)
+
+
+def test_a_warning_of_a_gathered_batch_is_at_the_line_of_the_program() -> None:
+    model = nn.Linear(6, 3).double()
+    with (
+        virtual_batch(model, 3, on_gather="warn") as batch,
+        pytest.warns(UserWarning, match=r"aten\.histc") as found,
+    ):
+        torch.histc(model(batch(X)).detach(), 4)
+    assert [warning.filename for warning in found] == [__file__]
