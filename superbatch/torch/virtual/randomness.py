@@ -72,8 +72,8 @@ class Randomness:
 
 def _draws_each(call: Call) -> bool:
     """Whether each result has a number for each of its inputs: nothing else is known to draw by sample."""
-    shape = torch.broadcast_shapes(*(value.meta.shape for value in call.tensors))
     try:
+        shape = torch.broadcast_shapes(*(value.meta.shape for value in call.tensors))
         metas = shapes(call)
     except (NotImplementedError, RuntimeError, TypeError, AssertionError):
         return False
