@@ -68,7 +68,7 @@ def _operands(known: Template, tensors: Sequence[Value]) -> tuple[Operand, ...]:
 
 
 def _gets_larger(known: Template, form: Form, cut: set[int]) -> bool:
-    made = sum(meta.numel() for meta in known.action.metas if meta is not None)
+    made = sum(meta.numel() for meta in known.action.metas if isinstance(meta, torch.Tensor))
     return made >= 2 * sum(value.meta.numel() for value in form.tensors if id(value) in cut)
 
 

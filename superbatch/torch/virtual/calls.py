@@ -75,6 +75,8 @@ class Recipe(NamedTuple):
         view: the output takes no memory of its own.
         light: about as fast as reading its inputs.
         placed: `run` asks where in the batch the micro-batch is, and not only how many samples it has.
+        results: how many of the outputs there are; tensors behind them are left out, and numbers are as for
+            the whole batch. None: all.
     """
 
     operands: Sequence[Operand]
@@ -84,6 +86,7 @@ class Recipe(NamedTuple):
     view: bool = False
     light: bool = False
     placed: bool = False
+    results: int | None = None
 
 
 _aten: Any = torch.ops.aten
@@ -209,16 +212,47 @@ def shapes(call: Call) -> Any:
     return _shapes(_Arguments(key, args, kwargs, call.func))
 
 
+def results(call: Call, recipe: Recipe | None) -> Any:
+    """Return `shapes`, without what the recipe leaves out; None if something other than tensors remains."""
+    metas = shapes(call)
+    if isinstance(metas, Tensor):
+        return metas
+    if recipe is not None and recipe.results is not None:
+        count = recipe.results
+        return [*metas[:count], *(None if isinstance(item, Tensor) else item for item in metas[count:])]
+    return metas if all(item is None or isinstance(item, Tensor) for item in metas) else None
+
+
 def _ctc_shapes(metas: list[Tensor]) -> list[Tensor]:
     steps, samples, _ = metas[0].shape
     table = (samples, steps, 2 * metas[1].shape[-1] + 1)
     return [torch.empty(shape, dtype=metas[0].dtype, device="meta") for shape in ((samples,), table)]
 
 
+def _lstm_cell_shapes(metas: list[Tensor]) -> list[Tensor]:
+    gates, cell = metas[0], metas[2]
+    return [torch.empty(like.shape, dtype=like.dtype, device="meta") for like in (cell, cell, gates)]
+
+
+def _gru_cell_shapes(metas: list[Tensor]) -> list[Tensor]:
+    gates, hidden = metas[0], metas[2]
+    return [torch.empty_like(hidden), gates.new_empty(len(hidden), 5 * hidden.shape[1])]
+
+
+def _gru_cell_backward_shapes(metas: list[Tensor]) -> list[Tensor]:
+    hidden, workspace = metas
+    gates = workspace.new_empty(len(hidden), 3 * hidden.shape[1])
+    # Those of the biases too, though without biases there is nothing in them.
+    return [gates, gates, torch.empty_like(hidden), gates[0], gates[0]]
+
+
 # Operators that do not work without memory, whose shapes are plain all the same.
 _SHAPES: dict[Any, Callable[[list[Tensor]], Any]] = {
     torch.ops.aten._ctc_loss: _ctc_shapes,
     torch.ops.aten._ctc_loss_backward: lambda metas: torch.empty_like(metas[1]),
+    torch.ops.aten._thnn_fused_lstm_cell: _lstm_cell_shapes,  # torch's own asks for biases
+    torch.ops.aten._thnn_fused_gru_cell: _gru_cell_shapes,
+    torch.ops.aten._thnn_fused_gru_cell_backward: _gru_cell_backward_shapes,
     torch.ops.aten.multi_margin_loss_backward: lambda metas: torch.empty_like(metas[1]),
     torch.ops.aten.multilabel_margin_loss_backward: lambda metas: torch.empty_like(metas[1]),
 }

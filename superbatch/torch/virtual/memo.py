@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..out_of_memory import out_of_memory
 from . import composites
-from .calls import Call, Path, Recipe, filled, shapes, substituted
+from .calls import Call, Path, Recipe, filled, results, substituted
 from .layout import Layout
 from .rules import draws, find
 from .shape_rules import LIKES
@@ -49,7 +49,7 @@ class Action(NamedTuple):
     """An operation without its values.
 
     Attributes:
-        metas: of the results; None where there is none.
+        metas: of the results; None where there is none, and a number where that is the result.
         single: there is one result, and not a sequence.
         once: it runs once, on whole values.
         outputs, run, view, light: as in `Recipe`.
@@ -57,7 +57,7 @@ class Action(NamedTuple):
         known: as in `Node`.
     """
 
-    metas: tuple[Tensor | None, ...]
+    metas: tuple[Tensor | int | None, ...]
     single: bool
     once: bool
     outputs: tuple[Layout | None, ...]
@@ -217,17 +217,17 @@ def _made(call: Call) -> Template | None:
     if recipe is None and batch and composites.decomposition(call.func) is not None:
         return None
     try:
-        metas = shapes(call)
+        metas = results(call, recipe)
     except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
         if out_of_memory(error):
             raise
         return None
-    items: list[Any] = [metas] if isinstance(metas, Tensor) else list(metas)
-    if any(not isinstance(item, Tensor) and item is not None for item in items):
+    if metas is None:
         return None
     unknown = recipe is None
     if recipe is None:
-        recipe = Recipe([Operand(value, None) for value in call.tensors], [None] * len(items), filled(call))
+        count = 1 if isinstance(metas, Tensor) else len(metas)
+        recipe = Recipe([Operand(value, None) for value in call.tensors], [None] * count, filled(call))
     places = {id(value): index for index, value in reversed(list(enumerate(call.tensors)))}
     operands = tuple((places[id(value)], layout) for value, layout in recipe.operands)
     gathered = any(v.layout is not None and v.layout != layout for v, layout in recipe.operands)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...errors import SuperbatchError, explain
-from .calls import Call, filled
+from .calls import Call, Recipe, filled
 from .layout import Part
-from .values import Value
+from .rules import find
+from .values import Operand, Value
 
 if TYPE_CHECKING:
     from .recording import Recording
@@ -24,8 +25,18 @@ DEFINED: dict[Any, Any] = {
 }
 
 
+aten: Any = torch.ops.aten
+_CUDA = [
+    (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward),
+    (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
+    (aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward),
+]
+
 # What a kernel keeps for its backward, and the rule of the backward works out again.
-UNREAD = {(torch.ops.aten._ctc_loss, 1)}
+UNREAD = {(aten._ctc_loss, 1), *((forward, 1) for forward, _ in _CUDA)}
+
+# Not all that these kernels keep is there, or as they ask for it: on whole tensors too the rule does it.
+_BY_RULE = {operator for pair in _CUDA for operator in pair}
 
 
 class WrongRuleError(SuperbatchError, AssertionError):
@@ -38,27 +49,37 @@ def check(recording: Recording, call: Call, results: Any) -> None:
     Raises:
         WrongRuleError: a result differs by more than rounding.
     """
-    inputs = recording.there([recording.gathered(value) for value in call.tensors])
-    expected = filled(call)(Part(0, 0, recording.samples), [tensor.clone() for tensor in inputs])
+    recipe = find(call) if call.func.overloadpacket in _BY_RULE else None
+    if recipe is None:
+        recipe = Recipe([Operand(value, None) for value in call.tensors], (), filled(call))
+    check_recipe(recording, call.func, recipe, results)
+
+
+def check_recipe(recording: Recording, func: Any, recipe: Recipe, results: Any) -> None:
+    """Do on whole tensors what a recipe does, and compare.
+
+    Raises:
+        WrongRuleError: a result differs by more than rounding.
+    """
+    values = [operand.value for operand in recipe.operands]
+    inputs = recording.there([recording.gathered(value) for value in values])
+    expected = recipe.run(Part(0, 0, recording.samples), [tensor.clone() for tensor in inputs])
     if not isinstance(expected, Tensor):
         expected = list(expected)
     # A sum may cancel: its rounding is that of what was added up.
     sizes = [_size(tensor) for tensor in inputs]
     scale = max([*sizes, math.prod(size for size in sizes if size)], default=0.0)
     pairs = [(results, expected)] if isinstance(results, Value) else list(zip(results, expected, strict=True))
+    unread = {index for packet, index in UNREAD if packet is func.overloadpacket}
     for index, (value, whole) in enumerate(pairs):
-        if (
-            not isinstance(value, Value)
-            or not isinstance(whole, Tensor)
-            or (call.func.overloadpacket, index) in UNREAD
-        ):
+        if not isinstance(value, Value) or not isinstance(whole, Tensor) or index in unread:
             continue
         (ours,) = recording.there([recording.gathered(value)])
-        where = [tuple(v.meta.shape) for v in call.tensors], [v.layout for v in call.tensors]
+        where = [tuple(v.meta.shape) for v in values], [v.layout for v in values]
         if ours.shape != whole.shape or ours.dtype != whole.dtype or not _close(ours, whole, scale):
             raise WrongRuleError(
                 explain(
-                    f"output {index} of {call.func} on shapes {where[0]} with samples in {where[1]}",
+                    f"output {index} of {func} on shapes {where[0]} with samples in {where[1]}",
                     f"by micro-batches it is another than on whole tensors ({_difference(ours, whole)})",
                     "report it; until then compute with plain tensors here",
                 )

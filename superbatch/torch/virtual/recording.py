@@ -17,7 +17,7 @@ from . import composites, paranoia
 from .aliases import current
 from .auto_size import largest_size
 from .by_rows import by_rows
-from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, shapes
+from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results, shapes
 from .gathering import gather
 from .layout import Part, parts_of
 from .log import Log
@@ -154,20 +154,20 @@ class Recording:
 
     def _recorded(self, call: Call, recipe: Recipe | None, *, check: bool) -> Any:
         try:
-            metas = shapes(call)
+            metas = results(call, recipe)
         except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
             if out_of_memory(error):
                 raise
             return self._now(call)  # its shape depends on numbers, or it does not say
-        items = [metas] if isinstance(metas, Tensor) else metas
-        if any(not isinstance(item, Tensor) and item is not None for item in items):
+        if metas is None:
             return self._now(call)
         if recipe is not None:
-            results = self.add(call.func, recipe, metas)
+            found = self.add(call.func, recipe, metas)
             if check:
-                paranoia.check(self, call, results)
-            return results
-        whole = Recipe([Operand(value, None) for value in call.tensors], [None] * len(items), filled(call))
+                paranoia.check(self, call, found)
+            return found
+        count = 1 if isinstance(metas, Tensor) else len(metas)
+        whole = Recipe([Operand(value, None) for value in call.tensors], [None] * count, filled(call))
         return self.add(call.func, whole, metas, once=True)
 
     def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False, known: bool = False) -> Any:
@@ -186,7 +186,7 @@ class Recording:
                 device = value.device
                 break
         outputs = [
-            Value(_NOTHING if meta is None else meta, device, layout)
+            Value(meta if isinstance(meta, Tensor) else _NOTHING, device, layout)
             for meta, layout in zip(told.metas, told.outputs, strict=True)
         ]
         Node(
@@ -203,7 +203,10 @@ class Recording:
         )
         if told.single:
             return outputs[0]
-        return [None if meta is None else output for meta, output in zip(told.metas, outputs, strict=True)]
+        return [
+            output if isinstance(meta, Tensor) else meta
+            for meta, output in zip(told.metas, outputs, strict=True)
+        ]
 
     def _operand(self, operand: Operand, kind: Meeting, why: Any) -> Operand:
         value, layout = operand

@@ -191,27 +191,6 @@ def _told_rows(call: Call, layout: Layout) -> Run:
     return run
 
 
-# -- attention ----------------------------------------------------------------------------------------------
-
-
-def _attention(outputs: int) -> Callable[[Call], Recipe | None]:
-    """Samples in the dimension 0 of all but the mask, which is broadcast."""
-
-    def rule(call: Call) -> Recipe | None:
-        if call.argument("dropout_p"):
-            return None
-        mask = call.argument("attn_mask") or call.argument("attn_bias")
-        main = [value for value in call.tensors if value is not mask]
-        layout = next((value.layout for value in main if value.layout is not None), None)
-        if layout is None or layout.dim != 0 or any(v.meta.shape[0] != main[0].meta.shape[0] for v in main):
-            return None
-        spread = mask is None or mask.meta.dim() < main[0].meta.dim() or mask.meta.shape[0] == 1
-        operands = [Operand(v, None if v is mask and spread else layout) for v in call.tensors]
-        return Recipe(operands, [layout] * outputs, filled(call))
-
-    return rule
-
-
 # -- shapes that are told ------------------------------------------------------------------------------------
 
 
@@ -378,8 +357,6 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.native_layer_norm: _layer_norm,
     aten.native_group_norm: _group_norm,
     aten.native_group_norm_backward: _group_norm_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention(2),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(3),
     operator("_fused_rms_norm"): _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
     operator("_fused_rms_norm_backward"): _layer_norm_backward,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .attention_rules import RULES as ATTENTION
 from .calls import Call, Recipe, filled
 from .index_rules import RULES as INDEXING
 from .loss_rules import RULES as LOSSES
@@ -36,7 +37,7 @@ _ELEMENTWISE = {
     _aten.softplus_backward,
     _aten.softshrink_backward,
 }
-OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS, **INDEXING, **LOSSES}
+OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS, **ATTENTION, **INDEXING, **LOSSES}
 
 
 def find(call: Call) -> Recipe | None:

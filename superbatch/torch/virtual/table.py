@@ -2,10 +2,12 @@
 
 One character for each tensor, in the order of the operator's arguments: a digit is the dimension of the
 samples, ``_`` a tensor that is used whole, ``+`` a result that is summed over the samples. The row that needs
-the fewest bytes gathered is used. `tests/torch/virtual` holds each row against the operator on whole tensors.
+the fewest bytes gathered is used. `tests/torch/test_virtual_operators.py` holds them against the operators on
+whole tensors.
 
-The operators of CUDA (``cudnn_*``, flash and efficient attention, fused cells) are here by their schemas, and
-were never run.
+Rows of operators that only CUDA has (``cudnn_convolution``, fused cells) are written by their schemas, and
+none was run on a GPU. `tests/torch/test_virtual_cuda_rules.py` holds those of the cells against stand-ins on
+a CPU. CUDA's attention, recurrent layers and BatchNorm are in `attention_rules`, `recurrent`, `batch_norm`.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ _fused_rms_norm                         0_ 00
 _prelu_kernel                           0_ 0
 _prelu_kernel_backward                  00_ 00
 _thnn_fused_lstm_cell                   000__ 000
+_thnn_fused_lstm_cell_backward_impl     00000 00+
 _thnn_fused_gru_cell                    000__ 00
+_thnn_fused_gru_cell_backward           00 000++
 """
 
 
