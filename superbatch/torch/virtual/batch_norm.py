@@ -320,7 +320,7 @@ def _elsewhere_backward(recording: Recording, grad: Any, x: Any, rest: tuple[Any
     return recording.shown(recording.add("instance_norm backward", Recipe(operands, outputs, run), metas))
 
 
-# -- CUDA (by their schemas; never run) ---------------------------------------------------------------------
+# -- CUDA (by their schemas; run on a CPU alone) -------------------------------------------------------------
 
 
 def cudnn_forward(

@@ -1,4 +1,4 @@
-"""Operators that are several operations on the batch: means, BatchNorm, lists of views."""
+"""Operators that are several operations on the batch: means, BatchNorm, recurrent layers, lists of views."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..out_of_memory import out_of_memory
-from . import batch_norm, indexing
+from . import batch_norm, indexing, recurrent
 from .aliases import view
 from .calls import Call, substituted
 from .layout import Layout
@@ -111,12 +111,16 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     aten.cudnn_batch_norm: batch_norm.cudnn_forward,
     aten.native_batch_norm_backward: batch_norm.backward,
     aten.cudnn_batch_norm_backward: batch_norm.cudnn_backward,
+    aten._cudnn_rnn: recurrent.forward,
+    aten._cudnn_rnn_backward: recurrent.backward,
 }
 
 
 # Their results are read by what looks at memory itself.
-# The recurrent kernel keeps a form of its own for its backward, which leaves out what nobody wants.
+# Recurrent kernels keep a form of their own for their backward, which leaves out what nobody wants.
 AT_ONCE = {
+    aten._cudnn_rnn.default,
+    aten._cudnn_rnn_backward.default,
     aten._pack_padded_sequence.default,
     aten.mkldnn_rnn_layer.default,
     aten.mkldnn_rnn_layer_backward.default,
