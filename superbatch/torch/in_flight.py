@@ -312,9 +312,10 @@ class WindowInFlight:
     def _refuse(
         self, loss: float, weight: normalize.Number, rates: tuple[float, ...], found: Culprit
     ) -> None:
-        text = found.text(len(self._pieces))
+        skipping = self._plan.nonfinite == "skip_update"
+        text = found.text(len(self._pieces), skipping=skipping)
         self._discard()
-        if self._plan.nonfinite != "skip_update":
+        if not skipping:
             raise NonFiniteError(text)
         self._record(loss, weight, rates, skipped=f"not finite: {text}")
 

@@ -28,8 +28,12 @@ class Culprit:
     parameter: str | None = None
     whole: bool = False
 
-    def text(self, count: int) -> str:
-        """Compose the error text for a window of `count` micro-batches.
+    def text(self, count: int, *, skipping: bool = False) -> str:
+        """Compose the error text.
+
+        Args:
+            count: micro-batches of the window.
+            skipping: whole updates are given up already, so that this is not advised.
 
         Examples:
             >>> Culprit(1, math.nan, "fc.weight").text(4)[:52]
@@ -45,12 +49,13 @@ class Culprit:
             given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}"
         what = "its loss" if self.loss is not None and not math.isfinite(self.loss) else "its gradient"
         where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
-        leave_out = 'look at that micro-batch; nonfinite="skip_microbatch" leaves it (and its weight) out, '
+        others = [] if self.whole else ['nonfinite="skip_microbatch" leaves it (and its weight) out']
+        others += [] if skipping else ['nonfinite="skip_update" gives up the whole update']
+        look = f"look at that {'batch' if self.whole else 'micro-batch'}"
         return explain(
             given,
             f"{what} is not finite{where}; nothing was updated, everything is as before the window",
-            f"{'look at that batch; ' if self.whole else leave_out}"
-            'nonfinite="skip_update" gives up the whole update',
+            "; ".join(filter(None, [look, ", ".join(others)])),
         )
 
 

@@ -166,6 +166,9 @@ def test_skip_update_goes_on_exactly():
     assert_unchanged(before, fingerprint(model, optimizer))
     assert not skipped.made and skipped.grad_norm is None and math.isnan(skipped.loss)
     assert skipped.skipped is not None and "micro-batch 1 of 0..2 with loss nan" in skipped.skipped
+    assert skipped.skipped.endswith(
+        'look at that micro-batch; nonfinite="skip_microbatch" leaves it (and its weight) out.'
+    )
     accumulate(BATCHES[2])
     assert accumulate.updates == 2
     large_batch(sgd(reference.parameters()), lambda b: mse(reference, b), [BATCHES[0], BATCHES[2]])
