@@ -73,8 +73,8 @@ class Accumulator:
             statistics, exact).
         coupled: samples that see each other are an ``"error"``; or the update is ``"exact"``: `loss_fn` is
             called once, with the whole batch, which is worked through in micro-batches below autograd (see
-            `virtual_batch`). Then nothing is weighted or checked, and there is no owned loop; ``"auto"`` is
-            as many samples at a time as there is memory for.
+            `virtual_batch`). Then `reduction` and `weight` are not stated, nothing is checked, and there is
+            no owned loop; ``"auto"`` and ``"largest"`` both take as many samples at a time as fit in memory.
         sample_rng: give every sample its own random stream, so that dropout and noise do not depend on the
             split. By default each micro-batch draws on from the global generator, as a loop by hand does.
             With ``coupled="exact"``: draw what the large batch would draw.
@@ -135,14 +135,25 @@ class Accumulator:
         check: bool = True,
     ) -> None:
         models, optimizers = checks.as_models(model), checks.as_optimizers(optimizer)
+        declared, ranks = (("whole", whole), ("per_sample", per_sample)), find_ranks(models)
+        self._paths = {name: options.as_paths(paths, name) for name, paths in declared}
+        self._whole = whole_batch(  # first: what others advise may have no meaning beside it
+            coupled,
+            loss_fn,
+            microbatch_size,
+            as_drawn=options.check_bool(sample_rng, "sample_rng"),
+            ranks=ranks,
+            reduction=reduction,
+            weight=weight,
+            nonfinite=nonfinite,
+            batchnorm=batchnorm,
+            accumulate_into=accumulate_into,
+            **self._paths,
+        )
         options.check_types(loss_fn, microbatch_size, weight, accumulator_dtype)
         self._masters = options.check_masters(masters)
         self._owned = checks.own_parameters(models, optimizers, self._masters)
         self._trainable = checks.trainable(optimizers, self._masters)
-        self._paths = {
-            "whole": options.as_paths(whole, "whole"),
-            "per_sample": options.as_paths(per_sample, "per_sample"),
-        }
         self._into: Into = checks.check_choice(accumulate_into, "accumulate_into", Into)
         self._batchnorm: BatchNorm = checks.check_choice(batchnorm, "batchnorm", BatchNorm)
         self._batchnorms = norms.find_batchnorms(models)
@@ -152,19 +163,7 @@ class Accumulator:
         self._window: WindowInFlight | None = None
         self._resume: dict[str, Any] | None = None
         self._first = True
-        moved_to, ranks = options.as_device(device, self._owned), find_ranks(models)
-        self._whole = whole_batch(
-            coupled,
-            loss_fn,
-            microbatch_size,
-            as_drawn=options.check_bool(sample_rng, "sample_rng"),
-            ranks=ranks,
-            weight=weight,
-            nonfinite=nonfinite,
-            batchnorm=batchnorm,
-            accumulate_into=accumulate_into,
-            **self._paths,
-        )
+        moved_to = options.as_device(device, self._owned)
         self._plan = Plan(
             models=models,
             owned=self._owned,
@@ -223,7 +222,7 @@ class Accumulator:
 
     @property
     def memory(self) -> MemoryReport | None:
-        """What ``microbatch_size="auto"`` or ``"largest"`` has found out; else None."""
+        """What ``"auto"`` or ``"largest"`` has found out; else None, and so with ``coupled="exact"``."""
         return self._sizing.report()
 
     @property
@@ -241,7 +240,8 @@ class Accumulator:
 
         Args:
             batch: any nesting of tensors, arrays, mappings, sequences and dataclasses with the samples first,
-                on the host; or a Window, whose micro-batches are taken as they are.
+                on the host; or a Window, whose micro-batches are taken as they are. Arrays are cut, but not
+                made tensors: `loss_fn` does it. With ``coupled="exact"``: tensors, for only they are cut.
 
         Returns:
             The record of the update.

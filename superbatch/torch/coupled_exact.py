@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import InputError, OutOfMemoryError, SplitError, WindowError, explain
 from ..report.coupling import CouplingReport
 from ..report.update import Update
-from ..split import TokenBudget, near_equal
+from ..split import near_equal
 from ..tree import count_samples, map_arrays
 from ..window import Window
 from .checks import check_choice, check_loss
@@ -27,13 +27,14 @@ from .gradients import Owned, run_backward
 from .in_flight import WindowInFlight
 from .in_grad import InGrad
 from .joining import joined
-from .losses import alone
+from .options import is_size
 from .out_of_memory import out_of_memory, release_caches
 from .pieces import Pieces
 from .sizes.sizing import Fixed, Sizing
 from .sync import Ranks
 from .virtual import virtual_batch
 from .virtual.block import VirtualBatch
+from .virtual.tensor import VirtualTensor
 
 Coupled = Literal["error", "exact"]
 Size = int | Literal["auto"]
@@ -57,6 +58,7 @@ class WholeBatch:
         self._rng: Literal["microbatch", "batch"] = "batch" if as_drawn else "microbatch"
         self._size: Size | None = size
         self._now: Size = "auto"
+        self._apart = False  # whether nothing was computed from the virtual batch
         self.report: CouplingReport | None = None
 
     def pieces(self, batch: Any, sizing: Sizing) -> Pieces:
@@ -67,16 +69,15 @@ class WholeBatch:
             sizing: knows whether memory ran out lately.
 
         Raises:
-            SplitError: samples cannot be counted, or micro-batches not put together.
+            SplitError: samples cannot be counted or are in no tensors, or micro-batches not put together.
         """
         assert isinstance(sizing, Fixed)
         size: Size | None = self._size
         if isinstance(batch, Window):
             microbatches = list(batch)
-            size = max(count_samples(microbatch) for microbatch in microbatches)
+            size = max(_samples_of(microbatch) for microbatch in microbatches)
             batch = joined(microbatches)
-        samples = count_samples(batch)
-        map_arrays(lambda leaf: _check_length(leaf, samples), batch)
+        samples = _samples_of(batch)
         stated = None if size == "auto" else size
         self._now = "auto"
         if size != "auto" or sizing.most is not None:
@@ -123,22 +124,26 @@ class WholeBatch:
         try:
             with virtual_batch(models, self._now, rng=self._rng, device=plan.device) as virtual:
                 begun.append(virtual)
-                value = self._backward(window, virtual(batch), place.inputs)
+                value = self._backward(window, virtual, batch, place.inputs)
         finally:  # in how many micro-batches memory ran out, too
             self.report = begun[0].report() if begun else None
+        if self._apart:  # the update is right all the same, but it took the memory of the whole batch
+            self.report = replace(begun[0].report(), microbatches=1)
+            warnings.warn(_APART, UserWarning, stacklevel=5)
         place.took()
         window._losses.load_state({0: value.item()})
         window._summed, window._next = True, 1
         if window._watch is not None:
             window._watch.check()
 
-    def _backward(self, window: WindowInFlight, batch: Any, inputs: list[Tensor] | None) -> Tensor:
+    def _backward(
+        self, window: WindowInFlight, virtual: VirtualBatch, batch: Any, inputs: list[Tensor] | None
+    ) -> Tensor:
         """Record forward and backward; return the loss without its graph."""
-        loss = alone(self._loss_fn(batch))
-        check_loss(loss)
-        factor, scaler = window._weights.factor(0, None), window._plan.step.scaler
-        scaled = loss if factor == 1.0 else loss * factor
-        run_backward(scaled if scaler is None else scaler.scale(scaled), None, inputs, retain_graph=False)
+        loss = _checked(self._loss_fn(virtual(batch)))
+        self._apart = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
+        scaler = window._plan.step.scaler
+        run_backward(loss if scaler is None else scaler.scale(loss), None, inputs, retain_graph=False)
         return loss.detach()
 
     def _go_on_smaller(self, window: WindowInFlight, failure: str) -> None:
@@ -172,16 +177,67 @@ class WholeBatch:
         )
 
 
-def _check_length(leaf: Any, samples: int) -> Any:
-    if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) != samples:
+def _samples_of(batch: Any) -> int:
+    """Count the samples of a batch whose tensors have one row for each.
+
+    Raises:
+        SplitError: they have not, or there are none.
+    """
+    try:
+        samples = count_samples(batch)
+    except SplitError as error:  # what it advises is for batches that are cut
+        found = str(error).partition(" Do: ")[0]
+        raise SplitError(f'{found} Do: with coupled="exact" {_ROWS}.') from None
+    tensors: list[Tensor] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            tensors.append(leaf)
+        return leaf
+
+    map_arrays(note, batch)
+    if not tensors:
         raise SplitError(
             explain(
-                f'a batch of {samples} samples with a tensor of length {len(leaf)}, with coupled="exact"',
-                "what is worked through in micro-batches has one row for each sample",
-                "give a padded batch",
+                f'a batch of {samples} samples without a tensor, with coupled="exact"',
+                "arrays and lists are given to loss_fn as they are, so nothing would be worked through in "
+                "micro-batches",
+                "make tensors of them before the call (torch.from_numpy)",
             )
         )
-    return leaf
+    for tensor in tensors:
+        if len(tensor) != samples:
+            raise SplitError(
+                explain(
+                    f"a batch of {samples} samples with a tensor of length {len(tensor)}, with "
+                    'coupled="exact"',
+                    "what is worked through in micro-batches has one row for each sample",
+                    "give a padded batch",
+                )
+            )
+    return samples
+
+
+def _checked(returned: Any) -> Tensor:
+    """Return what a loss function returned if it is the loss of a batch.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not isinstance(returned, Tensor):
+        raise _refusal(
+            f"a loss_fn that returned {type(returned).__name__}",
+            "the gradient of the batch is that of one tensor, and nothing is weighted",
+            "return the loss alone, as the tensor that it is computed as",
+        )
+    if returned.numel() != 1:
+        raise _refusal(
+            f"a loss of shape {tuple(returned.shape)}",
+            "a batch has one loss",
+            "return its mean over the batch",
+        )
+    check_loss(returned)
+    return returned
 
 
 def whole_batch(
@@ -208,18 +264,20 @@ def whole_batch(
     """
     if check_choice(coupled, "coupled", Coupled) == "error":
         return None
-    by_tokens = isinstance(microbatch_size, TokenBudget)
-    given = {**options, "microbatch_size": microbatch_size if by_tokens else None}
-    for name, (default, wrong, do) in _REFUSED.items():
-        if given[name] not in default:
-            raise _refusal(f"{name}={given[name]!r}", wrong, do)
+    if not is_size(microbatch_size):
+        raise _refusal(f"microbatch_size={microbatch_size!r}", _SIZE_WRONG, _SIZE_DO)
+    for name, (allowed, wrong, do) in _REFUSED.items():
+        value = options[name]
+        if not isinstance(value, str | tuple | None) or value not in allowed:  # arrays are not compared
+            raise _refusal(f"{name}={value!r}", wrong, do)
     if loss_fn is None:
         raise _refusal("no loss_fn", _OWNED_WRONG, _OWNED_DO)
     if ranks.wrappers or ranks.group is not None:
         raise _refusal(
             "a model in DistributedDataParallel",
             "the samples of other ranks would not be seen by those of this one",
-            "train on one device, or use SyncBatchNorm and a loss that gathers, with batches in one piece",
+            "write the step with superbatch.torch.virtual_batch, which works over ranks: around the wrapped "
+            "model (with SyncBatchNorm), or with group=... around the bare one",
         )
     size = "auto" if isinstance(microbatch_size, str) else microbatch_size
     return WholeBatch(loss_fn, size, as_drawn=as_drawn)
@@ -230,6 +288,19 @@ def owned_loop() -> WindowError:
     return WindowError(explain('window(...) with coupled="exact"', _OWNED_WRONG, _OWNED_DO))
 
 
+_ROWS = (
+    "pass tensors with one row for each sample, padded where lengths differ, and let loss_fn close over what "
+    "belongs to no sample"
+)
+_SIZE_WRONG = "a virtual batch is cut by samples, and at least one is worked on at a time"
+_SIZE_DO = (
+    'state a positive number of samples, "auto", or None for all at once; the update does not depend on it'
+)
+_APART = explain(
+    'a loss_fn that computes nothing from the tensors that it is given, with coupled="exact"',
+    "the loss is of tensors that it closes over, makes or copies, so the whole batch was worked on at once",
+    "compute the loss from the tensors of the batch that loss_fn is given",
+)
 _OWNED_WRONG = (
     "the loss is computed once, on the whole batch, so there is no loop over micro-batches to be owned"
 )
@@ -239,6 +310,11 @@ _OWNED_DO = (
 
 # Option: the values that may be given, why others cannot, and what to do.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "reduction": (
+        ("mean",),
+        "the gradient is that of what loss_fn returns for the whole batch, so nothing is divided",
+        "leave reduction out: a sum is divided by its count in loss_fn",
+    ),
     "weight": (
         (None,),
         "the loss function is applied to the whole batch, so nothing is weighted",
@@ -268,11 +344,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
         ((),),
         "all samples of a virtual batch are in tensors",
         "stack them into tensors with the samples first",
-    ),
-    "microbatch_size": (
-        (None,),
-        "a virtual batch is cut by samples",
-        'state a number of samples, or "auto"; the update does not depend on it',
     ),
 }
 

@@ -15,6 +15,8 @@ from .gradients import Owned
 from .plan import Plan
 from .saving import WINDOW_KEYS
 
+_WORDS = ("auto", "largest")
+
 
 def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype: object) -> None:
     """Check the options that are more than a number or a choice.
@@ -33,9 +35,7 @@ def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype:
                 "pass a function microbatch -> loss",
             )
         )
-    valid = isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool) and microbatch_size > 0
-    valid = valid or (isinstance(microbatch_size, str) and microbatch_size in ("auto", "largest"))
-    if microbatch_size is not None and not valid and not isinstance(microbatch_size, TokenBudget):
+    if not is_size(microbatch_size) and not isinstance(microbatch_size, TokenBudget):
         raise InputError(
             explain(
                 f"microbatch_size={microbatch_size!r}",
@@ -61,6 +61,18 @@ def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype:
                 'pass torch.float32, "auto" or None',
             )
         )
+
+
+def is_size(microbatch_size: object) -> bool:
+    """Whether it is a number of samples, a word for one, or None.
+
+    Examples:
+        >>> is_size("largest"), is_size(True)
+        (True, False)
+    """
+    if isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool):
+        return microbatch_size > 0
+    return microbatch_size is None or (isinstance(microbatch_size, str) and microbatch_size in _WORDS)
 
 
 def check_auto(

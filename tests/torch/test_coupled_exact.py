@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -55,11 +57,6 @@ def conv_net() -> nn.Module:
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
-
-
-def squares(model: nn.Module, batch: Batch) -> Tensor:
-    """A sum over the samples: the update is that of its mean, as without coupling."""
-    return nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="sum")
 
 
 class Towers(nn.Module):
@@ -211,14 +208,19 @@ def test_dropout_by_micro_batches_is_another_draw_of_the_same_law() -> None:
         twins.check()
 
 
-def test_a_sum_is_divided_by_the_samples_as_without_coupling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TASKS, "sum", (conv_net, squares))
-    twins = Twins("BatchNorm")
-    summed = Twins("sum", reduction="sum")
-    for batch in batches():
-        update, same = twins.accumulate(batch), summed.accumulate(batch)
-        assert same.loss == pytest.approx(update.loss, rel=EXACT)
-    assert_same_parameters(twins.model, summed.model, EXACT, start=twins.start)
+def test_the_default_reduction_may_be_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with weight=None; and a sum that is returned is taken as it is."""
+
+    def summed(model: nn.Module, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="sum") / 7
+
+    monkeypatch.setitem(TASKS, "sum", (conv_net, summed))
+    for task in ("BatchNorm", "sum"):
+        twins = Twins(task, reduction="mean", weight=None)
+        for batch in batches():
+            loss, _ = twins.large(batch)
+            assert twins.accumulate(batch).loss == pytest.approx(loss, rel=EXACT)
+        twins.check()
 
 
 def test_clipping_and_a_scheduler_see_the_gradient_of_the_batch() -> None:
@@ -413,7 +415,6 @@ def test_micro_batches_that_cannot_be_joined(parts: list[Any], text: str) -> Non
 
 
 def test_structures_arrays_and_names_are_joined() -> None:
-    numpy = pytest.importorskip("numpy")
     from superbatch.torch.joining import joined
 
     def part(start: int, stop: int) -> Any:
@@ -461,6 +462,9 @@ def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"reduction": "sum"}, "reduction='sum' with coupled.*nothing is divided.*leave reduction out"),
+        ({"reduction": "median"}, "leave reduction out: a sum is divided by its count in loss_fn"),
+        ({"weight": 5}, "weight=5 with coupled.*leave weight out"),
         ({"weight": count_tokens("label")}, "weight=.*applied to the whole batch, so nothing is weighted"),
         ({"weight": "returned"}, "weight='returned' with coupled=\"exact\".*leave weight out"),
         (
@@ -471,7 +475,20 @@ def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
         ({"accumulate_into": "momentum"}, 'comes in one piece.*use accumulate_into="grad"'),
         ({"whole": ("view",)}, r"whole=\('view',\) with coupled.*let loss_fn close over"),
         ({"per_sample": ("view",)}, "all samples of a virtual batch are in tensors"),
-        ({"microbatch_size": TokenBudget(9)}, "TokenBudget.*is cut by samples.*state a number of samples"),
+        *(
+            (
+                {"microbatch_size": size},
+                f'{text} with coupled.*state a positive number of samples, "auto", or',
+            )
+            for size, text in [
+                (TokenBudget(9), r"microbatch_size=TokenBudget\(.*\)"),
+                (0, "microbatch_size=0"),
+                (True, "microbatch_size=True"),
+                ("abc", "microbatch_size='abc'"),
+                (numpy.array([1, 2]), r"microbatch_size=array\(.*\)"),
+            ]
+        ),
+        ({"weight": numpy.array([1, 2])}, r"weight=array\(.*leave weight out"),
         ({"coupled": "yes"}, "coupled='yes'.*pass one of 'error', 'exact'"),
     ],
 )
@@ -492,7 +509,9 @@ def test_several_ranks_are_refused(tmp_path: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/f", rank=0, world_size=1)
     try:
         model = nn.parallel.DistributedDataParallel(model_of("BatchNorm"))
-        with pytest.raises(InputError, match=r"DistributedDataParallel.*samples of other ranks"):
+        with pytest.raises(
+            InputError, match=r"DistributedDataParallel.*samples of other ranks.*virtual_batch.*group=\.\.\."
+        ):
             Accumulator(model, sgd(model.parameters()), lambda x: model(x).sum(), coupled="exact")
     finally:
         torch.distributed.destroy_process_group()
@@ -508,19 +527,65 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
 
 
 @pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        ({"x": torch.ones(6, 2), "mask": torch.ones(5, 5)}, "'x': 6, 'mask': 5.*loss_fn close over what"),
+        ({"x": torch.ones(6, 2), "graph": object()}, "path 'graph'.*loss_fn close over what"),
+        ({"x": torch.ones(2, 2), "boxes": [{"at": 1}, {"at": 2}]}, "path 'boxes'.*pass tensors with one row"),
+        (3, "nothing to split.*pass tensors with one row for each sample"),
+        ({"x": numpy.ones((6, 2)), "name": "six"}, "6 samples without a tensor.*torch.from_numpy"),
+        (["a", "b"], "2 samples without a tensor.*make tensors of them before the call"),
+    ],
+)
+def test_a_batch_that_cannot_be_a_virtual_one(batch: Any, text: str) -> None:
+    """What is advised is not what is refused."""
+    twins = Twins()
+    before = fingerprint(twins.model, twins.ours, twins.accumulate)
+    for given in (batch, Window([batch])):
+        with pytest.raises(SplitError, match=text) as caught:
+            twins.accumulate(given)
+        assert "whole=" not in str(caught.value) and "per_sample=" not in str(caught.value)
+    assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
+
+
+@pytest.mark.parametrize("size", [SPLIT, "auto"])
+def test_a_loss_of_other_tensors_than_the_batch_it_is_given(size: Any) -> None:
+    """The update is that of what it computed; that it took the memory of the whole batch is said."""
+    twins = Twins(microbatch_size=size)
+    (batch,) = batches(1)
+    twins.loss = lambda model, given: classify(model, batch)
+    with pytest.warns(UserWarning, match=r"that it closes over.*whole batch.*at once.*that loss_fn is given"):
+        update = twins.accumulate(batch)
+    assert twins.accumulate.coupling is not None
+    assert update.microbatches == twins.accumulate.coupling.microbatches == 1
+    twins.loss = classify
+    twins.large(batch)
+    twins.check()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert twins.accumulate(batch).microbatches == (6 if size == SPLIT else 1)
+        twins.loss = lambda model, given: classify(model, {**batch, "label": given["label"]})
+        assert twins.accumulate(batch).microbatches == (6 if size == SPLIT else 1), "the labels are given"
+
+
+@pytest.mark.parametrize(
     ("returned", "text"),
     [
-        (lambda loss: (loss, 3), "a loss_fn that returned a tuple"),
+        (lambda loss: (loss, 3), "a loss_fn that returned tuple with.*return the loss alone"),
+        (lambda loss: loss.item(), "a loss_fn that returned float with.*as the tensor"),
+        (lambda loss: None, "a loss_fn that returned NoneType with.*as the tensor"),
         (lambda loss: loss.detach(), "a loss without a graph"),
-        (lambda loss: loss * torch.ones(2), r"a loss of shape \(2,\)"),
+        (lambda loss: loss * torch.ones(2), r"a loss of shape \(2,\) with.*return its mean over the batch"),
     ],
 )
 def test_what_is_no_loss(returned: Callable[[Tensor], Any], text: str) -> None:
     twins = Twins("dropout")
     loss, twins.loss = twins.loss, lambda model, batch: returned(loss(model, batch))
     before = fingerprint(twins.model, twins.ours, twins.accumulate)
-    with pytest.raises(InputError, match=text):
+    with pytest.raises(InputError, match=text) as caught:
         twins.accumulate(batches()[0])
+    for refused in ("weight=", "reduction=", "whole=", "per_sample="):
+        assert refused not in str(caught.value)
     assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
 
 
@@ -590,6 +655,7 @@ def test_what_is_not_finite(where: str) -> None:
     assert_unchanged(before, fingerprint(skipping.model, skipping.ours))
     assert not update.made and update.microbatches == 6
     assert update.skipped is not None and f"its {where} is not finite" in update.skipped
+    assert update.skipped.endswith("Do: look at that batch.")
     for one in (twins, skipping):
         one.loss = classify
         assert one.accumulate(third).made
@@ -668,6 +734,7 @@ def test_as_many_samples_at_a_time_as_there_is_memory_for(size: str) -> None:
     for batch in batches():
         twins.large(batch)
         assert twins.accumulate(batch).microbatches == 1, "there is plenty of memory"
+        assert twins.accumulate.memory is None, "its report is of micro-batches that are cut"
     twins.check()
 
 
