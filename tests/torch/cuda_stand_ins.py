@@ -83,7 +83,7 @@ def _flash_back(
     assert cq is None and ck is None and (mq, mk) == (q.shape[2], k.shape[2])
     assert torch.equal(seed, _mark(q, k, v, out)), "of another forward"
     assert torch.equal(sums, attention(q, k, v, None, causal, scale)[1])
-    return tuple(_gradients(lambda *x: attention(*x, None, causal, scale)[:1], [q, k, v], [g]))
+    return tuple(_gradients(lambda q, k, v: attention(q, k, v, None, causal, scale)[:1], [q, k, v], [g]))
 
 
 def _efficient(
@@ -127,7 +127,7 @@ def _cudnn_back(
     assert cq is None and ck is None and (mq, mk) == (q.shape[2], k.shape[2])
     assert torch.equal(seed, _mark(q, k, v, out)), "of another forward"
     assert torch.equal(sums, attention(q, k, v, bias, causal, scale)[1])
-    return tuple(_gradients(lambda *x: attention(*x, bias, causal, scale)[:1], [q, k, v], [g]))
+    return tuple(_gradients(lambda q, k, v: attention(q, k, v, bias, causal, scale)[:1], [q, k, v], [g]))
 
 
 # -- recurrent layers ---------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def _recurrent(
     def by_cudnn(x: Tensor, hx: Tensor, cx: Tensor, *w: Tensor) -> Any:
         x, hx, cx = ordered(x, hx, cx)
         buffer = torch.cat([weight.detach().reshape(-1) for weight in w]) if flat else None
-        rest = (mode, 4, 0, 2, batch_first, 0.0, True, directions == 2, [], None)
+        rest: Any = (mode, 4, 0, 2, batch_first, 0.0, True, directions == 2, [], None)
         return used(aten._cudnn_rnn(x, list(w), biases, buffer, hx, cx, *rest))
 
     def by_cpu(x: Tensor, hx: Tensor, cx: Tensor, *w: Tensor) -> Any:
