@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from superbatch.errors import SuperbatchError
 from superbatch.torch import virtual_batch
 from tests.torch.coupled.case import Case, Loss
-from tests.torch.coupled.cases import ALL
+from tests.torch.coupled.cases import ALL, CASES, GROUPS
 from tests.torch.coupled.compare import Backend, Result, assert_equal, reference, run_with
 
 Wrap = Literal["all", "inputs"]
@@ -64,10 +64,59 @@ def test_labels_may_be_plain_tensors(case: Case) -> None:
     check(case, case.microbatch, "inputs")
 
 
-@pytest.mark.parametrize("case", ALL[::3], ids=str)
+# Always among those that are run one sample at a time, and all at once; of the others every third.
+BY_NAME = (
+    "conv net with BatchNorm",
+    "U-Net with BatchNorm",
+    "MLP with BatchNorm",
+    "ResNet-20",
+    "ResNet-50",
+    "LSTM with BatchNorm",
+    "BERT-like classifier",
+    "two towers with InfoNCE",
+    "CLIP with a learnt temperature",
+    "BatchNorm encoder and head with InfoNCE",
+    "SimCLR",
+)
+
+
+@pytest.mark.parametrize("case", dict.fromkeys([*map(CASES.__getitem__, BY_NAME), *ALL[::3]]), ids=str)
 def test_micro_batches_of_one_sample_and_one_of_all(case: Case) -> None:
     check(case, 1, "all")
     check(case, case.n, "all")
+
+
+# What leaves the tensor: whether a clear error stands in for the gradient. None does, today.
+EXOTIC = {
+    "through numpy": "exact",
+    "through lists": "exact",
+    "matched to targets": "exact",
+    "vmap over samples": "exact",
+    "vmap over pairs": "exact",
+    "functional gradient": "exact",
+    "deep copy": "exact",
+    "strides over the batch": "exact",
+    "a sparse matrix over samples": "exact",
+    "rows of their own lengths": "exact",
+}
+
+
+def test_every_case_that_may_be_refused_is_in_the_table() -> None:
+    assert list(EXOTIC) == [case.name for case in ALL if case.may_refuse]
+    assert list(EXOTIC) == [case.name for case in GROUPS["exotic"]]
+
+
+@pytest.mark.parametrize("name", EXOTIC)
+@pytest.mark.parametrize("budget", [None, 0])
+def test_what_leaves_the_tensor_is_exact_or_refused_as_the_table_says(name: str, budget: int | None) -> None:
+    case = CASES[name]
+    try:
+        found = run_with(case, None, virtual(case.microbatch, device_budget=budget), wrap="all")
+    except SuperbatchError:
+        assert EXOTIC[name] == "refused"
+        return
+    assert EXOTIC[name] == "exact"
+    assert_equal(expected(case), found, case.tolerance)
 
 
 @pytest.mark.slow
