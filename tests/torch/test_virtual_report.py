@@ -1,9 +1,11 @@
 """What `report()` of a virtual batch says of the points where samples met."""
 
+import pytest
 import torch
 from torch import nn
 
 from superbatch.torch import virtual_batch
+from tests.torch.coupled.cases import CASES
 
 
 def test_a_layer_that_is_called_twice_is_reported_twice():
@@ -15,3 +17,27 @@ def test_a_layer_that_is_called_twice_is_reported_twice():
         (model(batch(first)) * model(batch(second))).sum().backward()
     points = [(point.module, point.operation, point.kind, point.kept) for point in batch.report().points]
     assert points == [("1", "batch_norm", "statistic", 10 * 4 * 8)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "operation", "kept", "on_the_way_back"),
+    [
+        # Its backward is of known operators and reads the input again.
+        ("custom operator", "superbatch_test_cases.bent.default", 14 * 8 * 8, 0),
+        # Its backward calls the operator itself.
+        ("custom operator over the batch", "superbatch_test_cases.centred.default", 0, 1),
+    ],
+)
+def test_an_operator_of_an_extension_is_named_with_the_bytes_that_were_gathered_for_it(
+    name: str, operation: str, kept: int, on_the_way_back: int
+):
+    case = CASES[name]
+    model, batch = case.make(), case.batch()
+    with virtual_batch(model, case.microbatch) as virtual:
+        case.loss(model, virtual(batch)).backward()
+    report = virtual.report()
+    found = [(point.operation, point.kind, point.gathered, point.kept) for point in report.points]
+    assert found == [(operation, "unknown", 14 * 8 * 8, kept)], "14 samples of 8 features in float64"
+    assert report.backward_points == on_the_way_back
+    assert f"{operation} (gathered: no rule for the operator" in str(report)
+    assert "896 B gathered" in str(report)
