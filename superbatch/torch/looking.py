@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -42,9 +46,67 @@ class _Stance:
 _STANCE = _Stance()
 
 
+class _Unsaid:
+    """Keeps torch from its advice on hooks: those here are ours, and what it says of compiling is not so.
+
+    The filter is put into the list of filters itself. `warnings.catch_warnings` would at its end undo what
+    the program has set meanwhile, and make warnings that are shown once for each line be shown again.
+    """
+
+    _FILTER = ("ignore", re.compile(r"Using `torch\.compile\(module\)` when there are"), UserWarning, None, 0)
+
+    def __enter__(self) -> None:
+        self._filters: Any = warnings.filters
+        self._filters.insert(0, self._FILTER)
+
+    def __exit__(self, *error: object) -> None:
+        # In another block, or thread, an equal one may be there: any of them is as good.
+        if self._FILTER in self._filters:
+            self._filters.remove(self._FILTER)
+
+
+@cache
+def _say_it_runs_eagerly() -> None:
+    """Say it once."""
+    warnings.warn(
+        "a compiled model runs eagerly in virtual_batch, which records its operations; outside of it, it is "
+        "compiled as ever. With compile=True virtual_batch compiles what it has recorded",
+        UserWarning,
+        stacklevel=7,  # the call of the model
+    )
+
+
 @contextmanager
-def run_eagerly() -> Iterator[None]:
+def _saying_so() -> Iterator[None]:
+    thread = threading.get_ident()  # the hook is called in others too
+
+    def look(module: nn.Module, inputs: object) -> None:
+        if threading.get_ident() == thread and is_compiled(module):
+            _say_it_runs_eagerly()
+
+    handle = all_modules.register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module itself was given to torch.compile, or compiled in place.
+
+    Examples:
+        >>> is_compiled(nn.Linear(1, 1))
+        False
+    """
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+@contextmanager
+def run_eagerly(*, say: bool = False) -> Iterator[None]:
     """Run compiled models eagerly: the odd sizes and the hooks of a look are not to be compiled.
+
+    Args:
+        say: warn when one is called, once for the process.
 
     Examples:
         >>> with run_eagerly():
@@ -58,7 +120,11 @@ def run_eagerly() -> Iterator[None]:
         return
     _STANCE.begin()
     try:
-        yield
+        with ExitStack() as stack:
+            if say:
+                stack.enter_context(_Unsaid())
+                stack.enter_context(_saying_so())
+            yield
     finally:
         _STANCE.end()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.errors import CoupledSamplesError, InputError, WindowError
-from superbatch.torch import virtual_batch
+from superbatch.torch import looking, virtual_batch
 from superbatch.torch.virtual.tensor import VirtualTensor
 from tests.torch.coupled import models
 
@@ -373,11 +373,12 @@ def test_a_parameter_that_is_written_after_its_use() -> None:
     assert_close([found], [make()(X).detach()])
 
 
-@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # of hooks that follow the modules
 def test_a_compiled_model_runs_eagerly() -> None:
     ours = make()
     compiled = torch.compile(ours, backend="eager")
-    with virtual_batch(ours, 4) as batch:
+    looking._say_it_runs_eagerly.cache_clear()
+    said = pytest.warns(UserWarning, match="a compiled model runs eagerly")
+    with said, virtual_batch(ours, 4) as batch:
         loss_of(compiled, batch(X)).backward()
     assert_close(gradients(ours), real_gradients(make()))
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...report.memory import Limit, Peak
+from .. import looking
 from .limits import PeakMeter, free_in_heap, memory_limit
 
 
@@ -117,8 +118,4 @@ def is_compiled(models: Sequence[nn.Module]) -> bool:
         >>> is_compiled([nn.Linear(1, 1)])
         False
     """
-    return any(
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-        for model in models
-        for module in model.modules()
-    )
+    return any(looking.is_compiled(module) for model in models for module in model.modules())

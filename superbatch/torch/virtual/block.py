@@ -367,7 +367,7 @@ def virtual_batch(
     try:
         with batch._across.held_together():
             with ExitStack() as stack:
-                stack.enter_context(run_eagerly())
+                stack.enter_context(run_eagerly(say=True))
                 # A view that is written is then differentiated as the view it is, and not by its strides.
                 stack.enter_context(_force_original_view_tracking(mode=True))
                 stack.enter_context(batch._log.following())

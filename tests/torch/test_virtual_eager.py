@@ -1,0 +1,189 @@
+"""A compiled model in a virtual batch runs eagerly and exactly. That is said once; torch's advice is not."""
+
+# ruff: noqa: PT012  (what raises is the block, of several statements)
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from superbatch.torch import Accumulator, looking, virtual_batch
+
+N = 14
+X = torch.randn(N, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.randint(0, 3, (N,), generator=torch.Generator().manual_seed(2))
+SAID = r"a compiled model runs eagerly in virtual_batch.*compile=True"
+
+Kind = Callable[["Any", "list[Any]"], Any]
+
+
+@pytest.fixture(autouse=True)
+def not_yet_said() -> Iterator[None]:
+    """What is said once for a process is said once for each test."""
+    looking._say_it_runs_eagerly.cache_clear()
+    yield
+    looking._say_it_runs_eagerly.cache_clear()
+
+
+class Head(nn.Module):
+    """Modules of torch's own are not compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.last(F.silu(self.norm(h)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.head: Any = Head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.first(x))
+
+
+def make() -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net().double()
+
+
+def counting(graphs: list[Any]) -> Any:
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    return backend
+
+
+def whole(model: Net, graphs: list[Any]) -> Any:
+    return torch.compile(model, backend=counting(graphs))
+
+
+def in_place(model: Net, graphs: list[Any]) -> Any:
+    model.compile(backend=counting(graphs))
+    return model
+
+
+def a_part(model: Net, graphs: list[Any]) -> Any:
+    model.head = torch.compile(model.head, backend=counting(graphs))
+    return model
+
+
+def a_part_in_place(model: Net, graphs: list[Any]) -> Any:
+    model.head.compile(backend=counting(graphs))
+    return model
+
+
+def update(compiled: Any, given: nn.Module) -> None:
+    with virtual_batch(given, 4) as batch:
+        F.cross_entropy(compiled(batch(X)), Y).backward()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", [whole, in_place, a_part, a_part_in_place])
+@pytest.mark.parametrize("given", ["the model", "the compiled model"])
+def test_it_is_said_once_over_two_blocks_and_nothing_else_is(kind: Kind, given: str) -> None:
+    graphs: list[Any] = []
+    ours, plain = make(), make()
+    compiled = kind(ours, graphs)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        update(compiled, compiled if given == "the compiled model" else ours)
+        update(compiled, compiled if given == "the compiled model" else ours)
+    assert len(heard) == 1
+    assert heard[0].category is UserWarning
+    assert "a compiled model runs eagerly in virtual_batch" in str(heard[0].message)
+    assert "compile=True" in str(heard[0].message)
+    if not kind.__name__.startswith("a_part"):
+        assert heard[0].filename == __file__, "it points at the call"
+    assert not graphs, "it ran eagerly"
+    for _ in range(2):
+        F.cross_entropy(plain(X), Y).backward()
+    for a, b in zip(gradients(ours), gradients(plain), strict=True):
+        assert float((a - b).norm()) <= 1e-12 * max(float(b.norm()), 1e-3)
+    torch.compiler.reset()
+    with torch.no_grad():
+        compiled(X)
+    assert graphs, "premise: outside of the block it is compiled"
+
+
+def test_it_is_said_through_the_accumulator() -> None:
+    model = make()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    accumulate = Accumulator(
+        model,
+        optimizer,
+        lambda batch: F.cross_entropy(compiled(batch[0]), batch[1]),
+        microbatch_size=4,
+        coupled="exact",
+    )
+    with pytest.warns(UserWarning, match=SAID) as heard:
+        losses = [accumulate((X, Y)).loss for _ in range(2)]
+    assert losses[1] < losses[0], "premise: two updates"
+    assert len(heard) == 1
+
+
+def test_a_model_that_is_not_compiled_says_nothing() -> None:
+    torch.compile(make(), backend="eager")  # another one; and so that the compiler is loaded
+    update(model := make(), model)
+
+
+def test_what_calls_a_compiled_model_in_another_thread_is_not_meant() -> None:
+    other = torch.compile(make(), backend="eager")
+    model = make()
+    with virtual_batch(model, 4) as batch:
+        thread = threading.Thread(target=other, args=(X,))
+        thread.start()
+        thread.join()
+        F.cross_entropy(model(batch(X)), Y).backward()
+
+
+def test_torchs_advice_on_hooks_is_heard_again_after_the_block() -> None:
+    model = make()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.warns(UserWarning, match=SAID):
+        update(compiled, model)
+    update(compiled, model)  # under the filters of these tests
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(UserWarning, match=r"Using `torch.compile\(module\)` when there are global hooks"):
+            compiled(X)  # an error, by the filters of these tests
+    finally:
+        hook.remove()
+
+
+def test_filters_that_the_program_sets_in_a_block_stay() -> None:
+    model = make()
+    compiled = torch.compile(model, backend="eager")
+    with warnings.catch_warnings():  # of the test
+        before = list(warnings.filters)
+        with pytest.raises(UserWarning, match=SAID), virtual_batch(model, 4) as batch:
+            warnings.filterwarnings("ignore", "of the program")
+            F.cross_entropy(compiled(batch(X)), Y).backward()
+        assert len(warnings.filters) == len(before) + 1
+        assert warnings.filters[1:] == before
+        warnings.warn("of the program", stacklevel=1)
+
+
+def test_where_warnings_are_errors_it_is_one_and_the_block_leaves_everything_as_it_was() -> None:
+    model = make()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(UserWarning, match=SAID):
+        update(compiled, model)
+    assert not gradients(model)
