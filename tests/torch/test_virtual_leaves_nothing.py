@@ -1,0 +1,275 @@
+"""After a virtual batch, however it ends, torch, the modules and the process are as they were before it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]  (torch's stubs lack it)
+from torch._dynamo import eval_frame
+from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.nn import functional as F
+from torch.nn.modules import module as all_modules
+from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from superbatch.torch import looking, virtual_batch
+from tests.torch.states import assert_unchanged, fingerprint
+
+N = 10
+X = torch.randn(N, 6, generator=torch.Generator().manual_seed(1))
+Y = torch.randint(0, 3, (N,), generator=torch.Generator().manual_seed(2))
+
+
+VIEWS = torch._C._is_view_replay_enabled()
+
+
+class Broken(Exception):
+    """Of the program."""
+
+
+class Breaks(torch.autograd.Function):
+    """The program's own operation, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ctx.error
+
+
+class Net(nn.Module):
+    """All kinds of layers that keep something, and an attribute that the forward writes."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.first = parametrizations.spectral_norm(nn.Linear(6, 8))
+        self.norm, self.drop = norm(8), nn.Dropout(0.3)
+        self.frozen = nn.Linear(8, 8).requires_grad_(requires_grad=False)
+        self.last = nn.Linear(8, 3)
+        self.raises: BaseException | None = None
+        self.norm.register_forward_hook(lambda module, inputs, output: None)
+        self.last.weight.register_hook(lambda grad: None)
+        self.last.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.frozen(self.drop(self.norm(self.first(x))))
+        if self.raises is not None:
+            float(h.detach().sum())  # something has run, and is kept
+            raise self.raises
+        return self.last(F.silu(h))
+
+
+def compiled(width: int) -> Any:
+    return torch.compile(nn.BatchNorm1d(width), backend="eager")
+
+
+def compiled_in_place(width: int) -> nn.Module:
+    norm = nn.BatchNorm1d(width)
+    norm.compile(backend="eager")
+    return norm
+
+
+NORMS = {
+    "BatchNorm": nn.BatchNorm1d,
+    "SyncBatchNorm": nn.SyncBatchNorm,
+    "a compiled part": compiled,
+    "a part compiled in place": compiled_in_place,
+}
+
+ENDS: dict[str, tuple[str, BaseException | None]] = {
+    "as it should": ("", None),
+    "without a backward": ("no backward", None),
+    "an exception in the forward": ("forward", Broken()),
+    "an exception in the backward": ("backward", Broken()),
+    "an exception after the backward": ("afterwards", Broken()),
+    "an interrupt in the forward": ("forward", KeyboardInterrupt()),
+    "an interrupt in the backward": ("backward", KeyboardInterrupt()),
+}
+
+
+def of_the_process(model: nn.Module) -> dict[str, Any]:
+    """What a block could leave beside numbers: by name, each as it can be compared."""
+    found: dict[str, Any] = {
+        f"torch.nn.modules.module.{name}": list(value.items())
+        for name, value in vars(all_modules).items()
+        if name.startswith("_global") and isinstance(value, dict)
+    }
+    assert len(found) >= 5, "premise: torch keeps its global hooks there"
+    found |= {
+        "any global hook": all_modules._has_any_global_hook(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "stance": dict(vars(eval_frame._stance)),
+        "views": torch._C._is_view_replay_enabled(),
+        "saved tensors": _autograd._top_saved_tensors_default_hooks(True),  # noqa: FBT003
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "anomalies": torch.is_anomaly_enabled(),
+        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "filters": list(warnings.filters),
+        "hook of exceptions": sys.excepthook,
+    }
+    for name, module in model.named_modules():
+        found[f"{name} type"] = type(module)
+        found[f"{name} attributes"] = sorted(vars(module))
+        found[f"{name} own forward"] = vars(module).get("forward")
+        found[f"{name} hooks"] = {
+            key: list(value.values()) for key, value in vars(module).items() if key.endswith("_hooks")
+        }
+        found[f"{name} training"] = module.training
+    found["state_dict"] = list(model.state_dict())
+    for name, parameter in model.named_parameters():
+        found[f"{name} parameter"] = (
+            id(parameter),
+            type(parameter),
+            parameter.requires_grad,
+            parameter.is_leaf,
+        )
+        found[f"{name} hooks"] = [
+            list((getattr(parameter, key) or {}).values())
+            for key in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        ]
+    return found
+
+
+def numbers(model: nn.Module) -> dict[str, Any]:
+    """Parameters, gradients, buffers and the generators."""
+    return fingerprint(model)
+
+
+def train(model: Net, end: str, error: BaseException | None) -> None:
+    model.raises = error if end == "forward" else None
+    with virtual_batch(model, 3) as batch:
+        outputs = model(batch(X))
+        if end == "backward" and error is not None:
+            outputs = Breaks.apply(outputs, error)
+        loss = F.cross_entropy(outputs, Y)
+        if end != "no backward":
+            loss.backward()
+        if end == "afterwards" and error is not None:
+            float(loss.detach())
+            raise error
+
+
+@pytest.fixture(autouse=True)
+def said() -> Iterator[None]:
+    """That a compiled model runs eagerly was said before."""
+    looking._say_it_runs_eagerly.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        looking._say_it_runs_eagerly()
+    yield
+    looking._say_it_runs_eagerly.cache_clear()
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_nothing_is_left_of_a_block(norm: str, end: str) -> None:
+    torch.manual_seed(0)
+    model = Net(NORMS[norm])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    where, error = ENDS[end]
+    process, before = of_the_process(model), numbers(model)
+    if error is None:
+        train(model, where, None)
+    else:
+        with pytest.raises(type(error)):
+            train(model, where, error)
+    model.raises = None
+    assert_unchanged(process, of_the_process(model))
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        assert type(value) in (Tensor, nn.Parameter), name
+        assert value.grad is None or type(value.grad) is Tensor, name
+    if error is not None:
+        assert_unchanged(before, numbers(model))
+    else:
+        after = numbers(model)
+        with pytest.raises(AssertionError):  # premise: it can tell
+            assert_unchanged(before, after)
+    with warnings.catch_warnings():  # the compiler asks tensors for what they warn of
+        warnings.simplefilter("ignore")
+        model(X).sum().backward()  # and it trains on
+
+
+def leave_hook(model: Net) -> Iterator[None]:
+    handle = all_modules.register_module_forward_pre_hook(lambda *_: None)
+    yield
+    handle.remove()
+
+
+def leave_context(context: Callable[[], Any]) -> Callable[[Net], Iterator[None]]:
+    def left(model: Net) -> Iterator[None]:
+        with context():
+            yield
+
+    return left
+
+
+def leave_change(change: Callable[[Net], Any]) -> Callable[[Net], Iterator[None]]:
+    def left(model: Net) -> Iterator[None]:
+        change(model)
+        yield
+
+    return left
+
+
+class Unused(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class UnusedDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+LEFT: dict[str, Callable[[Net], Iterator[None]]] = {
+    "a hook of all modules": leave_hook,
+    "a forward": leave_change(lambda net: setattr(net.norm, "forward", net.norm.forward)),
+    "an attribute": leave_change(lambda net: setattr(net.norm, "left", 1)),
+    "a type": leave_change(lambda net: setattr(net.norm, "__class__", nn.SyncBatchNorm)),
+    "a hook": leave_change(lambda net: net.last.register_forward_hook(lambda *_: None)),
+    "a hook of a parameter": leave_change(lambda net: net.last.weight.register_hook(lambda grad: None)),
+    "a buffer": leave_change(lambda net: net.norm.register_buffer("left", torch.ones(1))),
+    "a flag": leave_change(lambda net: net.frozen.requires_grad_()),
+    "a mode of the model": leave_change(lambda net: net.eval()),
+    "a filter": leave_context(lambda: looking._Unsaid()),
+    "a dispatch mode": leave_context(UnusedDispatch),
+    "a function mode": leave_context(Unused),
+    "a stance": leave_context(lambda: torch.compiler.set_stance("force_eager")),
+    "a way to see views": leave_context(lambda: _force_original_view_tracking(mode=not VIEWS)),
+    "hooks of what is saved": leave_context(
+        lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    ),
+    "a mode of gradients": leave_context(torch.no_grad),
+    "autocast": leave_context(lambda: torch.autocast("cpu")),
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_the_comparison_sees(left: str) -> None:
+    torch.manual_seed(0)
+    model = Net(nn.BatchNorm1d)
+    before = of_the_process(model)
+    assert_unchanged(before, of_the_process(model))
+    leaving = LEFT[left](model)
+    next(leaving)
+    during = of_the_process(model)
+    list(leaving)
+    with pytest.raises(AssertionError):
+        assert_unchanged(before, during)
