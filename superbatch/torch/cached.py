@@ -63,7 +63,8 @@ def cached_gradients(
             Labels that the loss needs are returned along with them. Several encoders, over samples of
             different number (queries, documents), are a mapping of names.
         loss_fn: from the embeddings of all samples, in the same structure (a dict of them for several
-            encoders), to one loss of any kind: nothing is averaged afterwards.
+            encoders), to one loss of any kind: nothing is averaged afterwards. A dict of losses is refused,
+            since a total beside its parts would count twice: return their sum.
         batch: the batch, any nested structure; for several encoders a mapping of the same names.
             Micro-batches are moved to the device of their encoder. A Window of micro-batches (`windows`) is
             taken as it is.
@@ -282,18 +283,19 @@ def _as_scale(scale: Any) -> Callable[[Any], Any]:
 
 def _check_loss(loss: Any) -> None:
     given = wrong = ""
-    if not isinstance(loss, Tensor):
+    do = "return one number computed from the embeddings: a mean or a sum of the losses"
+    if isinstance(loss, Mapping):
+        given = f"a loss of type {type(loss).__name__}"
+        wrong = "the gradient is that of one tensor, and a total or a metric among these would be added to it"
+        do = "return one number: sum(losses.values()), if they are parts"
+    elif not isinstance(loss, Tensor):
         given, wrong = f"a loss of type {type(loss).__name__}", "the gradient is that of one tensor"
     elif loss.numel() != 1 or not loss.is_floating_point():
         given, wrong = f"a loss of shape {tuple(loss.shape)}, {loss.dtype}", "a loss is one real number"
     elif torch.is_grad_enabled() and not loss.requires_grad:
         given, wrong = "a loss without a graph", "it depends on nothing that needs a gradient"
     if wrong:
-        raise InputError(
-            explain(
-                given, wrong, "return one number computed from the embeddings: a mean or a sum of the losses"
-            )
-        )
+        raise InputError(explain(given, wrong, do))
 
 
 def _check_agreement(losses: list[float]) -> None:

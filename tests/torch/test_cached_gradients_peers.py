@@ -108,11 +108,34 @@ def test_every_configuration(loss: Any, size: int):
     check([tower()], lambda m, b: [m[0](x) for x in b], lambda _, z: loss(z), columns(2), size)
 
 
+def parts(z: list[Tensor]) -> dict[str, Tensor]:
+    return {"ranking": info_nce(z[0], z[1], 20.0), "orthogonal": (z[0] @ z[1].T).square().mean()}
+
+
 def test_a_dict_of_losses_is_refused_with_what_to_return():
-    """test_gradcache_dict_valued_loss."""
+    """test_gradcache_dict_valued_loss: there they are summed; a total beside its parts would count twice."""
     model = tower()
-    with pytest.raises(InputError, match=r"loss of type dict.*one tensor.*return one number"):
-        cached_gradients(model, lambda z: {"a": z.sum(), "b": z.mean()}, normal(N, 6), 2)  # type: ignore[arg-type, return-value]  (the mistake)
+
+    def cached(loss: Any) -> Tensor:
+        return cached_gradients(lambda b: [model(x) for x in b], loss, columns(2), 2, models=model)
+
+    with pytest.raises(
+        InputError, match=r"loss of type dict.*one tensor.*return one number: sum\(losses\.values"
+    ):
+        cached(parts)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("size", [2, 3, 50])
+def test_the_sum_of_a_dict_of_losses(size: int):
+    """test_gradcache_dict_valued_loss: what is advised there is exact."""
+    check(
+        [tower()],
+        lambda m, b: [m[0](x) for x in b],
+        lambda _, z: torch.stack([*parts(z).values()]).sum(),
+        columns(2),
+        size,
+    )
 
 
 def test_two_calls_before_one_update_add_up():
