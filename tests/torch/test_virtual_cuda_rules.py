@@ -243,7 +243,8 @@ def _recurrent(
         return used(aten._cudnn_rnn(x, list(w), biases, buffer, hx, cx, *rest))
 
     def by_cpu(x: Tensor, hx: Tensor, cx: Tensor, *w: Tensor) -> Any:
-        return used(layers(*ordered(x, hx, cx), list(w), biases, **told))
+        x, hx, cx = ordered(x, hx, cx)
+        return used(layers(x, hx, cx, list(w), biases, **told))
 
     name = f"{kind.__name__}, {batch_first=}, {flat=}, {states=}, {options}"
     state = real(N, 2 * directions, 4)
