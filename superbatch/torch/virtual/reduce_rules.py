@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .calls import Call, Recipe, filled, operator, substituted
 from .layout import Layout, Part
+from .matrices import leading_alike
 from .reductions import Extremes, Folded, Moments, Sums
 from .values import Operand, Run, Value
 
@@ -103,7 +104,6 @@ def _moments(call: Call) -> Recipe | None:
         correction = 1 if call.argument("unbiased", True) else 0
     root = call.func.overloadpacket in (aten.std, aten.std_mean)
     along = sorted(dims)
-
     half = value.meta.dtype in (torch.float16, torch.bfloat16)
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
@@ -223,7 +223,7 @@ def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], Recipe | None]:
         first = next((value for value in call.tensors if value.layout is not None), None)
         if first is None or first.layout is None or first.layout.dim >= first.meta.dim() - count:
             return None
-        return _all_alike(call, first.layout, [first.layout] * outputs)
+        return _all_alike(call, first.layout, [first.layout] * outputs) if leading_alike(call) else None
 
     return rule
 
@@ -276,13 +276,13 @@ _MAXIMUM, _MINIMUM = lambda: Folded(torch.maximum), lambda: Folded(torch.minimum
 
 # Functions of matrices, and how many results they have.
 _MATRICES = {
-    "_cholesky_solve_helper": 1,
     "_linalg_det": 3,
     "_linalg_eigh": 2,
     "_linalg_slogdet": 4,
     "_linalg_solve_ex": 4,
     "_linalg_svd": 3,
     "cholesky_inverse": 1,
+    "cholesky_solve": 1,
     "linalg_cholesky_ex": 2,
     "linalg_eig": 2,
     "linalg_householder_product": 1,
@@ -330,7 +330,6 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.cummin: _per_sample(2),
     aten.sort: _per_sample(2),
     aten.topk: _per_sample(2),
-    aten.argsort: _per_sample(),
     aten.flip: _per_sample(name="dims"),
     aten.roll: _per_sample(name="dims"),
     aten.glu: _per_sample(),

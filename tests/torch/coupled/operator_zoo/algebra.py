@@ -11,6 +11,7 @@ from tests.torch.coupled.operator_case import (
     N,
     definite,
     operator,
+    positive,
     real,
 )
 
@@ -20,6 +21,19 @@ _BY_ORDER: dict[str, Callable[[Tensor], Tensor]] = {
     "slogdet": lambda a: torch.slogdet(a)[1],
     "solve": lambda a: torch.linalg.solve(a, a[..., :2].cos()),
 }
+
+
+# Leading dimensions are broadcast: the samples of one are then another dimension of the other.
+_BROADCAST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "solve": torch.linalg.solve,
+    "solve_triangular": lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False),
+    "lu_solve": lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b),
+    "cholesky_solve": lambda a, b: torch.cholesky_solve(b, a),
+}
+
+
+def _of_pairs(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda a, x: function(a, x[:, None] * x[None])
 
 
 def _in_each_order(function: Callable[[Tensor], Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -64,6 +78,20 @@ OPERATORS = [
         definite(N, 3),
         real(N, 3, 2),
     ),
+    # The tests have seven samples.
+    *(
+        operator(f"{name} with one matrix of seven rows", function, definite(7), real(N, 7, 2))
+        for name, function in _BROADCAST.items()
+    ),
+    *(
+        operator(f"{name} of pairs", _of_pairs(function), definite(N, 3), real(N, 3, 2))
+        for name, function in _BROADCAST.items()
+    ),
+    *(
+        operator(f"{name} of one matrix for each sample", function, definite(N, 3), real(3, 2))
+        for name, function in _BROADCAST.items()
+    ),
+    operator("solve for a vector of each sample", torch.linalg.solve, definite(N, 3), real(N, 3)),
     operator("eigvalsh", torch.linalg.eigvalsh, definite(N, 3)),
     operator("eigh of the batch's covariance", lambda x: torch.linalg.eigh(x.T @ x / len(x))[0], real(N, 3)),
     operator("svdvals", torch.linalg.svdvals, real(N, 3, 4)),
@@ -87,6 +115,23 @@ OPERATORS = [
         "matrix_norm",
         lambda a: (torch.linalg.matrix_norm(a), torch.linalg.norm(a, dim=(1, 2))),
         real(N, 3, 4),
+    ),
+    operator("cholesky_solve", torch.cholesky_solve, real(N, 3, 2), definite(N, 3)),
+    operator("cholesky_inverse", lambda a: torch.cholesky_inverse(torch.linalg.cholesky(a)), definite(N, 3)),
+    operator(
+        "householder_product",
+        lambda a, t: torch.linalg.householder_product(a.tril(-1) / 3, t),
+        real(N, 4, 3),
+        positive(N, 3),
+    ),
+    operator("eig", lambda a: (torch.linalg.eig(a)[0].abs(), torch.linalg.eigvals(a).abs()), real(N, 3, 3)),
+    operator("lu", lambda a: torch.linalg.lu(a), real(N, 3, 3)),
+    operator("lu_factor and lu_unpack", lambda a: torch.lu_unpack(*torch.linalg.lu_factor(a)), real(N, 3, 3)),
+    operator(
+        "lu_solve",
+        lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b),
+        real(N, 3, 3),
+        real(N, 3, 2),
     ),
     operator("nuclear norm over the batch", lambda x: torch.linalg.matrix_norm(x, "nuc"), real(N, 3)),
     operator("trace of pairs", lambda x: torch.trace(x @ x.T), real(N, 3)),
