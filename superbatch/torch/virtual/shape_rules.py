@@ -361,8 +361,6 @@ def _resolved(call: Call) -> Recipe | None:
 LIKES = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}
 
 RULES: dict[Any, Callable[[Call], Recipe | None]] = {
-    aten.detach: _same,
-    aten.alias: _same,
     aten.lift_fresh: _same,
     aten.view.default: _view,
     aten._unsafe_view: _view,

@@ -2,8 +2,8 @@
 
 One character for each tensor, in the order of the operator's arguments: a digit is the dimension of the
 samples, ``_`` a tensor that is used whole, ``+`` a result that is summed over the samples. The row that needs
-the fewest bytes gathered is used. `tests/torch/test_virtual_operators.py` holds them against the operators on
-whole tensors.
+the fewest bytes gathered is used. `tests/torch/test_virtual_operators.py` holds operators against the same on
+whole tensors, and `tests/torch/test_virtual_rule_coverage.py` finds the rows that this leaves out.
 
 Rows of operators that only CUDA has (``cudnn_convolution``, fused cells) are written by their schemas, and
 none was run on a GPU. `tests/torch/test_virtual_cuda_rules.py` holds those of the cells against stand-ins on
@@ -24,7 +24,6 @@ bmm                                     00 0     1_ 1     _2 2     21 +
 baddbmm                                 000 0
 mv                                      0_ 0     10 +
 dot                                     00 +
-linear                                  0__ 0
 linear_backward                         00_ 0++
 convolution                             0__ 0
 _convolution                            0__ 0
@@ -85,7 +84,6 @@ replication_pad2d_backward              00 0
 replication_pad3d_backward              00 0
 nll_loss2d_backward                     000__ 0    _00__ 0
 nll_loss_backward                       000__ 0    _00__ 0
-_fused_rms_norm                         0_ 00
 _prelu_kernel                           0_ 0
 _prelu_kernel_backward                  00_ 00
 _thnn_fused_lstm_cell                   000__ 000
