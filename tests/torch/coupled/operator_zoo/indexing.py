@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.torch.coupled.operator_case import N, boolean, ints, operator, order, real
+from tests.torch.coupled.operator_case import N, boolean, ints, operator, order, positive, real
 
 
 def _set(index: Any) -> Any:
@@ -68,6 +68,16 @@ OPERATORS = [
         real(N),
         ints(4, N),
     ),
+    *(
+        operator(
+            f"scatter_reduce of features, {kind}",
+            lambda x, i, y, kind=kind: x.scatter_reduce(1, i, y, kind),
+            positive(N, 4),
+            ints(4, N, 3),
+            positive(N, 3),
+        )
+        for kind in ("sum", "prod", "mean", "amax", "amin")
+    ),
     operator(
         "index_add of the batch",
         lambda x, y: torch.zeros(4, 3, dtype=x.dtype).index_add(0, y, x),
@@ -90,6 +100,7 @@ OPERATORS = [
     operator("set by a mask", _set((slice(None), torch.tensor([True, False, True]))), real(N, 3)),
     operator("one_hot", lambda y: F.one_hot(y, 4), ints(4, N)),
     operator("embedding", F.embedding, ints(5, N, 3), real(5, 2)),
+    operator("embedding of transposed", lambda i, w: F.embedding(i.T, w), ints(5, N, 3), real(5, 2)),
     operator(
         "embedding with padding", lambda i, w: F.embedding(i, w, padding_idx=0), ints(5, N, 3), real(5, 2)
     ),

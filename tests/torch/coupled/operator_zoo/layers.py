@@ -64,6 +64,23 @@ _CONVOLUTIONS = [
     ),
     operator("conv_transpose3d", F.conv_transpose3d, real(N, 2, 3, 3, 3), real(2, 2, 2, 2, 2)),
     operator(
+        "_convolution",
+        lambda x, w: torch.ops.aten._convolution(
+            *(x.detach(), w.detach(), None, [1], [1], [1]),
+            *(False, [0], 1, False, False, False, False),
+        ),
+        real(N, 3, 5),
+        real(2, 3, 3),
+    ),
+    operator(
+        "mkldnn_convolution",  # of whole numbers, so that nothing is rounded
+        lambda x, w: torch.ops.aten.mkldnn_convolution(
+            x.detach().round().float(), w.detach().round().float(), None, [1, 1], [1, 1], [1, 1], 1
+        ),
+        real(N, 3, 4, 4),
+        real(2, 3, 3, 3),
+    ),
+    operator(
         "unfold and fold",
         lambda x: F.fold(F.unfold(x, 2, stride=2) ** 2, (4, 4), 2, stride=2),
         real(N, 2, 4, 4),
@@ -144,11 +161,54 @@ _POOLING = [
     operator("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 3), real(N, 2, 7)),
     operator("adaptive_max_pool2d", lambda x: F.adaptive_max_pool2d(x, 3), real(N, 2, 7, 7)),
     operator(
+        "adaptive_avg_pool3d",
+        lambda x: (F.adaptive_avg_pool3d(x, 1), F.adaptive_avg_pool3d(x, (3, 2, 2))),
+        real(N, 2, 4, 3, 4),
+    ),
+    operator(
+        "adaptive_max_pool3d",
+        lambda x: F.adaptive_max_pool3d(x, (3, 2, 2), return_indices=True),
+        real(N, 2, 4, 3, 4),
+    ),
+    operator(
+        "fractional_max_pool2d",
+        lambda x, u: F.fractional_max_pool2d(
+            x, 2, output_size=3, return_indices=True, _random_samples=u.detach().abs()
+        ),
+        real(N, 2, 6, 6),
+        unit(N, 2, 2),
+    ),
+    operator(
+        "fractional_max_pool3d",
+        lambda x, u: F.fractional_max_pool3d(
+            x, 2, output_size=2, return_indices=True, _random_samples=u.detach().abs()
+        ),
+        real(N, 2, 4, 4, 4),
+        unit(N, 2, 3),
+    ),
+    operator(
+        "max_unpool3d",
+        lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), [2, 2, 2]),
+        real(N, 2, 4, 4, 2),
+    ),
+    operator(
         "max_unpool2d",
         lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), [2, 2]),
         real(N, 2, 4, 4),
     ),
     operator("interpolate, nearest", lambda x: F.interpolate(x, scale_factor=2), real(N, 2, 3, 3)),
+    operator("interpolate, nearest of signals", lambda x: F.interpolate(x, size=5), real(N, 2, 3)),
+    operator(
+        "interpolate, nearest of volumes", lambda x: F.interpolate(x, size=(3, 2, 5)), real(N, 2, 2, 2, 3)
+    ),
+    *(
+        operator(
+            f"interpolate, exactly nearest in {len(size)}",
+            lambda x, size=size: F.interpolate(x, size=size, mode="nearest-exact"),
+            real(N, 2, *(3 for _ in size)),
+        )
+        for size in ((5,), (5, 2), (5, 2, 4))
+    ),
     operator(
         "interpolate, bilinear", lambda x: F.interpolate(x, size=(5, 7), mode="bilinear"), real(N, 2, 3, 3)
     ),
@@ -168,6 +228,11 @@ _POOLING = [
         lambda x: F.interpolate(x, size=3, mode="bilinear", antialias=True),
         real(N, 2, 6, 6),
     ),
+    operator(
+        "interpolate, bicubic and antialiased",
+        lambda x: F.interpolate(x, size=3, mode="bicubic", antialias=True),
+        real(N, 2, 6, 6),
+    ),
     operator("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), real(N, 4, 3, 3)),
     operator("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), real(N, 2, 4, 4)),
     operator("channel_shuffle", lambda x: F.channel_shuffle(x, 2), real(N, 4, 3)),
@@ -176,6 +241,13 @@ _POOLING = [
         lambda x, g: F.grid_sample(x, g, align_corners=False),
         real(N, 2, 4, 4),
         unit(N, 3, 3, 2),
+    ),
+    operator("channel_shuffle of images", lambda x: F.channel_shuffle(x, 2), real(N, 4, 3, 3)),
+    operator(
+        "grid_sample of volumes",
+        lambda x, g: F.grid_sample(x, g, padding_mode="border", align_corners=True),
+        real(N, 2, 3, 3, 3),
+        unit(N, 2, 3, 2, 3),
     ),
     operator(
         "affine_grid", lambda t: F.affine_grid(t, [t.shape[0], 2, 3, 3], align_corners=True), real(N, 2, 3)

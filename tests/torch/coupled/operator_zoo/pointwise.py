@@ -147,6 +147,16 @@ _SIMPLE = [
     operator(
         "view_as_real", lambda z: torch.view_as_complex(torch.view_as_real(z) * 2), complex_numbers(N, 3)
     ),
+    operator("complex", lambda x, y: torch.complex(x, y).abs(), real(N, 3), real(3)),
+    operator(
+        "conjugate and negative, worked out",
+        lambda z: (torch.conj_physical(z) * 2, torch.ops.aten._neg_view(z.real) * 3, -z.conj().imag),
+        complex_numbers(N, 3),
+    ),
+    operator("_conj_physical", lambda z: torch.ops.aten._conj_physical(z.detach()), complex_numbers(N, 3)),
+    operator(
+        "quantized for show", lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 2, -8, 9), real(N, 4)
+    ),
     operator("polar", lambda r, a: torch.polar(r, a).real, positive(N, 3), real(N, 3)),
     operator("detach", lambda x: x.detach() * x, real(N, 4)),
     operator(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,12 @@ def _along(name: str, function: Callable[..., Any]) -> list[OperatorCase]:
     ]
 
 
+def _deprecated_aminmax(x: Tensor) -> tuple[Tensor, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return (*torch.ops.aten._aminmax(x.detach()), *torch.ops.aten._aminmax(x.detach(), 1))
+
+
 _SIMPLE = [
     operator("sum of all", lambda x: x.sum(), real(N, 3, 4)),
     operator("mean of all", lambda x: x.mean(), real(N, 3, 4)),
@@ -79,12 +86,14 @@ _SIMPLE = [
     operator("std_mean over features", lambda x: torch.std_mean(x, -1, correction=0), real(N, 4)),
     # Detached: torch 2.6 has no derivative of it.
     operator("aminmax", lambda x: (x, *(m for d in (0, 1) for m in x.detach().aminmax(dim=d))), real(N, 4)),
+    operator("_aminmax", _deprecated_aminmax, real(N, 4)),
     operator("nansum and nanmean", lambda x: (x.nansum(0), x.nanmean(1), x.nanmean()), real(N, 4)),
     operator("quantile over the batch", lambda x: torch.quantile(x, 0.3, dim=0), real(N, 4)),
     operator("quantile over features", lambda x: torch.quantile(x, 0.3, dim=1), real(N, 4)),
     operator("quantiles of all", lambda x: x.quantile(torch.tensor([0.1, 0.5], dtype=x.dtype)), real(N, 4)),
     operator("median of all", lambda x: x.median(), real(N, 4)),
     operator("mode and kthvalue", lambda x: (*x.kthvalue(1, 0), *x.kthvalue(2, 1)), real(N, 4)),
+    operator("mode of integers", lambda i: (torch.mode(i, 1)[0], torch.mode(i, 0)[0]), ints(3, N, 5)),
     operator("topk over the batch", lambda x: torch.topk(x, 2, dim=0), real(N, 4), min_n=2),
     operator("topk over features", lambda x: torch.topk(x, 2, dim=1), real(N, 4)),
     operator("topk of one per sample", lambda x: x.topk(2).values, real(N), min_n=2),
@@ -130,16 +139,21 @@ OPERATORS = [
     *_single("max", torch.max),
     *_single("min", torch.min),
     *_single("argmax", torch.argmax),
+    *_single("argmin", torch.argmin),
     *_single("prod", torch.prod),
     *_single("median", torch.median),
+    *_single("nanmedian", torch.nanmedian),
+    *_single("mode", torch.mode),
     *_along("softmax", torch.softmax),
     *_along("log_softmax", torch.log_softmax),
     *_along("cumsum", torch.cumsum),
     *_along("cumprod", torch.cumprod),
     *_along("cummax", torch.cummax),
+    *_along("cummin", torch.cummin),
     *_along("logcumsumexp", torch.logcumsumexp),
     *_along("sort", torch.sort),
     *_along("argsort", torch.argsort),
+    *_along("stable argsort", lambda x, dim: torch.argsort(x, dim=dim, stable=True)),
     *_along("normalize", torch.nn.functional.normalize),
     *_SIMPLE,
 ]

@@ -86,6 +86,14 @@ _MOVED = [
     operator("rot90 of features", lambda x: torch.rot90(x, 1, (1, 2)), real(N, 3, 4)),
     operator("unfold of features", lambda x: x.unfold(1, 2, 1), real(N, 4)),
     operator("as_strided of none", lambda x: x.view_as(x).reshape(x.shape), real(N, 4)),
+    operator("view_copy", lambda x: torch.view_copy(x, (-1, 2, 2)).sin(), real(N, 4)),
+    operator(
+        "_reshape_alias",
+        lambda x: torch.ops.aten._reshape_alias(x, [len(x), 2, 3], [6, 3, 1]).sin(),
+        real(N, 6),
+    ),
+    operator("lift_fresh", lambda x: torch.ops.aten.lift_fresh(x.detach()) * x, real(N, 3)),
+    operator("alias", lambda x: torch.ops.aten.alias(x) * x, real(N, 3)),
     operator("meshgrid", lambda x: torch.meshgrid(x[:, 0], x[:, 0], indexing="ij"), real(N, 2)),
     operator("outer", lambda x: torch.outer(x[:, 0], x[:, 1]), real(N, 2)),
     operator(
@@ -115,11 +123,31 @@ _JOINED = [
     operator(
         "tensor_split", lambda x: (*torch.tensor_split(x, 3, 1), *x.tensor_split(2)), real(N, 4), min_n=2
     ),
+    operator("unsafe_split of features", lambda x: torch.unsafe_split(x, 2, 1), real(N, 4)),
+    operator(
+        "unsafe_split_with_sizes of features",
+        lambda x: torch.unsafe_split_with_sizes(x, [1, 3], 1),
+        real(N, 4),
+    ),
     operator("unbind of features", lambda x: x.unbind(1), real(N, 3)),
     operator("unbind of the batch", lambda x: torch.stack(x.unbind(0), 1), real(N, 3)),
     operator("pad of features", lambda x: F.pad(x, (1, 2), value=0.5), real(N, 3)),
     operator("pad of the batch", lambda x: F.pad(x, (0, 0, 1, 2)), real(N, 3)),
     operator("pad, reflected", lambda x: F.pad(x, (1, 2, 1, 1), mode="reflect"), real(N, 2, 4, 4)),
+    operator("pad of signals, reflected", lambda x: F.pad(x, (1, 2), mode="reflect"), real(N, 2, 4)),
+    operator(
+        "pad of volumes, reflected",
+        lambda x: F.pad(x, (1, 0, 1, 1, 0, 1), mode="reflect"),
+        real(N, 1, 2, 3, 2),
+    ),
+    operator(
+        "pad of images, replicated", lambda x: F.pad(x, (1, 2, 0, 1), mode="replicate"), real(N, 2, 3, 4)
+    ),
+    operator(
+        "pad of volumes, replicated",
+        lambda x: F.pad(x, (1, 0, 1, 1, 0, 1), mode="replicate"),
+        real(N, 1, 2, 3, 2),
+    ),
     operator("pad, replicated", lambda x: F.pad(x, (1, 2), mode="replicate"), real(N, 2, 4)),
     operator("pad, circular", lambda x: F.pad(x, (1, 2), mode="circular"), real(N, 2, 4)),
     operator("pad cut", lambda x: F.pad(x, (-1, 1)), real(N, 4)),

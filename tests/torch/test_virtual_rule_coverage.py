@@ -1,0 +1,136 @@
+"""Every rule of virtual tensors is used by some operator case, or is listed here with the reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from superbatch.torch.virtual import composites, dispatch, memo, recording, rules
+from superbatch.torch.virtual.calls import Call, Recipe
+from tests.torch.coupled.operators import ALL_OPERATORS
+from tests.torch.test_virtual_operators import SAMPLES, on_virtual_tensors
+
+Rule = tuple[str, ...]  # the table, the operator and, of a row, its codes
+
+_CUDA = "CUDA: see tests/torch/test_virtual_cuda_rules.py"
+# What no operator case reaches on a CPU, by operator, and why.
+ELSEWHERE = {
+    "_fused_rms_norm": "on a CPU, and where this torch defines it by others, it comes in parts",
+    "_fused_rms_norm_backward": _CUDA,
+    "_thnn_fused_gru_cell": _CUDA,
+    "_thnn_fused_lstm_cell": _CUDA,
+    "cudnn_batch_norm": _CUDA,
+    "cudnn_batch_norm_backward": _CUDA,
+    "cudnn_convolution": _CUDA,
+    "cudnn_convolution_transpose": _CUDA,
+    "linear_backward": "Apple's GPUs: elsewhere a linear layer comes in parts",
+}
+# Rules that are added for CUDA go there by their names.
+_PREFIXES = {"_scaled_dot_product_": _CUDA, "_cudnn_rnn": _CUDA, "miopen_": "GPUs of AMD"}
+
+
+def name_of(func: Any) -> str:
+    """``softmax`` or ``max.dim``, without the namespace; an operator this torch lacks is a name already."""
+    return str(func).removeprefix("aten.")
+
+
+def all_rules() -> set[Rule]:
+    """Return every rule that this release of torch can ask for."""
+    own = {("own", name_of(func)) for func in rules.OWN}
+    rows = {("row", name_of(func), *row) for func, told in rules.ROWS.items() for row in told}
+    elementwise = {("elementwise", name_of(func)) for func in rules._ELEMENTWISE}
+    several = {("composite", name_of(func)) for func in composites.COMPOSITES}
+    lists = {("list", name_of(func)) for func in composites.LISTS}
+    return own | rows | elementwise | several | lists
+
+
+def operator_of(rule: Rule) -> str:
+    return rule[1]
+
+
+def reason_for(rule: Rule) -> str | None:
+    """Return why no operator case uses a rule, if that is listed."""
+    name = operator_of(rule)
+    if name.removesuffix("_backward").endswith("_for_cpu"):
+        return None
+    family = next((reason for prefix, reason in _PREFIXES.items() if name.startswith(prefix)), None)
+    return ELSEWHERE.get(name, family)
+
+
+class Recorder:
+    """Stands in for the tables and notes which rules made something.
+
+    Attributes:
+        used: the rules that did.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.used: set[Rule] = set()
+        self._row_of: dict[int, tuple[Rule, Recipe]] = {}
+        self._by_row, self._fit, self._elementwise = rules._by_row, rules._fit, rules.elementwise
+        for kind, table, refusal in (
+            ("own", rules.OWN, None),
+            ("composite", composites.COMPOSITES, NotImplemented),
+            ("list", composites.LISTS, NotImplemented),
+        ):
+            for func, rule in list(table.items()):
+                patch.setitem(table, func, self._noting((kind, name_of(func)), rule, refusal))
+        patch.setattr(rules, "_by_row", self.by_row)
+        patch.setattr(rules, "_fit", self.fit)
+        patch.setattr(rules, "elementwise", self.elementwise)
+        # What is whole may be cut into rows too: no rule's own case.
+        patch.setattr(recording, "by_rows", lambda form: None)
+
+    def _noting(self, rule: Rule, function: Callable[..., Any], refusal: Any) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
+            if found is not refusal:
+                self.used.add(rule)
+            return found
+
+        return noted
+
+    def fit(self, call: Call, inputs: str, outputs: str) -> Any:
+        found = self._fit(call, inputs, outputs)
+        if found is not None:
+            rule = ("row", name_of(call.func.overloadpacket), inputs, outputs)
+            self._row_of[id(found[1])] = (rule, found[1])
+        return found
+
+    def by_row(self, call: Call, rows: list[tuple[str, str]]) -> Recipe | None:
+        self._row_of.clear()
+        chosen = self._by_row(call, rows)
+        if chosen is not None:
+            self.used.add(self._row_of[id(chosen)][0])
+        return chosen
+
+    def elementwise(self, call: Call) -> Recipe | None:
+        found = self._elementwise(call)
+        if found is not None:
+            self.used.add(("elementwise", name_of(call.func.overloadpacket)))
+        return found
+
+
+def forget() -> None:
+    """Let every rule be asked again."""
+    for cached in (memo._remembered, dispatch._kind_of, composites._composite):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    forget()
+    yield Recorder(monkeypatch)
+    forget()
+
+
+def test_every_rule_is_used_by_an_operator_case_or_listed(recorder: Recorder) -> None:
+    for case in ALL_OPERATORS:
+        on_virtual_tensors(case, max(SAMPLES, case.min_n), 3)
+    known, listed = all_rules(), {rule for rule in all_rules() if reason_for(rule) is not None}
+    assert not (unused := known - recorder.used - listed), f"no operator case uses {sorted(unused)}"
+    assert not (stale := listed & recorder.used), f"listed, and used all the same: {sorted(stale)}"
+    gone = ELSEWHERE.keys() - {operator_of(rule) for rule in known}
+    assert not gone, f"listed, and rules of no operator: {sorted(gone)}"
