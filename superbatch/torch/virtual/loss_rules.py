@@ -68,11 +68,19 @@ def _nll_loss_backward(call: Call) -> Recipe | None:
 # -- losses with a margin -----------------------------------------------------------------------------------
 
 
+def _of_margins(call: Call, x: Value, target: Value) -> Layout | None:
+    """Where the samples are, if each is one row: of one dimension, all is one row."""
+    layout = x.layout or target.layout
+    if layout is None or layout.dim != 0 or x.meta.dim() != 2:
+        return None
+    return layout if all(_rows_of(value, layout, call.samples) for value in (x, target)) else None
+
+
 def _margin_loss(call: Call) -> Recipe | None:
     """multi_margin_loss and multilabel_margin_loss_forward: a mean is the sum, divided by all samples."""
     x, target = call.tensors[:2]
-    layout = x.layout or target.layout
-    if layout is None or layout.dim != 0 or not all(_rows_of(v, layout, call.samples) for v in (x, target)):
+    layout = _of_margins(call, x, target)
+    if layout is None:
         return None
     reduction, rows = call.argument("reduction", _MEAN), layout.rows(call.samples)
     args, kwargs = call.replaced(reduction=_SUM) if reduction == _MEAN else (call.args, call.kwargs)
@@ -90,8 +98,8 @@ def _margin_loss(call: Call) -> Recipe | None:
 
 def _margin_loss_backward(call: Call) -> Recipe | None:
     grad, x, target, *others = call.tensors
-    layout = x.layout or target.layout
-    if layout is None or layout.dim != 0 or not all(_rows_of(v, layout, call.samples) for v in (x, target)):
+    layout = _of_margins(call, x, target)
+    if layout is None:
         return None
     reduction, rows = call.argument("reduction", _MEAN), layout.rows(call.samples)
     args, kwargs = call.replaced(reduction=_SUM) if reduction == _MEAN else (call.args, call.kwargs)

@@ -97,6 +97,12 @@ OPERATORS = [
     *_loss("multi_margin_loss", F.multi_margin_loss, real(N, 4), ints(4, N)),
     *_loss("soft_margin_loss", _detached_second(F.soft_margin_loss), real(N, 4), unit(N, 4)),
     *_loss("multilabel_margin_loss", F.multilabel_margin_loss, real(N, 4), ints(4, N, 4)),
+    *_loss(
+        "multilabel_margin_loss over the batch",
+        lambda x, y, reduction: F.multilabel_margin_loss(x, y % len(x), reduction=reduction),
+        real(N),
+        ints(9, N),
+    ),
     *_loss("poisson_nll_loss", _detached_second(F.poisson_nll_loss), real(N, 4), positive(N, 4)),
     *_loss(
         "cosine_embedding_loss",
