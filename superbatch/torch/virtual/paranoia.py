@@ -101,7 +101,7 @@ def _close(ours: Tensor, whole: Tensor, scale: float) -> bool:
     wide = torch.complex128 if ours.is_complex() else torch.float64
     return torch.allclose(
         ours.to(wide).resolve_conj(),
-        whole.to(wide).resolve_conj(),
+        whole.resolve_neg().to(wide).resolve_conj(),
         rtol=1e3 * eps,
         atol=1e3 * eps * scale,
         equal_nan=True,

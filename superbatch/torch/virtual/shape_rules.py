@@ -48,6 +48,8 @@ def reshaped(old: Sequence[int], layout: Layout, new: Sequence[int], samples: in
     before = math.prod(old[: layout.dim]) * layout.outer
     front = 1
     for dim, size in enumerate(new):
+        if not before * front:  # an empty tensor
+            return None
         if before % front == 0 and size and size % (before // front * samples) == 0:
             outer = before // front
             after = layout.inner * math.prod(old[layout.dim + 1 :])
@@ -350,11 +352,11 @@ def _complex_view(call: Call) -> Recipe | None:
 
 def _resolved(call: Call) -> Recipe | None:
     """Conjugates and negatives that torch marks with a bit are worked out: a wrapper has no such bit."""
-    if (found := _batch(call)) is None:
-        return None
-    run = filled(call)
+    value, run = call.tensors[0], filled(call)
     return Recipe(
-        [Operand(*found)], [found[1]], lambda part, tensors: run(part, tensors).resolve_conj().resolve_neg()
+        [Operand(value, value.layout)],
+        [value.layout],
+        lambda part, tensors: run(part, tensors).resolve_conj().resolve_neg(),
     )
 
 

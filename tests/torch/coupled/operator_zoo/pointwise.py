@@ -68,6 +68,12 @@ _BROADCAST: dict[str, tuple[Spec, Spec]] = {
     "into more dimensions": (real(N, 4), positive(5, 1, 4)),
 }
 
+
+def _conjugates_of_a_sum(z: Tensor) -> tuple[Tensor, ...]:
+    s = z.sum(0)
+    return s.conj().imag, (s.conj() * s * 1j).imag, torch.ops.aten._neg_view(s.real) * 3, z * s.conj()
+
+
 _SIMPLE = [
     operator("pow with a number", lambda x: x**3 + x.pow(0.5), positive(N, 4)),
     operator("pow of both", torch.pow, positive(N, 4), real(N, 4)),
@@ -153,6 +159,7 @@ _SIMPLE = [
         lambda z: (torch.conj_physical(z) * 2, torch.ops.aten._neg_view(z.real) * 3, -z.conj().imag),
         complex_numbers(N, 3),
     ),
+    operator("conjugates of a sum", _conjugates_of_a_sum, complex_numbers(N, 3)),
     operator("_conj_physical", lambda z: torch.ops.aten._conj_physical(z.detach()), complex_numbers(N, 3)),
     operator(
         "quantized for show", lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 2, -8, 9), real(N, 4)
