@@ -126,7 +126,8 @@ AT_ONCE = {
     aten.mkldnn_rnn_layer_backward.default,
 }
 
-# Decompositions that put many small operations, or another order of random numbers, in the place of one.
+# Decompositions that put many small operations, or another order of random numbers, in the place of one; that
+# of a view forgets the shape of what is empty.
 _WHOLE = {
     aten.native_batch_norm,
     aten.index_put,
@@ -135,6 +136,7 @@ _WHOLE = {
     aten.cumprod,
     aten.cumsum,
     aten.logcumsumexp,
+    aten.view,
 }
 
 
@@ -177,7 +179,7 @@ def decomposed(recording: Recording, call: Call) -> Any:
     args, kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
     try:
         return simpler(*args, **kwargs)
-    except (NotImplementedError, RuntimeError, AssertionError) as error:
+    except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
         if out_of_memory(error):
             raise
         return NotImplemented

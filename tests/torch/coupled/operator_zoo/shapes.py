@@ -48,6 +48,10 @@ _MOVED = [
     operator("contiguous", lambda x: x.permute(1, 2, 0).contiguous().view(12, -1), real(N, 3, 4)),
     operator("reshape of features", lambda x: x.reshape(x.shape[0], 12) + x.view(-1, 12), real(N, 3, 4)),
     operator("view of -1", lambda x: x.view(x.size(0), -1, 2, 2).sin(), real(N, 3, 4)),
+    operator(
+        "view of no rows", lambda x: x.transpose(0, 1)[:0].reshape(2, -1, 3).sum(1) + x[0], real(N, 2, 3)
+    ),
+    operator("view_copy of a transposed batch", lambda x: torch.view_copy(x.T, (-1, 2, 2)), real(N, 4)),
     operator("flatten", lambda x: x.flatten(1) + torch.flatten(x, 1, -1), real(N, 3, 4)),
     operator("flatten of all", lambda x: x.flatten() * torch.arange(x.numel(), dtype=x.dtype), real(N, 3)),
     operator("unflatten", lambda x: x.unflatten(1, (2, 2)).sin(), real(N, 4)),
