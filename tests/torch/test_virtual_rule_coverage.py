@@ -15,16 +15,19 @@ from tests.torch.test_virtual_operators import SAMPLES, on_virtual_tensors
 Rule = tuple[str, ...]  # the table, the operator and, of a row, its codes
 
 _CUDA = "CUDA: see tests/torch/test_virtual_cuda_rules.py"
+_BELOW = "CUDA alone, and below aten.convolution, which has a rule: only a program that names it meets it"
 # What no operator case reaches on a CPU, by operator, and why.
 ELSEWHERE = {
     "_fused_rms_norm": "on a CPU, and where this torch defines it by others, it comes in parts",
     "_fused_rms_norm_backward": _CUDA,
     "_thnn_fused_gru_cell": _CUDA,
+    "_thnn_fused_gru_cell_backward": _CUDA,
     "_thnn_fused_lstm_cell": _CUDA,
+    "_thnn_fused_lstm_cell_backward_impl": _CUDA,
     "cudnn_batch_norm": _CUDA,
     "cudnn_batch_norm_backward": _CUDA,
-    "cudnn_convolution": _CUDA,
-    "cudnn_convolution_transpose": _CUDA,
+    "cudnn_convolution": _BELOW,
+    "cudnn_convolution_transpose": _BELOW,
     "linear_backward": "Apple's GPUs: elsewhere a linear layer comes in parts",
 }
 # Rules that are added for CUDA go there by their names.

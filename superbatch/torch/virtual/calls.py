@@ -90,14 +90,11 @@ class Recipe(NamedTuple):
 
 
 _aten: Any = torch.ops.aten
-# What a micro-batch in other memory does not refuse; and no tensor that is conjugated only in name, which
-# what the program asks for next may not take (`view_as_real`).
+# What a micro-batch in other memory does not refuse.
 _INSTEAD: dict[Any, Any] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
     _aten._reshape_copy.default: _aten.reshape.default,
-    _aten._conj.default: _aten.conj_physical.default,
-    _aten._neg_view.default: _aten.neg.default,
 }
 
 
