@@ -77,13 +77,14 @@ class VirtualBatch:
         self._models = models
         self._log = Log(models, on_gather)
         self._across = Across(models, group, device)
-        parameters = dict.fromkeys(p for model in models for p in model.parameters())
+        modules = [module for model in models for module in model.modules()]
+        parameters = dict.fromkeys(p for one in modules for p in one._parameters.values() if p is not None)
+        buffers = [b for one in modules for b in one._buffers.values() if b is not None]
         self._gradients = [(p, p.grad) for p in parameters]
         self._added_to = self._gradients
         self._written: dict[Tensor, Tensor] = {}  # gradients of before, and what was in them
         self._over = False
-        tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
-        self._memory = [(tensor, tensor.data) for tensor in tensors]
+        self._memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch with virtual tensors in place of its tensors.
@@ -348,8 +349,7 @@ def virtual_batch(
     size: int | Literal["auto"] = "auto"
     if microbatch_size != "auto":
         size = positive_int("microbatch_size", microbatch_size)
-    parameters = [parameter for one in models for parameter in one.parameters()]
-    where = options.checked_device(device, parameters)
+    where = options.checked_device(device, (parameter for one in models for parameter in one.parameters()))
     batch = VirtualBatch(
         models,
         size,

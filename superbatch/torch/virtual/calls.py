@@ -136,6 +136,9 @@ def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | N
         positions = [path[0] for path in paths]
         if positions == list(range(len(args))) and not kwargs:
             return lambda part, tensors: func(*tensors)
+        if positions == [0] and not kwargs:
+            rest = args[1:]
+            return lambda part, tensors: func(tensors[0], *rest)
         template = list(args)
 
         def run(part: Part, tensors: list[Tensor]) -> Any:

@@ -19,6 +19,16 @@ from .values import Node
 OnGather = Literal["ok", "warn", "error"]
 
 
+def _paths(module: nn.Module, path: str, found: dict[nn.Module, str]) -> dict[nn.Module, str]:
+    """Return `named_modules` the other way round, in a fraction of its time: it is needed in each update."""
+    if module not in found:
+        found[module] = path
+        for name, child in module._modules.items():
+            if child is not None:
+                _paths(child, f"{path}.{name}" if path else name, found)
+    return found
+
+
 def _level() -> int:
     """The stack level, for a warning by the one who asks, of the program's own line."""
     frame, level = inspect.currentframe(), 0
@@ -46,7 +56,7 @@ class Log:
         self._names = {
             module: name if len(models) == 1 else f"{index}.{name}"
             for index, model in enumerate(models)
-            for name, module in model.named_modules()
+            for module, name in _paths(model, "", {}).items()
         }
         self._on_gather: OnGather = on_gather
         self._path: list[str] = []

@@ -49,17 +49,17 @@ def _nll_loss_backward(call: Call) -> Recipe | None:
     if layout is None or layout != Layout(1) or x.meta.dim() != 2:
         return None  # a row of the table
     reduction, ignored = call.argument("reduction"), call.argument("ignore_index")
-    count, dtype, weighted = x.meta.shape[0], x.meta.dtype, len(others) > 1
+    dtype, weighted = x.meta.dtype, len(others) > 1
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
         grad, target, *others = tensors
-        place = target - part.start
-        here = (place >= 0) & (place < part.samples) & (target != ignored)
-        place = place.clamp(0, part.samples - 1)
+        classes = torch.arange(part.start, part.stop, device=target.device)
         share = -grad / others[-1] if reduction == _MEAN else -grad
-        share = share * others[0][part.start + place] if weighted else share.expand(count)
-        columns = torch.zeros(count, part.samples, dtype=dtype, device=target.device)
-        return columns.scatter_(1, place[:, None], torch.where(here, share, 0).to(dtype)[:, None])
+        share = share[:, None] if share.dim() else share  # one for each row, or for all
+        share = share * others[0][part.start : part.stop] if weighted else share
+        if ignored >= 0:
+            target = torch.where(target == ignored, -1, target)
+        return torch.where(target[:, None] == classes, share, 0).to(dtype)
 
     # Of the numbers of x only the shape is wanted.
     return Recipe([Operand(v, None) for v in (grad, target, *others)], [layout], run, light=True, placed=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...errors import InputError, explain
 
 
-def device_of(parameters: Sequence[Tensor]) -> torch.device:
+def device_of(parameters: Iterable[Tensor]) -> torch.device:
     """Return where the parameters are; the CPU if there are none."""
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
@@ -36,7 +36,7 @@ def checked_models(model: Any) -> list[nn.Module]:
     return models
 
 
-def checked_device(device: Any, parameters: Sequence[Tensor]) -> torch.device:
+def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
     """Return where to compute: on the device given, or where the parameters are.
 
     Raises:

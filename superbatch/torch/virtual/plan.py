@@ -60,19 +60,22 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
     # A running mean may be asked for before the samples that its statistics are for.
     everything = _ancestors([*targets, *others])
     cut = cut_to_rows(everything, targets | asked_for) if by_rows else {}
-    nodes = _ancestors(targets)
+    nodes = _ancestors(targets) if by_rows or others else everything
     stage = _stages(nodes, {})
-    later = {id(node) for node in _ancestors(others)}
+    later = {id(node) for node in _ancestors(others)} if others else set[int]()
     feeds = _feeding(everything)
     sweeps: dict[int, list[Node]] = {}
     wanted: dict[Value, set[int]] = {}
     coupling: dict[Value, set[int]] = {}  # stages in which a value is read by what samples meet in
     kept: dict[Value, int] = {}
+    moved = False
     for node in reversed(nodes):
         if node.once:
             continue
         if id(node) not in feeds:
-            stage[node] = _when_at_hand(node, stage[node], wanted)
+            earliest = stage[node]
+            stage[node] = _when_at_hand(node, earliest, wanted)
+            moved |= stage[node] != earliest
         runs = _runs(node, stage, wanted, coupling, kept, id(node) in later)
         for number in runs:
             sweeps.setdefault(number, []).append(node)
@@ -83,7 +86,8 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
                     coupling.setdefault(value, set()).add(stage[node])
     for found in sweeps.values():
         found.reverse()
-    stage = _stages(nodes, stage)
+    if moved:
+        stage = _stages(nodes, stage)
     meeting = [node for node in nodes if id(node) in feeds]
     readers = [(node, _LATER if id(node) in later else 0) for node in everything]
     apart = {value: (layout, _last_reading(value, readers, sweeps)) for value, layout in cut.items()}

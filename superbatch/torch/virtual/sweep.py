@@ -200,8 +200,11 @@ class _Program:
         last: dict[int, int] = {}
         for position, instruction in enumerate(self._program):
             instruction.frees.clear()
-            last.update((slot, position) for slot in instruction.inputs if self._registers[slot] is None)
-            last.update((slot, position) for slot in filled(instruction))
+            for slot in instruction.inputs:
+                if self._registers[slot] is None:
+                    last[slot] = position
+            for slot in filled(instruction):
+                last[slot] = position
         for slot, position in last.items():
             self._program[position].frees.append(slot)
 
@@ -219,12 +222,13 @@ class _Program:
         if whole and self._plan.stage[node] == self._number:
             reduction = self._results.reduction(node, [index or 0 for index in whole])
         outputs = self._outputs(node, single)
-        slots = [slot for _, slot, _ in outputs]
-        keeps = [(slot, self._results.kept(v)) for _, slot, v in outputs if v in self._plan.kept]
         carried = () if self._carried is None else self._carried.until
+        if single and outputs and not loads:
+            _, slot, value = outputs[0]
+            if value not in self._plan.kept and value not in carried:
+                return Instruction(node.run, inputs, slot, None, [], node.known, node.view)
+        keeps = [(slot, self._results.kept(v)) for _, slot, v in outputs if v in self._plan.kept]
         carries = [(slot, value) for _, slot, value in outputs if value in carried]
-        if single and slots and not (loads or keeps or carries):
-            return Instruction(node.run, inputs, slots[0], None, [], node.known, node.view)
         results = [(index, slot) for index, slot, _ in outputs]
         more = More(loads, results, whole, reduction, keeps, carries, [])
         return Instruction(node.run, inputs, 0, more, [], node.known, node.view)
