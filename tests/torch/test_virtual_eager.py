@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch.nn import functional as F
 
 from superbatch.torch import Accumulator, looking, virtual_batch
@@ -155,6 +157,8 @@ def test_what_calls_a_compiled_model_in_another_thread_is_not_meant() -> None:
 
 
 def test_torchs_advice_on_hooks_is_heard_again_after_the_block() -> None:
+    if "when there are global hooks" not in inspect.getsource(eval_frame):
+        pytest.skip("this release of torch gives no such advice")
     model = make()
     compiled = torch.compile(model, backend="eager")
     with pytest.warns(UserWarning, match=SAID):
