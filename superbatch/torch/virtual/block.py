@@ -20,6 +20,7 @@ from . import options
 from .aliases import current
 from .calls import blank_like
 from .layout import Layout
+from .leaves import Leaves
 from .log import Log, OnGather
 from .randomness import Randomness
 from .ranks import Across
@@ -194,11 +195,11 @@ class VirtualBatch:
             for tensor, before in memory:
                 if is_hollow(tensor):
                     tensor.data = before
-        leaves = {} if self._recording is None else self._recording.leaves
+        leaves = Leaves() if self._recording is None else self._recording.leaves
         if self._recording is not None:
             self._recording.open = False
         if failed:
-            for tensor, grad in (*leaves.values(), *self._gradients):
+            for tensor, grad in (*leaves.had.values(), *self._gradients):
                 tensor.grad = grad
             with torch.no_grad():
                 for grad, before in self._written.items():
@@ -221,7 +222,7 @@ def _put(leaf: Tensor, old: Tensor | None, new: Tensor | None) -> None:
 
 def _leave_leaves_real(recording: Recording) -> None:
     """Give real gradients to tensors that are no parameters of the models: those of a loss, say."""
-    for leaf, old in recording.leaves.values():
+    for leaf, old in recording.leaves.had.values():
         if isinstance(leaf.grad, VirtualTensor):
             _put(leaf, old, _numbers(leaf.grad))
 

@@ -20,6 +20,7 @@ from .by_rows import by_rows
 from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results, shapes
 from .gathering import gather
 from .layout import Part, parts_of
+from .leaves import Leaves
 from .log import Log
 from .memo import Action, Form, Template, about, action, template
 from .plan import Plan, plan
@@ -54,7 +55,7 @@ class Recording:
 
     Attributes:
         open, ending: until the block has ended; from when the program has left it.
-        leaves: real tensors that may get a gradient, and that which they had, by id.
+        leaves: real tensors that may get a gradient, and that which they had.
         readings: real tensors that operations read.
         across: what is done together with other ranks, if anything.
     """
@@ -81,7 +82,7 @@ class Recording:
         self.paranoid = paranoid
         self.compile = compile
         self.open, self.ending = True, False
-        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.leaves = Leaves()
         self.across: Across | None = None
         self._shown: list[weakref.ref[Handle]] = []
         self._writes: list[tuple[Tensor, Value]] = []
@@ -259,13 +260,12 @@ class Recording:
         return value
 
     def note_leaf(self, tensor: Tensor) -> None:
-        """Remember a real tensor that may get a gradient, whether it is a parameter of the model or not."""
+        """Remember what a real tensor brings a gradient to, whether it is a parameter of the model or not."""
         refuse_hollow(tensor)
-        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self.leaves:
-            self.leaves[id(tensor)] = tensor, tensor.grad
-            if tensor.grad is not None and tensor.grad.layout is torch.strided:
+        for leaf in self.leaves.new(tensor):
+            if leaf.grad is not None and leaf.grad.layout is torch.strided:
                 # Autograd adds to what is there, in place: into a real tensor once the sum is worked out.
-                tensor.grad = self.show(self.given(tensor.grad))
+                leaf.grad = self.show(self.given(leaf.grad))
 
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with a value in place of each tensor."""
@@ -286,7 +286,7 @@ class Recording:
             if not isinstance(item, Value):
                 return item
             if item.meta is None or (
-                item.layout is None and item.whole is not None and not _has_gradient(item)
+                item.layout is None and item.whole is not None and not item.has_gradient
             ):
                 return item.whole
             return self.show(item)
@@ -369,6 +369,11 @@ class Recording:
 
     def end(self) -> None:
         """Work out what the program may still ask for when it has left the block."""
+        for leaf, _ in self.leaves.had.values():
+            if isinstance(leaf.grad, VirtualTensor) and leaf.grad._recording is self:
+                value = current(self, leaf.grad)
+                if value.layout is not None:  # a row for each sample: what these need is let go in this work
+                    leaf.grad = self.show(self.gathered(value))
         self.ending = True
         self.work_out(self.pending())
 
@@ -391,7 +396,3 @@ class Recording:
     def pending(self) -> list[Value]:
         """Return the whole values that the program may still ask for."""
         return [value for value in self._asked_for() if value.layout is None and value.whole is None]
-
-
-def _has_gradient(value: Value) -> bool:
-    return value.meta.dtype.is_floating_point or value.meta.dtype.is_complex

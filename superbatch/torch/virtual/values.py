@@ -99,6 +99,11 @@ class Value:
         """Whether it need not be worked out."""
         return self.whole is not None or self.pieces is not None
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether numbers of its kind can have one."""
+        return self.meta.dtype.is_floating_point or self.meta.dtype.is_complex
+
     def handle(self) -> Handle:
         """Return what a tensor of the program has to hold."""
         handle = None if self._handle is None else self._handle()
