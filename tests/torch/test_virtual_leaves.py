@@ -117,3 +117,31 @@ def test_after_an_exception_they_are_as_they_were() -> None:
     for leaf, old in zip(leaves, before, strict=True):
         assert leaf.grad is old
         assert type(leaf.grad) is Tensor and bool((leaf.grad == 1).all())
+
+
+@pytest.mark.parametrize("of", ["the tensor that the batch was made of", "the batch"])
+def test_a_penalty_on_a_gradient_counts_whichever_tensor_it_is_of(of: str) -> None:
+    def found(model: nn.Module, batch: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        x = X.clone().requires_grad_()
+        given = batch(x)
+        scores = model(given)
+        wanted = given if of == "the batch" else x
+        (slope,) = torch.autograd.grad(scores.sum(), wanted, create_graph=True)
+        (scores.mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+        return [x, *model.parameters()]
+
+    expected = [tensor.grad for tensor in found(model_of(), lambda x: x)]
+    model = model_of()
+    model(X).mean().backward()
+    counts = [
+        bool((wanted - parameter.grad).abs().max() > 1e-3)
+        for wanted, parameter in zip(expected[1:], model.parameters(), strict=True)
+        if wanted is not None and parameter.grad is not None
+    ]
+    assert any(counts), "premise: the penalty counts"
+    model = model_of()
+    with virtual_batch(model, 2) as batch:
+        tensors = found(model, batch)
+    for tensor, wanted in zip(tensors, expected, strict=True):
+        assert type(tensor.grad) is Tensor
+        torch.testing.assert_close(tensor.grad, wanted, rtol=1e-12, atol=1e-12)

@@ -243,6 +243,7 @@ def _leave_real(model: nn.Module, recording: Recording) -> None:
 
 def _wrapped(tensor: Tensor, recording: Recording) -> Any:
     if tensor.requires_grad:
+        recording.note_leaf(tensor)
         return _Enter.apply(tensor, recording)
     return recording.show(_source(tensor, recording))
 
@@ -257,6 +258,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph: numbers would be a constant, and a penalty on them vanish
+            return grads[0], None
         return ctx.recording.numbers(grads[0]), None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import SuperbatchError, explain
 from .calls import Call, Recipe, filled
+from .conjugates import conjugates_seen
 from .layout import Part
 from .rules import find
 from .values import Operand, Value
@@ -63,7 +64,8 @@ def check_recipe(recording: Recording, func: Any, recipe: Recipe, results: Any) 
     """
     values = [operand.value for operand in recipe.operands]
     inputs = recording.there([recording.gathered(value) for value in values])
-    expected = recipe.run(Part(0, 0, recording.samples), [tensor.clone() for tensor in inputs])
+    with conjugates_seen():
+        expected = recipe.run(Part(0, 0, recording.samples), [tensor.clone() for tensor in inputs])
     if not isinstance(expected, Tensor):
         expected = list(expected)
     # A sum may cancel: its rounding is that of what was added up.
@@ -111,4 +113,5 @@ def _close(ours: Tensor, whole: Tensor, scale: float) -> bool:
 def _difference(ours: Tensor, whole: Tensor) -> str:
     if ours.shape != whole.shape or ours.dtype != whole.dtype:
         return f"{ours.dtype} {tuple(ours.shape)} and {whole.dtype} {tuple(whole.shape)}"
-    return f"largest difference {float((ours.double() - whole.double()).abs().max()):.2g}"
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    return f"largest difference {float((ours.to(wide) - whole.to(wide)).abs().max()):.2g}"

@@ -18,6 +18,7 @@ from .aliases import current
 from .auto_size import largest_size
 from .by_rows import by_rows
 from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results, shapes
+from .conjugates import conjugates_seen
 from .gathering import gather
 from .layout import Part, parts_of
 from .leaves import Leaves
@@ -228,8 +229,9 @@ class Recording:
     def _now(self, call: Call) -> Any:
         """Run an operation at once, on real tensors."""
         whole = [self.gathered(value, "unknown", call.func) for value in call.tensors]
-        run = filled(call)
-        return mapped(run(Part(0, 0, self.samples), self.there(whole)), self.given)
+        tensors = self.there(whole)
+        with conjugates_seen():
+            return mapped(filled(call)(Part(0, 0, self.samples), tensors), self.given)
 
     # -- tensors and values ---------------------------------------------------------------------------------
 

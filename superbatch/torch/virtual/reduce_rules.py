@@ -158,7 +158,13 @@ def _layer_norm_backward(call: Call) -> Recipe | None:
         batched = value.meta.dim() == x.meta.dim() and value.meta.shape[layout.dim] == rows
         operands.append(Operand(value, layout if batched else None))
     sums = len(_results(call)) - 1
-    return Recipe(operands, [layout] + [None] * sums, filled(call))
+    plain = filled(call)
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        # The kernel reads mean and deviation as if they were contiguous; rows cut from whole ones are not.
+        return plain(part, [tensor.contiguous() for tensor in tensors])
+
+    return Recipe(operands, [layout] + [None] * sums, run)
 
 
 def _group_norm(call: Call) -> Recipe | None:

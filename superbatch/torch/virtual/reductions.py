@@ -127,7 +127,7 @@ class First:
 class Moments:
     r"""Mean and sum of squared deviations over all samples, from those of micro-batches.
 
-    ``mean = sum n_i mean_i / n`` and ``M2 = sum [M2_i + n_i (mean_i - mean)^2]``: nothing is lost to
+    ``mean = sum n_i mean_i / n`` and ``M2 = sum [M2_i + n_i |mean_i - mean|^2]``: nothing is lost to
     cancellation, as it would be in ``sum x^2 - n mean^2``. Some are combined at a time, so that those of a
     thousand micro-batches take no more memory than those of a few.
 
@@ -167,8 +167,13 @@ _AT_A_TIME = 32
 def _combined(parts: Sequence[tuple[Tensor, Tensor, int]]) -> tuple[Tensor, Tensor, int]:
     count = sum(n for _, _, n in parts)
     mean = sum_of(mean * (n / count) for mean, _, n in parts)
-    squares = sum_of(squares + n * (mean_i - mean).square() for mean_i, squares, n in parts)
+    squares = sum_of(squares + n * _squared(mean_i - mean) for mean_i, squares, n in parts)
     return mean, squares, count
+
+
+def _squared(deviation: Tensor) -> Tensor:
+    """``|d|^2``, which is real for complex numbers too."""
+    return (deviation.abs() if deviation.is_complex() else deviation).square()
 
 
 def sum_of(tensors: Any) -> Tensor:

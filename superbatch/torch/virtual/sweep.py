@@ -12,6 +12,7 @@ from torch import Tensor
 from ...errors import WindowError, explain
 from .ahead import Ahead
 from .carried import Carried, worth_carrying
+from .conjugates import conjugates_seen
 from .instructions import Instruction, Load, More, filled
 from .layout import Layout, Part, cut
 from .log import Log
@@ -37,7 +38,7 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: b
     done: set[int] = set()  # serials
     carried = Carried(plan) if worth_carrying(plan, parts) else None
     last = {node.serial: number for number in sorted(plan.sweeps) for node in plan.sweeps[number]}
-    with torch.no_grad():
+    with torch.no_grad(), conjugates_seen():
         for number in sorted({*plan.once, *plan.sweeps}):
             for node in plan.once.pop(number, ()):
                 _run_once(node)

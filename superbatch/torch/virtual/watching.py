@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .calls import mapped, written_by
+from .conjugates import conjugates_seen
 from .dispatch import dispatch
 from .ranks import is_collective
 from .tensor import VirtualTensor
@@ -43,7 +44,7 @@ class Watching(TorchDispatchMode):
         if recording is None:
             if func._schema.is_mutable:
                 self._before(written_by(func, args, kwargs))
-            return func(*args, **kwargs)
+            return _on_real_tensors(func, args, kwargs)
         if any(hasattr(kind, "trigger_wait") for kind in types):
             args, kwargs = _arrived(args), dict(zip(kwargs, _arrived(kwargs.values()), strict=True))
             types = (*types, VirtualTensor) if _any_virtual((*args, *kwargs.values())) else types
@@ -57,7 +58,14 @@ class Watching(TorchDispatchMode):
             mapped(arg, recording.note_leaf)
         if func._schema.is_mutable:
             recording.readings.before(func, args, kwargs)
-        return func(*args, **kwargs)
+        return _on_real_tensors(func, args, kwargs)
+
+
+def _on_real_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args and isinstance(args[0], Tensor) and args[0].is_complex():
+        with conjugates_seen():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _arrived(args: Iterable[Any]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.torch.coupled.operator_case import (
     N,
+    complex_numbers,
     definite,
     operator,
     positive,
@@ -94,6 +95,14 @@ OPERATORS = [
     operator("solve for a vector of each sample", torch.linalg.solve, definite(N, 3), real(N, 3)),
     operator("eigvalsh", torch.linalg.eigvalsh, definite(N, 3)),
     operator("eigh of the batch's covariance", lambda x: torch.linalg.eigh(x.T @ x / len(x))[0], real(N, 3)),
+    # Its kernel conjugates a tensor by a mark that torch does not see where operators are intercepted.
+    operator("pinv of complex matrices", torch.linalg.pinv, complex_numbers(N, 4, 3)),
+    operator(
+        "pinv of a complex matrix beside the batch",
+        lambda z, x: x @ torch.linalg.pinv(z).abs(),
+        complex_numbers(4, 3),
+        real(N, 3),
+    ),
     operator("svdvals", torch.linalg.svdvals, real(N, 3, 4)),
     operator("svdvals over the batch", torch.linalg.svdvals, real(N, 3)),
     operator("qr", lambda a: torch.linalg.qr(a)[1].abs(), real(N, 4, 3)),
@@ -103,7 +112,6 @@ OPERATORS = [
         lambda a: (torch.matrix_exp(a / 9), torch.linalg.matrix_power(a, 2)),
         definite(N, 3),
     ),
-    operator("pinv", torch.linalg.pinv, real(N, 4, 3)),
     operator(
         "lstsq over the batch",
         lambda x, y: torch.linalg.lstsq(x, y).solution,

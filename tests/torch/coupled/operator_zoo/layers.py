@@ -129,6 +129,13 @@ _NORMS = [
     operator("layer_norm", lambda x, w, b: F.layer_norm(x, (4,), w, b), real(N, 3, 4), real(4), real(4)),
     operator("layer_norm of all features", lambda x: F.layer_norm(x, (3, 4)), real(N, 3, 4)),
     operator("layer_norm over the batch", lambda x: F.layer_norm(x.T, (x.shape[0],)), real(N, 3), min_n=2),
+    # The batch comes in later, as the memory of a decoder does.
+    operator(
+        "layer_norm before there is a batch",
+        lambda x, y: F.layer_norm(x, (4,)) * y[:, None],
+        real(2, N, 4),
+        real(N),
+    ),
     operator("layer_norm of time first", lambda x: F.layer_norm(x.transpose(0, 1), (4,)), real(N, 3, 4)),
     operator("group_norm", lambda x, w, b: F.group_norm(x, 2, w, b), real(N, 4, 3, 3), real(4), real(4)),
     operator("group_norm of rows", lambda x: F.group_norm(x, 2), real(N, 4)),

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.torch.coupled.operator_case import N, OperatorCase, boolean, ints, operator, positive, real
+from tests.torch.coupled.operator_case import (
+    N,
+    OperatorCase,
+    boolean,
+    complex_numbers,
+    ints,
+    operator,
+    positive,
+    real,
+)
 
 _OVER: dict[str, Any] = {
     "the batch": 0,
@@ -82,6 +91,12 @@ _SIMPLE = [
     operator("var_mean over the batch", lambda x: torch.var_mean(x, dim=0), real(N, 4), min_n=2),
     operator(
         "var_mean over batch and space", lambda x: torch.var_mean(x, (0, 2), keepdim=True), real(N, 3, 4)
+    ),
+    operator(
+        "moments of complex numbers",
+        lambda z: (z.mean(0), z.norm(), z.std(correction=0), *torch.var_mean(z, 0), *torch.std_mean(z, 1)),
+        complex_numbers(N, 4),
+        min_n=2,
     ),
     operator("std_mean over features", lambda x: torch.std_mean(x, -1, correction=0), real(N, 4)),
     # Detached: torch 2.6 has no derivative of it.
