@@ -55,7 +55,8 @@ def functional_of(func: Any) -> Any:
     found = None if packet is None else getattr(packet, func._overloadname, None)
     if found is None or found._schema.is_mutable or len(found._schema.returns) != 1:
         return None
-    return found
+    first = found._schema.arguments[0]  # of polygamma(n, x), beside polygamma_(x, n), it is a number
+    return found if str(first.type).startswith(("Tensor", "List[Tensor")) else None
 
 
 def with_defaults(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..out_of_memory import out_of_memory
 from . import batch_norm, indexing, recurrent
 from .aliases import view
-from .calls import Call, substituted
+from .calls import Call, mapped, substituted
 from .layout import Layout
 
 if TYPE_CHECKING:
@@ -162,7 +162,11 @@ def is_composite(func: Any) -> bool:
 def attempt(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation as several, if it is one of these here; else return NotImplemented."""
     composite = _composite(func)
-    return NotImplemented if composite is None else composite(recording, *args, **kwargs)
+    if composite is None:
+        return NotImplemented
+    for arg in args:  # of some it may read no numbers
+        mapped(arg, recording.note_leaf)
+    return composite(recording, *args, **kwargs)
 
 
 @cache

@@ -113,6 +113,8 @@ def _reshape(recording: Recording, func: Any, functional: Any, args: tuple[Any, 
 def _write_with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
     """Write into real tensors, or several at once, or in a way that has no other form."""
     written = written_by(func, args, kwargs)
+    for arg in (*args, *kwargs.values()):
+        mapped(arg, recording.note_leaf)
     recording.readings.before(func, args, kwargs)
     virtual = [item for item in written if isinstance(item, VirtualTensor)]
     # Copies: what was computed from the numbers before the write may still be read.

@@ -264,7 +264,7 @@ class Recording:
     def note_leaf(self, tensor: Tensor) -> None:
         """Remember what a real tensor brings a gradient to, whether it is a parameter of the model or not."""
         refuse_hollow(tensor)
-        for leaf in self.leaves.new(tensor):
+        for leaf in () if isinstance(tensor, VirtualTensor) else self.leaves.new(tensor):
             if leaf.grad is not None and leaf.grad.layout is torch.strided:
                 # Autograd adds to what is there, in place: into a real tensor once the sum is worked out.
                 leaf.grad = self.show(self.given(leaf.grad))
