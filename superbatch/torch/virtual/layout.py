@@ -77,9 +77,14 @@ def cut(tensor: Tensor, layout: Layout, part: Part) -> Tensor:
         tensor([1, 2, 4, 5])
     """
     dim, outer, inner = layout
+    if outer == 0:  # repeated no times
+        return tensor
     if outer == 1:
         return tensor.narrow(dim, part.start * inner, part.samples * inner)
-    blocks = tensor.unflatten(dim, (outer, -1)).narrow(dim + 1, part.start * inner, part.samples * inner)
+    # Told in full: of a tensor without elements -1 could be anything.
+    blocks = tensor.unflatten(dim, (outer, tensor.shape[dim] // outer)).narrow(
+        dim + 1, part.start * inner, part.samples * inner
+    )
     return blocks.flatten(dim, dim + 1)
 
 
@@ -91,9 +96,9 @@ def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
         tensor([0, 1, 2, 3, 4, 5])
     """
     dim, outer, _ = layout
-    if len(pieces) == 1:
+    if len(pieces) == 1 or outer == 0:
         return pieces[0]
     if outer == 1:
         return torch.cat(list(pieces), dim)
-    blocks = [piece.unflatten(dim, (outer, -1)) for piece in pieces]
+    blocks = [piece.unflatten(dim, (outer, piece.shape[dim] // outer)) for piece in pieces]
     return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)

@@ -70,6 +70,8 @@ _MOVED = [
     operator("expand_as", lambda x, w: w.expand_as(x) + x, real(N, 3), real(3)),
     operator("repeat", lambda x: x.repeat(1, 2) + x.tile(2), real(N, 3)),
     operator("repeat of the batch", lambda x: x.repeat(2, 1).cumsum(1), real(N, 3)),
+    operator("tile without elements", lambda x: x[:, :0].tile(2, 1).sum(1) + x.tile(2, 1).sum(1), real(N, 3)),
+    operator("tile no times", lambda x: (x.tile(0, 1), x.tile(0, 2).sum(0) + x.sum()), real(N, 3)),
     operator("repeat_interleave", lambda x: x.repeat_interleave(3, dim=0).cumsum(1), real(N, 3)),
     operator("repeat_interleave of features", lambda x: x.repeat_interleave(3, dim=1), real(N, 3)),
     operator("broadcast_tensors", lambda x, w: torch.broadcast_tensors(x, w), real(N, 1, 3), real(2, 1)),
