@@ -30,7 +30,9 @@ REFUSED = {"resize_": "a virtual tensor has no memory of its own", "resize_as_":
 READS_MEMORY = {
     "tensor_split": "reads where to split from a tensor's memory, beneath what can be intercepted"
 }
-LEFT_OUT = {*MEMORY_AS_FOUND, *REFUSED, *READS_MEMORY}
+# Torch refuses at the end of the block: the gradient that comes of a sparse leaf times the batch is strided.
+SPARSE = {"sparse.sampled_addmm"}
+LEFT_OUT = {*MEMORY_AS_FOUND, *REFUSED, *READS_MEMORY, *SPARSE}
 
 SECONDS = 12.0  # for one operator; those with hundreds of inputs are not shown all
 INPUTS = 10  # of each operator, spread over torch's list
