@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
+import torch
+
+from ..sizes.limits import memory_limit
 from .carried import FEW, Carried, much_again
 from .plan import Plan
 from .values import Node, Value
@@ -11,6 +15,15 @@ from .values import Node, Value
 SHARE = (
     0.8  # of the free memory: workspaces of kernels, and what the heap loses between blocks, are not counted
 )
+
+
+def microbatch_size(
+    size: int | Literal["auto"], plan: Plan, samples: int, device: torch.device, budget: int | None
+) -> int:
+    """Return the size that was given, or the largest that fits in what memory there is now."""
+    if isinstance(size, int):  # no need to read the machine's limits, in each update
+        return size
+    return largest_size(plan, samples, memory_limit(device).bytes, budget)
 
 
 def largest_size(plan: Plan, samples: int, free: int, budget: int | None) -> int:

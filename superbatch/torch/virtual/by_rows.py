@@ -105,7 +105,7 @@ def _only(layouts: set[Layout | None] | None) -> Layout | None:
 
 def _cut(node: Node, rows: ByRows) -> None:
     told = rows.action
-    node.operands, node.layouts, node.run = rows.operands, list(told.outputs), told.run
+    node.operands, node.layouts, node.run = rows.operands, told.outputs, told.run
     node.view, node.light, node.known = told.view, told.light, told.known
     node.once, node.by_rows = False, None
     for output, layout in zip(node.outputs, told.outputs, strict=True):

@@ -16,7 +16,7 @@ from .layout import Part
 from .plan import Plan
 from .values import Node, Value
 
-FEW = 8  # micro-batches; among more, one that is not worked out again is no gain
+FEW = 16  # micro-batches; of more, one that is not worked out again is no gain
 MUCH = 0.1  # of the operations that are no views and not light are done again
 
 

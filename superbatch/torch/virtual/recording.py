@@ -12,10 +12,9 @@ from torch import Tensor
 from ...errors import WindowError, explain
 from ...report.coupling import Meeting
 from ..out_of_memory import out_of_memory
-from ..sizes.limits import memory_limit
 from . import composites, paranoia
 from .aliases import current
-from .auto_size import largest_size
+from .auto_size import microbatch_size
 from .by_rows import by_rows
 from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results, shapes
 from .conjugates import conjugates_seen
@@ -74,7 +73,7 @@ class Recording:
         compile: bool = False,
     ) -> None:
         self.samples = samples
-        self.size = size
+        self.size: int | Literal["auto"] = size
         self.parts: list[Part] = []
         self.device = device
         self.randomness = randomness
@@ -196,6 +195,7 @@ class Recording:
             operands,
             told.run,
             outputs,
+            layouts=told.outputs,
             reduce=told.reduce,
             once=told.once,
             view=told.view,
@@ -348,9 +348,7 @@ class Recording:
         asked_for = [] if self.ending else self._asked_for()
         todo = plan(wanted, asked_for, by_rows=self.store.budget is not None)
         if not self.parts:
-            free = memory_limit(self.device).bytes
-            fixed = self.size if isinstance(self.size, int) else None
-            size = fixed or largest_size(todo, self.samples, free, self.store.budget)
+            size = microbatch_size(self.size, todo, self.samples, self.device, self.store.budget)
             self.parts = parts_of(self.samples, size)
         self._tell(todo)
         run(todo, self.parts, self.store, self.log, compile=self.compile)

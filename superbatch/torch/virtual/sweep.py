@@ -151,25 +151,39 @@ def _sweep(
     read = [value.pieces for value, until in plan.kept.items() if until == number]
     read += [value.pieces for value, (_, until) in plan.apart.items() if until == number]
     dropped = [kept for kept in read if isinstance(kept, Kept)]
-    programs: list[tuple[Part, _Program]] = []
-    if carried is None or len(parts) > 1:
-        ordinary = _Program(nodes, number, plan, results, None)
-        if compile:
-            ordinary.compile(elsewhere=store.ahead is not None)
-        programs = [(part, ordinary) for part in parts]
-    if carried is not None:
-        new = [node for node in nodes if carried.first[node] == number]
+    programs = _programs(nodes, number, plan, parts, results, carried)
+    if compile:
+        for program in dict.fromkeys(program for _, program in programs):
+            program.compile(elsewhere=store.ahead is not None)
+    if carried is not None and not first:
         # First where something is carried, so that it is let go before the others need memory.
-        programs[-1:] = []
-        other = _Program(new, number, plan, results, carried)
-        if compile:
-            other.compile(elsewhere=store.ahead is not None)
-        programs.insert(len(parts) if first else 0, (parts[-1], other))
+        programs.insert(0, programs.pop())
     for (part, program), following in zip_longest(programs, programs[1:]):
-        program.run(part, store.ahead, None if following is None else following[1].first_read(following[0]))
+        then = None if following is None else following[1].first_read(following[0])
+        program.run(part, store.ahead, then, carries=part is parts[-1])
         for kept in dropped:
             kept.drop(part)
     results.set(plan, parts)
+
+
+def _programs(
+    nodes: list[Node],
+    number: int,
+    plan: Plan,
+    parts: Sequence[Part],
+    results: _Results,
+    carried: Carried | None,
+) -> list[tuple[Part, _Program]]:
+    """What each micro-batch runs; the last one, if it carries, what no sweep before has done for it."""
+    if carried is None:
+        program = _Program(nodes, number, plan, results, None)
+        return [(part, program) for part in parts]
+    new = [node for node in nodes if carried.first[node] == number]
+    last = _Program(new, number, plan, results, carried)
+    others = parts[:-1]
+    # What is new to all reads nothing that is carried.
+    same = last if len(new) == len(nodes) or not others else _Program(nodes, number, plan, results, None)
+    return [*((part, same) for part in others), (parts[-1], last)]
 
 
 class _Program:
@@ -217,22 +231,26 @@ class _Program:
             if slot is None:
                 slot = self._input(value, layout, loads)
             inputs.append(slot)
+        outputs = self._outputs(node)
+        if len(outputs) == len(node.layouts) == 1 and not loads and not self._is_needed(outputs[0][2]):
+            return Instruction(node.run, inputs, outputs[0][1], None, [], node.known, node.view)
+        return Instruction(node.run, inputs, 0, self._more(node, loads, outputs), [], node.known, node.view)
+
+    def _is_needed(self, value: Value) -> bool:
+        """Whether the rows of a value are needed after the sweep."""
+        return value in self._plan.kept or (self._carried is not None and value in self._carried.until)
+
+    def _more(self, node: Node, loads: list[Load], outputs: list[tuple[int | None, int, Value]]) -> More:
         single = len(node.layouts) == 1
         whole = [None if single else index for index, layout in enumerate(node.layouts) if layout is None]
         reduction = None
         if whole and self._plan.stage[node] == self._number:
             reduction = self._results.reduction(node, [index or 0 for index in whole])
-        outputs = self._outputs(node, single)
         carried = () if self._carried is None else self._carried.until
-        if single and outputs and not loads:
-            _, slot, value = outputs[0]
-            if value not in self._plan.kept and value not in carried:
-                return Instruction(node.run, inputs, slot, None, [], node.known, node.view)
         keeps = [(slot, self._results.kept(v)) for _, slot, v in outputs if v in self._plan.kept]
         carries = [(slot, value) for _, slot, value in outputs if value in carried]
-        results = [(index, slot) for index, slot, _ in outputs]
-        more = More(loads, results, whole, reduction, keeps, carries, [])
-        return Instruction(node.run, inputs, 0, more, [], node.known, node.view)
+        registers = [(index, slot) for index, slot, _ in outputs]
+        return More(loads, registers, whole, reduction, keeps, carries, [])
 
     def _input(self, value: Value, layout: Layout | None, loads: list[Load]) -> int:
         """Return a new register of what is there before the instruction."""
@@ -246,12 +264,13 @@ class _Program:
             self._read.append(value)
         return slot
 
-    def _outputs(self, node: Node, single: bool) -> list[tuple[int | None, int, Value]]:
+    def _outputs(self, node: Node) -> list[tuple[int | None, int, Value]]:
         """Return the results that are rows: which, into which register, and of which value."""
         outputs: list[tuple[int | None, int, Value]] = []
-        for index, (output, layout) in enumerate(zip(node.outputs, node.layouts, strict=True)):
-            value = output()
-            if layout is None or value is None or value.there:
+        single = len(node.layouts) == 1
+        for index, layout in enumerate(node.layouts):
+            value = None if layout is None else node.outputs[index]()
+            if value is None or value.there:
                 continue
             slot = self._slots[id(value), layout] = len(self._registers)
             self._registers.append(None)
@@ -262,13 +281,16 @@ class _Program:
         """Return the rows that the program reads first, if any are there before it runs."""
         return (self._read[0], part) if self._read else None
 
-    def run(self, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None) -> None:
+    def run(
+        self, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None, *, carries: bool
+    ) -> None:
         """Run the program for a micro-batch.
 
         Args:
             part: the micro-batch.
             ahead: brings rows from the host.
             following: what is read first afterwards.
+            carries: it is the one that carries rows from sweep to sweep, if one does.
         """
         registers = self._registers.copy()
         for run, inputs, output, more, frees, _, _ in self._program:
@@ -280,12 +302,12 @@ class _Program:
                 tensors = [registers[slot] for slot in inputs]
                 for slot in more.early:
                     registers[slot] = None
-                self._finish(more, run(part, tensors), part, registers)
+                self._finish(more, run(part, tensors), part, registers, carries=carries)
                 del tensors
             for slot in frees:
                 registers[slot] = None
 
-    def _finish(self, more: More, result: Any, part: Part, registers: list[Any]) -> None:
+    def _finish(self, more: More, result: Any, part: Part, registers: list[Any], *, carries: bool) -> None:
         """Put away what an instruction gave."""
         for index, slot in more.outputs:
             registers[slot] = result if index is None else result[index]
@@ -294,7 +316,7 @@ class _Program:
             more.reduction.add(part, found)
         for slot, kept in more.keeps:
             kept.put(part, registers[slot])
-        for slot, value in more.carries:
+        for slot, value in more.carries if carries else ():
             assert self._carried is not None
             self._carried.rows[value] = registers[slot]
 

@@ -193,6 +193,7 @@ class Node:
         run: Run,
         outputs: Sequence[Value],
         *,
+        layouts: tuple[Layout | None, ...] | None = None,
         reduce: Callable[[], Reduction] | None = None,
         once: bool = False,
         view: bool = False,
@@ -206,7 +207,7 @@ class Node:
         self.operands = tuple(operands)
         self.run = run
         self.outputs = [weakref.ref(value) for value in outputs]
-        self.layouts = [value.layout for value in outputs]
+        self.layouts = tuple(value.layout for value in outputs) if layouts is None else layouts
         self.reduce = reduce
         self.once = once
         self.view = view

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .recording import Recording
 
 
+_VIRTUAL = (VirtualTensor,)  # the types of nearly all calls
+
+
 class Watching(TorchDispatchMode):
     """Sees operations on real tensors too: buffers that wait to be written are so before they are used.
 
@@ -45,7 +48,7 @@ class Watching(TorchDispatchMode):
             if func._schema.is_mutable:
                 self._before(written_by(func, args, kwargs))
             return _on_real_tensors(func, args, kwargs)
-        if any(hasattr(kind, "trigger_wait") for kind in types):
+        if types != _VIRTUAL and any(hasattr(kind, "trigger_wait") for kind in types):
             args, kwargs = _arrived(args), dict(zip(kwargs, _arrived(kwargs.values()), strict=True))
             types = (*types, VirtualTensor) if _any_virtual((*args, *kwargs.values())) else types
         if is_collective(func):
