@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
-from superbatch.torch.virtual.values import Node
+from superbatch.torch.virtual.values import Action, Node
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,18 @@ class _Timed:
         self.add, self.result = clock.around(reduction.add), clock.around(reduction.result)
 
 
+def _of(reduce: Callable[[], Any], clock: _Clock) -> Any:
+    return _Timed(reduce(), clock)
+
+
 def shares(run: Callable[[], object]) -> Shares:
     """Run once, with a clock around each operation; what the clocks themselves take counts as the rest."""
     operators, sums, init = _Clock(), _Clock(), Node.__init__
 
-    def timed(node: Node, name: Any, operands: Any, run: Any, outputs: Any, **more: Any) -> None:
-        reduce = more.pop("reduce", None)
-        more["reduce"] = None if reduce is None else lambda: _Timed(reduce(), sums)
-        init(node, name, operands, operators.around(run), outputs, **more)
+    def timed(node: Node, name: Any, operands: Any, told: Action, outputs: Any, **more: Any) -> None:
+        reduce = None if told.reduce is None else partial(_of, told.reduce, sums)
+        told = told._replace(run=operators.around(told.run), reduce=reduce)
+        init(node, name, operands, told, outputs, **more)
 
     with mock.patch.object(Node, "__init__", timed):
         start = time.perf_counter()

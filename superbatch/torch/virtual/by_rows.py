@@ -15,8 +15,8 @@ import torch
 
 from .calls import substituted
 from .layout import Layout
-from .memo import Action, Form, Template, template
-from .values import Node, Operand, Value
+from .memo import Form, Template, template
+from .values import Action, Node, Operand, Value
 
 
 class ByRows(NamedTuple):
@@ -50,7 +50,7 @@ def by_rows(form: Form) -> ByRows | None:
     stand_ins = [Value(v.meta, v.device, cut[id(v)]) if id(v) in cut else v for v in form.tensors]
     args, kwargs = substituted(form.args, form.kwargs, form.paths, stand_ins)
     known = template(Form(form.func, tuple(args), kwargs, form.samples))
-    if known is None or known.gathered or any(layout is None for layout in known.action.outputs):
+    if known is None or known.gathered or any(layout is None for layout in known.action.layouts):
         return None
     return ByRows(known.action, _operands(known, form.tensors), _gets_larger(known, form, set(cut)))
 
@@ -59,7 +59,7 @@ def _rows(value: Value, samples: int) -> Layout | None:
     """Where a whole value may be cut: where what it is made of was, or in its first dimension."""
     made = None if value.node is None else value.node.by_rows
     if made is not None:
-        return made.action.outputs[value.index]
+        return made.action.layouts[value.index]
     return Layout(0) if value.meta.dim() > 0 and value.meta.shape[0] == samples else None
 
 
@@ -88,7 +88,7 @@ def cut_to_rows(nodes: Iterable[Node], asked_for: set[Value]) -> dict[Value, Lay
         outputs = [output() for output in node.outputs]
         read = [None if value is None else _only(readings.get(value)) for value in outputs]
         free = not any(value in asked_for for value in outputs)
-        if node.by_rows is not None and free and read == list(node.by_rows.action.outputs):
+        if node.by_rows is not None and free and read == list(node.by_rows.action.layouts):
             _cut(node, node.by_rows)
         elif not node.once and free and not node.gathers:  # what is gathered may be asked for again
             sums = zip(outputs, read, strict=True)
@@ -105,10 +105,10 @@ def _only(layouts: set[Layout | None] | None) -> Layout | None:
 
 def _cut(node: Node, rows: ByRows) -> None:
     told = rows.action
-    node.operands, node.layouts, node.run = rows.operands, told.outputs, told.run
+    node.operands, node.layouts, node.run = rows.operands, told.layouts, told.run
     node.view, node.light, node.known = told.view, told.light, told.known
     node.once, node.by_rows = False, None
-    for output, layout in zip(node.outputs, told.outputs, strict=True):
+    for output, layout in zip(node.outputs, told.layouts, strict=True):
         value = output()
         if value is not None:
             value.layout = layout

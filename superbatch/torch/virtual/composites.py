@@ -161,7 +161,7 @@ def is_composite(func: Any) -> bool:
 
 def attempt(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation as several, if it is one of these here; else return NotImplemented."""
-    composite = _composite(func)
+    composite = found(func)
     if composite is None:
         return NotImplemented
     for arg in args:  # of some it may read no numbers
@@ -170,7 +170,8 @@ def attempt(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 @cache
-def _composite(func: Any) -> Callable[..., Any] | None:
+def found(func: Any) -> Callable[..., Any] | None:
+    """Return what does an operation as several, if anything does."""
     return COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
 
 

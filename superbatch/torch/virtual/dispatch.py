@@ -42,9 +42,10 @@ def dispatch(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dic
         return _write(recording, func, args, kwargs)
     if kind.view and isinstance(args[0], VirtualTensor):
         return view(recording, args[0], func, args[1:], kwargs)
-    result = composites.attempt(recording, func, args, kwargs)
-    if result is not NotImplemented:
-        return result
+    if kind.several:
+        result = composites.attempt(recording, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
     return recording.shown(recording.compute(func, *recording.values(args, kwargs)))
 
 
@@ -55,12 +56,14 @@ class _Kind(NamedTuple):
     composite: bool
     writes: bool
     view: bool
+    several: bool  # operations in the place of one, for some arguments at least
 
 
 @cache
 def _kind_of(func: Any) -> _Kind:
     answer = _ANSWERS.get(func, composites.LISTS.get(func))
-    return _Kind(answer, composites.is_composite(func), func._schema.is_mutable, func.is_view)
+    several = composites.found(func) is not None
+    return _Kind(answer, composites.is_composite(func), func._schema.is_mutable, func.is_view, several)
 
 
 def _with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any, given: Any = None) -> Any:

@@ -12,7 +12,7 @@ from ...report.coupling import Meeting
 from .layout import Part
 from .log import Log
 from .reductions import Joined
-from .values import Node, Operand, Value
+from .values import Action, Node, Operand, Value
 
 aten: Any = torch.ops.aten
 
@@ -42,21 +42,13 @@ def gather(log: Log, value: Value, kind: Meeting, why: Any) -> Value:
     elif made is not None and made.operator in _TURNED and not made.once:
         # A loss reads embeddings, its backward their transpose: in memory once, not put together twice.
         rows = Operand(gather_input(log, made, kind, why), None)
-        Node(made.operator, [rows], made.run, [whole], once=True, view=True, where=log.where)
+        told = Action((value.meta,), True, True, (None,), made.run, None, True, False, False)
+        Node(made.operator, [rows], told, [whole], where=log.where)
     else:
         if kind == "unknown":
             log.unknown(str(why), value.nbytes)
-        Node(
-            why,
-            [Operand(value, layout)],
-            _itself,
-            [whole],
-            reduce=lambda: Joined(layout),
-            view=True,
-            gathers=kind,
-            known=True,
-            where=log.where,
-        )
+        told = Action((value.meta,), True, False, (None,), _itself, lambda: Joined(layout), True, False, True)
+        Node(why, [Operand(value, layout)], told, [whole], gathers=kind, where=log.where)
     value.gathered = weakref.ref(whole)
     return whole
 

@@ -9,7 +9,6 @@ values of a block: rules are shown stand-ins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from .calls import Call, Path, Recipe, filled, results, substituted
 from .layout import Layout
 from .rules import draws, find
 from .shape_rules import LIKES
-from .values import Operand, Reduction, Run, Value
+from .values import Action, Operand, Value
 
 
 class About(NamedTuple):
@@ -43,29 +42,6 @@ class About(NamedTuple):
 def about(func: Any) -> About:
     """Return what an operator is."""
     return About(func in composites.AT_ONCE, func.overloadpacket in LIKES, draws(func))
-
-
-class Action(NamedTuple):
-    """An operation without its values.
-
-    Attributes:
-        metas: of the results; None where there is none, and a number where that is the result.
-        single: there is one result, and not a sequence.
-        once: it runs once, on whole values.
-        outputs, run, view, light: as in `Recipe`.
-        reduce: likewise; None if it runs once.
-        known: as in `Node`.
-    """
-
-    metas: tuple[Tensor | int | None, ...]
-    single: bool
-    once: bool
-    outputs: tuple[Layout | None, ...]
-    run: Run
-    reduce: Callable[[], Reduction] | None
-    view: bool
-    light: bool
-    known: bool
 
 
 class Template(NamedTuple):
@@ -112,10 +88,10 @@ class Form:
         for name, arg in kwargs.items():
             parts.append(name)
             known &= self._describe(arg, (name,), parts)
-        if len(self.tensors) > 1:
+        if len(self.tensors) > 1 and len(set(map(id, self.tensors))) < len(self.tensors):
             which = {id(value): index for index, value in enumerate(self.tensors)}
-            if len(which) < len(self.tensors):  # rules may ask whether two arguments are the same
-                parts.append(tuple(which[id(value)] for value in self.tensors))
+            # Rules may ask whether two arguments are the same.
+            parts.append(tuple(which[id(value)] for value in self.tensors))
         self.key = tuple(parts) if known else None
 
     def _describe(self, arg: Any, path: Path, parts: list[Any]) -> bool:
@@ -166,7 +142,11 @@ def template(form: Form) -> Template | None:
         None where the call has to be looked at each time: it is done as several others, its shape depends on
         numbers, or an argument is of a kind that is not known.
     """
-    return None if form.key is None else _remembered(_Key(form)).template
+    if form.key is None:
+        return None
+    key = _Key(form.key)
+    key.form = form
+    return _remembered(key).template
 
 
 # torch decomposes them into something else: another loss (2.13), a sixth that the kernel rounds to float32.
@@ -178,21 +158,10 @@ class _Known(NamedTuple):
     held: tuple[Any, ...]  # whose ids are in the key
 
 
-class _Key:
-    """A form that compares by its key, and lets go of the values once they have been looked at."""
+class _Key(tuple[Any, ...]):
+    """The key of a form, with the form itself until it has been looked at."""
 
-    __slots__ = ("form", "hash", "key")
-
-    def __init__(self, form: Form) -> None:
-        self.key = form.key
-        self.hash = hash(form.key)
-        self.form: Form | None = form
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.key == other.key
+    form: Form | None
 
 
 @lru_cache(maxsize=1 << 13)

@@ -22,7 +22,7 @@ from .gathering import gather
 from .layout import Part, parts_of
 from .leaves import Leaves
 from .log import Log
-from .memo import Action, Form, Template, about, action, template
+from .memo import Form, Template, about, action, template
 from .plan import Plan, plan
 from .randomness import Randomness, drawn_as_the_batch
 from .readings import Readings, memory_of
@@ -30,7 +30,7 @@ from .rules import find
 from .store import Store
 from .sweep import run, unchanged
 from .tensor import VirtualTensor, refuse_hollow
-from .values import Handle, Node, Operand, Value
+from .values import Action, Handle, Node, Operand, Value
 
 if TYPE_CHECKING:
     from .ranks import Across
@@ -186,25 +186,17 @@ class Recording:
             if layout is not None:
                 device = value.device
                 break
+        if told.single:
+            (meta,), (layout,) = told.metas, told.layouts
+            assert isinstance(meta, Tensor)
+            output = Value(meta, device, layout)
+            Node(func, operands, told, (output,), where=self.log.where)
+            return output
         outputs = [
             Value(meta if isinstance(meta, Tensor) else _NOTHING, device, layout)
-            for meta, layout in zip(told.metas, told.outputs, strict=True)
+            for meta, layout in zip(told.metas, told.layouts, strict=True)
         ]
-        Node(
-            func,
-            operands,
-            told.run,
-            outputs,
-            layouts=told.outputs,
-            reduce=told.reduce,
-            once=told.once,
-            view=told.view,
-            light=told.light,
-            known=told.known,
-            where=self.log.where,
-        )
-        if told.single:
-            return outputs[0]
+        Node(func, operands, told, outputs, where=self.log.where)
         return [
             output if isinstance(meta, Tensor) else meta
             for meta, output in zip(told.metas, outputs, strict=True)
@@ -283,17 +275,16 @@ class Recording:
 
     def shown(self, results: Any) -> Any:
         """Return tensors that show values; what torch has no wrapper for (sparse tensors) as it is."""
+        if type(results) is Value:
+            return self._shown_value(results)
+        return mapped(results, self._shown_value, Value)
 
-        def one(item: Any) -> Any:
-            if not isinstance(item, Value):
-                return item
-            if item.meta is None or (
-                item.layout is None and item.whole is not None and not item.has_gradient
-            ):
-                return item.whole
-            return self.show(item)
-
-        return mapped(results, one, Value)
+    def _shown_value(self, value: Value) -> Tensor | None:
+        if value.meta is None or (
+            value.whole is not None and value.layout is None and not value.has_gradient
+        ):
+            return value.whole
+        return self.show(value)
 
     def show(self, value: Value) -> VirtualTensor:
         """Return a tensor that shows a value."""

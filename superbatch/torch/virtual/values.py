@@ -146,6 +146,33 @@ Run = Callable[[Part, list[Tensor]], Any]
 _serial = itertools.count()
 
 
+class Action(NamedTuple):
+    """An operation without its values.
+
+    Attributes:
+        metas: of the results; None where there is none, and a number where that is the result.
+        single: there is one result, and not a sequence.
+        once: it reads whole values only, and runs once.
+        layouts: of each result; None: whole.
+        run: works out the results for one micro-batch; a tuple if there are several.
+        reduce: makes a `Reduction` of the whole results; None if there are none, or if it runs once.
+        view: its result takes no memory of its own.
+        light: about as fast as reading its inputs, so that it may be done again.
+        known: its `run` looks at nothing but its tensors and how many samples there are, and is the same
+            function in each operation of its form: it may be compiled.
+    """
+
+    metas: tuple[Tensor | int | None, ...]
+    single: bool
+    once: bool
+    layouts: tuple[Layout | None, ...]
+    run: Run
+    reduce: Callable[[], Reduction] | None
+    view: bool
+    light: bool
+    known: bool
+
+
 class Node:
     """One operation.
 
@@ -153,16 +180,9 @@ class Node:
         operator: an operator of torch, or what it is in words.
         serial: a number that grows; inputs have smaller ones.
         operands: what it reads.
-        run: works out the outputs for one micro-batch; a tuple if `outputs` has several.
         outputs: the values, weakly: None once nobody needs one.
-        layouts: of each output; None: whole.
-        reduce: makes a `Reduction` of the whole outputs; None if there are none, or if it runs once.
-        once: it reads whole values only, and runs once.
-        view: its output takes no memory of its own.
-        light: about as fast as reading its inputs, so that it may be done again.
+        once, layouts, run, reduce, view, light, known: as told (`Action`).
         gathers: it puts a whole tensor together; "unknown": because an operator has no rule.
-        known: its `run` looks at nothing but its tensors and how many samples there are, and is the same
-            function in each operation of its form: it may be compiled.
         where: path of the module that it belongs to.
         by_rows: how it would be done by rows, where it runs once; None if that is not known.
         backward: it belongs to a backward pass.
@@ -190,30 +210,18 @@ class Node:
         self,
         operator: Any,
         operands: Sequence[Operand],
-        run: Run,
+        told: Action,
         outputs: Sequence[Value],
         *,
-        layouts: tuple[Layout | None, ...] | None = None,
-        reduce: Callable[[], Reduction] | None = None,
-        once: bool = False,
-        view: bool = False,
-        light: bool = False,
         gathers: Meeting | None = None,
-        known: bool = False,
         where: str = "",
     ) -> None:
         self.operator = operator
         self.serial = next(_serial)
         self.operands = tuple(operands)
-        self.run = run
         self.outputs = [weakref.ref(value) for value in outputs]
-        self.layouts = tuple(value.layout for value in outputs) if layouts is None else layouts
-        self.reduce = reduce
-        self.once = once
-        self.view = view
-        self.light = light
+        _, _, self.once, self.layouts, self.run, self.reduce, self.view, self.light, self.known = told
         self.gathers: Meeting | None = gathers
-        self.known = known
         self.where = where
         self.by_rows: ByRows | None = None
         self.backward = torch._C._current_graph_task_id() != -1
