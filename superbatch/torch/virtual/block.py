@@ -75,10 +75,9 @@ class VirtualBatch:
         self._paranoid = paranoid
         self._compile = compile
         self._recording: Recording | None = None
-        self._models = models
         self._log = Log(models, on_gather)
-        self._across = Across(models, group, device)
-        modules = [module for model in models for module in model.modules()]
+        modules = self._log.modules  # to walk through a model is slow
+        self._across = Across(models, modules, group, device)
         parameters = dict.fromkeys(p for one in modules for p in one._parameters.values() if p is not None)
         buffers = [b for one in modules for b in one._buffers.values() if b is not None]
         self._gradients = [(p, p.grad) for p in parameters]
@@ -179,8 +178,7 @@ class VirtualBatch:
             refuse_hollow(tensor)
         if recording is not None:
             _leave_leaves_real(recording)
-            for model in self._models:
-                _leave_real(model, recording)
+            _leave_real(self._log.modules, recording)
 
     def _before_the_batch(self, written: Iterable[Tensor]) -> None:
         """Keep what is in gradients that are set to zero before there is a recording."""
@@ -227,15 +225,16 @@ def _leave_leaves_real(recording: Recording) -> None:
             _put(leaf, old, _numbers(leaf.grad))
 
 
-def _leave_real(model: nn.Module, recording: Recording) -> None:
+def _leave_real(modules: Iterable[nn.Module], recording: Recording) -> None:
     """Put real tensors in the place of virtual ones that a model's forward left in it.
 
     An attribute of all samples is left virtual: to gather it would cost the memory of the whole batch.
     """
-    for module in model.modules():
+    for module in modules:
         for owned in (module._buffers, module.__dict__):
-            for name, item in list(owned.items()):
-                if not isinstance(item, VirtualTensor) or item._recording is not recording:
+            found = [(name, item) for name, item in owned.items() if isinstance(item, VirtualTensor)]
+            for name, item in found:
+                if item._recording is not recording:
                     continue
                 if owned is module._buffers or current(recording, item).layout is None:
                     owned[name] = recording.numbers(item).detach()

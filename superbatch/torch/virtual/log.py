@@ -48,6 +48,7 @@ class Log:
         on_gather: what to do when an operator without a rule needs whole tensors.
 
     Attributes:
+        modules: all of the models'.
         where: path of the module whose forward runs; "" outside.
         sweeps, recorded, run, repeated: as in `CouplingReport`.
     """
@@ -58,6 +59,7 @@ class Log:
             for index, model in enumerate(models)
             for module, name in _paths(model, "", {}).items()
         }
+        self.modules = list(self._names)
         self._on_gather: OnGather = on_gather
         self._path: list[str] = []
         self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes

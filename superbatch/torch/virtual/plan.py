@@ -114,7 +114,7 @@ def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:
 
 def _when_at_hand(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
     """The stage for a sum that no sample waits for, such as a loss: when its inputs are worked out anyway."""
-    if any(layout is not None for layout in node.layouts):
+    if node.layouts.count(None) < len(node.layouts):
         return earliest
     inputs = [v for v, layout in node.operands if v.layout is not None and layout is not None and not v.there]
     stages = [min(numbers) for v in inputs if (numbers := wanted.get(v))]
@@ -172,7 +172,7 @@ def _runs(
     later: bool,
 ) -> set[int]:
     """Return the stages in which a node runs, and decide which of its outputs are kept."""
-    runs = {stage[node]} if any(layout is None for layout in node.layouts) else set[int]()
+    runs = {stage[node]} if None in node.layouts else set[int]()
     for output in node.outputs:
         value = output()
         if value is None or value.layout is None or not (stages := wanted.get(value)):

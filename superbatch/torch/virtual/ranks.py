@@ -56,6 +56,7 @@ class Across:
 
     Args:
         models: of the block.
+        modules: all of theirs.
         group: as in `virtual_batch`; with it every BatchNorm in training mode is one over all ranks.
         device: where statistics are.
 
@@ -65,14 +66,16 @@ class Across:
         ending: the program has come to the end of the block, so that all collectives are recorded.
     """
 
-    def __init__(self, models: Sequence[nn.Module], group: Any, device: torch.device) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], modules: Iterable[nn.Module], group: Any, device: torch.device
+    ) -> None:
         self.ranks = find_ranks(models, group)
         self.now = self.ranks if group is not None and self.ranks.shared else None
         # The user's own `no_sync` says that the gradients are reduced later.
         self._reduces = self.ranks.shared and all(w.require_backward_grad_sync for w in self.ranks.wrappers)
         self.ending = False
         self._device = device
-        self._layers = synchronised_layers(models)
+        self._layers = synchronised_layers(modules)
         self._groups = _different([*(self.group_of(layer) for layer in self._layers), self.ranks])
         self._recording: weakref.ref[Recording] | None = None
         self._last: Value | None = None

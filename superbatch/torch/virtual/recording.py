@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -99,8 +99,8 @@ class Recording:
         for value in form.tensors:
             if value.meta is None:
                 return self._now(form.call())
-            batch |= value.layout is not None
-            waits |= value.whole is None
+            batch = batch or value.layout is not None
+            waits = waits or value.whole is None
         if kind.at_once:
             return self._now(form.call())
         if not batch and kind.like:  # of a loss, say, that is not worked out yet
@@ -124,7 +124,7 @@ class Recording:
         func, tensors = form.func, form.tensors
         rows = None if batch else by_rows(form)
         if rows is not None and rows.larger:
-            return self._node(func, list(rows.operands), rows.action)
+            return self._node(func, rows.operands, rows.action)
         if known.gathered:
             kind: Meeting = "unknown" if known.unknown else "gathered"
             operands = [
@@ -179,7 +179,7 @@ class Recording:
         once = once or all(layout is None for layout in layouts)
         return self._node(func, operands, action(recipe, metas, once=once, known=known))
 
-    def _node(self, func: Any, operands: list[Operand], told: Action) -> Any:
+    def _node(self, func: Any, operands: Sequence[Operand], told: Action) -> Any:
         self.log.recorded += 1
         device = self.device
         for value, layout in operands:

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from .tensor import VirtualTensor
 
 
-def synchronised_layers(models: Iterable[nn.Module]) -> list[nn.SyncBatchNorm]:
+def synchronised_layers(modules: Iterable[nn.Module]) -> list[nn.SyncBatchNorm]:
     """Return torch's own layers; not those of a class with a forward of its own.
 
     Examples:
-        >>> len(synchronised_layers([nn.Sequential(nn.SyncBatchNorm(2), nn.BatchNorm1d(2))]))
+        >>> len(synchronised_layers([nn.SyncBatchNorm(2), nn.BatchNorm1d(2)]))
         1
     """
     return [
         module
-        for model in models
-        for module in model.modules()
+        for module in modules
         if isinstance(module, nn.SyncBatchNorm) and type(module).forward is nn.SyncBatchNorm.forward
     ]
 
