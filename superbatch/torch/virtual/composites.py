@@ -39,7 +39,7 @@ def _mean(recording: Recording, x: Any, dim: Any = None, keepdim: bool = False, 
         else [d % count for d in ([dim] if isinstance(dim, int) else dim)]
     )
     layout = _layout(recording, x)
-    if layout is None:
+    if layout is None or layout.dim not in dims:
         return NotImplemented
     wide = torch.float32 if (dtype or x.dtype) in _HALF else dtype
     total = aten.sum.dim_IntList(x, list(dims), keepdim, dtype=wide)

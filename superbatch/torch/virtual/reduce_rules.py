@@ -80,13 +80,17 @@ def _all_alike(call: Call, layout: Layout, outputs: list[Layout | None]) -> Reci
     return Recipe([Operand(value, layout) for value in call.tensors], outputs, filled(call))
 
 
-def _extreme_with_index(call: Call) -> Recipe | None:
-    value = call.tensors[0]
-    dims = _dims(call)
-    if value.layout is None or value.layout.dim in dims:
-        return None
-    output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
-    return Recipe([Operand(value, value.layout)], [output, output], filled(call))
+def _within_samples(outputs: int) -> Callable[[Call], Recipe | None]:
+    """Takes one or several dimensions together, none of them that of the samples."""
+
+    def rule(call: Call) -> Recipe | None:
+        value, dims = call.tensors[0], _dims(call)
+        if value.layout is None or value.layout.dim in dims:
+            return None
+        output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
+        return Recipe([Operand(value, value.layout)], [output] * outputs, filled(call))
+
+    return rule
 
 
 def _moments(call: Call) -> Recipe | None:
@@ -313,12 +317,13 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.prod: _reduction(lambda: Folded(torch.mul)),
     aten.any: _reduction(lambda: Folded(torch.logical_or)),
     aten.all: _reduction(lambda: Folded(torch.logical_and)),
-    aten.max.dim: _extreme_with_index,
-    aten.min.dim: _extreme_with_index,
-    aten.median.dim: _extreme_with_index,
-    aten.nanmedian.dim: _extreme_with_index,
-    aten.mode: _extreme_with_index,
-    aten.kthvalue: _extreme_with_index,
+    aten.mean: _within_samples(1),  # over samples it is a sum, divided (see `composites`)
+    aten.max.dim: _within_samples(2),
+    aten.min.dim: _within_samples(2),
+    aten.median.dim: _within_samples(2),
+    aten.nanmedian.dim: _within_samples(2),
+    aten.mode: _within_samples(2),
+    aten.kthvalue: _within_samples(2),
     aten.var.correction: _moments,
     aten.std.correction: _moments,
     aten.var_mean.correction: _moments,
