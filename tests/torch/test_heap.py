@@ -1,4 +1,4 @@
-"""What a window frees stays in the process for the next one, on the CPU."""
+"""What a micro-batch frees stays in the process for the next one, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from superbatch.torch.heap import keep_freed_memory
 
-# 48 blocks of 1 MiB are taken, written and freed again, as activations are: before there is an accumulator,
-# and when there is one.
+# 48 blocks of 1 MiB are taken, written and freed again, as activations are: before there is an accumulator or
+# a virtual batch, and when there is, or was, one.
 PROGRAM = """
 import resource, sys, torch
 from torch import nn
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, virtual_batch
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -38,28 +38,41 @@ def usual():
 model = nn.Linear(4, 1)
 sgd = torch.optim.SGD(model.parameters(), lr=0.1)
 before = usual()
-accumulate = Accumulator(model, sgd, lambda x: model(x).square().mean(), microbatch_size=eval(sys.argv[1]))
+exec(sys.argv[1])
 print(before, usual())
+"""
+ACCUMULATOR = "kept = Accumulator(model, sgd, lambda x: model(x).square().mean(), microbatch_size={size})"
+VIRTUAL = """
+with virtual_batch(model, {size}) as batch:
+    model(batch(torch.randn(16, 4))).square().mean().backward()
 """
 
 
-def faults_of(microbatch_size: str) -> tuple[int, int]:
+def faults_of(training: str, size: str) -> tuple[int, int]:
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, microbatch_size], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PROGRAM, training.format(size=size)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     before, after = map(int, run.stdout.split())
     return before, after
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has other rules")
-def test_memory_that_was_freed_is_not_fetched_again():
+@pytest.mark.parametrize(
+    ("training", "to_the_limit"),
+    [(ACCUMULATOR, "'largest'"), (VIRTUAL, "'auto'")],
+    ids=["accumulator", "virtual batch"],
+)
+def test_memory_that_was_freed_is_not_fetched_again(training: str, to_the_limit: str):
     pages = 48 * 2**20 // resource.getpagesize()
-    found = [faults_of("8") for _ in range(2)]
+    found = [faults_of(training, "8") for _ in range(2)]
     assert all(after < pages / 50 for _, after in found)
     # Some processes are lucky: something that stays lies behind what is freed.
-    lucky = [faults_of("'largest'")]
+    lucky = [faults_of(training, to_the_limit)]
     while min(lucky[-1]) < pages / 2 and len(lucky) < 8:
-        lucky.append(faults_of("'largest'"))
+        lucky.append(faults_of(training, to_the_limit))
     before, after = lucky[-1]
     assert before > pages / 2, "the premise: by itself glibc gives it back"
     assert after > pages / 2, "the largest needs all there is"

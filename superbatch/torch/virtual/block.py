@@ -14,6 +14,7 @@ from ...errors import InputError, WindowError, explain
 from ...integers import positive_int
 from ...report.coupling import CouplingReport
 from ...tree import count_samples, map_arrays
+from ..heap import keep_freed_memory
 from ..looking import run_eagerly
 from ..snapshot import BufferKeeper, random_state, restore_random_state
 from . import options
@@ -366,6 +367,8 @@ def virtual_batch(
     )
     buffers = BufferKeeper(models)
     buffers.take()
+    if size != "auto":  # which goes to the limit: all is handed back
+        keep_freed_memory([where])
     randomness = random_state({where})
     try:
         with batch._across.held_together():
