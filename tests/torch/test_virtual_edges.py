@@ -345,6 +345,33 @@ def test_a_batch_may_be_given_in_several_calls() -> None:
     assert_close(gradients(ours), real_gradients(make()))
 
 
+class Grows(nn.Module):
+    """Makes a layer when it first knows how wide, and notes a statistic there, as lazy layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if not hasattr(self, "norm"):
+            self.norm = nn.BatchNorm1d(h.shape[1], dtype=torch.float64)
+        self.norm.register_buffer("center", h.detach().mean(0))
+        self.norm.scale = h.detach().std()
+        return self.norm(h)
+
+
+def test_a_layer_that_the_forward_makes_is_left_with_real_tensors() -> None:
+    torch.manual_seed(0)
+    model = Grows()
+    with virtual_batch(model, 4) as batch:
+        model(batch(X)).sum().backward()
+    h = model.first(X).detach()
+    center, scale = model.norm.center, model.norm.scale
+    assert type(center) is Tensor and type(scale) is Tensor
+    assert torch.allclose(center, h.mean(0), rtol=1e-12) and torch.allclose(scale, h.std(), rtol=1e-12)
+
+
 def test_a_forward_without_a_backward_updates_the_buffers() -> None:
     ours, plain = make(), make()
     with virtual_batch(ours, 4) as batch:

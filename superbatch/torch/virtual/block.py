@@ -22,7 +22,7 @@ from .aliases import current
 from .calls import blank_like
 from .layout import Layout
 from .leaves import Leaves
-from .log import Log, OnGather
+from .log import Log, OnGather, paths
 from .randomness import Randomness
 from .ranks import Across
 from .recording import Recording
@@ -76,8 +76,9 @@ class VirtualBatch:
         self._paranoid = paranoid
         self._compile = compile
         self._recording: Recording | None = None
+        self._models = models
         self._log = Log(models, on_gather)
-        modules = self._log.modules  # to walk through a model is slow
+        modules = [module for model in models for module in paths(model)]
         self._across = Across(models, modules, group, device)
         parameters = dict.fromkeys(p for one in modules for p in one._parameters.values() if p is not None)
         buffers = [b for one in modules for b in one._buffers.values() if b is not None]
@@ -179,7 +180,8 @@ class VirtualBatch:
             refuse_hollow(tensor)
         if recording is not None:
             _leave_leaves_real(recording)
-            _leave_real(self._log.modules, recording)
+            for model in self._models:
+                _leave_real(paths(model), recording)
 
     def _before_the_batch(self, written: Iterable[Tensor]) -> None:
         """Keep what is in gradients that are set to zero before there is a recording."""
