@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 
 import torch
 
@@ -17,8 +18,8 @@ def keep_freed_memory(devices: Iterable[torch.device]) -> None:
     block that a program has freed so far, and fetches it again page by page, in each micro-batch: some per
     cent of the time of a small transformer, in one process and not in the next, as memory happens to lie. A
     block of 32 MiB that is taken, never touched and freed is the largest that it learns from; afterwards up
-    to 64 MiB stay. Costs microseconds and no memory; where the user has set glibc's thresholds, or another
-    allocator is in use, it does nothing.
+    to 64 MiB stay. Costs microseconds, once in a process, and no memory; where the user has set glibc's
+    thresholds, or another allocator is in use, it does nothing.
 
     Args:
         devices: where the training works; nothing is done where none is the CPU.
@@ -31,4 +32,10 @@ def keep_freed_memory(devices: Iterable[torch.device]) -> None:
     """
     if any(device.type == "cpu" for device in devices):
         with suppress(RuntimeError):  # a limit of addresses: then there is not so much to keep
-            torch.empty(_LEARNT, dtype=torch.uint8, device="cpu")
+            _take_and_free()
+
+
+@cache  # glibc does not forget, and a profiler would show the block in each step
+def _take_and_free() -> None:
+    # No tensor: those who count tensors would count it, and deterministic algorithms fill what is empty.
+    torch.UntypedStorage(_LEARNT, device="cpu")

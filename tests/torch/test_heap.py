@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from superbatch.torch import heap
 from superbatch.torch.heap import keep_freed_memory
 
 # 48 blocks of 1 MiB are taken, written and freed again, as activations are: before there is an accumulator or
@@ -85,7 +86,8 @@ def test_where_there_are_no_addresses_left_nothing_is_kept(monkeypatch: pytest.M
         asked.append(args)
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(torch, "empty", fail)
+    monkeypatch.setattr(torch, "UntypedStorage", fail)
+    heap._take_and_free.cache_clear()
     keep_freed_memory([torch.device("cpu")])
     assert len(asked) == 1
     keep_freed_memory([torch.device("meta")])

@@ -345,6 +345,34 @@ def test_a_batch_may_be_given_in_several_calls() -> None:
     assert_close(gradients(ours), real_gradients(make()))
 
 
+def test_a_mean_of_integers_over_samples_is_refused_as_torch_refuses_it() -> None:
+    with pytest.raises(RuntimeError, match="mean\\(\\): could not infer output dtype"):
+        X.long().mean(0)
+    with virtual_batch(nn.Linear(6, 1), 4) as batch:
+        x = batch(X)
+        with pytest.raises(RuntimeError, match="mean\\(\\): could not infer output dtype"):
+            x.long().mean(0)
+        assert torch.equal(
+            torch.as_tensor(x.long().mean(0, dtype=X.dtype).numpy()), X.long().mean(0, dtype=X.dtype)
+        )
+
+
+def test_a_list_of_one_result_is_a_list() -> None:
+    model = make()
+    real, found = ([] for _ in range(2))
+    for results, wrap in ((real, None), (found, 4)):
+        model.zero_grad()
+        if wrap is None:
+            torch.cat(torch.ops.aten._foreach_mul([model(X)], 2.0)).square().mean().backward()
+        else:
+            with virtual_batch(model, wrap) as batch:
+                torch.cat(torch.ops.aten._foreach_mul([model(batch(X))], 2.0)).square().mean().backward()
+        results += [gradient.clone() for gradient in gradients(model)]
+    assert all(
+        (a - b).norm() <= 1e-12 * max(g.norm() for g in real) for a, b in zip(found, real, strict=True)
+    )
+
+
 class Grows(nn.Module):
     """Makes a layer when it first knows how wide, and notes a statistic there, as lazy layers do."""
 

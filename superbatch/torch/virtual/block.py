@@ -235,7 +235,7 @@ def _leave_real(modules: Iterable[nn.Module], recording: Recording) -> None:
     """
     for module in modules:
         for owned in (module._buffers, module.__dict__):
-            found = [(name, item) for name, item in owned.items() if isinstance(item, VirtualTensor)]
+            found = [(name, item) for name, item in list(owned.items()) if isinstance(item, VirtualTensor)]
             for name, item in found:
                 if item._recording is not recording:
                     continue

@@ -39,11 +39,12 @@ def _mean(recording: Recording, x: Any, dim: Any = None, keepdim: bool = False, 
         else [d % count for d in ([dim] if isinstance(dim, int) else dim)]
     )
     layout = _layout(recording, x)
-    if layout is None or layout.dim not in dims:
+    kind = dtype or x.dtype
+    if layout is None or layout.dim not in dims or not (kind.is_floating_point or kind.is_complex):
         return NotImplemented
-    wide = torch.float32 if (dtype or x.dtype) in _HALF else dtype
+    wide = torch.float32 if kind in _HALF else dtype
     total = aten.sum.dim_IntList(x, list(dims), keepdim, dtype=wide)
-    return (total / math.prod(x.shape[d] for d in dims)).to(dtype or x.dtype)
+    return (total / math.prod(x.shape[d] for d in dims)).to(kind)
 
 
 def _nll_loss_forward(

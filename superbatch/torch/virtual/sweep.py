@@ -87,7 +87,7 @@ def _is_written(source: Tensor, version: int, memory: Tensor) -> bool:
 def _run_once(node: Node) -> None:
     tensors = [unchanged(value) for value, _ in node.operands]
     results = node.run(Part(0, 0, 0), tensors)
-    _set_whole(node, range(len(node.outputs)), results if len(node.outputs) > 1 else (results,))
+    _set_whole(node, range(len(node.outputs)), (results,) if node.single else results)
     # It never runs again, and the plan holds it: an N x N matrix would live to its end.
     node.operands, node.by_rows = (), None
 
@@ -232,7 +232,7 @@ class _Program:
                 slot = self._input(value, layout, loads)
             inputs.append(slot)
         outputs = self._outputs(node)
-        if len(outputs) == len(node.layouts) == 1 and not loads and not self._is_needed(outputs[0][2]):
+        if node.single and outputs and not loads and not self._is_needed(outputs[0][2]):
             return Instruction(node.run, inputs, outputs[0][1], None, [], node.known, node.view)
         return Instruction(node.run, inputs, 0, self._more(node, loads, outputs), [], node.known, node.view)
 
@@ -241,7 +241,7 @@ class _Program:
         return value in self._plan.kept or (self._carried is not None and value in self._carried.until)
 
     def _more(self, node: Node, loads: list[Load], outputs: list[tuple[int | None, int, Value]]) -> More:
-        single = len(node.layouts) == 1
+        single = node.single
         whole = [None if single else index for index, layout in enumerate(node.layouts) if layout is None]
         reduction = None
         if whole and self._plan.stage[node] == self._number:
@@ -267,7 +267,7 @@ class _Program:
     def _outputs(self, node: Node) -> list[tuple[int | None, int, Value]]:
         """Return the results that are rows: which, into which register, and of which value."""
         outputs: list[tuple[int | None, int, Value]] = []
-        single = len(node.layouts) == 1
+        single = node.single
         for index, layout in enumerate(node.layouts):
             value = None if layout is None else node.outputs[index]()
             if value is None or value.there:

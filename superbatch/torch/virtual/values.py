@@ -181,7 +181,7 @@ class Node:
         serial: a number that grows; inputs have smaller ones.
         operands: what it reads.
         outputs: the values, weakly: None once nobody needs one.
-        once, layouts, run, reduce, view, light, known: as told (`Action`).
+        single, once, layouts, run, reduce, view, light, known: as told (`Action`).
         gathers: it puts a whole tensor together; "unknown": because an operator has no rule.
         where: path of the module that it belongs to.
         by_rows: how it would be done by rows, where it runs once; None if that is not known.
@@ -202,6 +202,7 @@ class Node:
         "reduce",
         "run",
         "serial",
+        "single",
         "view",
         "where",
     )
@@ -220,7 +221,9 @@ class Node:
         self.serial = next(_serial)
         self.operands = tuple(operands)
         self.outputs = [weakref.ref(value) for value in outputs]
-        _, _, self.once, self.layouts, self.run, self.reduce, self.view, self.light, self.known = told
+        _, self.single, self.once, self.layouts, self.run, self.reduce, self.view, self.light, self.known = (
+            told
+        )
         self.gathers: Meeting | None = gathers
         self.where = where
         self.by_rows: ByRows | None = None
