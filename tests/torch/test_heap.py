@@ -6,9 +6,11 @@ import platform
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from superbatch.torch import heap
 from superbatch.torch.heap import keep_freed_memory
@@ -77,6 +79,30 @@ def test_memory_that_was_freed_is_not_fetched_again(training: str, to_the_limit:
     before, after = lucky[-1]
     assert before > pages / 2, "the premise: by itself glibc gives it back"
     assert after > pages / 2, "the largest needs all there is"
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_those_who_count_tensors_see_nothing_of_it(monkeypatch: pytest.MonkeyPatch):
+    taken, storage = [], torch.UntypedStorage
+    monkeypatch.setattr(
+        torch, "UntypedStorage", lambda *args, **more: taken.append(args) or storage(*args, **more)
+    )
+    heap._take_and_free.cache_clear()
+    with Seen() as seen:
+        for _ in range(3):
+            keep_freed_memory([torch.device("cpu")])
+        assert seen.names == [] and len(taken) == 1
+        torch.empty(1)
+        assert seen.names, "the premise: it sees what a tensor is made by"
 
 
 def test_where_there_are_no_addresses_left_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
