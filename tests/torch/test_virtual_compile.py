@@ -251,6 +251,46 @@ def test_rows_that_lie_elsewhere_are_read_as_without_segments(monkeypatch: pytes
     assert max(reads) > 0, "premise: rows are read"
 
 
+@pytest.mark.parametrize("backend", ["cuda", "mkldnn"])
+def test_the_newer_setting_of_precision_is_part_of_what_is_remembered(backend: str) -> None:
+    """Once it is used, torch's older function raises."""
+    matmul = getattr(torch.backends, backend).matmul
+    usual = getattr(matmul, "fp32_precision", None)
+    if usual is None:
+        pytest.skip("this torch has the older setting alone")
+    before = compiled._settings()
+    matmul.fp32_precision = "tf32"
+    try:
+        if backend == "cuda":
+            with pytest.raises(RuntimeError, match="mix of the legacy and new"):
+                torch.get_float32_matmul_precision()
+        assert compiled._settings() != before
+        model, x = made("towers")
+        assert_same(update("towers", model, x), real("towers", model, x))
+        assert compilations() > 0, "premise: it was compiled"
+    finally:
+        matmul.fp32_precision = usual
+    assert compiled._settings() == before
+
+
+def test_the_compiler_makes_no_replayed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where they are asked for: the next replay would overwrite rows that are kept."""
+    asked: list[Any] = []
+
+    def noted(graph: Any, inputs: Any, **options: Any) -> Any:
+        asked.append(options.get("cudagraphs"))
+        return as_it_is(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", noted)
+    import torch._inductor.config as inductor
+
+    model, x = made("towers")
+    with inductor.patch({"triton.cudagraphs": True}):  # monkeypatch would delete the entry at its end
+        update("towers", model, x)
+    assert asked
+    assert all(one is not None and not one.value for one in asked)
+
+
 def test_paranoid_mode_is_refused() -> None:
     model, _ = made("towers")
     refused = pytest.raises(InputError, match=r"paranoid=True with compile=True.*each operation alone")

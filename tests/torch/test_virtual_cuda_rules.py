@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from superbatch.torch.virtual.rules import OWN
 from superbatch.torch.virtual.table import ROWS
 from tests.torch import cuda_stand_ins
 from tests.torch.coupled.operator_case import N, OperatorCase, operator, real
-from tests.torch.cuda_stand_ins import CALLED, GRU, LSTM, attention, layers
+from tests.torch.cuda_stand_ins import CALLED, GRU, LSTM, MASKS, attention, layers
 from tests.torch.test_virtual_operators import assert_same, on_virtual_tensors, on_whole_tensors
 
 aten: Any = torch.ops.aten
@@ -198,20 +199,68 @@ def test_attention_says_what_its_kernel_says() -> None:
     assert torch.allclose(ours, attention(q, q, q)[1])
 
 
-@pytest.mark.parametrize("rng", ["batch", "microbatch"])
-def test_attention_with_dropout_runs_on_the_whole_batch(rng: Any) -> None:
+DROPPING: dict[str, Callable[..., Any]] = {
+    "flash": aten._scaled_dot_product_flash_attention,
+    "efficient": lambda *x: aten._scaled_dot_product_efficient_attention(*x[:3], None, LOGSUMEXP, x[3]),
+    "cudnn": lambda *x: aten._scaled_dot_product_cudnn_attention(*x[:3], None, LOGSUMEXP, x[3]),
+}
+
+
+def _coupled(out: Any) -> Any:
+    """Samples meet twice, so that forwards are computed again in later sweeps."""
+    out = (out - out.mean(0)).square()
+    return (out - out.mean(0)).square().sum()
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+@pytest.mark.parametrize("size", [1, 3, SAMPLES])
+def test_attention_with_dropout_is_done_by_rows(kernel: str, size: int) -> None:
+    """The forward, in each sweep, and the backward have one mask; nothing is put together."""
     q = torch.randn(SAMPLES, 2, 5, 4, dtype=torch.float64)
-    for kernel in (
-        aten._scaled_dot_product_flash_attention,
-        lambda *x: aten._scaled_dot_product_efficient_attention(*x[:3], None, LOGSUMEXP, x[3]),
-    ):
-        with virtual_batch(nn.Identity(), 3, rng=rng) as batch:
-            x = q.clone().requires_grad_()
-            given: Any = batch(x)
-            kernel(given, given, given, 0.1)[0].square().sum().backward()
-        assert x.grad is not None and {samples for _, samples in CALLED} == {SAMPLES}
-        assert len(CALLED) == 2
+    MASKS.clear()
+    with virtual_batch(nn.Identity(), size, on_gather="error") as batch:
+        x = q.clone().requires_grad_()
+        given: Any = batch(x)
+        _coupled(DROPPING[kernel](given, given, given, 0.4)[0]).backward()
+    assert max(samples for _, samples in CALLED) <= size
+    assert any("backward" in name for name, _ in CALLED)
+    parts = -(-SAMPLES // size)
+    assert len(MASKS) >= 2 * parts, "premise: a forward ran again"
+    assert all(any(torch.equal(mask, first) for first in MASKS[:parts]) for mask in MASKS)
+    assert len({tuple(mask.flatten().tolist()) for mask in MASKS}) == parts, "each draws its own"
+    mask = torch.cat(MASKS[:parts])
+    assert bool((mask == 0).any()) and bool((mask > 1).any())
+    exact = q.clone().requires_grad_()
+    _coupled(attention(exact, exact, exact, mask=mask)[0]).backward()
+    assert x.grad is not None and exact.grad is not None and exact.grad.norm() > 0
+    assert torch.allclose(x.grad, exact.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+def test_attention_with_dropout_of_the_large_batch_draws_what_that_draws(kernel: str) -> None:
+    q = torch.randn(SAMPLES, 2, 5, 4, dtype=torch.float64)
+    gradients = []
+    for virtual in (True, False):
+        x = q.clone().requires_grad_()
+        torch.manual_seed(4)
         CALLED.clear()
+        if virtual:
+            with virtual_batch(nn.Identity(), 3, rng="batch") as batch:
+                given: Any = batch(x)
+                _coupled(DROPPING[kernel](given, given, given, 0.4)[0]).backward()
+        else:
+            _coupled(DROPPING[kernel](x, x, x, 0.4)[0]).backward()
+        assert {samples for _, samples in CALLED} == {SAMPLES}
+        gradients.append(x.grad)
+    assert gradients[1].norm() > 0
+    assert torch.allclose(gradients[0], gradients[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", DROPPING)
+def test_mutant_draws_again_in_the_backward(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_rules, "seeded", lambda device, seed: nullcontext())
+    with pytest.raises(AssertionError):
+        test_attention_with_dropout_is_done_by_rows(kernel, 3)
 
 
 # -- recurrent layers ---------------------------------------------------------------------------------------
@@ -379,7 +428,7 @@ def _of_other_forward(call: Call, recipe: Recipe) -> Recipe:
     return recipe._replace(run=run)
 
 
-_EFFICIENT_BACK = aten._scaled_dot_product_efficient_attention_backward
+_EFFICIENT_BACK = aten._scaled_dot_product_efficient_attention_backward.default
 _LSTM_NAME = RECURRENT[0].id
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[..., None]]] = {
     "a bias' gradient of one micro-batch": (
@@ -387,7 +436,7 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[..., Non
         _case("efficient, a mask for all"),
     ),
     "what another forward kept": (
-        _own(aten._scaled_dot_product_flash_attention_backward, _of_other_forward),
+        _own(aten._scaled_dot_product_flash_attention_backward.default, _of_other_forward),
         _case("flash, plain"),
     ),
     "strides as they come": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,17 +38,20 @@ def images(samples: int) -> tuple[Tensor, Tensor]:
 
 
 class Largest(TorchDispatchMode):
-    """The most rows of images that any operation gives, if they are more than those of a micro-batch."""
+    """The largest tensor that any operation makes, in elements, views left out.
 
-    def __init__(self, rows: int) -> None:
+    Entered before the block: modes that are entered in it are off while it works something out.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.rows, self.most = rows, 0
+        self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for item in result if isinstance(result, (tuple, list)) else [result]:
-            if type(item) is Tensor and item.dim() == 4 and item.shape[0] > self.rows:
-                self.most = max(self.most, item.shape[0])
+            if type(item) is Tensor and item.device.type != "meta" and not func.is_view:
+                self.most = max(self.most, item.numel())
         return result
 
 
@@ -63,18 +67,25 @@ def run(samples: int, size: Any, **options: Any) -> tuple[list[Tensor], Any]:
     return gradients(model), batch.report()
 
 
-def test_nothing_of_the_whole_batch_is_worked_out_at_once() -> None:
-    """Below the virtual tensors no operation sees more rows than a micro-batch has."""
-    largest = Largest(4)
-    model = net()
+def images_made_at_once(features: Callable[[Tensor], Tensor]) -> float:
+    """The largest tensor, in feature maps of one image, where 4 of 32 are worked on at a time."""
+    largest, model = Largest(), net()
     x, y = images(32)
-    with virtual_batch(model, 4) as batch:
-        loss = F.cross_entropy(model(batch(x)), y)
-        loss.backward()
-        with largest:
-            float(loss.detach())  # works out all that was recorded
-    assert batch.report().run > 0, "premise"
-    assert largest.most == 0, f"an operation on {largest.most} images"
+    with largest, virtual_batch(model, 4) as batch:
+        h = features(model[:9](batch(x)))  # type: ignore[index]
+        F.cross_entropy(model[9:](h), batch(y)[: len(h)]).backward()  # type: ignore[index]
+    assert batch.report().microbatches == 8 and batch.report().run > 0, "premise"
+    return largest.most / (8 * 16 * 16)
+
+
+def test_nothing_of_the_whole_batch_is_worked_out_at_once() -> None:
+    """Below the virtual tensors no operation makes more rows than a micro-batch has."""
+    assert images_made_at_once(lambda h: h) == 4
+
+
+def test_the_largest_tensor_is_seen_where_the_batch_is_worked_out_at_once() -> None:
+    assert images_made_at_once(lambda h: h[:16] * h[16:]) == 32, "its gradient is that of the batch"
+    assert images_made_at_once(lambda h: h[torch.randperm(32)]) == 32
 
 
 def test_what_is_kept_is_the_inputs_of_the_batchnorms_and_little_else() -> None:
@@ -390,7 +401,7 @@ class Noted(Ahead):
 def test_what_a_sweep_reads_next_is_under_way(train: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, report = train(32, size)
     ahead = Noted()
-    monkeypatch.setattr("superbatch.torch.virtual.store.Ahead", lambda device: ahead)
+    monkeypatch.setattr("superbatch.torch.virtual.store.Ahead", lambda device, to_host: ahead)
     monkeypatch.setattr("superbatch.torch.virtual.store.ELSEWHERE", {"cpu"})
     found, _ = train(32, size)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

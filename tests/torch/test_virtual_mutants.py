@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual import batch_norm, index_rules, memo, reductions, shape_rules
+from superbatch.torch.virtual import batch_norm, index_rules, memo, randomness, reductions, shape_rules
 from superbatch.torch.virtual.calls import Call, Recipe
-from superbatch.torch.virtual.randomness import Randomness
 from superbatch.torch.virtual.reductions import First, Moments, Sums, sum_of
 from superbatch.torch.virtual.rules import OWN
 from superbatch.torch.virtual.table import ROWS
@@ -144,12 +143,12 @@ def _added_each_time(call: Call, operands: Any) -> Recipe:
 
 
 @contextmanager
-def _new_numbers_each_time(self: Randomness, seed: int) -> Iterator[None]:
+def _new_numbers_each_time(device: torch.device, seed: int) -> Iterator[None]:
     yield
 
 
 @contextmanager
-def _one_seed(self: Randomness, seed: int) -> Iterator[None]:
+def _one_seed(device: torch.device, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
@@ -210,10 +209,10 @@ MUTANTS: dict[str, tuple[Patch, Check]] = {
         operator("sum of all", paranoid=True),
     ),
     "other random numbers when they are drawn again": (
-        attribute(Randomness, "_seeded", _new_numbers_each_time),
+        attribute(randomness, "seeded", _new_numbers_each_time),
         masks,
     ),
-    "one seed for all micro-batches": (attribute(Randomness, "_seeded", _one_seed), masks),
+    "one seed for all micro-batches": (attribute(randomness, "seeded", _one_seed), masks),
 }
 _BLOCKS = shape_rules._blocks
 

@@ -101,6 +101,7 @@ EXACT: list[Case] = [
     ("conv_even", conv_net, of_images, ranks.cross_entropy, ranks.EVEN),
     ("conv_looked_at", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("conv_paranoid", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
+    ("paranoid_frozen", ranks.partly_frozen, of_rows, ranks.means, ranks.COUNTS),
     ("conv_broadcast", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("conv_group", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
     ("find_unused", conv_net, of_images, ranks.cross_entropy, ranks.COUNTS),
@@ -144,6 +145,14 @@ def test_without_a_sum_over_the_ranks_it_is_another_gradient(name: str, results:
     for result in both(results, name):
         with pytest.raises(AssertionError, match="relative error"):
             assert_same(model, result)
+
+
+@pytest.mark.parametrize(
+    ("name", "operator"), [("forward", "native_batch_norm"), ("backward", "native_batch_norm_backward")]
+)
+def test_paranoid_mode_sees_that_a_sum_over_the_ranks_is_missing(name: str, operator: str, results: Any):
+    for result in results[f"virtual_paranoid_{name}"]:
+        assert f"WrongRuleError: Output 0 of aten.{operator}.default" in result["traceback"]
 
 
 def test_batchnorm_without_a_group_stays_within_its_rank(results: Any):

@@ -6,12 +6,14 @@ part for CUDA was not run on a GPU.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..transfer import SideStream, pinned
+from ..transfer import SideStream, has_streams, pinned
 
 
 class Ahead:
@@ -19,11 +21,15 @@ class Ahead:
 
     Args:
         device: where they are worked with.
+        to_host: the stream of the copies that these rows come from. Not the same as for the copies back:
+            the computation waits for those, and would wait for the copies of its last results too.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, to_host: SideStream | None = None) -> None:
         self._device = device
         self._side = SideStream(device)
+        self._to_host = to_host or SideStream(device)
+        self._copies: deque[Any] = deque()
         self._coming: tuple[Hashable, Tensor] | None = None
 
     def fetch(self, key: Hashable, rows: Tensor) -> Tensor:
@@ -34,16 +40,29 @@ class Ahead:
             rows: where they lie.
         """
         coming, self._coming = self._coming, None
-        if coming is not None and coming[0] == key:
-            self._side.hand_over(coming[1])
-            return coming[1]
+        if coming is not None:
+            self._side.join()  # also for rows that nobody wants: their memory is the computation's
+            if coming[0] == key:
+                return coming[1]
+        self._to_host.join()  # the copy to the host may not be through
         return rows.to(self._device, non_blocking=True)
 
     def begin(self, key: Hashable, rows: Tensor) -> None:
         """Begin to copy rows that are fetched next, if they lie elsewhere."""
         if rows.device == self._device:
             return
-        # What is kept on the host may itself still be on its way there.
+        # Memory of the computation's own stream, which the copy therefore waits for: rows do not pile up
+        # where the host is far ahead.
+        there = torch.empty_like(rows, device=self._device)
+        source = pinned(rows) if has_streams(self._device) else rows
         with self._side.beside(after_computation=True):
-            source = pinned(rows) if self._device.type == "cuda" else rows
-            self._coming = key, source.to(self._device, non_blocking=True)
+            self._side.follow(self._to_host)  # what is kept on the host may itself still be on its way there
+            self._coming = key, there.copy_(source, non_blocking=True)
+        if source is not rows:
+            self._bound_pinned()
+
+    def _bound_pinned(self) -> None:
+        """Wait until the last copy but one is through: what it was copied from is pinned memory of ours."""
+        self._copies.append(self._side.event())
+        if len(self._copies) > 2:
+            self._copies.popleft().synchronize()

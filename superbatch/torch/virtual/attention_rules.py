@@ -3,6 +3,7 @@
 Samples are in dimension 0 of query, key, value, output, and what the forward keeps for the backward. A kernel
 of CUDA keeps more: lengths, the state of its generator, in a form that differs from release to release. None
 of it is taken from the whole batch: the backward of a micro-batch runs the forward again, and has its own.
+With dropout both runs draw from the same seed (`with_dropout`), so that they have the same mask.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..devices import seeded
 from .calls import Call, Recipe, filled
 from .layout import Layout, Part
-from .values import Operand, Value
+from .values import Operand, Run, Value
 
 aten: Any = torch.ops.aten
 _INPUTS = ("query", "key", "value")
@@ -48,11 +50,11 @@ _EFFICIENT = _Kernel(
 # -- where the samples are ----------------------------------------------------------------------------------
 
 
-def _layout_of(call: Call, values: Sequence[Value]) -> Layout | None:
-    """Where all of these have their samples; None if that is not dimension 0, or the kernel draws numbers."""
+def _layout_of(call: Call, values: Sequence[Value], *, seed: int | None = None) -> Layout | None:
+    """Return where all of these have their samples; None if not in dimension 0, or for unseeded dropout."""
     layouts = (value.layout for value in values if value.layout is not None)
     layout = next((layout for layout in layouts if layout.dim == 0), None)
-    if layout is None or call.argument("dropout_p"):
+    if layout is None or (call.argument("dropout_p") and seed is None):
         return None
     rows = layout.rows(call.samples)
     return layout if all(value.meta.shape[0] == rows for value in values) else None
@@ -89,10 +91,41 @@ def _attention(outputs: int) -> Callable[[Call], Recipe | None]:
 # -- the kernels of CUDA ------------------------------------------------------------------------------------
 
 
-def _forward(kernel: _Kernel) -> Callable[[Call], Recipe | None]:
-    def rule(call: Call) -> Recipe | None:
+class Seeded(NamedTuple):
+    """A function of a micro-batch that draws the same numbers each time.
+
+    Attributes:
+        seed: of the operation; that of a micro-batch is where it begins, added to it.
+        run: the function.
+    """
+
+    seed: int
+    run: Run
+
+    def __call__(self, part: Part, tensors: list[Tensor]) -> Any:
+        """Run it."""
+        with seeded(tensors[0].device, (self.seed + part.start) % 2**63):
+            return self.run(part, tensors)
+
+
+def with_dropout(call: Call, seed: int) -> Recipe | None:
+    """Return how to do attention with dropout on CUDA.
+
+    Args:
+        call: of a forward or a backward.
+        seed: of the forward.
+
+    Returns:
+        The recipe; None where there is no rule for the call.
+    """
+    recipe = DROPPED[call.func](call, seed)
+    return None if recipe is None else recipe._replace(run=Seeded(seed, recipe.run))
+
+
+def _forward(kernel: _Kernel) -> Callable[..., Recipe | None]:
+    def rule(call: Call, seed: int | None = None) -> Recipe | None:
         main, bias = [call.argument(name) for name in _INPUTS], _bias(call)
-        layout = _layout_of(call, main)
+        layout = _layout_of(call, main, seed=seed)
         if layout is None or call.argument("return_debug_mask", False):
             return None
         operands = [Operand(value, layout) for value in main]
@@ -108,16 +141,16 @@ def _forward(kernel: _Kernel) -> Callable[[Call], Recipe | None]:
     return rule
 
 
-def _backward(kernel: _Kernel) -> Callable[[Call], Recipe | None]:
+def _backward(kernel: _Kernel) -> Callable[..., Recipe | None]:
     """The gradient of a bias that is one for all samples is a sum over them."""
 
-    def rule(call: Call) -> Recipe | None:
+    def rule(call: Call, seed: int | None = None) -> Recipe | None:
         names = [argument.name for argument in call.func._schema.arguments]
         grad, bias = names[0], _bias(call)
         main = [call.argument(name) for name in (grad, *_INPUTS)]
         if main[0] is None:
             return None
-        layout = _layout_of(call, main)
+        layout = _layout_of(call, main, seed=seed)
         if layout is None:
             return None
         operands = [Operand(value, layout) for value in main]
@@ -168,13 +201,19 @@ def _aligned(bias: Tensor, to: int) -> Tensor:
     return F.pad(bias, (0, -columns % to))[..., :columns]
 
 
+BACKWARD: dict[Any, Callable[..., Recipe | None]] = {
+    aten._scaled_dot_product_flash_attention_backward.default: _backward(_FLASH),
+    aten._scaled_dot_product_efficient_attention_backward.default: _backward(_EFFICIENT),
+    aten._scaled_dot_product_cudnn_attention_backward.default: _backward(_CUDNN),
+}
+DROPPED: dict[Any, Callable[..., Recipe | None]] = {
+    _FLASH.forward: _forward(_FLASH),
+    _EFFICIENT.forward: _forward(_EFFICIENT),
+    _CUDNN.forward: _forward(_CUDNN),
+    **BACKWARD,
+}
 RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention(2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(3),
-    aten._scaled_dot_product_flash_attention.default: _forward(_FLASH),
-    aten._scaled_dot_product_flash_attention_backward: _backward(_FLASH),
-    aten._scaled_dot_product_efficient_attention: _forward(_EFFICIENT),
-    aten._scaled_dot_product_efficient_attention_backward: _backward(_EFFICIENT),
-    aten._scaled_dot_product_cudnn_attention: _forward(_CUDNN),
-    aten._scaled_dot_product_cudnn_attention_backward: _backward(_CUDNN),
+    **DROPPED,
 }

@@ -22,12 +22,15 @@ from torch import Tensor
 from .calls import Recipe, blank
 from .layout import Layout, Part
 from .reductions import First, Moments
+from .strides import with_canonical_strides
 from .values import Operand, Run, Value
 
 if TYPE_CHECKING:
     from .recording import Recording
 
 aten: Any = torch.ops.aten
+_kernel = with_canonical_strides(aten.native_batch_norm.default)
+_backward_kernel = with_canonical_strides(aten.native_batch_norm_backward.default)
 
 
 def _given(recording: Recording, tensor: Any) -> Value | None:
@@ -81,7 +84,7 @@ def forward(
 
         def frozen(part: Part, tensors: list[Tensor]) -> Any:
             w, b, mean, var = _picked(tensors, places, 1)
-            return aten.native_batch_norm(tensors[0], w, b, mean, var, False, 0.0, eps)
+            return _kernel(tensors[0], w, b, mean, var, False, 0.0, eps)
 
         recipe = Recipe([Operand(value, layout), *operands], [layout, None, None], frozen, First, light=True)
         empty = blank((0,), (1,), value.meta.dtype)
@@ -104,9 +107,7 @@ def forward(
 def _normalised(places: tuple[int | None, ...], eps: float) -> Run:
     def normalised(part: Part, tensors: list[Tensor]) -> Tensor:
         w, b, mean, var = _picked(tensors, places, 1)
-        return aten.native_batch_norm(tensors[0], _like(w, mean), _like(b, mean), mean, var, False, 0.0, eps)[
-            0
-        ]
+        return _kernel(tensors[0], _like(w, mean), _like(b, mean), mean, var, False, 0.0, eps)[0]
 
     return normalised
 
@@ -198,7 +199,7 @@ def backward(
         def frozen(part: Part, tensors: list[Tensor]) -> Any:
             scale, mean, var = _picked(tensors, places, 2)
             dy, x = tensors[:2]
-            return aten.native_batch_norm_backward(dy, x, scale, mean, var, None, None, False, eps, mask)
+            return _backward_kernel(dy, x, scale, mean, var, None, None, False, eps, mask)
 
         recipe = Recipe([*inputs, *operands], [layout, None, None], frozen)
         metas = [
@@ -220,7 +221,7 @@ def _sums(places: tuple[int | None, ...], eps: float) -> Run:
     def sums(part: Part, tensors: list[Tensor]) -> Any:
         scale, mean, invstd = _picked(tensors, places, 2)
         dy, x = tensors[:2]
-        return aten.native_batch_norm_backward(
+        return _backward_kernel(
             dy, x, _like(scale, mean), None, None, mean, invstd, True, eps, [False, True, True]
         )[1:]
 
@@ -280,7 +281,7 @@ def _elsewhere(recording: Recording, x: Any, rest: tuple[Any, ...]) -> Any:
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         w, b = _picked(tensors, places, 0)
-        return aten.native_batch_norm(tensors[0], w, b, None, None, True, 0.0, eps)
+        return _kernel(tensors[0], w, b, None, None, True, 0.0, eps)
 
     stat = blank((value.meta.shape[1],), (1,), value.meta.dtype)
     recipe = Recipe(operands, [layout, layout.at(0), layout.at(0)], run)
@@ -308,9 +309,7 @@ def _elsewhere_backward(recording: Recording, grad: Any, x: Any, rest: tuple[Any
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
         dy, x, mean, invstd, *w = tensors
-        return aten.native_batch_norm_backward(
-            dy, x, w[0] if w else None, None, None, mean, invstd, True, eps, mask
-        )
+        return _backward_kernel(dy, x, w[0] if w else None, None, None, mean, invstd, True, eps, mask)
 
     channel = blank((value.meta.shape[1],), (1,), value.meta.dtype)
     metas = [

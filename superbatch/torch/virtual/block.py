@@ -13,7 +13,8 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from ...errors import InputError, WindowError, explain
 from ...integers import positive_int
 from ...report.coupling import CouplingReport
-from ...tree import count_samples, map_arrays
+from ...tree import count_samples, map_arrays, map_leaves
+from ..devices import accelerators
 from ..heap import keep_freed_memory
 from ..looking import run_eagerly
 from ..snapshot import BufferKeeper, random_state, restore_random_state
@@ -28,6 +29,7 @@ from .ranks import Across
 from .recording import Recording
 from .store import Store
 from .tensor import VirtualTensor, is_hollow, refuse_hollow
+from .unsupported import RefuseVirtualData, refuse_nested, sets_data
 from .values import Sliced, Value
 from .watching import Watching
 
@@ -110,7 +112,7 @@ class VirtualBatch:
                     "call it in the block (look at the indentation), and compute and go back there",
                 )
             )
-        samples = count_samples(batch)
+        samples = count_samples(map_leaves(refuse_nested, batch))
         if self._recording is None:
             self._recording = self._begin(samples)
         recording = self._recording
@@ -138,18 +140,16 @@ class VirtualBatch:
         """
         recording = self._recording
         if recording is None:
-            return self._log.report(0, 0, 0, 0)
-        store = recording.store
-        return self._log.report(
-            recording.samples, len(recording.parts), store.most_on_device, store.most_on_host
-        )
+            return self._log.report(0, 0)
+        return self._log.report(recording.samples, len(recording.parts), recording.store)
 
     def _begin(self, samples: int) -> Recording:
+        self._log.in_pieces = self._size == "auto" or self._size < samples
         recording = Recording(
             samples,
             self._size,
             self._device,
-            randomness=Randomness(self._rng, self._device),
+            randomness=Randomness(self._rng),
             store=Store(self._device, self._budget),
             log=self._log,
             paranoid=self._paranoid,
@@ -304,11 +304,13 @@ def virtual_batch(
             that the large batch would draw, kept for all samples: equal to it number for number.
         device: where to compute; None: where the parameters are.
         device_budget: most bytes of what has to be kept for all samples that stay on the device; the rest
-            goes to the host's memory. None: all stays.
-        on_gather: what to do when an operator without a rule needs the whole batch: ``"ok"``, ``"warn"`` or
-            ``"error"``.
+            goes to the host's memory. None: all stays. Whole values (`CouplingReport.whole`) count, but
+            stay there.
+        on_gather: what to do at an operation that puts the whole batch into one tensor, for want of a rule
+            or because its result has no row for each sample: ``"ok"``, ``"warn"`` or ``"error"``. What all
+            samples are compared with (``z @ z.T``) is whole in every exact way, and runs.
         paranoid: compare every operation with the same on whole tensors: slow, takes all memory, and finds a
-            wrong rule.
+            wrong rule. A BatchNorm over ranks is compared over all of them: pass it on every rank.
         compile: operations that follow each other in a sweep are compiled by Inductor into one that reads and
             writes once, for each size of micro-batch, when they are met first. That takes seconds for each,
             once for the process; how it rounds is in the guide. What cannot be compiled runs as without it.
@@ -371,7 +373,7 @@ def virtual_batch(
     buffers.take()
     if size != "auto":  # which goes to the limit: all is handed back
         keep_freed_memory([where])
-    randomness = random_state({where})
+    randomness = random_state(accelerators(models, where))
     try:
         with batch._across.held_together():
             with ExitStack() as stack:
@@ -380,6 +382,8 @@ def virtual_batch(
                 stack.enter_context(_force_original_view_tracking(mode=True))
                 stack.enter_context(batch._log.following())
                 stack.enter_context(Watching(lambda: batch._recording, batch._before_the_batch))
+                if sets_data(batch._models):
+                    stack.enter_context(RefuseVirtualData())
                 yield batch
             batch._settle()
     except BaseException as error:

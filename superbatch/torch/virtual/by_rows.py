@@ -2,7 +2,7 @@
 
 The gradient of a loss with respect to gathered embeddings is a sum over the samples that they were compared
 with, so it is whole; what the way back makes of it - a transpose, a change of sign, a linear layer - has as
-many rows. Any tensor may be cut into rows, so this is right for whatever has so many. What gets larger is
+many rows. Any tensor may be cut into rows; those that grow with the batch are. What gets larger is
 done so from the start; the rest where memory on the device is short, and nothing reads it otherwise.
 """
 
@@ -16,7 +16,7 @@ import torch
 from .calls import substituted
 from .layout import Layout
 from .memo import Form, Template, template
-from .values import Action, Node, Operand, Value
+from .values import Action, Node, Operand, Value, going_back
 
 
 class ByRows(NamedTuple):
@@ -42,7 +42,7 @@ def by_rows(form: Form) -> ByRows | None:
     Returns:
         None: whole, as it stands.
     """
-    if torch._C._current_graph_task_id() == -1:  # not on the way back
+    if not going_back():  # not on the way back
         return None
     cut = {id(v): layout for v in form.tensors if v.whole is None and (layout := _rows(v, form.samples))}
     if not cut:
@@ -56,11 +56,14 @@ def by_rows(form: Form) -> ByRows | None:
 
 
 def _rows(value: Value, samples: int) -> Layout | None:
-    """Where a whole value may be cut: where what it is made of was, or in its first dimension."""
+    """Where a whole value may be cut: where what it is made of was, or in its first dimension, if that grows.
+
+    A layer as wide as the batch is large has a gradient of as many rows, which are no samples.
+    """
     made = None if value.node is None else value.node.by_rows
     if made is not None:
         return made.action.layouts[value.index]
-    return Layout(0) if value.meta.dim() > 0 and value.meta.shape[0] == samples else None
+    return Layout(0) if 0 in value.grows and value.meta.shape[0] == samples else None
 
 
 def _operands(known: Template, tensors: Sequence[Value]) -> tuple[Operand, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .layout import Layout, Part
 from .reductions import Sums
+from .strides import careful
 from .values import Operand, Reduction, Run, Value
 
 Path = tuple[Any, ...]  # (position,) or ("name",), and a position in a list behind it
@@ -112,7 +113,7 @@ def filled(call: Call, args: tuple[Any, ...] | None = None, kwargs: dict[str, An
         kwargs: likewise.
     """
     # Strides of a micro-batch may be others than those of the batch, and hardly a result depends on them.
-    run = _filled(call, args, kwargs)
+    run = careful(call.func, [value.meta for value in call.tensors], _filled(call, args, kwargs))
     if call.func.overloadpacket not in _BY_ORDER:
         return run
     by_rows = call.tensors[0].meta.is_contiguous()

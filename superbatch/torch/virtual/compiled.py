@@ -132,9 +132,24 @@ def _settings() -> tuple[Any, ...]:
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _precision(),
         torch.get_num_threads(),
     )
+
+
+def _precision() -> tuple[Any, ...]:
+    """How float32 products may be rounded, by whichever of torch's two interfaces was used to set it."""
+    try:
+        legacy = torch.get_float32_matmul_precision()
+    except RuntimeError:  # both were used, or the newer one alone
+        legacy = None
+    backends = torch.backends
+    newer = (backends, backends.cuda.matmul, backends.cudnn, backends.mkldnn)
+    parts = (getattr(getattr(backends, name), part, None) for name in ("cudnn", "mkldnn") for part in _PARTS)
+    return legacy, *(getattr(one, "fp32_precision", None) for one in (*newer, *parts))
+
+
+_PARTS = ("conv", "rnn", "matmul")
 
 
 class _Compiled(NamedTuple):
@@ -194,6 +209,7 @@ def _made(segment: Segment, form: Form) -> _Compiled | None:
     # Loaded here: it takes seconds.
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.utils import BoxedBool
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch._subclasses.functional_tensor import dispatch_functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -218,5 +234,6 @@ def _made(segment: Segment, form: Form) -> _Compiled | None:
             return None
         # Nothing is written in place in what Inductor takes.
         graph = make_fx(dispatch_functionalize(function), decomposition_table=select_decomp_table())(*inputs)
-        run: Any = compile_fx_inner(graph, inputs)
+        # A replayed graph writes its results to the same memory each time, and they are kept here.
+        run: Any = compile_fx_inner(graph, inputs, cudagraphs=BoxedBool(False))
     return _Compiled(run, results)

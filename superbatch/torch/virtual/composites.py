@@ -15,6 +15,7 @@ from . import batch_norm, indexing, recurrent
 from .aliases import view
 from .calls import Call, mapped, substituted
 from .layout import Layout
+from .paranoia import WrongRuleError
 
 if TYPE_CHECKING:
     from .recording import Recording
@@ -186,6 +187,6 @@ def decomposed(recording: Recording, call: Call) -> Any:
     try:
         return simpler(*args, **kwargs)
     except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
-        if out_of_memory(error):
+        if out_of_memory(error) or isinstance(error, WrongRuleError):
             raise
         return NotImplemented

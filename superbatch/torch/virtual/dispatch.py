@@ -12,11 +12,13 @@ from torch.utils._mode_utils import no_dispatch
 
 from ...errors import WindowError, explain
 from . import composites
-from .aliases import assign, functional_of, view, with_defaults
+from .aliases import assign, current, functional_of, view, with_defaults
 from .calls import mapped, written_by
+from .held import held
 from .memo import Form
 from .randomness import drawn_as_the_batch
 from .tensor import VirtualTensor
+from .unsupported import REFUSED
 from .values import Value
 
 if TYPE_CHECKING:
@@ -27,12 +29,18 @@ aten: Any = torch.ops.aten
 
 def dispatch(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation of which an argument is a virtual tensor."""
+    if recording.paranoid and recording.open:
+        return held(recording, func, args, kwargs, _done)
+    return _done(recording, func, args, kwargs)
+
+
+def _done(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not recording.open:
         return _with_numbers(recording, func, args, kwargs)
     if torch.is_inference_mode_enabled():
         # In which a tensor has no version counter, though autograd gives each view one.
         with torch.inference_mode(mode=False):
-            return dispatch(recording, func, args, kwargs)
+            return _done(recording, func, args, kwargs)
     kind = _kind_of(func)
     if kind.answer is not None:
         return kind.answer(recording, *args, **kwargs)
@@ -120,6 +128,15 @@ def _write_with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any)
         mapped(arg, recording.note_leaf)
     recording.readings.before(func, args, kwargs)
     virtual = [item for item in written if isinstance(item, VirtualTensor)]
+    # Into a real tensor go the rows of all samples at once, and the operator is what takes them.
+    wholes: list[Value] = []
+
+    def take(item: VirtualTensor) -> None:
+        owner = item._recording
+        wholes.append(owner.gathered(current(owner, item), "gathered", func))
+
+    for arg in (*args, *kwargs.values()):
+        mapped(arg, take, VirtualTensor)
     # Copies: what was computed from the numbers before the write may still be read.
     real = {id(item): recording.numbers(item).clone() for item in virtual}
     result = _with_numbers(recording, func, args, kwargs, real)
@@ -159,4 +176,5 @@ _ANSWERS: dict[Any, Any] = {
     aten.set_.source_Storage: _refuse_memory,
     aten.set_.source_Tensor: _refuse_memory,
     aten.resize_.default: _refuse_memory,
+    **REFUSED,
 }

@@ -16,6 +16,10 @@ from .values import Action, Node, Operand, Value
 
 aten: Any = torch.ops.aten
 
+ASKED = "gather"  # in the place of an operator: the program, or a collective, asks for the numbers
+# What all samples are compared with is whole in every exact way.
+_PRODUCTS = {aten.mm, aten.bmm, aten.baddbmm, aten.addmm, aten.mv, aten.dot}
+_PRODUCTS |= {aten._cdist_forward, aten._cdist_backward}
 # Views for which it is all the same how many rows there are.
 _TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
 
@@ -37,6 +41,7 @@ def gather(log: Log, value: Value, kind: Meeting, why: Any) -> Value:
     assert value.layout is not None
     layout, made = value.layout, value.node
     whole = Value(value.meta, value.device)
+    whole.grows = tuple(sorted({layout.dim, *value.grows}))
     if value.whole is not None:
         whole.whole, whole.source = value.whole, value.source
     elif made is not None and made.operator in _TURNED and not made.once:
@@ -47,6 +52,8 @@ def gather(log: Log, value: Value, kind: Meeting, why: Any) -> Value:
     else:
         if kind == "unknown":
             log.unknown(str(why), value.nbytes)
+        elif why != ASKED and getattr(why, "overloadpacket", None) not in _PRODUCTS:
+            log.whole_needed(str(why), value.nbytes)
         told = Action((value.meta,), True, False, (None,), _itself, lambda: Joined(layout), True, False, True)
         Node(why, [Operand(value, layout)], told, [whole], gathers=kind, where=log.where)
     value.gathered = weakref.ref(whole)

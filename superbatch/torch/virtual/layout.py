@@ -102,3 +102,15 @@ def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
         return torch.cat(list(pieces), dim)
     blocks = [piece.unflatten(dim, (outer, piece.shape[dim] // outer)) for piece in pieces]
     return torch.cat(blocks, dim + 1).flatten(dim, dim + 1)
+
+
+def sized(shape: Sequence[int], layout: Layout, part: Part) -> list[int]:
+    """Return a shape for the samples of a micro-batch: a new list, for a rule may run in several threads.
+
+    Examples:
+        >>> sized((8, 3), Layout(0), Part(0, 2, 4))
+        [2, 3]
+    """
+    found = list(shape)
+    found[layout.dim] = layout.rows(part.samples)
+    return found

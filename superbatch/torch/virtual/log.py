@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 
 from ...errors import CoupledSamplesError, explain
-from ...report.coupling import CouplingReport, MeetingPoint
-from .values import Node
+from ...report.coupling import CouplingReport, MeetingPoint, WholeValue
+from .plan import Plan
+from .store import Store
+from .values import Node, going_back
 
 OnGather = Literal["ok", "warn", "error"]
 
@@ -40,6 +43,7 @@ def _level() -> int:
     return level
 
 
+_PICKS = {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}  # of rows of the batch, where these meet
 _NOT_ITS_OWN = ("superbatch", "torch")
 
 
@@ -53,6 +57,7 @@ class Log:
     Attributes:
         where: path of the module whose forward runs; "" outside.
         sweeps, recorded, run, repeated: as in `CouplingReport`.
+        in_pieces: the batch is larger than a micro-batch, so that what is whole is too.
     """
 
     def __init__(self, models: Sequence[nn.Module], on_gather: OnGather) -> None:
@@ -67,6 +72,8 @@ class Log:
         self._points: dict[int, MeetingPoint] = {}
         self._aside: dict[int, MeetingPoint] = {}
         self._backward: set[int] = set()
+        self._whole: dict[tuple[str, str, bool], list[int]] = {}  # how many, bytes, rows, larger
+        self.in_pieces = True
         self.sweeps = self.recorded = self.run = self.repeated = 0
 
     @property
@@ -105,11 +112,30 @@ class Log:
         """
         if self._on_gather == "ok":
             return
-        text = explain(
-            f"{operator} in {self.where or 'no module'} on {nbytes} bytes of the virtual batch",
-            "no rule says how it acts on each sample, so it runs on the whole batch, which has to fit",
-            'use another operator, or on_gather="ok"',
+        self._tell(
+            explain(
+                f"{operator} in {self.where or 'no module'} on {nbytes} bytes of the virtual batch",
+                "no rule says how it acts on each sample, so it runs on the whole batch, which has to fit",
+                'use another operator, or on_gather="ok"',
+            )
         )
+
+    def whole_needed(self, operator: str, nbytes: int) -> None:
+        """Note that an operator takes rows of all samples into one tensor, though a rule knows it.
+
+        Raises:
+            CoupledSamplesError: with ``on_gather="error"``.
+        """
+        if self._on_gather == "ok" or not self.in_pieces:
+            return
+        place = "the backward pass" if going_back() else self.where or "no module"
+        self._tell(
+            f"{operator} in {place} puts {nbytes} bytes of the whole batch into one tensor. Use operations "
+            "that keep a row for each sample (torch.where or a product with a mask instead of an index), or "
+            'pass on_gather="ok".'
+        )
+
+    def _tell(self, text: str) -> None:
         if self._on_gather == "error":
             raise CoupledSamplesError(text)
         warnings.warn(text, UserWarning, stacklevel=_level())
@@ -126,13 +152,37 @@ class Log:
             return
         self._points[node.serial] = _point(node, kept)
 
+    def planned(self, todo: Plan) -> None:
+        """Note where samples meet, and keep none of the operations: they hold what they read."""
+        for node in todo.meeting:
+            self.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
+        todo.meeting.clear()
+        for node in todo.stage:
+            if node.gathers == "unknown":
+                self.gathered(node)
+
     def gathered(self, node: Node) -> None:
         """Note that rows are put together for an operator without a rule, whoever sees its result."""
         if node.serial not in self._points and not node.backward:
             self._aside[node.serial] = _point(node, 0)
 
-    def report(self, samples: int, microbatches: int, on_device: int, on_host: int) -> CouplingReport:
+    def whole(self, place: tuple[str, str, bool], nbytes: int, rows: int) -> None:
+        """Note a whole value that was there.
+
+        Args:
+            place: its module, its operator, and whether that was on the way back.
+            nbytes: its size.
+            rows: how many rows of the batch are in it; 0: it grows with the batch.
+        """
+        told = self._whole.setdefault(place, [0, 0, 0, 0])
+        told[:] = told[0] + 1, told[1] + nbytes, told[2] + rows, told[3] or not rows
+
+    def report(self, samples: int, microbatches: int, store: Store | None = None) -> CouplingReport:
         """Return the report."""
+        on_device, on_host, whole = (
+            (0, 0, 0) if store is None else (store.most_on_device, store.most_on_host, store.most_whole)
+        )
+        rows = -(-samples // max(microbatches, 1))
         return CouplingReport(
             samples=samples,
             microbatches=microbatches,
@@ -145,9 +195,20 @@ class Log:
             kept_on_device=on_device,
             kept_on_host=on_host,
             unknown=tuple(self._aside[serial] for serial in sorted(self._aside)),
+            whole=tuple(
+                WholeValue(*place, times, nbytes)
+                for place, (times, nbytes, count, grows) in self._whole.items()
+                if grows or count > rows
+            ),
+            whole_on_device=whole,
         )
 
 
 def _point(node: Node, kept: int) -> MeetingPoint:
-    gathered = sum(v.nbytes for v, layout in node.operands if layout) if node.gathers else 0
-    return MeetingPoint(node.where, node.name, node.gathers or "statistic", kept, gathered)
+    if node.gathers:
+        gathered = sum(v.nbytes for v, layout in node.operands if layout)
+        return MeetingPoint(node.where, node.name, node.gathers, kept, gathered)
+    if node.operator in _PICKS:
+        chosen = sum(value.nbytes for output in node.outputs if (value := output()) is not None)
+        return MeetingPoint(node.where, node.name, "gathered", kept, chosen)
+    return MeetingPoint(node.where, node.name, "statistic", kept, 0)

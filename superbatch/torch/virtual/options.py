@@ -45,8 +45,7 @@ def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
     if device is None:
         return device_of(parameters)
     try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
+        found = torch.empty(0, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
         raise InputError(explain(f"device={device!r}", why, "give a device that torch has here")) from error

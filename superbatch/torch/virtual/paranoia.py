@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...errors import SuperbatchError, explain
-from .calls import Call, Recipe, filled
+from ...errors import SuperbatchError
+from ..devices import in_float64
+from .calls import Call, filled, substituted
 from .conjugates import conjugates_seen
 from .layout import Part
-from .rules import find
-from .values import Operand, Value
+from .references import REFERENCES, arguments_by_name
+from .values import Value
 
 if TYPE_CHECKING:
     from .recording import Recording
@@ -27,17 +29,14 @@ DEFINED: dict[Any, Any] = {
 
 
 aten: Any = torch.ops.aten
-_CUDA = [
-    (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward),
-    (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
-    (aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward),
-]
 
 # What a kernel keeps for its backward, and the rule of the backward works out again.
-UNREAD = {(aten._ctc_loss, 1), *((forward, 1) for forward, _ in _CUDA)}
-
-# Not all that these kernels keep is there, or as they ask for it: on whole tensors too the rule does it.
-_BY_RULE = {operator for pair in _CUDA for operator in pair}
+UNREAD = {
+    (aten._ctc_loss, 1),
+    (aten._scaled_dot_product_flash_attention, 1),
+    (aten._scaled_dot_product_efficient_attention, 1),
+    (aten._scaled_dot_product_cudnn_attention, 1),
+}
 
 
 class WrongRuleError(SuperbatchError, AssertionError):
@@ -50,41 +49,55 @@ def check(recording: Recording, call: Call, results: Any) -> None:
     Raises:
         WrongRuleError: a result differs by more than rounding.
     """
-    recipe = find(call) if call.func.overloadpacket in _BY_RULE else None
-    if recipe is None:
-        recipe = Recipe([Operand(value, None) for value in call.tensors], (), filled(call))
-    check_recipe(recording, call.func, recipe, results)
+    inputs = recording.there([recording.gathered(value) for value in call.tensors])
+    copies = [tensor.clone() for tensor in inputs]
+    reference = REFERENCES.get(call.func.overloadpacket)
+    with conjugates_seen():
+        if reference is None:
+            expected = filled(call)(Part(0, 0, recording.samples), copies)
+        else:
+            args, kwargs = substituted(call.args, call.kwargs, call.paths, copies)
+            expected = reference(arguments_by_name(call.func, args, kwargs))
+    compare(recording, call.func, call.tensors, inputs, results, expected)
 
 
-def check_recipe(recording: Recording, func: Any, recipe: Recipe, results: Any) -> None:
-    """Do on whole tensors what a recipe does, and compare.
+def compare(
+    recording: Recording,
+    func: Any,
+    values: Sequence[Value],
+    inputs: list[Tensor],
+    results: Any,
+    expected: Any,
+) -> None:
+    """Compare results with those on whole tensors.
+
+    Args:
+        recording: of the block.
+        func: the operator.
+        values: it was given.
+        inputs: their numbers.
+        results: values; what is none is not compared.
+        expected: tensors, one for each result; fewer, where the others are not compared.
 
     Raises:
         WrongRuleError: a result differs by more than rounding.
     """
-    values = [operand.value for operand in recipe.operands]
-    inputs = recording.there([recording.gathered(value) for value in values])
-    with conjugates_seen():
-        expected = recipe.run(Part(0, 0, recording.samples), [tensor.clone() for tensor in inputs])
-    if not isinstance(expected, Tensor):
-        expected = list(expected)
+    expected = [expected] if isinstance(expected, Tensor) else list(expected)
     # A sum may cancel: its rounding is that of what was added up.
     sizes = [_size(tensor) for tensor in inputs]
     scale = max([*sizes, math.prod(size for size in sizes if size)], default=0.0)
-    pairs = [(results, expected)] if isinstance(results, Value) else list(zip(results, expected, strict=True))
+    pairs = zip([results] if isinstance(results, Value) else results, expected, strict=False)
     unread = {index for packet, index in UNREAD if packet is func.overloadpacket}
     for index, (value, whole) in enumerate(pairs):
         if not isinstance(value, Value) or not isinstance(whole, Tensor) or index in unread:
             continue
         (ours,) = recording.there([recording.gathered(value)])
-        where = [tuple(v.meta.shape) for v in values], [v.layout for v in values]
         if ours.shape != whole.shape or ours.dtype != whole.dtype or not _close(ours, whole, scale):
+            shapes, layouts = [tuple(v.meta.shape) for v in values], [v.layout for v in values]
             raise WrongRuleError(
-                explain(
-                    f"output {index} of {func} on shapes {where[0]} with samples in {where[1]}",
-                    f"by micro-batches it is another than on whole tensors ({_difference(ours, whole)})",
-                    "report it; until then compute with plain tensors here",
-                )
+                f"Output {index} of {func} on shapes {shapes} with samples in {layouts} differs by "
+                f"micro-batches from that of the whole batch: {_difference(ours, whole)}. "
+                "Please report it, and compute with plain tensors here until it is mended."
             )
 
 
@@ -100,10 +113,9 @@ def _close(ours: Tensor, whole: Tensor, scale: float) -> bool:
     # Sums over samples are taken in another order: rounding relative to the largest number.
     eps = torch.finfo(ours.dtype).eps
     scale = max(scale, _size(whole))
-    wide = torch.complex128 if ours.is_complex() else torch.float64
     return torch.allclose(
-        ours.to(wide).resolve_conj(),
-        whole.resolve_neg().to(wide).resolve_conj(),
+        in_float64(ours).resolve_conj(),
+        in_float64(whole.resolve_neg()).resolve_conj(),
         rtol=1e3 * eps,
         atol=1e3 * eps * scale,
         equal_nan=True,
@@ -113,5 +125,4 @@ def _close(ours: Tensor, whole: Tensor, scale: float) -> bool:
 def _difference(ours: Tensor, whole: Tensor) -> str:
     if ours.shape != whole.shape or ours.dtype != whole.dtype:
         return f"{ours.dtype} {tuple(ours.shape)} and {whole.dtype} {tuple(whole.shape)}"
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    return f"largest difference {float((ours.to(wide) - whole.to(wide)).abs().max()):.2g}"
+    return f"largest difference {float((in_float64(ours) - in_float64(whole)).abs().max()):.2g}"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from ..devices import seeded
 from .aliases import functional_of
+from .attention_rules import BACKWARD, DROPPED, Seeded, with_dropout
 from .calls import Call, Recipe, empty_like, mapped, shapes, substituted
 from .layout import Part
 from .rules import elementwise
@@ -27,12 +28,11 @@ class Randomness:
     Args:
         how: ``"microbatch"``: each operator and micro-batch from a seed of its own, so that nothing is kept;
             ``"batch"``: the numbers that the real large batch would draw, kept for all samples.
-        device: whose generator.
     """
 
-    def __init__(self, how: Literal["microbatch", "batch"], device: torch.device) -> None:
+    def __init__(self, how: Literal["microbatch", "batch"]) -> None:
         self._how = how
-        self._device = device
+        self._seeds: WeakKeyDictionary[Value, int] = WeakKeyDictionary()  # of attention, by what it gave
 
     @property
     def as_the_batch(self) -> bool:
@@ -43,31 +43,30 @@ class Randomness:
         """Return how to draw, or None where that is not known."""
         if call.func.overloadpacket in _DRAWS_WHOLE:
             return None
+        if call.func in BACKWARD:
+            kept = call.argument("logsumexp")
+            known = self._seeds.get(kept) if isinstance(kept, Value) else None
+            return None if known is None else with_dropout(call, known)
+        if call.func in DROPPED:
+            return with_dropout(call, int(torch.randint(2**62, ())))
         recipe = elementwise(call)
         if recipe is None or not _draws_each(call):
             return None
         seed = int(torch.randint(2**62, ()))
-        run = recipe.run
+        run, drawn_on = recipe.run, call.argument("device")
 
         def drawn(part: Part, tensors: list[Tensor]) -> Any:
-            with self._seeded(seed + part.start):
+            with seeded(drawn_on or tensors[0].device, (seed + part.start) % 2**63):
                 return run(part, tensors)
 
         return recipe._replace(run=drawn, light=False)
 
-    @contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        generator = (
-            torch.cuda.default_generators[self._device.index or 0]
-            if self._device.type == "cuda"
-            else torch.default_generator
-        )
-        state = generator.get_state()
-        generator.manual_seed(seed % 2**63)
-        try:
-            yield
-        finally:
-            generator.set_state(state)
+    def note(self, recipe: Recipe | None, results: Any) -> None:
+        """Remember with which seed attention drew, for its backward."""
+        if recipe is not None and isinstance(recipe.run, Seeded) and len(results) > 1:
+            logsumexp = results[1]
+            if isinstance(logsumexp, Value):
+                self._seeds[logsumexp] = recipe.run.seed
 
 
 def _draws_each(call: Call) -> bool:

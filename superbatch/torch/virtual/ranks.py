@@ -9,8 +9,7 @@ With :math:`(n_r, \mu_r, M_r)` the count, mean and sum of squared deviations on 
 
 .. math:: n = \sum n_r, \quad \mu = \sum n_r \mu_r / n, \quad M = \sum M_r + n_r (\mu_r - \mu)^2
 
-as within a rank (Chan, Golub, LeVeque 1979). In the backward only the sums in dx are those of all ranks; the
-gradients of weight and bias are this rank's, like those of every parameter.
+as within a rank (Chan, Golub, LeVeque 1979). In the backward only the sums in dx are those of all ranks.
 """
 
 from __future__ import annotations
@@ -119,12 +118,8 @@ class Across:
         if value.layout is None and value.meta.shape[:1] == (recording.samples,):
             return Layout(0)  # what an operator without a rule has given
         raise CoupledSamplesError(
-            explain(
-                f"a BatchNorm over ranks of a tensor of shape {tuple(value.meta.shape)}, its samples not in "
-                "dimension 0",
-                "its statistics over the ranks are not known",
-                "put the samples into dimension 0",
-            )
+            f"A BatchNorm over ranks of shape {tuple(value.meta.shape)} has its samples not in "
+            "dimension 0. Put them there."
         )
 
     def statistics(
@@ -174,7 +169,22 @@ class Across:
 
     def layout_back(self, recording: Recording, value: Value, mean: Value) -> Layout | None:
         """Return the same for its backward; None if it was not over ranks."""
-        return self.layout_of(recording, value) if mean in self._totals else None
+        return self.layout_of(recording, value) if self.spans(mean) else None
+
+    def spans(self, mean: Value) -> bool:
+        """Return whether a mean that a BatchNorm normalises with is over ranks."""
+        return mean in self._totals
+
+    def summed(self, recording: Recording, mean: Value, mine: Value) -> Value:
+        """Return a flat value summed over the ranks that a mean is over."""
+        ranks, _ = self._totals[mean]
+        size, dtype = len(mine.meta), mine.meta.dtype
+
+        def reduce(part: Part, tensors: list[Tensor]) -> Any:
+            return (ranks.sum_tensor(tensors[0].clone()),)
+
+        self._pending.append(lambda: ranks.sum_tensor(self._nothing(size, dtype)))
+        return self._collective(recording, "sum over ranks", [mine], reduce, [mine.meta])[0]
 
     def sums(self, recording: Recording, mean: Value, sums: list[Value], count: int) -> list[Value]:
         """Return what the sums of a backward are over all ranks, for the count of this one.

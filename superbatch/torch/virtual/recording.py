@@ -16,27 +16,31 @@ from . import composites, paranoia
 from .aliases import current
 from .auto_size import microbatch_size
 from .by_rows import by_rows
-from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results, shapes
+from .calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results
 from .conjugates import conjugates_seen
-from .gathering import gather
-from .layout import Part, parts_of
+from .gathering import ASKED, gather
+from .growth import may_grow
+from .layout import Layout, Part, parts_of
 from .leaves import Leaves
 from .log import Log
 from .memo import Form, Template, about, action, template
-from .plan import Plan, plan
+from .plan import plan
 from .randomness import Randomness, drawn_as_the_batch
 from .readings import Readings, memory_of
 from .rules import find
 from .store import Store
 from .sweep import run, unchanged
 from .tensor import VirtualTensor, refuse_hollow
+from .told_sizes import spread
 from .values import Action, Handle, Node, Operand, Value
+from .wholes import mark
 
 if TYPE_CHECKING:
     from .ranks import Across
 
 aten: Any = torch.ops.aten
 _SMALL = 4096  # elements; copied when used, so that they may be written afterwards
+_ONE_ROW = (1, 1)  # of each sample: `outer` and `inner` of its layout
 _NOTHING = blank((), (), torch.float32)  # of a result that the operator leaves out
 
 
@@ -87,6 +91,7 @@ class Recording:
         self._shown: list[weakref.ref[Handle]] = []
         self._writes: list[tuple[Tensor, Value]] = []
         self.readings = Readings()
+        self._uneven: dict[torch.Size, Layout] = {}  # by shape, of values with more than a row for a sample
 
     # -- recording --------------------------------------------------------------------------------------
 
@@ -94,7 +99,18 @@ class Recording:
         """Record an operation on values, and return the values of its results."""
         if self.paranoid:
             func = paranoia.DEFINED.get(func, func)
-        kind, form = about(func), Form(func, args, kwargs, self.samples)
+        form = Form(func, args, kwargs, self.samples)
+        results = spread(self, form, self._uneven) if func is aten.expand.default else None
+        if results is None:
+            results = self._computed(form)
+        if may_grow(form, results):
+            rows = self.parts[0].samples if self.parts else 1 if self.size == "auto" else self.size
+            mark(form, results, min(rows, self.samples), self.store, self.log)
+        return results
+
+    def _computed(self, form: Form) -> Any:
+        func, args, kwargs = form.func, form.args, form.kwargs
+        kind = about(func)
         batch = waits = False
         for value in form.tensors:
             if value.meta is None:
@@ -110,7 +126,7 @@ class Recording:
         if not batch and (random or not waits):
             if random and self.randomness.as_the_batch:
                 return drawn_as_the_batch(self, form.call())
-            return self._spread(form.call()) or self._now(form.call())
+            return self._now(form.call())
         known = None if random else template(form)
         if known is None:
             return self._looked_at(form.call(), batch, random)
@@ -146,12 +162,10 @@ class Recording:
             results = composites.decomposed(self, call)
             if results is not NotImplemented:
                 return mapped(results, self.value)
-        return self._recorded(call, recipe, check=self.paranoid and not random)
-
-    def _spread(self, call: Call) -> Any:
-        """A whole value that is repeated for each sample is so where the samples are; None for others."""
-        recipe = find(call) if call.func is aten.expand.default else None
-        return None if recipe is None else self.add(call.func, recipe, shapes(call))
+        found = self._recorded(call, recipe, check=self.paranoid and not random)
+        if random:
+            self.randomness.note(recipe, found)
+        return found
 
     def _recorded(self, call: Call, recipe: Recipe | None, *, check: bool) -> Any:
         try:
@@ -190,6 +204,8 @@ class Recording:
             (meta,), (layout,) = told.metas, told.layouts
             assert isinstance(meta, Tensor)
             output = Value(meta, device, layout)
+            if layout is not None and layout[1:] != _ONE_ROW:
+                self._uneven[meta.shape] = layout
             Node(func, operands, told, (output,), where=self.log.where)
             return output
         outputs = [
@@ -208,7 +224,7 @@ class Recording:
             return Operand(self.gathered(value, kind, why), layout)
         return operand
 
-    def gathered(self, value: Value, kind: Meeting = "gathered", why: Any = "gather") -> Value:
+    def gathered(self, value: Value, kind: Meeting = "gathered", why: Any = ASKED) -> Value:
         """Return the value in one piece.
 
         Args:
@@ -341,22 +357,13 @@ class Recording:
         if not self.parts:
             size = microbatch_size(self.size, todo, self.samples, self.device, self.store.budget)
             self.parts = parts_of(self.samples, size)
-        self._tell(todo)
+        self.log.planned(todo)
         run(todo, self.parts, self.store, self.log, compile=self.compile)
         with torch.no_grad():
             for tensor, value in writes:
                 self.readings.before_writing([tensor])
                 tensor.copy_(unchanged(self.gathered(value)))
         self.readings.forget_unused()
-
-    def _tell(self, todo: Plan) -> None:
-        """Log where samples meet, and keep none of the operations: they hold what they read."""
-        for node in todo.meeting:
-            self.log.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
-        todo.meeting.clear()
-        for node in todo.stage:
-            if node.gathers == "unknown":
-                self.log.gathered(node)
 
     def end(self) -> None:
         """Work out what the program may still ask for when it has left the block."""

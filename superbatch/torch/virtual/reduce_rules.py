@@ -17,6 +17,7 @@ from .calls import Call, Recipe, filled, operator, substituted
 from .layout import Layout, Part
 from .matrices import leading_alike
 from .reductions import Extremes, Folded, Moments, Sums
+from .strides import careful
 from .values import Operand, Run, Value
 
 aten: Any = torch.ops.aten
@@ -198,7 +199,7 @@ def _told_rows(call: Call, layout: Layout) -> Run:
         args, kwargs = substituted(tuple(args), call.kwargs, call.paths, tensors)
         return call.func(*args, **kwargs)
 
-    return run
+    return careful(call.func, [value.meta for value in call.tensors], run)
 
 
 # -- shapes that are told ------------------------------------------------------------------------------------

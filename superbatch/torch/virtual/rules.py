@@ -10,6 +10,7 @@ import torch
 
 from .attention_rules import RULES as ATTENTION
 from .calls import Call, Recipe, filled
+from .convolution_rules import RULES as CONVOLUTIONS
 from .index_rules import RULES as INDEXING
 from .loss_rules import RULES as LOSSES
 from .reduce_rules import RULES as REDUCTIONS
@@ -37,7 +38,7 @@ _ELEMENTWISE = {
     _aten.softplus_backward,
     _aten.softshrink_backward,
 }
-OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS, **ATTENTION, **INDEXING, **LOSSES}
+OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS, **ATTENTION, **INDEXING, **LOSSES, **CONVOLUTIONS}
 
 
 def find(call: Call) -> Recipe | None:
@@ -65,8 +66,11 @@ def _is_elementwise(func: Any) -> bool:
 
 @cache
 def draws(func: Any) -> bool:
-    """Whether an operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
+    """Whether an operator draws random numbers, or needs those of another that did."""
+    return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in _DRAWN_BEFORE
+
+
+_DRAWN_BEFORE = {torch.ops.aten._scaled_dot_product_flash_attention_backward}
 
 
 # -- rows of the table --------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .calls import Call, Recipe, filled
-from .layout import Layout, Part
+from .layout import Layout, Part, sized
 from .reductions import Joined
+from .told_sizes import backward_of_a_view, expanded
 from .values import Operand, Value
 
 aten: Any = torch.ops.aten
@@ -72,16 +73,9 @@ def _view(call: Call) -> Recipe | None:
         return None
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
-        return tensors[0].reshape(_sized(new, output, part))
+        return tensors[0].reshape(sized(new, output, part))
 
     return _view_of(value, layout, output, run)
-
-
-def _sized(shape: Sequence[int], layout: Layout, part: Part) -> list[int]:
-    """Return the shape for a micro-batch: a new list, for a rule's function may run in several threads."""
-    sized = list(shape)
-    sized[layout.dim] = layout.rows(part.samples)
-    return sized
 
 
 def _inferred(told: Sequence[int], numel: int) -> list[int]:
@@ -134,36 +128,6 @@ def _squeeze(call: Call) -> Recipe | None:
         return None
     output = layout.at(layout.dim - sum(dim < layout.dim for dim in gone))
     return _view_of(value, layout, output, lambda part, tensors: tensors[0].squeeze(gone))
-
-
-def _expand(call: Call) -> Recipe | None:
-    value = call.tensors[0]
-    size, dims = list(call.argument("size")), value.meta.dim()
-    new = len(size) - dims
-    if value.layout is not None:
-        output = value.layout.at(value.layout.dim + new)
-        if size[output.dim] not in (-1, output.rows(call.samples)):
-            return None  # a batch of one sample that is repeated
-    else:
-        # A whole value that is repeated for each sample: best done where the samples are.
-        spread = [
-            dim
-            for dim, rows in enumerate(size)
-            if rows not in (-1, 0, 1)
-            and rows % call.samples == 0
-            and (dim < new or value.meta.shape[dim - new] == 1)
-        ]
-        if not spread:
-            return None
-        dim = min(spread, key=lambda dim: (size[dim] != call.samples, dim))
-        output = Layout(dim, 1, size[dim] // call.samples)
-
-    def run(part: Part, tensors: list[Tensor]) -> Tensor:
-        return tensors[0].expand(_sized(size, output, part))
-
-    if value.layout is not None:
-        return _view_of(value, value.layout, output, run)
-    return Recipe([Operand(value, None)], [output], run, view=True, light=True)
 
 
 def _select(call: Call) -> Recipe | None:
@@ -267,7 +231,7 @@ def _new(call: Call) -> Recipe | None:
     dtype, device = value.meta.dtype, value.device
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        args, kwargs = call.replaced(size=_sized(size, output, part))
+        args, kwargs = call.replaced(size=sized(size, output, part))
         return call.func(torch.empty(1, dtype=dtype, device=device), *args[1:], **kwargs)
 
     return Recipe([], [output], run, light=True)
@@ -281,7 +245,7 @@ def _like(call: Call) -> Recipe | None:
     shape, dtype, device = tuple(value.meta.shape), value.meta.dtype, value.device
 
     def run(part: Part, tensors: list[Tensor]) -> Any:
-        one = torch.empty(1, dtype=dtype, device=device).expand(_sized(shape, layout, part))
+        one = torch.empty(1, dtype=dtype, device=device).expand(sized(shape, layout, part))
         return call.func(one, *call.args[1:], **call.kwargs)
 
     return Recipe([], [layout], run, light=True)
@@ -296,31 +260,6 @@ def _repeat(call: Call) -> Recipe | None:
     # The samples again and again are blocks: [repeat][outer][samples][inner].
     output = Layout(dim, layout.outer * repeats[dim], layout.inner)
     return Recipe([Operand(value, layout)], [output], filled(call))
-
-
-def _told_sizes(call: Call) -> Recipe | None:
-    """select_backward, slice_backward and others, which are told the shape of the input."""
-    if (found := _batch(call)) is None:
-        return None
-    value, layout = found
-    sizes = list(call.argument("input_sizes"))
-    packet = call.func.overloadpacket
-    if packet is aten.diagonal_backward:
-        dims = sorted(call.argument(name) % len(sizes) for name in ("dim1", "dim2"))
-        place = layout.dim + (dims[0] <= layout.dim)
-        place += dims[1] <= place
-    else:
-        dims = [(call.argument("dim") or 0) % len(sizes)]
-        place = layout.dim + (packet is aten.select_backward and dims[0] <= layout.dim)
-    if place in dims or place >= len(sizes) or sizes[place] != layout.rows(call.samples):
-        return None
-    output = layout.at(place)
-
-    def run(part: Part, tensors: list[Tensor]) -> Any:
-        args, kwargs = call.replaced(input_sizes=_sized(sizes, output, part))
-        return call.func(tensors[0], *args[1:], **kwargs)
-
-    return Recipe([Operand(value, layout)], [output], run)
 
 
 def _diagonal(call: Call) -> Recipe | None:
@@ -374,7 +313,7 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.t: _transpose,
     aten.unsqueeze: _unsqueeze,
     aten.squeeze: _squeeze,
-    aten.expand: _expand,
+    aten.expand: expanded,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.diagonal: _diagonal,
@@ -393,8 +332,8 @@ RULES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.new_empty: _new,
     **dict.fromkeys(LIKES, _like),
     aten.repeat: _repeat,
-    aten.select_backward: _told_sizes,
-    aten.slice_backward: _told_sizes,
-    aten.diagonal_backward: _told_sizes,
-    aten.unfold_backward: _told_sizes,
+    aten.select_backward: backward_of_a_view,
+    aten.slice_backward: backward_of_a_view,
+    aten.diagonal_backward: backward_of_a_view,
+    aten.unfold_backward: backward_of_a_view,
 }

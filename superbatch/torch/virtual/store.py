@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..transfer import SideStream, empty_on_host
 from .ahead import Ahead
 from .layout import Part
 
@@ -22,6 +23,8 @@ class Store:
     Attributes:
         on_device, on_host: bytes that are kept now.
         most_on_device, most_on_host: the most at a time.
+        whole, most_whole: bytes of whole values that grow with the batch, now and at most. They cannot go to
+            the host; they leave so much less of the budget to rows.
         ahead: brings rows to the device; None where there is no other place.
     """
 
@@ -30,11 +33,13 @@ class Store:
         self.budget = budget
         self.on_device = self.on_host = 0
         self.most_on_device = self.most_on_host = 0
-        self.ahead = Ahead(device) if device.type in ELSEWHERE else None
+        self.whole = self.most_whole = 0
+        self._to_host = SideStream(device)
+        self.ahead = Ahead(device, self._to_host) if device.type in ELSEWHERE else None
 
     def is_full(self, nbytes: int) -> bool:
         """Whether so many bytes more would be beyond the budget."""
-        return self.budget is not None and self.on_device + nbytes > self.budget
+        return self.budget is not None and self.on_device + self.whole + nbytes > self.budget
 
     def keep(self, piece: Tensor) -> tuple[Tensor, bool]:
         """Return the rows, where they are to be kept, and whether that is the host."""
@@ -46,8 +51,11 @@ class Store:
             self.on_host += piece.nbytes
             self.most_on_host = max(self.most_on_host, self.on_host)
             if self._device.type != "cpu":
-                kept = torch.empty_like(piece, device="cpu", pin_memory=self._device.type == "cuda")
-                piece = kept.copy_(piece, non_blocking=True)
+                kept = empty_on_host(piece)
+                with self._to_host.beside(after_computation=True):
+                    kept.copy_(piece, non_blocking=True)
+                self._to_host.hold(piece)
+                piece = kept
         else:
             self.on_device += piece.nbytes
             self.most_on_device = max(self.most_on_device, self.on_device)
@@ -59,6 +67,24 @@ class Store:
             self.on_host -= piece.nbytes
         else:
             self.on_device -= piece.nbytes
+
+
+class Held:
+    """Memory of a whole value that grows with the batch: counted from here until it is freed.
+
+    Args:
+        store: what counts it.
+        nbytes: how much.
+    """
+
+    def __init__(self, store: Store, nbytes: int) -> None:
+        self._store, self._nbytes = store, nbytes
+        store.whole += nbytes
+        store.most_whole = max(store.most_whole, store.whole)
+
+    def __del__(self) -> None:
+        """Count it no longer."""
+        self._store.whole -= self._nbytes
 
 
 class Kept:

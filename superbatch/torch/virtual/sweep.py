@@ -20,6 +20,7 @@ from .plan import Plan
 from .readings import memory_of
 from .store import Kept, Store
 from .values import Node, Reduction, Value
+from .wholes import Wholes
 
 
 def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: bool = False) -> None:
@@ -36,17 +37,18 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: b
         WindowError: a tensor that was used has been written since.
     """
     done: set[int] = set()  # serials
+    wholes = Wholes(store, log, len(parts))
     carried = Carried(plan) if worth_carrying(plan, parts) else None
     last = {node.serial: number for number in sorted(plan.sweeps) for node in plan.sweeps[number]}
     with torch.no_grad(), conjugates_seen():
         for number in sorted({*plan.once, *plan.sweeps}):
             for node in plan.once.pop(number, ()):
-                _run_once(node)
+                _run_once(node, wholes)
             nodes = plan.sweeps.pop(number, None)
             if nodes:
                 again = sum(node.serial in done for node in nodes)
                 ordinary = len(parts) - (carried is not None)
-                _sweep(nodes, number, plan, parts, store, carried, first=not done, compile=compile)
+                _sweep(nodes, number, plan, parts, store, carried, wholes, first=not done, compile=compile)
                 log.sweeps += 1
                 log.run += len(nodes) * len(parts) - again * (len(parts) - ordinary)
                 log.repeated += again * ordinary
@@ -84,26 +86,30 @@ def _is_written(source: Tensor, version: int, memory: Tensor) -> bool:
     return source._version != version and memory_of(source) == memory_of(memory)
 
 
-def _run_once(node: Node) -> None:
+def _run_once(node: Node, wholes: Wholes) -> None:
     tensors = [unchanged(value) for value, _ in node.operands]
     results = node.run(Part(0, 0, 0), tensors)
-    _set_whole(node, range(len(node.outputs)), (results,) if node.single else results)
+    for value in _set_whole(node, range(len(node.outputs)), (results,) if node.single else results):
+        wholes.hold(value, node, tensors)
     # It never runs again, and the plan holds it: an N x N matrix would live to its end.
     node.operands, node.by_rows = (), None
 
 
-def _set_whole(node: Node, indices: Sequence[int], results: Sequence[Any]) -> None:
+def _set_whole(node: Node, indices: Sequence[int], results: Sequence[Any]) -> list[Value]:
+    found: list[Value] = []
     for index, result in zip(indices, results, strict=True):
         value = node.outputs[index]()
         if value is not None:
             value.whole, value.node = result, None
+            found.append(value)
+    return found
 
 
 class _Results:
     """What comes of a sweep: whole results, and rows that are kept."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, wholes: Wholes) -> None:
+        self._store, self._wholes = store, wholes
         self._reduced: dict[Node, tuple[Reduction, list[int]]] = {}
         self._kept: dict[Value, Kept] = {}
 
@@ -121,10 +127,11 @@ class _Results:
     def set(self, plan: Plan, parts: Sequence[Part]) -> None:
         """Set what came of it, after the last micro-batch."""
         for node, (reduction, whole) in self._reduced.items():
-            _set_whole(node, whole, reduction.result())
-            for value in [output() for output in node.outputs]:
-                if value is not None and value in plan.apart and self._store.is_full(value.nbytes):
+            for value in _set_whole(node, whole, reduction.result()):
+                if value in plan.apart and self._store.is_full(value.nbytes):
                     self._put_apart(value, plan.apart[value][0], parts)
+                else:
+                    self._wholes.hold(value, node)
         for value, kept in self._kept.items():
             value.pieces, value.node = kept, None
 
@@ -143,11 +150,12 @@ def _sweep(
     parts: Sequence[Part],
     store: Store,
     carried: Carried | None,
+    wholes: Wholes,
     *,
     first: bool,
     compile: bool,
 ) -> None:
-    results = _Results(store)
+    results = _Results(store, wholes)
     read = [value.pieces for value, until in plan.kept.items() if until == number]
     read += [value.pieces for value, (_, until) in plan.apart.items() if until == number]
     dropped = [kept for kept in read if isinstance(kept, Kept)]

@@ -181,13 +181,15 @@ def refuse_hollow(tensor: Tensor) -> None:
         WindowError: it is such a tensor.
     """
     if is_hollow(tensor):
-        raise WindowError(
-            explain(
-                f"a real tensor of shape {tuple(tensor.shape)}, its .data set to one of the virtual batch",
-                "such a tensor has no memory of its own",
-                "write into the real one: with torch.no_grad(): real.copy_(numbers)",
-            )
-        )
+        raise hollow_error(tensor)
+
+
+def hollow_error(tensor: Tensor) -> WindowError:
+    """Return the error of ``real.data = virtual``."""
+    return WindowError(
+        f"A real tensor of shape {tuple(tensor.shape)} has its .data set to one of the virtual batch, "
+        "which has no memory. Write the numbers into it: with torch.no_grad(): real.copy_(numbers)."
+    )
 
 
 def _recording_of(args: Any, kwargs: dict[str, Any]) -> Recording:

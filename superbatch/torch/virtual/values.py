@@ -66,6 +66,9 @@ class Value:
         whole: the tensor itself, where it is there in one piece.
         source: the tensor of the program whose memory it is, with its version then; None: it is our own.
         pieces: its rows by micro-batch, where they are there.
+        grows: dimensions, beside that of the layout, that grow with the number of samples.
+        picked: of a whole value, how many rows of the batch are in it, where that is a fixed number.
+        held: counts its memory while it is there whole.
     """
 
     __slots__ = (
@@ -73,10 +76,13 @@ class Value:
         "_handle",
         "device",
         "gathered",
+        "grows",
+        "held",
         "index",
         "layout",
         "meta",
         "node",
+        "picked",
         "pieces",
         "source",
         "whole",
@@ -92,6 +98,9 @@ class Value:
         self.pieces: Pieces | None = None
         self.source: tuple[Tensor, int] | None = None
         self.gathered: weakref.ref[Value] | None = None
+        self.grows: tuple[int, ...] = ()
+        self.picked = 0
+        self.held: object = None
         self._handle: weakref.ref[Handle] | None = None
 
     @property
@@ -173,6 +182,11 @@ class Action(NamedTuple):
     known: bool
 
 
+def going_back() -> bool:
+    """Whether autograd runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Node:
     """One operation.
 
@@ -227,7 +241,7 @@ class Node:
         self.gathers: Meeting | None = gathers
         self.where = where
         self.by_rows: ByRows | None = None
-        self.backward = torch._C._current_graph_task_id() != -1
+        self.backward = going_back()
         for index, value in enumerate(outputs):
             value.node, value.index = self, index
 

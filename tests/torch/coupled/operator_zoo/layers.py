@@ -50,6 +50,21 @@ _CONVOLUTIONS = [
     ),
     operator("conv3d", lambda x, w, b: F.conv3d(x, w, b), real(N, 2, 4, 4, 4), real(3, 2, 2, 2, 2), real(3)),
     operator(
+        "conv2d, samples as channels",
+        lambda x, w: F.conv2d(x.transpose(0, 1), w.transpose(0, 1), stride=2, padding=1),
+        real(N, 2, 6, 6),
+        real(N, 3, 4, 4),
+    ),
+    operator(
+        "_convolution, samples as channels",
+        lambda x, w: torch.ops.aten._convolution(
+            *(x.detach().transpose(0, 1), w.detach(), None, [1, 1], [0, 0], [1, 1]),
+            *(True, [0, 0], 1, False, False, False, False),
+        ),
+        real(N, 2, 4, 4),
+        real(N, 3, 2, 2),
+    ),
+    operator(
         "conv_transpose1d",
         lambda x, w, b: F.conv_transpose1d(x, w, b, 2),
         real(N, 3, 5),

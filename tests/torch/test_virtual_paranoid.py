@@ -1,0 +1,337 @@
+"""Paranoid mode sees every operation that is wrong: forward, backward, views, writes and statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from superbatch.torch import virtual_batch
+from superbatch.torch.virtual import aliases, batch_norm, composites, dispatch, held, memo, recording
+from superbatch.torch.virtual.paranoia import WrongRuleError
+from superbatch.torch.virtual.recording import Recording
+from tests.torch.coupled import data
+from tests.torch.coupled.operator_case import OperatorCase
+from tests.torch.coupled.operators import ALL_OPERATORS, OPERATORS
+from tests.torch.test_virtual_operators import SAMPLES, on_virtual_tensors
+
+aten: Any = torch.ops.aten
+
+
+def forget() -> None:
+    """Let every rule be asked again."""
+    batch_norm_caches = (batch_norm._sums, batch_norm._normalised, batch_norm._moments)
+    for cached in (memo._remembered, dispatch._kind_of, composites.found, *batch_norm_caches):
+        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def rules_are_asked() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+# -- each operation that is recorded, off by a factor and a constant -----------------------------------------
+
+
+def off(result: Any) -> Any:
+    """Return results that are wrong in each number."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(off(item) for item in result) if type(result) in (list, tuple) else off([*result])
+    if not isinstance(result, Tensor):
+        return result
+    if result.dtype is torch.bool:
+        return ~result
+    return result * 1.5 + 0.375 if result.is_floating_point() or result.is_complex() else result + 1
+
+
+class Mutated:
+    """Stands in for `Recording._node`: notes which operations are recorded, and lets one give wrong results.
+
+    Attributes:
+        seen: their names.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: dict[str, None] = {}
+        self.wrong: str | None = None
+        plain = Recording._node
+
+        def node(given: Recording, func: Any, operands: Any, told: Any) -> Any:
+            self.seen[str(func)] = None
+            if str(func) == self.wrong:
+                run = told.run
+                told = told._replace(run=lambda part, tensors: off(run(part, tensors)))
+            return plain(given, func, operands, told)
+
+        patch.setattr(Recording, "_node", node)
+
+
+# What draws numbers has no other result to be compared with, but dropout; an empty tensor is arbitrary.
+_ARBITRARY = ("empty", "rand", "bernoulli", "normal", "uniform", "multinomial", "exponential", "geometric")
+_ARBITRARY += ("rrelu", "poisson", "cauchy", "random", "dropout_mask")
+
+
+def is_arbitrary(name: str) -> bool:
+    packet = name.split(".")[1] if "." in name else name
+    return any(word in packet for word in _ARBITRARY) and "norm" not in packet.replace("normal", "")
+
+
+def unseen(cases: list[OperatorCase], mutated: Mutated) -> tuple[list[str], set[str]]:
+    """Return which operations can be wrong without paranoid mode's knowledge, and all that were tried."""
+    found: list[str] = []
+    tried: set[str] = set()
+    for case in cases:
+        samples = max(SAMPLES, case.min_n)
+        mutated.wrong, mutated.seen = None, {}
+        on_virtual_tensors(case, samples, 3, paranoid=True)
+        for name in [name for name in mutated.seen if name not in tried and not is_arbitrary(name)]:
+            tried.add(name)
+            mutated.wrong = name
+            try:
+                on_virtual_tensors(case, samples, 3, paranoid=True)
+            except WrongRuleError:
+                continue
+            except (RuntimeError, IndexError, ValueError):  # wrong indices, say, are not taken
+                continue
+            found.append(f"{name} in {case}")
+    return found, tried
+
+
+def test_each_recorded_operation_of_some_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = unseen(ALL_OPERATORS[::8], Mutated(monkeypatch))
+    assert not found
+    assert len(tried) > 80
+
+
+@pytest.mark.slow
+def test_each_recorded_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, tried = unseen(ALL_OPERATORS, Mutated(monkeypatch))
+    assert not found
+    assert len(tried) > 250
+
+
+# -- a mutant for each family --------------------------------------------------------------------------------
+
+
+class Everything(nn.Module):
+    """Has BatchNorm in training and frozen, InstanceNorm, attention, indexing, lists of views, and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.frozen = nn.Conv2d(2, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.instance, self.embed = nn.InstanceNorm2d(4, affine=True), nn.Embedding(6, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        x = self.instance(self.frozen(self.norm(self.conv(x))))
+        tokens = x.flatten(2).mT + self.embed(words)[:, None]
+        tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        first, second = tokens.split([1, tokens.shape[1] - 1], 1)
+        pooled = first[:, 0] + second.mean(1)
+        pooled = pooled.clone()
+        pooled[:, 1] += pooled[:, 0]
+        table = pooled[torch.tensor([0, 2, 1])]
+        return self.head(pooled) + table.mean(0).mean()
+
+
+def train(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = Everything().double()
+    model.frozen.eval()
+    x, words, target = data.normal(5, 2, 6, 6), data.integers(6, 5), data.integers(3, 5)
+    with virtual_batch(model, 2, **options) as batch:
+        out = model(batch(x), batch(words))
+        (F.cross_entropy(out, batch(target)) + out.mean()).backward()
+    return model
+
+
+def doubled(results: Any) -> Any:
+    """Double the first result of an operation that is done as several; it is a virtual tensor, or several."""
+    if isinstance(results, Tensor):
+        return results * 2
+    first = next(i for i, item in enumerate(results) if isinstance(item, Tensor))
+    return type(results)([*results[:first], results[first] * 2, *results[first + 1 :]])
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def composite(packet: Any) -> Patch:
+    """Double what an operation gives that is done as several."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = composites.COMPOSITES[packet]
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            results = plain(*args, **kwargs)
+            return results if results is NotImplemented else doubled(results)
+
+        monkeypatch.setitem(composites.COMPOSITES, packet, wrong)
+
+    return patch
+
+
+def recorded(name: str) -> Patch:
+    """Let an operation that is recorded be off."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        Mutated(monkeypatch).wrong = name
+
+    return patch
+
+
+def _input_gradient_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = batch_norm._input_gradient
+
+    def wrong(given: Recording, *args: Any) -> Any:
+        return given.value(given.show(plain(given, *args)) * 2)
+
+    monkeypatch.setattr(batch_norm, "_input_gradient", wrong)
+
+
+def _variance_not_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = batch_norm._statistics
+
+    def wrong(*args: Any) -> Any:
+        mean, invstd, var, _ = plain(*args)
+        return [mean, invstd, var, var]
+
+    monkeypatch.setattr(batch_norm, "_statistics", wrong)
+
+
+def _momentum_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = batch_norm._update
+    monkeypatch.setattr(batch_norm, "_update", lambda r, b, v, momentum: plain(r, b, v, 1 - momentum))
+
+
+def _next_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = composites.LISTS[aten.split_with_sizes.default]
+
+    def wrong(given: Any, x: Any, sizes: Any, dim: int = 0) -> Any:
+        return plain(given, x.flip(dim), sizes, dim)
+
+    monkeypatch.setitem(composites.LISTS, aten.split_with_sizes.default, wrong)
+
+
+def _write_of_a_view_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aliases, "_put_back", lambda given, step, base, new: base)
+
+
+FAMILIES: dict[str, Patch] = {
+    "BatchNorm": composite(aten.native_batch_norm),
+    "BatchNorm's backward": composite(aten.native_batch_norm_backward),
+    "BatchNorm's input gradient": _input_gradient_doubled,
+    "BatchNorm's running variance": _variance_not_unbiased,
+    "BatchNorm's momentum": _momentum_turned,
+    "BatchNorm frozen": recorded("batch_norm"),
+    "BatchNorm frozen, backward": recorded("batch_norm backward"),
+    "BatchNorm's sums": recorded("batch_norm sums"),
+    "BatchNorm's coefficients": recorded("batch_norm coefficients"),
+    "InstanceNorm": recorded("instance_norm"),
+    "InstanceNorm's backward": recorded("instance_norm backward"),
+    "means": composite(aten.mean),
+    "classification losses": composite(aten.nll_loss_forward),
+    "classification losses, backward": recorded("aten.nll_loss_backward.default"),
+    "indexing": recorded("aten.index.Tensor"),
+    "lists of views": _next_slice,
+    "writes into views": _write_of_a_view_lost,
+    "attention": recorded("aten._scaled_dot_product_flash_attention_for_cpu.default"),
+    "attention's backward": recorded("aten._scaled_dot_product_flash_attention_for_cpu_backward.default"),
+    "convolution": recorded("aten.convolution.default"),
+    "convolution's backward": recorded("aten.convolution_backward.default"),
+    "products": recorded("aten.mm.default"),
+    "views": recorded("aten.transpose.int"),
+    "sums": recorded("aten.sum.dim_IntList"),
+    "elementwise": recorded("aten.add.Tensor"),
+    "embedding": recorded("aten.embedding.default"),
+    "embedding's backward": recorded("aten.embedding_dense_backward.default"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mutant_of_each_family_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAMILIES[family](monkeypatch)
+    train()  # premise: the mutant runs
+    forget()
+    with pytest.raises(WrongRuleError):
+        train(paranoid=True)
+
+
+@pytest.mark.parametrize("packet", [aten.index.Tensor, aten.index_put], ids=str)
+def test_indexing_that_becomes_several_operations(packet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the batch by labels, read and written."""
+    plain, done = composites.COMPOSITES[packet], []
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        results = plain(*args, **kwargs)
+        done.append(results is not NotImplemented)
+        return results if results is NotImplemented else doubled(results)
+
+    monkeypatch.setitem(composites.COMPOSITES, packet, wrong)
+    seen = 0
+    for case in [case for case in ALL_OPERATORS if "ind" in case.name or "label" in case.name]:
+        done.clear()
+        try:
+            on_virtual_tensors(case, max(SAMPLES, case.min_n), 3, paranoid=True)
+        except WrongRuleError:
+            seen += 1
+        else:
+            assert not any(done), f"{case} was done as several, and doubled"
+    assert seen
+
+
+def test_dropout_without_its_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = data.normal(5, 6)
+
+    def dropped() -> None:
+        with virtual_batch(nn.Identity(), 2, paranoid=True) as batch:
+            given: Any = batch(x)
+            torch.native_dropout(given, 0.25, train=True)
+
+    dropped()
+    plain = held.held
+
+    def wrong(given: Any, func: Any, args: Any, kwargs: Any, do: Any) -> Any:
+        def without_factor(*told: Any) -> Any:
+            out, mask = do(*told)
+            return out * 0.75, mask
+
+        return plain(given, func, args, kwargs, without_factor if func is aten.native_dropout.default else do)
+
+    monkeypatch.setattr(dispatch, "held", wrong)
+    with pytest.raises(WrongRuleError, match="native_dropout"):
+        dropped()
+
+
+def test_paranoid_mode_changes_nothing() -> None:
+    """The premise of the mutants: the rules as they are pass."""
+    plain, careful = train(), train(paranoid=True)
+    for (name, one), (_, other) in zip(plain.state_dict().items(), careful.state_dict().items(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
+    assert all(p.grad is not None and float(p.grad.norm()) > 0 for p in careful.parameters())
+
+
+def test_without_the_check_of_whole_calls_batch_norms_gradient_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mutant of the check: only what one rule records is held."""
+    _input_gradient_doubled(monkeypatch)
+    monkeypatch.setattr(dispatch, "held", lambda given, func, args, kwargs, do: do(given, func, args, kwargs))
+    train(paranoid=True)
+
+
+def test_what_the_error_says() -> None:
+    case = OPERATORS["sum of all"]
+    with pytest.MonkeyPatch.context() as patch:
+        Mutated(patch).wrong = "aten.sum.default"
+        said = r"Output 0 of aten\.sum\.default on shapes .* with samples in .*largest difference .*report"
+        with pytest.raises(WrongRuleError, match=said):
+            on_virtual_tensors(case, 7, 3, paranoid=True)
+    assert recording.paranoia.WrongRuleError is WrongRuleError

@@ -1,0 +1,151 @@
+"""What a virtual batch cannot hold is refused at the line that asks for it, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch import InputError, WindowError
+from superbatch.torch import virtual_batch
+from superbatch.torch.virtual import unsupported
+
+
+def ragged(layout: torch.layout = torch.jagged) -> Tensor:
+    torch.manual_seed(0)
+    return torch.nested.nested_tensor([torch.randn(rows, 3) for rows in (2, 4, 3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("inside", [lambda x: x, lambda x: {"x": x, "y": torch.ones(3)}, lambda x: [x]])
+def test_a_nested_tensor_is_no_batch(layout: torch.layout, inside: Callable[[Tensor], Any]) -> None:
+    with (
+        virtual_batch(nn.Linear(3, 3), 2) as batch,
+        pytest.raises(InputError, match=r"^virtual_batch takes no nested tensors .*to_padded_tensor"),
+    ):
+        batch(inside(ragged(layout)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda h: torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, 6, 9])),
+        lambda h: torch.nested.as_nested_tensor(h, layout=torch.jagged),
+        lambda h: torch.nested.as_nested_tensor([h[:2], h[2:]], layout=torch.jagged),
+        lambda h: torch.nested.nested_tensor([h[:2], h[2:]], layout=torch.jagged),
+    ],
+)
+def test_a_jagged_tensor_is_not_made_of_the_batch(make: Callable[[Any], Any]) -> None:
+    model = nn.Linear(3, 3)
+    with virtual_batch(model, 2) as batch:
+        h = model(batch(torch.randn(9, 3)))
+        with pytest.raises(WindowError, match=r"^A nested tensor .* Use a padded tensor and a mask"):
+            make(h)
+        h.sum().backward()  # and the block goes on
+    assert model.weight.grad is not None
+
+
+def test_a_jagged_tensor_beside_the_batch_is_what_it_is() -> None:
+    model, beside = nn.Linear(3, 3), ragged()
+    with virtual_batch(model, 2) as batch:
+        with torch.no_grad():  # a metric, say
+            other = model(beside).values().sum()
+        loss = other + model(batch(torch.ones(3, 3))).sum()
+        loss.backward()
+    expected = model(beside).values().sum() + model(torch.ones(3, 3)).sum()
+    torch.testing.assert_close(loss.detach().clone(), expected.detach())
+
+
+class Center(nn.Module):
+    """The centre of DINO's teacher: a moving mean, kept as some libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.zeros(1, 3, dtype=torch.float64))
+        self.value: Tensor
+
+    def forward(self, out: Tensor) -> Tensor:
+        loss = (out - self.value).square().mean()
+        self.move(0.9 * self.value + 0.1 * out.detach().mean(0, keepdim=True))
+        return loss
+
+    def move(self, value: Tensor) -> None:
+        self.value.data = value
+
+
+class Copied(Center):
+    """What the error says to write."""
+
+    def move(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.value.copy_(value)
+
+
+TEXT = (
+    r"^A real tensor of shape \(1, 3\) has its \.data set to one of the virtual batch.*"
+    r"real\.copy_\(numbers\)\.$"
+)
+
+
+def start(center: type[Center]) -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3).double(), center()), torch.randn(6, 3, dtype=torch.float64)
+
+
+def refused_at_the_line() -> None:
+    model, x = start(Center)
+    reached: list[str] = []
+    with virtual_batch(model, 2) as batch:
+        try:
+            model(batch(x))
+        except WindowError:
+            reached.append("refused")
+        assert reached == ["refused"], "it went on"
+        center = model[1]
+        assert isinstance(center, Center)
+        assert torch.equal(center.value, torch.zeros(1, 3, dtype=torch.float64)), "as before"
+
+
+def test_data_of_a_buffer_set_to_a_value_of_the_batch_is_refused_at_that_line() -> None:
+    model, x = start(Center)
+    with virtual_batch(model, 2) as batch, pytest.raises(WindowError, match=TEXT) as raised:
+        model(batch(x))
+    assert "move" in [entry.name for entry in raised.traceback]
+    refused_at_the_line()
+
+
+def test_real_data_may_be_set() -> None:
+    model, x = start(Center)
+    center = model[1]
+    assert isinstance(center, Center)
+    with virtual_batch(model, 2) as batch:
+        batch(x)
+        center.value.data = torch.ones(1, 3, dtype=torch.float64)
+    assert torch.equal(center.value, torch.ones(1, 3, dtype=torch.float64))
+
+
+def test_what_the_error_says_is_the_real_batch() -> None:
+    ours, x = start(Copied)
+    real, _ = start(Copied)
+    for _ in range(3):
+        with virtual_batch(ours, 2) as batch:
+            ours(batch(x)).backward()
+        real(x).backward()
+    assert torch.as_tensor(real.state_dict()["1.value"]).norm() > 0, "premise"
+    for (name, one), other in zip(ours.state_dict().items(), real.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14, msg=name)
+    for one, other in zip(ours.parameters(), real.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_a_block_that_does_not_look_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pass_on(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(unsupported.RefuseVirtualData, "__torch_function__", pass_on)
+    with pytest.raises((AssertionError, WindowError)):
+        refused_at_the_line()
