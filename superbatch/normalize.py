@@ -3,9 +3,13 @@
 A window has micro-batches ``i = 1..K`` on ranks ``r = 1..R``; ``w_ri`` is the weight of a micro-batch,
 ``W = sum w_ri`` over micro-batches and ranks, ``l_ri`` what ``loss_fn`` returns::
 
-    reduction="mean":  L = sum (w_ri / W) l_ri          scale of micro-batch ri:  w_ri / W
-    reduction="sum":   L = sum  l_ri / W                scale:                    1 / W
-    gradients averaged over R ranks afterwards:         scale x R
+    reduction="mean":   L = sum (w_ri / W) l_ri          scale of micro-batch ri:  w_ri / W
+    reduction="sum":    L = sum  l_ri / W                scale:                    1 / W
+    reduction="total":  L = sum  l_ri                    scale:                    1
+    gradients averaged over R ranks afterwards:          scale x R
+
+With a mean, a micro-batch of weight 0 contributes nothing, NaN or not. With a sum it contributes: an image
+without objects has no box to count, but a loss. ``W`` may have a lower bound: ``max(sum w_ri, min_weight)``.
 
 Weights are ints or float64 on the host: a float32 counter stops counting at 2**24, a bfloat16 one at 256.
 """
@@ -14,34 +18,59 @@ from __future__ import annotations
 
 # pyright: strict
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from .errors import InputError, explain
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "total"]
 Number = int | float
+LARGEST_TOTAL = 1e300  # of the weights of a window: far from where float64 ends
 
 
-def check_reduction(reduction: str) -> Reduction:
+def check_reduction(reduction: object, known: Sequence[str] = get_args(Reduction)) -> Reduction:
     """Return the reduction if it is one.
 
+    Args:
+        reduction: as stated.
+        known: the reductions that a backend has.
+
     Raises:
-        InputError: it is neither ``"mean"`` nor ``"sum"``.
+        InputError: it is none of them.
 
     Examples:
         >>> check_reduction("mean")
         'mean'
     """
-    if reduction in get_args(Reduction):
-        return reduction  # pyright: ignore[reportReturnType]  (narrowed by get_args, which pyright cannot follow)
+    if isinstance(reduction, str) and reduction in known:
+        return reduction  # pyright: ignore[reportReturnType]  (narrowed by `known`, which pyright cannot follow)
+    means = {"mean": "the mean", "sum": "the sum", "total": "the sum that nothing divides"}
     raise InputError(
-        explain(
-            f"reduction={reduction!r}",
-            "a loss over a micro-batch is either a mean or a sum over it",
-            'pass reduction="mean" (PyTorch\'s default) or reduction="sum"',
-        )
+        f"reduction={reduction!r} is not a reduction. Pass what loss_fn returns for a micro-batch: "
+        + ", ".join(f'"{name}" ({means[name]})' for name in known)
+        + "."
     )
+
+
+def check_min_weight(min_weight: object, reduction: Reduction) -> Number | None:
+    """Return the lower bound of a window's weight if it can be one.
+
+    Raises:
+        InputError: it is no positive number, or nothing is divided.
+
+    Examples:
+        >>> check_min_weight(1, "sum")
+        1
+    """
+    if min_weight is None:
+        return None
+    if isinstance(min_weight, bool) or not isinstance(min_weight, int | float):
+        raise InputError(f"min_weight={min_weight!r} is not a number. Pass a positive number, such as 1.")
+    if not (math.isfinite(min_weight) and min_weight > 0):
+        raise InputError(f"min_weight={min_weight!r} is no bound. Pass a positive number, such as 1.")
+    if reduction == "total":
+        raise InputError('reduction="total" divides by nothing, so min_weight= has no meaning. Leave it out.')
+    return min_weight
 
 
 def check_weight(weight: object, where: str) -> Number:
@@ -88,6 +117,9 @@ def check_weight(weight: object, where: str) -> Number:
 def total_weight(weights: Iterable[Number]) -> Number:
     """Return ``W``: exact for ints, correctly rounded for floats.
 
+    Raises:
+        InputError: the sum is above 1e300, or no number.
+
     Examples:
         >>> total_weight([4, 4, 2])
         10
@@ -96,27 +128,61 @@ def total_weight(weights: Iterable[Number]) -> Number:
     """
     weights = list(weights)
     total = sum(weights)
+    if not abs(total) <= LARGEST_TOTAL:  # fsum would raise, and a loss times its weight overflow
+        raise InputError(
+            f"The weights of the window add up to {float(min(total, 1e308)):.3g}, too large to compute with. "
+            "Return a number of samples or tokens, or a sum of sample weights."
+        )
     return total if isinstance(total, int) else math.fsum(weights)  # one float makes the sum a float
 
 
-def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1) -> float:
-    """Return the factor of one micro-batch's loss: ``w / W`` for a mean, ``1 / W`` for a sum.
+def takes_part(weight: Number, *, reduction: Reduction) -> bool:
+    """Return True unless the micro-batch contributes nothing: a mean over no token.
+
+    Examples:
+        >>> takes_part(0, reduction="mean"), takes_part(0, reduction="sum")
+        (False, True)
+    """
+    return reduction != "mean" or weight != 0
+
+
+def window_weight(counted: Number, *, reduction: Reduction, min_weight: Number | None = None) -> Number:
+    """Return ``W``, what the sum over a window is divided by: ``max(counted, min_weight)``; 1 for a total.
 
     Args:
-        weight: the micro-batch's weight ``w >= 0``; ``0`` always gives ``0.0``.
-        total: the weight ``W`` of the window over all ranks.
+        counted: sum of the weights over micro-batches and ranks.
+        reduction: what ``loss_fn`` returns.
+        min_weight: lower bound of ``W``.
+
+    Examples:
+        >>> window_weight(0, reduction="sum", min_weight=1), window_weight(7, reduction="total")
+        (1, 1)
+    """
+    if reduction == "total":
+        return 1
+    return counted if min_weight is None else max(counted, min_weight)
+
+
+def scale(weight: Number, total: Number, *, reduction: Reduction, ranks: int = 1) -> float:
+    """Return the factor of one micro-batch's loss: ``w / W`` for a mean, ``1 / W`` for a sum, 1 for a total.
+
+    Args:
+        weight: the micro-batch's weight ``w >= 0``; with a mean ``0`` gives ``0.0``.
+        total: the weight ``W`` of the window over all ranks; ``0`` gives ``0.0``, for there is no update.
         reduction: what ``loss_fn`` returns.
         ranks: number of ranks if a backend averages gradients over them afterwards, else 1.
 
     Examples:
         >>> [scale(w, 10, reduction="mean") for w in (4, 4, 2)]
         [0.4, 0.4, 0.2]
-        >>> scale(4, 10, reduction="sum", ranks=2)
-        0.2
-        >>> scale(0, 0, reduction="mean")
-        0.0
+        >>> scale(4, 10, reduction="sum", ranks=2), scale(0, 10, reduction="sum")
+        (0.2, 0.1)
+        >>> scale(0, 0, reduction="mean"), scale(3, 10, reduction="total")
+        (0.0, 1.0)
     """
-    if weight == 0:
+    if reduction == "total":
+        return float(ranks)
+    if total == 0 or (weight == 0 and not takes_part(weight, reduction=reduction)):
         return 0.0
     numerator = weight if reduction == "mean" else 1
     return ranks * numerator / total
@@ -126,11 +192,9 @@ def after_forward_scale(weight: Number, *, reduction: Reduction) -> Number:
     """Return the factor of a loss where ``W`` is not known yet: sums first, `divisor` later.
 
     Examples:
-        >>> after_forward_scale(4, reduction="mean"), after_forward_scale(4, reduction="sum")
+        >>> after_forward_scale(4, reduction="mean"), after_forward_scale(0, reduction="sum")
         (4, 1)
     """
-    if weight == 0:
-        return 0
     return weight if reduction == "mean" else 1
 
 
@@ -150,8 +214,8 @@ def divisor(planned: Number, counted: Number) -> float:
 def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: Reduction) -> float:
     """Return the sum over the samples of a window from the losses of its micro-batches.
 
-    ``sum w_i l_i`` for a mean, ``sum l_i`` for a sum; a micro-batch of weight 0 contributes nothing, NaN or
-    not.
+    ``sum w_i l_i`` for a mean, where a micro-batch of weight 0 contributes nothing, NaN or not; else
+    ``sum l_i``.
 
     Args:
         losses: what ``loss_fn`` returned, one per micro-batch.
@@ -163,9 +227,9 @@ def loss_sum(losses: Iterable[float], weights: Iterable[Number], *, reduction: R
         20.0
     """
     terms = [
-        loss * after_forward_scale(weight, reduction=reduction)
+        loss * weight if reduction == "mean" else loss
         for loss, weight in zip(losses, weights, strict=True)
-        if weight
+        if weight or takes_part(weight, reduction=reduction)
     ]
     # fsum is exact but raises on inf - inf, which is a loss to report, not a failure of ours.
     return math.fsum(terms) if all(map(math.isfinite, terms)) else sum(terms)
@@ -175,7 +239,8 @@ def mean_loss(losses: Iterable[float], weights: Iterable[Number], *, reduction: 
     """Return the loss of the batch from the losses of its micro-batches.
 
     Returns:
-        ``sum w_i l_i / W`` for a mean, ``sum l_i / W`` for a sum; NaN where ``W`` is 0.
+        ``sum w_i l_i / W`` for a mean, ``sum l_i / W`` for a sum, ``sum l_i`` for a total; NaN where
+        ``W`` is 0.
 
     Examples:
         >>> mean_loss([1.0, 1.0, 6.0], [4, 4, 2], reduction="mean")
@@ -184,7 +249,8 @@ def mean_loss(losses: Iterable[float], weights: Iterable[Number], *, reduction: 
         2.0
     """
     weights = list(weights)
-    return per_weight(loss_sum(losses, weights, reduction=reduction), total_weight(weights))
+    counted = window_weight(total_weight(weights), reduction=reduction)
+    return per_weight(loss_sum(losses, weights, reduction=reduction), counted)
 
 
 def per_weight(total: float, weight: Number) -> float:

@@ -36,10 +36,12 @@ from superbatch.packed import (
 )
 from superbatch.paths import Leaf, join
 from superbatch.refusals import (
+    MOST_LEVELS,
     NOT_SLICED,
     agreed_length,
     listed_length,
     refuse_hollow_lists,
+    too_deep,
     unknown,
     unmet,
     unsliceable,
@@ -183,6 +185,7 @@ class Walk:
         hollow: lists of containers in which nothing is cut, with their lengths.
         followed: paths of packed groups whose offsets cut at least one array.
         widths: the length of each array to trim, padding included.
+        depth: number of containers around the node that is visited.
 
     Examples:
         >>> walk = Walk(frozenset({"lookup"}), frozenset())
@@ -198,6 +201,7 @@ class Walk:
     hollow: list[Leaf] = field(default_factory=list[Leaf])
     followed: set[str] = field(default_factory=set[str])
     widths: dict[str, int] = field(default_factory=dict[str, int])
+    depth: int = 0
 
     def visit(self, node: Any, path: str, packed: Packed | None) -> Take | None:
         """Note the leaves under a node; give its take(samples, longest), None when it is kept whole."""
@@ -246,7 +250,11 @@ class Walk:
             raise unknown(node, path)
         group = self._packed_group(entries, path)
         first_leaf = len(self.leaves)
+        self.depth += 1
+        if self.depth > MOST_LEVELS:
+            raise too_deep(path)
         takes = [self._entry(name, value, join(path, name), group or packed) for name, value in entries]
+        self.depth -= 1
         if group is not None and path not in self.followed:
             raise not_followed(group)
         if not any(takes):

@@ -13,6 +13,29 @@ from superbatch.paths import ABSENT, Leaf, find, listed_paths
 # What frameworks raise for an array that has a shape but no slices: sparse and nested tensors.
 NOT_SLICED: Final = (RuntimeError, NotImplementedError, TypeError, IndexError, KeyError, ValueError)
 
+# Each level costs three Python calls, of the thousand that the interpreter allows.
+MOST_LEVELS: Final = 100
+
+
+def too_deep(path: str) -> InputError:
+    """The error for a batch that is nested without end, or nearly so.
+
+    Args:
+        path: where the walk gave up; empty where it is not known.
+
+    Returns:
+        The error.
+
+    Examples:
+        >>> str(too_deep("a.a.a.a.a.a")).partition(":")[0]
+        "The batch is nested more than 100 levels deep, at path 'a.a.a.a...'"
+    """
+    where = f", at path '{'.'.join(path.split('.')[:4])}...'" if path else ""
+    return InputError(
+        f"The batch is nested more than {MOST_LEVELS} levels deep{where}: does it contain itself? "
+        "Pass a flat dict or tuple of tensors."
+    )
+
 
 def agreed_length(leaves: Sequence[Leaf]) -> int:
     """The one number of samples that all leaves agree on.

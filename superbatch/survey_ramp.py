@@ -9,6 +9,8 @@ from __future__ import annotations
 
 # pyright: strict
 import math
+from numbers import Real
+from typing import Any
 
 from .errors import InputError, explain
 from .report.survey import What
@@ -43,13 +45,12 @@ def exponential(low: float, high: float, updates: int) -> tuple[float, ...]:
                 f"give at least {LEAST_UPDATES}; 100 is usual",
             )
         )
-    if not (0 < low < high < math.inf):
+    ends: list[Any] = [low, high]
+    numbers = all(isinstance(end, Real) and end is not True for end in ends)  # False is not above 0
+    if not numbers or not 0 < low < high < math.inf:
         raise InputError(
-            explain(
-                f"low={low!r} and high={high!r}",
-                "a ramp goes up, from a positive number",
-                "give 0 < low < high, such as low=1e-6, high=10",
-            )
+            f"low={low!r} and high={high!r} are no rising ramp of positive numbers. "
+            "Pass 0 < low < high, such as low=1e-6, high=10."
         )
     inner = (low * (high / low) ** (t / (updates - 1)) for t in range(1, updates - 1))
     return (low, *inner, high)

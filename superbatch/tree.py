@@ -21,6 +21,7 @@ from superbatch.paths import get as get
 from superbatch.plan import Plan as Plan
 from superbatch.plan import plan as plan
 from superbatch.plan import walked
+from superbatch.refusals import MOST_LEVELS, too_deep
 
 __all__ = ["Leaf", "Plan", "count_samples", "get", "leaves", "map_arrays", "map_leaves", "plan", "take"]
 
@@ -135,6 +136,10 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
         >>> map_leaves(lambda leaf: type(leaf).__name__, [memoryview(b"abc"), object(), 3, "text"])
         ['memoryview', 'object', 3, 'text']
     """
+    return _mapped(fn, batch, 0)
+
+
+def _mapped(fn: Callable[[Any], Any], batch: Any, depth: int) -> Any:
     if is_scalar(batch):
         return batch
     if array_shape(batch) is not None or is_torch_packed_sequence(batch):
@@ -142,7 +147,9 @@ def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
     entries = children(batch)
     if entries is None:
         return fn(batch)
-    new = [map_leaves(fn, value) for _, value in entries]
+    if depth == MOST_LEVELS:
+        raise too_deep("")
+    new = [_mapped(fn, value, depth + 1) for _, value in entries]
     if all(after is before for after, (_, before) in zip(new, entries, strict=True)):
         return batch
     return rebuilder(batch, "")(new)

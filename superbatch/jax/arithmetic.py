@@ -110,14 +110,24 @@ def pairwise_sum(values: Any) -> Any:
     return values[0]
 
 
-def taking_part(values: Any, weights: Any) -> Any:
-    """Return the values, but 0 where the weight is 0: a loss of no tokens is NaN, and 0 x NaN is no 0.
+def takes_part(weight: Any, reduction: str) -> Any:
+    """Return whether a micro-batch contributes: with a mean unless its weight is 0, with a sum always.
 
     Examples:
-        >>> print(taking_part(jnp.array([1.0, jnp.nan]), jnp.array([2, 0])))
+        >>> print(takes_part(jnp.array([2, 0]), "mean"), takes_part(jnp.array([2, 0]), "sum"))
+        [ True False] [ True  True]
+    """
+    return weight != 0 if reduction == "mean" else jnp.ones_like(weight, bool)
+
+
+def taking_part(values: Any, kept: Any) -> Any:
+    """Return the values, but 0 where they are not kept: a mean over no token is NaN, and 0 x NaN is no 0.
+
+    Examples:
+        >>> print(taking_part(jnp.array([1.0, jnp.nan]), jnp.array([True, False])))
         [1. 0.]
     """
-    return jnp.where(weights != 0, values, jnp.zeros((), jnp.result_type(values)))
+    return jnp.where(kept, values, jnp.zeros((), jnp.result_type(values)))
 
 
 def total_weight(weights: Any) -> Any:

@@ -178,13 +178,14 @@ def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
     """
     options = call.options
     weights = jnp.concatenate([group.weight for group in by_group])
+    keep = jnp.concatenate([group.keep for group in by_group])
     losses = jnp.concatenate([group.loss for group in by_group])
     weight = arithmetic.total_weight(weights)
     dtype = jnp.promote_types(weight.dtype, arithmetic.sum_dtype(losses.dtype))
     wide, counts = weights.astype(dtype), jnp.asarray(loop.sizes(call.groups), dtype)
 
     def over_window(values: Any, factors: Any) -> Any:
-        return arithmetic.pairwise_sum(arithmetic.taking_part(values.astype(dtype) * factors, weights))
+        return arithmetic.pairwise_sum(arithmetic.taking_part(values.astype(dtype) * factors, keep))
 
     ones = jnp.ones_like(counts)
     extra = jnp.zeros((), dtype)
@@ -193,7 +194,7 @@ def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
     loss = over_window(losses, wide if options.reduction == "mean" else ones)
     dropped = jnp.zeros((), dtype)
     if options.nonfinite == "skip_microbatch":
-        dropped = jnp.sum((weights == 0).astype(dtype))
+        dropped = jnp.sum((~keep).astype(dtype))
     found = [weight, loss, extra, over_window(counts, ones), dropped]
     if options.noise:
         squares = jnp.concatenate([group.square for group in by_group])

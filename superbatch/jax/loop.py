@@ -34,6 +34,7 @@ class PerMicrobatch(NamedTuple):
 
     loss: Any
     weight: Any
+    keep: Any
     extra: Any
     aux: Any
     square: Any
@@ -134,13 +135,15 @@ def plan_extra(call: Call) -> Planned | None:
     def body_of(group: Group) -> Body:
         def body(carry: Any, index: Any) -> tuple[Any, Any]:
             outcome = outcome_of(group, carry, index)
-            return kept(outcome.carry, carry, outcome.weight), outcome.weight
+            keep = arithmetic.takes_part(outcome.weight, call.options.reduction)
+            return kept(outcome.carry, carry, keep), outcome.weight
 
         return body
 
     _, stacked = run(call.groups, body_of, carry)
     weights = jnp.concatenate(stacked)
-    samples = jnp.where(weights != 0, sizes(call.groups), 0).sum()
+    keep = arithmetic.takes_part(weights, call.options.reduction)
+    samples = jnp.where(keep, sizes(call.groups), 0).sum()
     total = arithmetic.total_weight(weights)
     return Planned(*summed((total, samples.astype(total.dtype)), call.options.axis_name))
 
@@ -155,9 +158,9 @@ def sizes(groups: list[Group]) -> Any:
     return np.repeat([group.size for group in groups], [group.count for group in groups])
 
 
-def kept(new: Any, old: Any, weight: Any) -> Any:
-    """Return the new state, but the old one where the micro-batch has no weight."""
-    return jax.tree.map(lambda one, other: jnp.where(weight != 0, one, other), new, old)
+def kept(new: Any, old: Any, keep: Any) -> Any:
+    """Return the new state, but the old one where the micro-batch does not take part."""
+    return jax.tree.map(lambda one, other: jnp.where(keep, one, other), new, old)
 
 
 def extra_share(planned: Planned, size: int, weight: Any, reduction: str) -> Any:
@@ -172,7 +175,7 @@ def extra_share(planned: Planned, size: int, weight: Any, reduction: str) -> Any
     share = planned.weight * size / jnp.where(planned.samples == 0, 1, planned.samples)
     if reduction == "mean":
         share = share / jnp.where(weight == 0, 1, weight)
-    return jnp.where(weight == 0, 0, share)
+    return jnp.where(arithmetic.takes_part(weight, reduction), share, 0)
 
 
 def gradients(call: Call) -> tuple[Any, Any, list[PerMicrobatch]]:
@@ -217,20 +220,21 @@ def microbatch_body(call: Call, group: Group, planned: Planned | None) -> Body:
         positions = call.places.differentiated
         (_, outcome), gradient = jax.value_and_grad(objective, positions, has_aux=True)(*arguments)
         weight = outcome.weight
+        keep = arithmetic.takes_part(weight, options.reduction)
         if options.nonfinite == "skip_microbatch":
             finite = arithmetic.all_finite((outcome.loss, gradient))
-            weight = jnp.where(finite, weight, jnp.zeros_like(weight))
-        part = contribution(gradient, sums, weight, options)
-        new = kept(outcome.carry, carry, weight) if options.may_leave_out else outcome.carry
+            keep, weight = keep & finite, jnp.where(finite, weight, jnp.zeros_like(weight))
+        part = contribution(gradient, sums, weight, keep, options)
+        new = kept(outcome.carry, carry, keep) if options.may_leave_out else outcome.carry
         square = arithmetic.square_norm(part) if options.noise else None
-        found = PerMicrobatch(outcome.loss, weight, outcome.extra, outcome.aux, square)
+        found = PerMicrobatch(outcome.loss, weight, keep, outcome.extra, outcome.aux, square)
         return (jax.tree.map(jnp.add, sums, part), new), found
 
     return body
 
 
-def contribution(gradient: Any, sums: Any, weight: Any, options: Options) -> Any:
-    """Return ``w g`` (``g`` for a sum) in the dtypes of the sums; zeros where the weight is 0.
+def contribution(gradient: Any, sums: Any, weight: Any, keep: Any, options: Options) -> Any:
+    """Return ``w g`` (``g`` for a sum) in the dtypes of the sums; zeros where it is not kept.
 
     The gradient is widened before it is multiplied: times 1000 tokens a float16 overflows.
     """
@@ -239,6 +243,6 @@ def contribution(gradient: Any, sums: Any, weight: Any, options: Options) -> Any
         part = leaf.astype(total.dtype)
         if options.reduction == "mean":
             part = part * weight.astype(jnp.finfo(total.dtype).dtype)
-        return jnp.where(weight != 0, part, jnp.zeros_like(part)) if options.may_leave_out else part
+        return jnp.where(keep, part, jnp.zeros_like(part)) if options.may_leave_out else part
 
     return jax.tree.map(one, gradient, sums)

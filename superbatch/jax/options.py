@@ -78,7 +78,7 @@ def check(options: Options) -> Options:
         InputError: they do not, or one is no such option.
     """
     check_split(options.microbatch_size, options.steps, options.layout)
-    normalize.check_reduction(options.reduction)
+    normalize.check_reduction(options.reduction, ("mean", "sum"))
     arithmetic.check_sum_dtype(options.accumulator_dtype)
     if not (options.weight is None or options.weight == "returned" or callable(options.weight)):
         raise InputError(

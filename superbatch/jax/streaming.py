@@ -97,7 +97,7 @@ def multi_steps(
         >>> updates.tolist(), int(state.updates)
         ([-1.75], 1)
     """
-    normalize.check_reduction(reduction)
+    normalize.check_reduction(reduction, ("mean", "sum"))
     arithmetic.check_sum_dtype(accumulator_dtype)
     if not callable(every):
         check_steps(every, "every")
@@ -182,17 +182,17 @@ def _update(
 
 def _added(plan: _Plan, state: MultiStepsState, updates: Any, weight: Any) -> _Window:
     """The window in flight with one more micro-batch."""
-    skipped = state.skipped
+    skipped, keep = state.skipped, arithmetic.takes_part(weight, plan.reduction)
     if plan.nonfinite == "skip_microbatch":
         finite = arithmetic.all_finite(updates)
-        skipped = skipped + (~finite & (weight != 0))
+        skipped, keep = skipped + (~finite & keep), keep & finite
         weight = jnp.where(finite, weight, jnp.zeros_like(weight))
 
     def add(total: Any, leaf: Any) -> Any:
         part = leaf.astype(total.dtype)
         if plan.reduction == "mean":
             part = part * weight.astype(jnp.finfo(total.dtype).dtype)
-        return total + jnp.where(weight != 0, part, jnp.zeros_like(part))
+        return total + jnp.where(keep, part, jnp.zeros_like(part))
 
     sums = jax.tree.map(add, state.sums, updates)
     counted = jnp.where(weight < 0, jnp.nan, weight.astype(state.weight.dtype))

@@ -42,6 +42,29 @@ class MeetingPoint:
 
 
 @dataclass(frozen=True)
+class WholeValue:
+    """Values of the batch that an operator gave in one tensor, not one micro-batch at a time.
+
+    Attributes:
+        module: path of the module, "" for what no module did.
+        operation: the operator.
+        backward: it ran in a backward pass.
+        times: how many such values there were.
+        nbytes: bytes of all of them; `CouplingReport.whole_on_device` says how many at a time.
+
+    Examples:
+        >>> WholeValue("head", "aten.sort.default", backward=False, times=1, nbytes=4096).nbytes
+        4096
+    """
+
+    module: str
+    operation: str
+    backward: bool
+    times: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class CouplingReport:
     """What happened in a block.
 
@@ -58,6 +81,11 @@ class CouplingReport:
         kept_on_host: the same in the host's memory.
         unknown: operators that no rule knows and whose results flow back into no sample (a metric, say), and
             what was put together for them, in order.
+        whole: values that grow with the batch and were there in one tensor, forward and backward: rows taken
+            out of the batch, gathered embeddings and their gradient, inputs and results of operators that run
+            on the whole batch.
+        whole_on_device: largest number of bytes of these at a time. They stay on the device, also beyond its
+            budget, and leave less of it to what is kept.
 
     Examples:
         >>> report = CouplingReport(8, 2, (), 0, 1, 10, 20, 0, 0, 0)
@@ -76,6 +104,8 @@ class CouplingReport:
     kept_on_device: int
     kept_on_host: int
     unknown: tuple[MeetingPoint, ...] = ()
+    whole: tuple[WholeValue, ...] = ()
+    whole_on_device: int = 0
 
     def __str__(self) -> str:
         """Return the report as lines of text."""
@@ -85,13 +115,18 @@ class CouplingReport:
         head = f"{self.samples} samples in {parts}, {sweeps}"
         lines = [f"{head}; samples meet at", *map(_line, self.points)]
         if not self.points and not self.backward_points:
-            lines = [f"{head}: samples do not meet"]
-            if not self.unknown:
+            told = {(point.module, point.operation) for point in self.unknown}
+            apart = all((value.module, value.operation) in told for value in self.whole)
+            lines = [f"{head}: samples do not meet" if apart else head]
+            if not self.unknown and not self.whole:
                 return lines[0]
         if self.backward_points:
             lines.append(f"  and {_count(self.backward_points, 'time')} on the way back")
         if self.unknown:
             lines += ["and no sample sees again", *map(_line, self.unknown)]
+        if self.whole:
+            lines += ["whole values, larger than a micro-batch's", *map(_whole_line, self.whole)]
+            lines.append(f"  at most {binary_text(self.whole_on_device)} of them at a time")
         again = self.repeated / self.run if self.run else 0.0
         lines.append(
             f"kept at most {binary_text(self.kept_on_device)} on the device and "
@@ -106,6 +141,12 @@ def _line(point: MeetingPoint) -> str:
     sizes += [f"{binary_text(point.gathered)} gathered"] if point.gathered else []
     detail = ", ".join([_KINDS[point.kind], *sizes])
     return f"  {point.module or '(no module)'}: {point.operation} ({detail})"
+
+
+def _whole_line(value: WholeValue) -> str:
+    place = "backward pass" if value.backward else value.module or "(no module)"
+    times = f"{value.times} times, " if value.times > 1 else ""
+    return f"  {place}: {value.operation} ({times}{binary_text(value.nbytes)})"
 
 
 def _count(number: int, noun: str, ending: str = "s") -> str:

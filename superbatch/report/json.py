@@ -118,7 +118,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list):
         item = get_args(hint)[0]
         return tuple(_read(item, each, where) for each in cast("list[Any]", value))
-    if origin is dict and isinstance(value, dict):
+    if origin in (dict, Mapping) and isinstance(value, dict):
         item = get_args(hint)[1]
         return {key: _read(item, each, where) for key, each in cast("dict[str, Any]", value).items()}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 # pyright: strict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class Update:
             is 0).
         grad_norm: 2-norm of the normalised gradient before clipping; None where no whole gradient exists
             (accumulation into the momentum buffer, or no update because nothing had weight).
-        weight: weight ``W`` of the window, over all ranks.
+        weight: weight ``W`` of the window, over all ranks; 1 where nothing divides the loss as a whole
+            (``reduction="total"``, several terms).
         samples: samples of the window on this rank; None where they cannot be counted.
         microbatches: micro-batches of the window on this rank.
         learning_rates: of each parameter group, as used by this update.
@@ -23,6 +25,8 @@ class Update:
         dropped: positions of micro-batches left out because they were not finite.
         failures: micro-batches that ran out of memory, and were worked through in smaller ones.
         seconds: wall time from the start of the window to the end of the update.
+        losses: of each term, normalised by its own weight; empty where `loss_fn` returns one loss.
+        weights: weight ``W`` of each term; empty where `loss_fn` returns one loss.
 
     Examples:
         >>> Update(0.5, grad_norm=1.0, weight=64, samples=64, microbatches=4, learning_rates=(0.1,)).made
@@ -39,6 +43,8 @@ class Update:
     dropped: tuple[int, ...] = ()
     failures: int = 0
     seconds: float = 0.0
+    losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    weights: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
 
     @property
     def made(self) -> bool:

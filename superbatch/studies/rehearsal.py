@@ -223,7 +223,7 @@ def refusal(rehearsal: Rehearsal) -> str | None:
         >>> from superbatch.recipes import load_recipe
         >>> pairs = prepare(load_recipe("pairs"), optimizer="adam", dtype="float32", device="cpu", samples=8)
         >>> print(refusal(pairs))
-        Given: ... Wrong: ... samples influence each other... Do: ...
+        No weight explains the loss, so samples influence each other... Instead use coupled="exact" ...
     """
     recipe, few, model = rehearsal.recipe, min(4, rehearsal.samples), rehearsal.model
     accumulate = Accumulator(

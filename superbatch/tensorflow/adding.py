@@ -125,14 +125,15 @@ def _loss(loss: Any) -> Any:
 
 
 def add(state: State, microbatch: Microbatch, options: Options) -> None:
-    """Add one micro-batch; where its weight is 0 it contributes nothing, NaN or not."""
+    """Add one micro-batch; with a mean one of weight 0 contributes nothing, NaN or not."""
     weight, zero = microbatch.weight, tf.zeros((), tf.float64)
-    keep, dropped = weight != 0, zero
+    keep, dropped = weight != 0 if options.reduction == "mean" else True, zero
     with tf.control_dependencies(_requirements(microbatch)):
         if options.nonfinite == "skip_microbatch":
             present = [_values(gradient) for gradient in microbatch.gradients if gradient is not None]
             finite = arithmetic.all_finite(present) if present else tf.constant(value=True)
-            keep, dropped = keep & finite, tf.cast(keep & tf.logical_not(finite), tf.float64)
+            dropped = tf.cast(keep & tf.logical_not(finite), tf.float64)
+            keep = keep & finite
         squares = zero
         if tf.is_tensor(keep):
             squares = tf.cond(keep, lambda: _contribute(state, microbatch, options), lambda: zero)

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..errors import NonFiniteError, OptimizerError, WindowError, explain
+from ..errors import NonFiniteError, OptimizerError, StatementError, WindowError, explain
 from . import arithmetic, optimizers, presence
 from .options import Options
 from .outcome import Applied
@@ -52,6 +52,11 @@ def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[pre
         found = {i: tf.identity(_as_gradient(gradients[i], i, options)) for i in sorted(pattern)}
         optimizer.apply_gradients([(gradient, options.given[i]) for i, gradient in found.items()])
 
+    # With a mean the sums are 0 where the weight is.
+    undivided = (weight == 0) & (norm != 0)
+    if tf.executing_eagerly() and undivided:
+        clear(state, strategy)
+        raise _no_divisor()
     known = tf.reduce_any([presence.matches(totals.present, pattern) for pattern in possible])
     expected = (weight != 0) & known
     tf.cond(
@@ -64,6 +69,7 @@ def apply(state: State, optimizer: Any, options: Options, patterns: Iterable[pre
     if not tf.executing_eagerly():
         with tf.control_dependencies(cleared):
             _require(known | (weight == 0), _unknown_pattern())
+            _require(tf.logical_not(undivided), _no_divisor())
             if raising:
                 _require(finite | (weight == 0), _not_finite(None, some, options))
     return applied
@@ -157,6 +163,13 @@ def _no_gradient() -> OptimizerError:
             "an update would change nothing",
             "check that the loss depends on the variables that the accumulator was made with",
         )
+    )
+
+
+def _no_divisor() -> StatementError:
+    return StatementError(
+        "The losses of this window are sums that are not 0, but its weight is 0, so they cannot be divided; "
+        "nothing was updated, and the window was given up. Pass weights that are not all 0."
     )
 
 

@@ -45,7 +45,7 @@ def check(options: Options) -> Options:
     Raises:
         InputError: they do not, or one is no such option.
     """
-    normalize.check_reduction(options.reduction)
+    normalize.check_reduction(options.reduction, ("mean", "sum"))
     arithmetic.check_sum_dtype(options.accumulator_dtype)
     if options.nonfinite not in get_args(NonFinite):
         choices = ", ".join(repr(choice) for choice in get_args(NonFinite))

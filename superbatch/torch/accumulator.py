@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import normalize
-from ..errors import WindowError, explain
 from ..noise import NoiseMeter
 from ..report.coupling import CouplingReport
 from ..report.memory import MemoryReport
@@ -22,20 +21,27 @@ from . import batchnorm as norms
 from . import checks, misuse, options, saving
 from .before_step import BeforeStep
 from .boundary import Step
+from .check_schedule import CheckSchedule, saved_checks
 from .coupled_exact import Coupled, owned_loop, whole_batch
+from .declared import WeightOption, declare
+from .devices import accelerators
 from .first_check import check_first_window
 from .heap import keep_freed_memory
 from .in_flight import WindowInFlight
-from .losses import alone, pair_of
-from .masters import masters_written, take_over
+from .losses import alone
+from .masters import masters_loader, masters_state, masters_written, take_over
+from .moved_state import MovedState
 from .noise.windows import noise_of
+from .owned_parameters import OwnedParameters
 from .pieces import pieces_of, sizing_of
 from .places import Places
 from .plan import NonFinite, Plan
 from .recovery import work_through
 from .sizes.reserve import Reserve
 from .sizes.sizing import Fixed, sizing_state
-from .snapshot import BufferKeeper, RandomKeeper
+from .slip_watch import SlipWatch
+from .slips import name_unknown_options, refuse_no_batch
+from .snapshot import RandomKeeper
 from .sync import find_ranks
 from .transfer import Transfer
 
@@ -51,16 +57,17 @@ class Accumulator:
 
     Args:
         model: the model, or a list of models, that `loss_fn` uses and the optimizer updates.
-        optimizer: a torch optimizer, or a list of optimizers that own different parameters; each is stepped
-            once.
+        optimizer: a torch optimizer, or a list of optimizers that own different parameters.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the model. Not needed for the owned loop.
-        microbatch_size: samples per micro-batch at most (the split is near-equal, so at most two sizes
-            occur), or a `TokenBudget`; ``"auto"`` finds the fastest size that fits in memory, and
-            ``"largest"`` the largest (see `memory`). None works through a batch in one piece.
-        reduction: what `loss_fn` returns: ``"mean"`` (PyTorch's default) or ``"sum"`` over the micro-batch.
+        microbatch_size: samples per micro-batch at most, or a `TokenBudget`; ``"auto"`` finds the fastest
+            size that fits in memory, ``"largest"`` the largest. None works through a batch in one piece.
+        reduction: what `loss_fn` returns: the ``"mean"`` over the micro-batch (PyTorch's default), the
+            ``"sum"``, to be divided by the weight of the batch, or a ``"total"`` that nothing divides.
         weight: how much a micro-batch counts: None for its samples; a function micro-batch -> number
             (`count_tokens`, `sample_weights`, `class_weights`); or ``"returned"`` where `loss_fn` returns
-            ``(loss, weight)``.
+            ``(loss, weight)``. Several losses with weights of their own: a mapping name -> one of these,
+            and `loss_fn` returns a mapping name -> loss.
+        min_weight: lower bound of the weight that a batch is divided by (1: DETR's clamp).
         max_grad_norm: clip the normalised gradient to this 2-norm, once per window.
         max_grad_value: clip its elements to this magnitude.
         scheduler: a learning-rate scheduler, or a list of them, stepped once per update that was made.
@@ -83,14 +90,13 @@ class Accumulator:
         accumulate_into: ``"grad"``, or ``"momentum"`` to sum straight into SGD's momentum buffer (exact).
         masters: float32 copies that the optimizer updates in place of low-precision parameters
             (`fp32_masters`); parameters are set to them after each update.
-        device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None (left as
-            they are).
+        device: where micro-batches are moved: ``"auto"`` (the model's device), a device, or None.
         whole: paths of leaves that every micro-batch gets whole (the same object: do not change it in place).
         per_sample: paths of lists that hold one object per sample.
         noise: measure how noisy the gradient is, from those of the micro-batches: True, or a `NoiseMeter`.
-        check: compare, on the first window, losses of micro-batches with losses of their parts, and refuse a
-            wrong statement of `reduction` or `weight` before anything is updated. `loss_fn` is called some
-            times more for it, so metrics that it counts are counted more often.
+        check: compare losses of micro-batches with losses of their parts on the first window, and on a later
+            one that shows something new (the first loss that is not 0, the first unequal counts of labels),
+            and raise before an update with a wrong `reduction` or `weight`. It calls `loss_fn` a few times.
 
     Raises:
         InputError: an argument has the wrong type or value, or two of them exclude each other.
@@ -108,6 +114,7 @@ class Accumulator:
         (10, 3, True)
     """
 
+    @name_unknown_options
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -115,8 +122,9 @@ class Accumulator:
         loss_fn: Callable[[Any], Any] | None = None,
         *,
         microbatch_size: int | TokenBudget | Literal["auto", "largest"] | None = None,
-        reduction: normalize.Reduction = "mean",
-        weight: Callable[[Any], Any] | Literal["returned"] | None = None,
+        reduction: normalize.Reduction | Mapping[str, normalize.Reduction] = "mean",
+        weight: WeightOption | Mapping[str, WeightOption] = None,
+        min_weight: float | Mapping[str, float] | None = None,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         scheduler: Any = None,
@@ -135,7 +143,7 @@ class Accumulator:
         check: bool = True,
     ) -> None:
         models, optimizers = checks.as_models(model), checks.as_optimizers(optimizer)
-        declared, ranks = (("whole", whole), ("per_sample", per_sample)), find_ranks(models)
+        declared, ranks = (("whole", whole), ("per_sample", per_sample)), find_ranks(models, no_sync=True)
         self._paths = {name: options.as_paths(paths, name) for name, paths in declared}
         self._whole = whole_batch(  # first: what others advise may have no meaning beside it
             coupled,
@@ -145,6 +153,7 @@ class Accumulator:
             ranks=ranks,
             reduction=reduction,
             weight=weight,
+            min_weight=min_weight,
             nonfinite=nonfinite,
             batchnorm=batchnorm,
             accumulate_into=accumulate_into,
@@ -152,17 +161,14 @@ class Accumulator:
         )
         options.check_types(loss_fn, microbatch_size, weight, accumulator_dtype)
         self._masters = options.check_masters(masters)
-        self._owned = checks.own_parameters(models, optimizers, self._masters)
-        self._trainable = checks.trainable(optimizers, self._masters)
+        self._parameters = OwnedParameters(models, optimizers, self._masters)
+        self._owned = self._parameters.entries
         self._into: Into = checks.check_choice(accumulate_into, "accumulate_into", Into)
         self._batchnorm: BatchNorm = checks.check_choice(batchnorm, "batchnorm", BatchNorm)
         self._batchnorms = norms.find_batchnorms(models)
-        self._only_owned = checks.has_others(models, self._owned)
-        self._check = options.check_bool(check, "check")
-        self._updates = 0
+        self._updates, self._first = 0, True
         self._window: WindowInFlight | None = None
         self._resume: dict[str, Any] | None = None
-        self._first = True
         moved_to = options.as_device(device, self._owned)
         self._plan = Plan(
             models=models,
@@ -177,13 +183,12 @@ class Accumulator:
             ),
             ranks=ranks,
             device=moved_to,
-            reduction=normalize.check_reduction(reduction),
-            weigh="samples" if weight is None else weight,
+            declared=declare(reduction, weight, min_weight, nonfinite=nonfinite),
             nonfinite=checks.check_choice(nonfinite, "nonfinite", NonFinite),
             sample_rng=sample_rng and self._whole is None,
             norms=norms.of_windows(self._batchnorms, self._batchnorm, ranks),
-            buffers=BufferKeeper(models),
-            random=RandomKeeper([] if moved_to is None else [moved_to]),
+            state=MovedState(models, [loss_fn]),
+            random=RandomKeeper(accelerators(models, *(entry.parameter for entry in self._owned), moved_to)),
             loss_fn=loss_fn if self._whole is None else None,
             transfer=Transfer(moved_to if self._whole is None else None),
             reserve=Reserve(models, optimizers, self._owned),
@@ -198,7 +203,9 @@ class Accumulator:
             ),
             whole=self._whole is not None,
         )
+        self._schedule = CheckSchedule(self._plan, self._batchnorms.values(), check=check)
         self._of_windows = Fixed(None)
+        self._slips = SlipWatch(self._plan.step.schedulers, microbatch_size)
         self._sizing = sizing_of(
             microbatch_size if self._whole is None else None,
             self._plan,
@@ -258,10 +265,10 @@ class Accumulator:
         loss_fn = self._plan.loss_fn
         if loss_fn is None:
             raise options.without_loss_fn()
-        returned = self._plan.weigh == "returned"
         with self.window(batch) as window:
-            if returned:
-                work_through(window, lambda microbatch: window.backward(*pair_of(loss_fn(microbatch))))
+            if self._plan.weigh == "returned" or self._plan.declared.terms:
+                read = self._plan.declared.arguments
+                work_through(window, lambda microbatch: window.backward(*read(loss_fn(microbatch))))
             else:
                 work_through(window, lambda microbatch: window.backward(alone(loss_fn(microbatch))))
         assert window.update is not None
@@ -298,9 +305,11 @@ class Accumulator:
 
     def _open(self, batch: Any) -> WindowInFlight:
         self._require_closed()
-        self._refresh_owned()
+        self._plan.before_step.require_whole()
+        refuse_no_batch(batch)
+        self._parameters.refresh()
         take_over(self._owned, self._written)
-        need = self._plan.weigh == "samples" or self._plan.sample_rng
+        need = self._plan.declared.needs_samples or self._plan.sample_rng
         if self._batchnorm == "error" and self._whole is None:
             norms.refuse(self._batchnorms)
         sizing = self._of_windows if isinstance(batch, Window) and self._whole is None else self._sizing
@@ -308,78 +317,67 @@ class Accumulator:
             pieces = pieces_of(batch, sizing, self._paths, need_samples=need)
         else:
             pieces = self._whole.pieces(batch, self._sizing)
-        if self._first and self._can_check():
-            check_first_window(self._plan, pieces, frozen=list(self._batchnorms.values()))
+        self._slips.open(pieces.samples if sizing is self._sizing and self._whole is None else None)
+        self._schedule.open(pieces, check_first_window if self._first else None, self._updates)
         return WindowInFlight(
             self._plan,
-            self._places.choose(len(pieces), only_owned=self._only_owned),
+            self._places.choose(len(pieces), only_owned=self._parameters.only_some),
             pieces,
             sizing,
             resume=self._resume,
             watch=checks.BackwardWatch(self._owned) if self._first else None,
+            looks=self._schedule,
             entered=self._entered,
             left=self._left,
         )
 
     def discard(self) -> None:
-        """Forget a window in flight that was loaded by `load_state_dict`.
+        """Forget a window in flight that was loaded by `load_state_dict`, and restore what it had changed.
 
         Examples:
             >>> model = nn.Linear(2, 1)
             >>> Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1)).discard()
         """
-        self._resume = None
+        self._resume = saving.discard_saved(self._resume, self._plan)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
 
         Inside a window (in the loop, after ``backward``) it holds the gradients so far, the weights, the
-        position and the random state, so that the window goes on bit for bit.
+        position and the random state, so that the window goes on bit for bit. Masters are in it.
         """
-        in_flight = self._window.state_dict() if self._window is not None else self._resume
         return {
             "version": 1,
             "updates": self._updates,
-            "window": in_flight,
+            "window": self._resume if self._window is None else self._window.state_dict(),
+            "check": self._schedule.state_dict(),
             "sizing": sizing_state(self._sizing, self._of_windows),
             "noise": None if self._plan.noise is None else self._plan.noise.meter.state_dict(),
+            "masters": masters_state(self._plan.models, self._masters),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; a window that was in flight goes on with the next call or `window`.
 
         Args:
-            state: from `state_dict`. The model and the optimizer must be loaded from the same moment,
-                and the next batch must be the one that was being worked through.
+            state: from `state_dict`. The model and the optimizer must be loaded from the same moment, in any
+                order, and the next batch must be the one that was being worked through.
 
         Raises:
-            InputError: it is no such state, or its `noise` was averaged otherwise.
+            InputError: it is no such state, its `noise` was averaged otherwise, or its masters do not fit.
             WindowError: a window is open.
         """
         state = options.check_state(state)
         if self._window is not None:
-            raise WindowError(
-                explain("load_state_dict() inside a window", "it is in use", "leave the window first")
-            )
+            raise misuse.load_inside()
+        seen = saved_checks(state.get("check"))
+        load_masters = masters_loader(self._plan.models, self._masters, state.get("masters"))
         meter = None if self._plan.noise is None else self._plan.noise.meter
         self._of_windows = saving.load_sizing_and_noise(state, self._sizing, meter)
-        self._updates = state["updates"]
-        self._resume = state["window"]
-
-    def _can_check(self) -> bool:
-        """Whether the loss of a micro-batch can be compared with those of its parts."""
-        # A BatchNorm without running statistics couples samples in every mode, which the user has accepted.
-        bare = any(module.running_mean is None for module in self._batchnorms.values())
-        return self._check and self._plan.loss_fn is not None and not bare
-
-    def _refresh_owned(self) -> None:
-        """Look again at what the optimizers own if a parameter was frozen, unfrozen or added."""
-        optimizers = self._plan.step.optimizers
-        trainable = checks.trainable(optimizers, self._masters)
-        if trainable != self._trainable:
-            self._owned[:] = checks.own_parameters(self._plan.models, optimizers, self._masters)
-            self._only_owned = checks.has_others(self._plan.models, self._owned)
-            self._trainable = trainable
+        load_masters()
+        self._schedule.load_state_dict(seen)
+        self._plan.before_step.mend()
+        self._updates, self._resume = state["updates"], state["window"]
 
     def _require_closed(self) -> None:
         if self._window is not None:
@@ -392,9 +390,11 @@ class Accumulator:
 
     def _left(self, update: Update | None) -> None:
         self._window = None
+        self._slips.close()
         self._written = masters_written(self._owned)
         if self._plan.noise is not None:
             self._plan.noise.left(made=update is not None and update.made)
+        self._schedule.left(made=update is not None and update.made)
         if update is not None and update.made:
             self._first = False
             self._updates += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..errors import SplitError
 from ..packed import OFFSETS
 from ..split import TokenBudget, cut_packed, near_equal, packing_of
 from ..tree import count_samples, plan
@@ -54,7 +56,7 @@ def microbatches_of(
             return microbatches, lengths, None
     try:
         return microbatches, [count_samples(microbatch, **paths) for microbatch in microbatches], None
-    except ValueError:
+    except SplitError:
         if need_samples:
             raise
         return microbatches, None, None
@@ -70,10 +72,11 @@ def _length_of_tensors(batch: Any) -> int:
         return 0
     length = 0
     for tensor in batch.values() if kind is dict else batch:
-        if type(tensor) is not Tensor or tensor.is_sparse:
+        # Sparse, mkldnn and nested tensors have no slices; `plan` names them.
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return 0
         shape = tensor.shape  # `len(tensor)` takes four times as long
-        if not shape or (length and shape[0] != length):
+        if not shape or not shape[0] or (length and shape[0] != length):
             return 0
         length = shape[0]
     return length

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import CoupledSamplesError, explain
 from .coupling import uses_batch_statistics
+from .devices import in_float64
 from .sync import Ranks
 
 Seen = tuple[int, Tensor, Tensor]
@@ -108,6 +109,13 @@ class Frozen:
         for module in self._modules:
             module.training = False
 
+    def compute(self, ranks: Ranks) -> None:
+        """Do nothing: running statistics stay as they are."""
+
+    def close(self, ranks: Ranks) -> None:
+        """Leave the modules as they were given."""
+        self.put_back()
+
     def put_back(self) -> None:
         """Give each module its own mode back."""
         for module, training in zip(self._modules, self._training, strict=False):
@@ -138,9 +146,11 @@ class Pooled:
         self.watching = False
         self._call: dict[_BatchNorm, int] = {}
         self._pools: dict[_BatchNorm, list[list[Seen]]] = {}
+        self._moved: dict[_BatchNorm, tuple[Tensor, Tensor, Tensor]] | None = None
 
     def open(self) -> None:
         """Start to watch."""
+        self._moved = None
         self._pools = {module: [] for module in self._modules if uses_batch_statistics(module)}
         for module in self._pools:
             self._before.append(
@@ -180,20 +190,33 @@ class Pooled:
             before.update({key: saved[key] for key in ("mean", "var", "batches")})
             self._pools[before["module"]] = [list(pool) for pool in saved["pools"]]
 
-    def close(self, ranks: Ranks) -> None:
-        """Move the running statistics once, by the batch's own."""
+    def compute(self, ranks: Ranks) -> None:
+        """Compute the statistics that `close` sets: here it may fail, for the optimizer has not stepped."""
         befores = {before["module"]: before for before in self._before}
-        self.put_back()
+        self._moved = {}
         with torch.no_grad():
             for module, pools in self._pools.items():
                 before = befores[module]
-                _set(module.running_mean, before["mean"])
-                _set(module.running_var, before["var"])
-                _set(module.num_batches_tracked, before["batches"])
+                mean, var, batches = before["mean"], before["var"], before["batches"].clone()
                 # A rank without any weight has seen nothing, but takes part in the sums.
                 for call in range(ranks.max(len(pools))):
-                    _move(module, *_pooled(module, pools[call] if call < len(pools) else [], ranks))
-        self._pools = {}
+                    seen = _pooled(module, pools[call] if call < len(pools) else [], ranks)
+                    batches += 1
+                    momentum = 1.0 / float(batches) if before["momentum"] is None else before["momentum"]
+                    mean, var = _towards(mean, seen[0], momentum), _towards(var, seen[1], momentum)
+                self._moved[module] = mean, var, batches
+
+    def close(self, ranks: Ranks) -> None:
+        """Move the running statistics once, by the batch's own."""
+        if self._moved is None:
+            self.compute(ranks)
+        moved, self._moved, self._pools = self._moved, None, {}
+        self.put_back()
+        with torch.no_grad():
+            for module, (mean, var, batches) in (moved or {}).items():
+                _set(module.running_mean, mean)
+                _set(module.running_var, var)
+                _set(module.num_batches_tracked, batches)
 
     def put_back(self) -> None:
         """Leave the modules as they were given, running statistics aside."""
@@ -218,25 +241,21 @@ class Pooled:
 def _pooled(module: _BatchNorm, pool: list[Seen], ranks: Ranks) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance over all micro-batches and ranks."""
     assert module.running_mean is not None
-    nothing = torch.zeros((0, module.num_features), dtype=torch.float64, device=module.running_mean.device)
-    means = torch.cat([nothing, *(mean.double().unsqueeze(0) for _, mean, _ in pool)])
-    variances = torch.cat([nothing, *(variance.double().unsqueeze(0) for *_, variance in pool)])
-    n_i = torch.tensor([[count] for count, *_ in pool], dtype=torch.float64, device=means.device).reshape(
-        -1, 1
-    )
+    nothing = in_float64(module.running_mean).new_zeros((0, module.num_features))
+    means = torch.cat([nothing, *(in_float64(mean).unsqueeze(0) for _, mean, _ in pool)])
+    variances = torch.cat([nothing, *(in_float64(variance).unsqueeze(0) for *_, variance in pool)])
+    # Made on the host, and moved without waiting.
+    n_i = torch.tensor([count for count, *_ in pool], dtype=torch.float64).reshape(-1, 1)
+    n_i = n_i.to(means.device, non_blocking=True)
     n = ranks.sum_tensor(n_i.sum())
     mean = ranks.sum_tensor((n_i * means).sum(0)) / n
     m2 = ranks.sum_tensor(((n_i - 1) * variances + n_i * (means - mean).square()).sum(0))
     return mean, m2 / (n - 1)
 
 
-def _move(module: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    assert module.running_mean is not None and module.running_var is not None
-    assert module.num_batches_tracked is not None
-    module.num_batches_tracked += 1
-    momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
-    module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
-    module.running_var.lerp_(variance.to(module.running_var.dtype), momentum)
+def _towards(running: Tensor, new: Tensor, momentum: float) -> Tensor:
+    # The dtype first: the device may have no float64.
+    return running.lerp(new.to(running.dtype).to(running.device), momentum)
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import OptimizerError
 from .gradients import Owned
+from .wrapped import describe, leaves_of
 
 PLAIN = (int, float, complex, str, bytes, type(None))  # what cannot change in place
 
@@ -35,16 +37,39 @@ class BeforeStep:
         >>> adam = torch.optim.Adam(layer.parameters())
         >>> before = BeforeStep([adam], [])
         >>> before.note()
+        >>> before.begin()
         >>> adam.state[layer.weight]["step"] = torch.zeros(())
         >>> before.put_back(), dict(adam.state)
         (True, {})
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[Owned]) -> None:
-        self._optimizers, self._owned = optimizers, owned
-        self._states = [_States() for _ in optimizers]
+        self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
+        self._owned = owned
+        self._states = [_States() for _ in self._optimizers]
         self._groups: list[list[dict[str, Any]]] = []
         self._is_noted = False
+        self._has_begun = self._is_torn = False
+
+    def tear(self) -> None:
+        """Note that half of an update was made."""
+        self._is_torn = True
+
+    def mend(self) -> None:
+        """Note that a state was loaded."""
+        self._is_torn = False
+
+    def require_whole(self) -> None:
+        """Check that no half of an update was made since a state was loaded.
+
+        Raises:
+            OptimizerError: one was.
+        """
+        if self._is_torn:
+            raise OptimizerError(
+                "The last update broke inside the optimizer's step, so parameters and optimizer state are "
+                "torn. Load the model, the optimizer and this Accumulator from a checkpoint."
+            )
 
     def note(self) -> None:
         """Note how everything is now."""
@@ -54,7 +79,16 @@ class BeforeStep:
         self._groups = [[dict(group) for group in o.param_groups] for o in self._optimizers]
         self._targets = [entry.target for entry in self._owned]
         self._versions = list(map(_version, self._targets))
-        self._is_noted = True
+        self._is_noted, self._has_begun = True, False
+
+    def begin(self) -> None:
+        """Note that an optimizer is about to step: what fails earlier has moved nothing."""
+        self._has_begun = True
+
+    def still(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether none of an optimizer's parameters has been written to since `note`."""
+        pairs = zip(self._owned, self._versions, strict=True)
+        return all(e.target._version == version for e, version in pairs if e.optimizer is optimizer)
 
     def forget(self) -> None:
         """Let go of what was noted, but for where the tensors of the states stand."""
@@ -64,7 +98,7 @@ class BeforeStep:
 
     def put_back(self) -> bool:
         """Take new states, numbers and options of groups back if nothing else has moved; return whether."""
-        if not self._is_noted:  # so nothing has begun
+        if not (self._is_noted and self._has_begun):
             return True
         if not self._can_be_told():
             return False
@@ -97,8 +131,36 @@ class BeforeStep:
         A fused step does not move versions: it does not show if a second one fails, or a hook after it.
         """
         steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in self._owned}
-        hooks = any(optimizer._optimizer_step_post_hooks for optimizer in self._optimizers)
+        hooks = any(getattr(each, "_optimizer_step_post_hooks", None) for each in self._optimizers)
         return (len(steps) > 1 or hooks) and any(entry.group.get("fused") for entry in self._owned)
+
+
+def not_made(idle: Sequence[torch.optim.Optimizer], before: BeforeStep, count: int) -> str | None:
+    """Return why no update was made although all optimizers were called; None if it was made.
+
+    Args:
+        idle: optimizers of which no step was seen.
+        before: noted before the step; what it can put back is put back if none has stepped.
+        count: of all optimizers.
+
+    Raises:
+        OptimizerError: some have stepped and some have not.
+
+    Examples:
+        >>> not_made([], BeforeStep([], []), 1)
+    """
+    idle = [optimizer for optimizer in idle if before.still(optimizer)]
+    if not idle:  # or a step that no hook sees, such as a compiled one, has moved its parameters
+        return None
+    names = ", ".join(map(describe, idle))
+    if len(idle) < count:
+        before.tear()
+        raise OptimizerError(
+            f"{names}, but another optimizer stepped: half of the update was made. "
+            "Load a checkpoint, and pass optimizers that step at every call."
+        )
+    before.put_back()
+    return f"the optimizer did not step: {names}"
 
 
 class _States:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import OptimizerError, WindowError, explain
+from .before_step import BeforeStep, not_made
 from .gradients import Gradients, Owned, clear
 from .in_momentum import InMomentum
 from .norm import elements_of
 from .sync import Ranks
+from .wrapped import reaches
 
 
 @dataclass(frozen=True)
@@ -84,18 +87,19 @@ def clip(step: Step, gradients: list[Tensor | None], norm: float) -> None:
             elements.clamp_(-step.max_grad_value, step.max_grad_value)
 
 
-def update(step: Step, place: Gradients, owned: list[Owned], gradients: list[Tensor | None]) -> None:
-    """Make the update: optimizer, scaler, master copies."""
+def update(
+    step: Step, place: Gradients, owned: list[Owned], gradients: list[Tensor | None], before: BeforeStep
+) -> str | None:
+    """Make the update: optimizer, scaler, master copies; return why it was not made, None if it was."""
+    before.begin()
     if isinstance(place, InMomentum):
         place.apply()
     place.attach(gradients)
     if step.scaling:
-        _scaled_step(step)
+        idle = _scaled_step(step)
     else:
-        for optimizer in step.optimizers:
-            # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and
-            # counters.
-            optimizer.step()
+        # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and counters.
+        idle = [optimizer for optimizer in step.optimizers if not reaches(optimizer, optimizer.step)]
     # Where autocast encloses the whole training loop, it would go on with copies of the parameters as they
     # were.
     torch.clear_autocast_cache()
@@ -104,6 +108,7 @@ def update(step: Step, place: Gradients, owned: list[Owned], gradients: list[Ten
             for entry in owned:
                 if entry.target is not entry.parameter:
                     entry.parameter.copy_(entry.target)
+    return not_made(idle, before, len(step.optimizers)) if idle else None
 
 
 def advance(step: Step, loss: float) -> None:
@@ -127,11 +132,16 @@ def zero_grad(owned: list[Owned], until_next: list[Tensor]) -> None:
     clear(owned)
 
 
-def overflow(step: Step, owned: list[Owned]) -> None:
-    """Lower the scaler's scale after an overflow; no optimizer steps, not even one without an infinity."""
+def overflow(step: Step, owned: list[Owned]) -> str:
+    """Lower the scaler's scale after an overflow; no optimizer steps, not even one without an infinity.
+
+    Returns:
+        Why no update was made.
+    """
     assert step.scaler is not None
     step.scaler.update()  # unscale_ has told it of each optimizer
     clear(owned)
+    return "overflow: the gradient of the scaled loss is not finite"
 
 
 def start_scaling(step: Step, device: torch.device) -> float | None:
@@ -173,11 +183,15 @@ def forget_scaling(step: Step) -> None:
         step.scaler.update(step.scaler.get_scale())
 
 
-def _scaled_step(step: Step) -> None:
+def _scaled_step(step: Step) -> list[torch.optim.Optimizer]:
     assert step.scaler is not None
-    for optimizer in _with_gradient(step.optimizers):
-        step.scaler.step(optimizer)
+    idle = [
+        optimizer
+        for optimizer in _with_gradient(step.optimizers)
+        if not reaches(optimizer, partial(step.scaler.step, optimizer), always=True)
+    ]
     step.scaler.update()
+    return idle
 
 
 def _with_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

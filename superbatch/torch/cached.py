@@ -110,7 +110,7 @@ def cached_gradients(
     involved = all_models(encoders_of, loss_fn, models)
     paths = {"whole": whole, "per_sample": per_sample}
     names = list(encode) if isinstance(encode, Mapping | nn.ModuleDict) else None
-    ranks, scale = find_ranks(involved, group), _as_scale(scale)
+    ranks, scale = find_ranks(involved, group, no_sync=True), _as_scale(scale)
 
     def begin() -> list[Encoder]:
         refuse_batch_statistics(involved)
@@ -270,13 +270,11 @@ def _check_callables(*functions: Any) -> None:
 def _as_scale(scale: Any) -> Callable[[Any], Any]:
     if callable(scale):
         return scale
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise InputError(
-            explain(
-                f"scale={scale!r}",
-                "the loss is multiplied with it",
-                "pass a number, or a function of the loss such as scaler.scale",
-            )
+            f"scale={scale!r} cannot multiply a loss. Pass a finite number, or a function of the loss such "
+            "as "
+            "scaler.scale."
         )
     return lambda loss: loss * scale
 

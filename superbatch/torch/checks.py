@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ..errors import InputError, OptimizerError, explain
 from .gradients import LOW_PRECISION, Owned, steps_in_backward
+from .slips import without_tensor
 
 
 def as_models(model: object) -> tuple[nn.Module, ...]:
@@ -181,13 +182,7 @@ def check_loss(loss: object) -> None:
         >>> check_loss(torch.ones(1, requires_grad=True).sum())
     """
     if not isinstance(loss, Tensor):
-        raise InputError(
-            explain(
-                f"a loss of type {type(loss).__name__}",
-                "the gradient of a micro-batch is that of one tensor",
-                'return the loss tensor (or a pair of it and its weight, with weight="returned")',
-            )
-        )
+        raise without_tensor(loss)
     if loss.numel() != 1:
         raise InputError(
             explain(

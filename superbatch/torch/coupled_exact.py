@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,7 +31,9 @@ from .joining import joined
 from .options import is_size
 from .out_of_memory import out_of_memory, release_caches
 from .pieces import Pieces
+from .recovery import begin_again
 from .sizes.sizing import Fixed, Sizing
+from .slips import without_tensor
 from .sync import Ranks
 from .virtual import virtual_batch
 from .virtual.block import VirtualBatch
@@ -105,7 +108,10 @@ class WholeBatch:
         return window.update
 
     def _until_failure(self, window: WindowInFlight, batch: Any) -> str | None:
-        """Return the text of the error if memory ran out; the virtual batch has then put everything back."""
+        """Return the text of the error if memory ran out.
+
+        The virtual batch restores everything if it failed itself, not if something after it did.
+        """
         try:
             self._compute(window, batch)
         except BaseException as error:
@@ -130,6 +136,7 @@ class WholeBatch:
         if self._apart:  # the update is right all the same, but it took the memory of the whole batch
             self.report = replace(begun[0].report(), microbatches=1)
             warnings.warn(_APART, UserWarning, stacklevel=5)
+        plan.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
         place.took()
         window._losses.load_state({0: value.item()})
         window._summed, window._next = True, 1
@@ -148,8 +155,9 @@ class WholeBatch:
 
     def _go_on_smaller(self, window: WindowInFlight, failure: str) -> None:
         plan = window._plan
+        plan.state.restore()  # the block restores the buffers of models alone
         gc.collect()  # an exception and its frames may be a cycle
-        release_caches(plan.device)
+        release_caches(*plan.random.devices)
         samples = sum(window._pieces.samples or ())
         if self._now == "auto":  # chosen by the block, or not yet
             parts = self.report.microbatches if self.report is not None else 0
@@ -166,6 +174,7 @@ class WholeBatch:
                     "make the batch or the samples smaller, use gradient checkpointing or a lower precision",
                 )
             )
+        begin_again(window)
         self._now = most
         window._failures += 1
         plan.reserve.tight = True
@@ -185,7 +194,13 @@ def _samples_of(batch: Any) -> int:
     """
     try:
         samples = count_samples(batch)
-    except SplitError as error:  # what it advises is for batches that are cut
+    except SplitError as error:  # its advice is for batches that are cut
+        if _has_targets(batch):
+            raise SplitError(
+                'coupled="exact" cannot cut lists of per-sample targets, such as boxes and labels. Pad '
+                "them to one "
+                "tensor with a row per sample, or keep them out of the batch and let loss_fn look them up."
+            ) from None
         found = str(error).partition(" Do: ")[0]
         raise SplitError(f'{found} Do: with coupled="exact" {_ROWS}.') from None
     tensors: list[Tensor] = []
@@ -218,6 +233,15 @@ def _samples_of(batch: Any) -> int:
     return samples
 
 
+def _has_targets(batch: Any) -> bool:
+    """Whether a part of the batch is a list of dicts of tensors, as detection models take their targets."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return any(
+        isinstance(part, list | tuple) and part and all(isinstance(each, Mapping) for each in part)
+        for part in (batch, *parts)
+    )
+
+
 def _checked(returned: Any) -> Tensor:
     """Return what a loss function returned if it is the loss of a batch.
 
@@ -225,11 +249,7 @@ def _checked(returned: Any) -> Tensor:
         InputError: it is not.
     """
     if not isinstance(returned, Tensor):
-        raise _refusal(
-            f"a loss_fn that returned {type(returned).__name__}",
-            "the gradient of the batch is that of one tensor, and nothing is weighted",
-            "return the loss alone, as the tensor that it is computed as",
-        )
+        raise without_tensor(returned, weighted=False)
     if returned.numel() != 1:
         raise _refusal(
             f"a loss of shape {tuple(returned.shape)}",
@@ -319,6 +339,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
         (None,),
         "the loss function is applied to the whole batch, so nothing is weighted",
         "leave weight out: a mean over the batch's tokens is what loss_fn returns",
+    ),
+    "min_weight": (
+        (None,),
+        "the loss function is applied to the whole batch, so nothing is weighted",
+        "clamp the divisor in loss_fn",
     ),
     "nonfinite": (
         ("raise", "skip_update"),

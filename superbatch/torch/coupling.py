@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from ..normalize import Reduction
 from ..report.verification import Finding
 from ..tree import count_samples
+from .checking.precision import ComputeIn
+from .devices import accelerators, has_float64
 from .probing.problem import LossFn, Problem, WeightOption
 from .probing.resample import select
 from .probing.separability import Mixed, Probe, failure_of, find_mixing, innermost, loss_coupling
@@ -167,14 +170,28 @@ def probe_coupling(
         spare = next((index for index in range(available) if index not in chosen), chosen[-1])
         small = select(batch, [*chosen, spare], whole=problem.whole, per_sample=problem.per_sample)
         choices = ((torch.float64, 1e-10), (None, 1e-3))
-        for dtype, tolerance in choices[held_parameter(problem.model) is not None :]:
+        own_alone = held_parameter(problem.model) is not None
+        own_alone = own_alone or not all(map(has_float64, accelerators([problem.model])))
+        for dtype, tolerance in choices[own_alone:]:
             with untouched(problem.model, dtype=dtype) as reset:
-                probe = Probe(problem.in_dtype(dtype), small, taken, tolerance, reset, [])
+                probe = Probe(_computed_in(dtype, problem), small, taken, tolerance, reset, [])
                 failure = failure_of(lambda probe=probe: probe.forward(probe.base()))
                 if failure is None:
                     return tuple(_probed(probe)), tuple(dict.fromkeys(probe.notes))
         failure = f"on {taken} samples {failure}"
     return tuple(_by_type(problem.model, {})), (f"coupling was looked for by type alone: {failure}",)
+
+
+def _computed_in(dtype: torch.dtype | None, problem: Problem) -> Problem:
+    """Return a problem in a dtype, also in those parts of a model that compute in float32 by themselves."""
+    if dtype is None:
+        return problem.in_dtype(None)
+
+    def loss_fn(batch: Any) -> Any:
+        with ComputeIn(dtype):
+            return problem.loss_fn(batch)
+
+    return replace(problem.in_dtype(dtype), loss_fn=loss_fn)
 
 
 def _probed(probe: Probe) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from .in_flight import WindowInFlight
 
 
-def by_loss(window: WindowInFlight, losses: list[float], bad: list[int]) -> Culprit:
+def by_loss(window: WindowInFlight, losses: Any, bad: list[int]) -> Culprit:
     """Return the first of the micro-batches `bad`, whose losses are not finite; there may be none here."""
     if not bad:
         return Culprit()
     place = window._place
     sums = place.sums() if isinstance(place, InMomentum) else place.close()
     parameter = first_bad_parameter(window._plan.owned, sums)
-    return Culprit(bad[0], losses[bad[0]], parameter, whole=window._plan.whole)
+    loss, term = window._weights.loss_of(losses, bad[0])
+    return Culprit(bad[0], loss, parameter, whole=window._plan.whole, term=term)
 
 
-def by_gradient(window: WindowInFlight, losses: list[float], gradients: list[Tensor | None]) -> Culprit:
+def by_gradient(window: WindowInFlight, losses: Any, gradients: list[Tensor | None]) -> Culprit:
     """Return the first micro-batch with a gradient that is not finite, by running them once more."""
     plan = window._plan
     parameter = first_bad_parameter(plan.owned, gradients)
@@ -35,21 +36,30 @@ def by_gradient(window: WindowInFlight, losses: list[float], gradients: list[Ten
     if plan.loss_fn is None:  # an owned loop cannot be run again
         return Culprit(parameter=parameter)
     plan.random.restore()
-    plan.buffers.restore()
-    took_part = [index for index, weight in enumerate(window._weights.counted(window._dropped)) if weight]
+    plan.state.restore()
+    took_part = window._weights.took_part(window._dropped)
+    terms: list[str] = []
     try:
-        index = first_bad_microbatch(took_part, lambda index: _backward_again(window, index), plan.owned)
+        index = first_bad_microbatch(
+            took_part, lambda index: _backward_again(window, index, terms), plan.owned
+        )
     except BaseException as error:
         if not out_of_memory(error):
             raise
         index = None  # the sums are in memory beside this: without the index, the error is what it is
-    return Culprit(index, None if index is None else losses[index], parameter)
+    loss = None if index is None else window._weights.loss_of(losses, index)[0]
+    return Culprit(index, loss, parameter, term=terms[0] if terms else "")
 
 
-def _backward_again(window: WindowInFlight, index: int) -> None:
+def _backward_again(window: WindowInFlight, index: int, terms: list[str]) -> None:
+    """Compute the gradient of a micro-batch; add the terms whose gradients are not finite."""
     plan = window._plan
     assert plan.loss_fn is not None
     with window._stream(index):
-        loss = plan.loss_fn(to_device(window._pieces.microbatches[index], plan.device))
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        run_backward(loss, None, window._place.inputs, retain_graph=False)
+        microbatch = to_device(window._pieces.microbatches[index], plan.device)
+        loss = plan.declared.arguments(plan.loss_fn(microbatch))[0]
+        parts = window._weights.by_name(index, loss)
+        for number, (name, part) in enumerate(parts.items(), 1):
+            run_backward(part, None, window._place.inputs, retain_graph=number < len(parts))
+            if name and first_bad_parameter(plan.owned, [entry.parameter.grad for entry in plan.owned]):
+                terms.append(name)

@@ -34,11 +34,16 @@ def keep_or_drop(window: WindowInFlight, index: int, *, again: bool) -> None:
             )
         )
     # With a finite loss an infinite gradient is the scaler's overflow: it must reach the scaler.
-    if window._losses.finite(index) and (plan.step.scaling or place.isolated_is_finite()):
+    losses = window._losses
+    if plan.step.scaling:
+        finite = losses.finite(index)
+    else:  # a loss on a device is looked at along with the gradient: the host waits once
+        finite = place.isolated_is_finite(losses.on_device(index)) and losses.finite(index, on_host=True)
+    if finite:
         place.keep()
         return
     place.drop()
     window._dropped.append(index)
-    window._buffers_before.restore()
+    window._state_before.restore()
     if isinstance(plan.norms, Pooled):
         plan.norms.forget_microbatch()

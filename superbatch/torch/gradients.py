@@ -4,7 +4,8 @@ There are three places - `in_grad`, `in_buffers`, `in_momentum` - with the same 
 
     open()                        the window starts: no gradient of it exists yet
     backward(loss, factor)        add factor * d loss / d parameters
-    undo()                        the sums as before a backward that broke, if that is possible
+    savepoint()                   remember the sums as those before a micro-batch
+    rollback()                    restore the sums of the savepoint, if that is possible
     close()                       the sums, one per owned parameter (None: it had no gradient), ready to be
     normalised
     zeros(index)                  a gradient of zeros for one owned parameter
@@ -19,6 +20,7 @@ itself, or its float32 master copy.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +30,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import OptimizerError, WindowError, explain
+from .devices import alike
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -73,8 +76,12 @@ class Gradients(Protocol):
         """Add ``factor * d loss / d parameters``."""
         ...
 
-    def undo(self) -> bool:
-        """Put the sums back as before the last backward, which broke; whether that was possible."""
+    def savepoint(self) -> None:
+        """Remember the sums as those before a micro-batch; nothing is copied."""
+        ...
+
+    def rollback(self) -> bool:
+        """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
         ...
 
     def close(self) -> list[Tensor | None]:
@@ -133,16 +140,26 @@ def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> None:
     """Give each parameter a gradient of its own, apart from `taken` as well.
 
     Autograd hands one tensor to two parameters whose sum it went through; the next micro-batch would be added
-    to it twice. To a parameter that is a term of the loss it hands the loss's own gradient.
+    to it twice. To a parameter that is a term of the loss it hands the loss's own gradient, and from a
+    replayed graph the memory that the next replay writes to (see `in_shared_memory`).
     """
-    seen: set[int] = set() if taken is None else {taken.untyped_storage().data_ptr()}
+    seen: set[int] = set() if taken is None else {_address(taken)}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            place = (gradient._values() if gradient.is_sparse else gradient).untyped_storage().data_ptr()
-            if place in seen and place:
+            place = _address(gradient._values() if gradient.is_sparse else gradient)
+            if (place in seen and place) or in_shared_memory(gradient):
                 parameter.grad = gradient.clone()
-            seen.add(place)
+            else:
+                seen.add(place)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's storage begins; 0 for a subclass that only wraps others."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def are_apart(gradients: Iterable[Tensor | None]) -> bool:
@@ -160,6 +177,26 @@ def are_apart(gradients: Iterable[Tensor | None]) -> bool:
         return len(set(map(Tensor.data_ptr, present))) == len(present)
     except RuntimeError:  # a sparse gradient has none of its own
         return False
+
+
+def in_shared_memory(gradient: Tensor | None) -> bool:
+    """Return whether another tensor uses a gradient's memory, or a replayed graph may.
+
+    A replayed graph (`torch.cuda.make_graphed_callables`, ``mode="reduce-overhead"``) writes the gradients of
+    every micro-batch to the same memory. Autograd makes the first one ``.grad``, without a copy, and the next
+    replay would overwrite the sum.
+
+    Examples:
+        >>> one = torch.ones(2)
+        >>> in_shared_memory(one), in_shared_memory(one.detach())
+        (False, True)
+    """
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        return False
+    if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
+        return True  # its tensors do not count as users of their memory
+    # One for the tensor, one for the storage that Python sees.
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > 2
 
 
 def require_none(owned: list[Owned]) -> None:
@@ -275,8 +312,12 @@ def all_finite(tensors: list[Tensor]) -> bool:
         return True
     # The largest magnitude is not finite iff some element is not; unlike the 2-norm it cannot overflow.
     infinity = float("inf")
-    largest = torch._foreach_norm(dense, infinity)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
-    return bool(torch.stack([norm.isfinite() for norm in largest]).all())
+    largest = [torch.stack(torch._foreach_norm(group, infinity)) for group in alike(dense)]  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    parts = [norms.isfinite().all() for norms in largest]
+    # One answer for all of a device, and of several devices one as well.
+    return bool(
+        parts[0] if len(parts) == 1 else torch.stack([part.to(parts[0].device) for part in parts]).all()
+    )
 
 
 def values(tensor: Tensor) -> Tensor:

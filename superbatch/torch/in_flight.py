@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import normalize
 from ..errors import NonFiniteError
 from ..report.update import Update
 from . import boundary, culprit, dropping, misuse, recovery, saving
 from .batchnorm import Pooled
-from .checks import BackwardWatch, check_loss
-from .gradients import Gradients, clear
+from .check_schedule import CheckSchedule, Shown
+from .checks import BackwardWatch
+from .gradients import LOW_PRECISION, Gradients, clear
+from .in_grad import InGrad
 from .in_momentum import InMomentum
-from .losses import Losses, over_ranks
+from .losses import Sum, WindowLoss, over_ranks
 from .noise.hooks import SeenGradients
 from .noise.windows import mark_of
 from .nonfinite import Culprit
@@ -31,7 +33,7 @@ from .plan import Plan
 from .sample_rng import sample_stream
 from .sizes.reserve import raise_if_out_of_memory
 from .sizes.sizing import Sizing
-from .weighing import Weights
+from .terms import losses_in, weights_in
 
 
 class WindowInFlight:
@@ -53,6 +55,7 @@ class WindowInFlight:
         *,
         resume: dict[str, Any] | None,
         watch: BackwardWatch | None,
+        looks: CheckSchedule | None,
         entered: Callable[[WindowInFlight], None],
         left: Callable[[Update | None], None],
     ) -> None:
@@ -64,23 +67,26 @@ class WindowInFlight:
         self._failures = 0
         self._resume = resume
         self._watch = watch
+        self._looks = looks
+        self._scaler = plan.step.scaler
+        self._in_grad = place if isinstance(place, InGrad) else None
         self._noise: SeenGradients | None = None
         self._pooled = plan.norms if isinstance(plan.norms, Pooled) else None
         self._entered, self._left = entered, left
         if resume is not None:
             saving.cut_as_saved(pieces, resume)
-        self._weights = Weights(plan.weigh, plan.reduction, pieces.microbatches, pieces.samples, plan.ranks)
-        self._losses = Losses()
+        self._weights = weights_in(plan, pieces.microbatches, pieces.samples)
+        self._losses = losses_in(plan)
         self._dropped: list[int] = []
         self._next = 0  # where the iteration starts: behind 0 after a restart
         self._current: int | None = None
-        self._summed = False  # whether the current micro-batch's gradient is in the sum
+        self._summed = False  # whether a backward of the current micro-batch has come to its end
         self._stepped = False
         self._is_open = False
         self._broken: int | None = None  # the micro-batch whose backward raised
         self._iterator: Generator[Any, None, None] | None = None
         self._inputs: dict[int, list[int]] = {}  # for both see `recovery.mark`
-        self._buffers_before: Any = None
+        self._state_before: Any = None
         self._calls: dict[int, Any] = {}  # what random draws of all micro-batches are checked against
         self._context = ExitStack()
         self.update: Update | None = None
@@ -95,7 +101,7 @@ class WindowInFlight:
         self._is_open = True
         try:
             plan.random.take()
-            plan.buffers.take()
+            plan.state.take()
             self._open()
         except BaseException:
             try:
@@ -135,49 +141,58 @@ class WindowInFlight:
         self._iterator = self._iterate()
         return self._iterator
 
-    def backward(self, loss: Tensor, weight: Any = None, *, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: Tensor | Mapping[str, Tensor], weight: Any = None, *, retain_graph: bool = False
+    ) -> None:
         """Add the gradient of the current micro-batch's loss; nothing is updated before the window ends.
 
         Args:
-            loss: what the accumulator's `reduction` states: the mean or the sum over the micro-batch; one
-                element.
-            weight: the micro-batch's weight, for ``Accumulator(weight="returned")`` only.
-            retain_graph: keep the graph for another backward of this micro-batch (several losses that share
-                it; they add up), as in PyTorch.
+            loss: what the accumulator's `reduction` states, one element; or a mapping from names of terms.
+            weight: of the micro-batch, for ``weight="returned"`` only; or a mapping from names of such terms.
+            retain_graph: keep the graph for another backward of this micro-batch; their losses add up.
 
         Raises:
-            WindowError: there is no current micro-batch, or its backward was already called where it must not
-                be.
-            InputError: `loss` is no scalar tensor with a graph, or `weight` is missing or not expected.
+            WindowError: there is no current micro-batch, or a second backward is not possible.
+            InputError: `loss` has no graph or several elements, or `weight` is missing or not expected.
         """
-        index, plan, place = self._current, self._plan, self._place
+        index, plan = self._current, self._plan
         if index is None:
             raise misuse.outside_of_loop()
         if self._broken is not None:
             raise misuse.after_failure(self._broken)
-        check_loss(loss)
-        factor = self._weights.factor(index, weight)
-        again = index in self._losses
+        parts = self._weights.scaled(index, loss, weight)
+        skipping = plan.nonfinite == "skip_microbatch"
+        again, total = skipping and index in self._losses, self._losses.read(index, loss)
         self._broken = index
         if self._pooled is not None:
             self._pooled.watching = False
-        scaler = plan.step.scaler
-        if factor:  # a loss without weight may be NaN, and 0 x NaN is NaN
-            scaled = loss if scaler is None else scaler.scale(loss)
-            if self._noise is None:
-                place.backward(scaled, factor, retain_graph=retain_graph)
-            else:
-                self._noise.backward(place, index, scaled, factor, retain_graph=retain_graph)
+        for number, (part, factor) in enumerate(parts, 1):
+            if factor:  # a mean without weight may be NaN, and 0 x NaN is NaN
+                self._add(index, part, factor, retain_graph=retain_graph or number < len(parts))
         self._summed = True
         if self._pooled is not None:
             self._pooled.watching = True
         if self._watch is not None:
             self._watch.check()
-        self._losses.add(index, loss)
-        if plan.nonfinite == "skip_microbatch" and factor:
+        self._losses.add(index, total)
+        if skipping and self._weights.adds(index):
             dropping.keep_or_drop(self, index, again=again)
-        self._broken = None
-        self._next = index + 1
+        self._broken, self._next = None, index + 1
+        if plan.device is not None:
+            plan.transfer.launched(self._pieces.microbatches, index)
+
+    def _add(self, index: int, loss: Tensor, factor: float, *, retain_graph: bool) -> None:
+        in_grad = self._in_grad
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        if self._noise is not None:
+            self._noise.before_backward()
+        if in_grad is not None and loss.dtype in LOW_PRECISION:
+            in_grad.backward_rounded(scaled, factor, retain_graph=retain_graph)
+        else:
+            self._place.backward(scaled, factor, retain_graph=retain_graph)
+        self._summed = True  # before anything else: what follows may fail for lack of memory
+        if self._noise is not None:
+            self._noise.after_backward(index, factor if in_grad is None else in_grad.yet)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -201,7 +216,7 @@ class WindowInFlight:
                 boundary.forget_scaling(self._plan.step)
                 self._close()
             if kind is None and not self._stepped:
-                raise_if_out_of_memory(raised, as_before=as_before)
+                raise_if_out_of_memory(raised, torn=None if as_before else before.tear)
             raise
         finally:
             before.forget()
@@ -268,75 +283,85 @@ class WindowInFlight:
     def _finish(self) -> None:
         plan, place, step = self._plan, self._place, self._plan.step
         rates = boundary.learning_rates(step)
-        losses, weights = self._losses.on_host(len(self._pieces)), self._weights.counted(self._dropped)
-        bad: list[int] = []
-        if not all(map(math.isfinite, losses)):
-            bad = [i for i, loss in enumerate(losses) if weights[i] and not math.isfinite(loss)]
-        loss, weight, bad_ranks = over_ranks(losses, weights, bad, plan.reduction, plan.ranks, mark_of(self))
-        if not weight:
-            self._discard()
-            self._record(loss, 0, rates, skipped="no weight: every micro-batch was left out or has weight 0")
-            return
+        losses = self._losses.on_host(len(self._pieces))
+        weights, dropped = self._weights, self._dropped
+        bad, sums = weights.not_finite(losses, dropped), weights.sums(losses, dropped)
+        took_part = partial(weights.took_part, dropped)
+        shown = Shown(self._pieces, weights.each(losses), weights.counted(dropped), took_part)
+        news = self._looks is not None and self._looks.news(shown)
+        sums, bad_ranks, news = over_ranks(sums, plan.ranks, bad=bool(bad), mark=mark_of(self), news=news)
         if bad_ranks:
-            self._refuse(loss, weight, rates, culprit.by_loss(self, losses, bad))
+            self._refuse(sums, rates, culprit.by_loss(self, losses, bad))
             return
+        found = weights.result(sums)
+        if not found.weight:
+            self._discard()
+            self._record(found, rates, skipped="no weight: every micro-batch was left out or has weight 0")
+            return
+        if news:
+            self._look_again(shown)
         boundary.require_scale(step, self._scale)
-        gradients = boundary.ready(
-            step, place, plan.ranks, plan.owned, normalize.divisor(self._weights.planned, weight)
-        )
+        gradients = boundary.ready(step, place, plan.ranks, plan.owned, found.divisor)
         if isinstance(place, InMomentum):
             gradients, norm = place.sums(), None
             finite = finite_norm(gradients)[1]
         else:
             norm, finite = finite_norm(gradients)
         if not finite and not step.scaling:
-            self._refuse(loss, weight, rates, culprit.by_gradient(self, losses, gradients))
+            self._refuse(sums, rates, culprit.by_gradient(self, losses, gradients))
             return
         if finite:
             if norm is not None:
                 if plan.noise is not None:
-                    plan.noise.measure(self, gradients, norm, weights, weight)
+                    plan.noise.measure(self, gradients, norm, sums[0].weight, found.divisor)
                 boundary.clip(step, gradients, norm)
-            plan.reserve.require()
-            boundary.update(step, place, plan.owned, gradients)
+            plan.prepare_update()
+            if reason := boundary.update(step, place, plan.owned, gradients, plan.before_step):
+                self._discard()
+                self._record(found, rates, norm=norm, skipped=reason)
+                return
             self._stepped = True
-            self._record(loss, weight, rates, norm=norm)
-            boundary.advance(step, loss)
+            self._record(found, rates, norm=norm)
+            boundary.advance(step, found.loss)
             boundary.zero_grad(plan.owned, plan.until_next)
         else:
-            boundary.overflow(step, plan.owned)
-            reason = "overflow: the gradient of the scaled loss is not finite"
-            self._record(loss, weight, rates, norm=norm, skipped=reason)
+            reason = boundary.overflow(step, plan.owned)
+            self._record(found, rates, norm=norm, skipped=reason)
         self._close()
 
-    def _refuse(
-        self, loss: float, weight: normalize.Number, rates: tuple[float, ...], found: Culprit
-    ) -> None:
+    def _look_again(self, shown: Shown) -> None:
+        """Check the loss on this window, with what watches its micro-batches off."""
+        assert self._looks is not None
+        if self._pooled is not None:
+            self._pooled.watching = False
+        with nullcontext() if self._noise is None else self._noise.lifted():
+            self._looks.look(shown, unchanged=recovery.unchanged(self))
+
+    def _refuse(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
         skipping = self._plan.nonfinite == "skip_update"
-        text = found.text(len(self._pieces), skipping=skipping)
+        text = culprit.text(len(self._pieces), skipping=skipping)
         self._discard()
         if not skipping:
             raise NonFiniteError(text)
-        self._record(loss, weight, rates, skipped=f"not finite: {text}")
+        self._record(self._weights.result(sums), rates, skipped=f"not finite: {text}")
 
     def _leave_early(self) -> None:
         reason = f"left after {len(self._losses)} of {len(self._pieces)} micro-batches"
         self._discard()
-        self._record(math.nan, 0, boundary.learning_rates(self._plan.step), skipped=reason)
+        self._record(WindowLoss(math.nan, 0), boundary.learning_rates(self._plan.step), skipped=reason)
 
     def _record(
         self,
-        loss: float,
-        weight: normalize.Number,
+        found: WindowLoss,
         rates: tuple[float, ...],
         *,
         norm: float | None = None,
         skipped: str | None = None,
     ) -> None:
         self.update = Update(
-            loss=loss,
+            loss=found.loss,
             grad_norm=norm,
-            weight=weight,
+            weight=found.weight,
             samples=None if self._pieces.samples is None else sum(self._pieces.samples),
             microbatches=len(self._pieces),
             learning_rates=rates,
@@ -344,29 +369,30 @@ class WindowInFlight:
             dropped=tuple(self._dropped),
             failures=self._failures,
             seconds=time.perf_counter() - self._started,
+            losses=found.losses,
+            weights=found.weights,
         )
 
     def _close(self) -> None:
         """Take off what the window put on; keep what it did."""
         self._context.close()
-        if self._pooled is not None:
-            self._pooled.close(self._plan.ranks)
-        elif self._plan.norms is not None:
-            self._plan.norms.put_back()
-        self._plan.buffers.release()
+        if self._plan.norms is not None:
+            self._plan.norms.close(self._plan.ranks)
+        self._plan.state.release()
 
     def _discard(self) -> None:
-        """Put everything back as it was before the window."""
-        self._end_iteration()
-        self._context.close()
-        if self._watch is not None:
-            self._watch.put_back()
-        self._place.discard()
-        boundary.forget_scaling(self._plan.step)
-        if self._plan.norms is not None:
-            self._plan.norms.put_back()
-        self._plan.buffers.restore()
-        self._plan.random.restore()
+        """Restore everything as it was before the window."""
+        plan = self._plan
+        recovery.restore_each(
+            self._end_iteration,
+            self._context.close,
+            None if self._watch is None else self._watch.put_back,
+            self._place.discard,
+            lambda: boundary.forget_scaling(plan.step),
+            None if plan.norms is None else plan.norms.put_back,
+            plan.state.restore,
+            plan.random.restore,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `Accumulator.state_dict` stores of a window in flight (see `saving`)."""

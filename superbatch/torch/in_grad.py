@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .gradients import Owned, are_apart, attach, clear, run_backward, unshare
+from .gradients import Owned, are_apart, attach, clear, in_shared_memory, run_backward, unshare
 from .marks import Marks, Settling
 
 
@@ -29,17 +30,21 @@ class InGrad:
         # but reentrant checkpoints refuse it: so only where there are other parameters.
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
+        self.yet = 1.0  # what the sums have yet to be multiplied by; saved with the window
         self._marks = Marks(owned, settling or Settling())
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._factors.clear()
+        self.yet = 1.0
         self._marks.forget()
+        self._marks.savepoint()
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
         self._marks.require()
+        factor = factor / self.yet
         # Passed as the gradient of the loss, the factor costs no multiplication in the graph.
         key = (factor, loss.dtype, loss.device, loss.shape)
         gradient = self._factors.get(key)
@@ -48,22 +53,53 @@ class InGrad:
         run_backward(loss, gradient, self.inputs, retain_graph=retain_graph)
         self.took(gradient)
 
+    def backward_rounded(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
+        """Add ``factor * d loss / d parameters`` of a loss in bfloat16 or float16.
+
+        Its gradient has its dtype, in which a factor such as 1/3 is wrong by 0.2 %. So the backward gets a
+        power of two, and what is left of the factor, between 1/2 and 1, is applied to the sums: where the
+        next factor leaves something else, and at the end.
+        """
+        rest, exponent = math.frexp(factor)
+        self._marks.require()
+        if rest != self.yet:
+            present = [gradient for gradient in self._marks.gradients if gradient is not None]
+            for gradient in present:
+                gradient.mul_(self.yet / rest)
+            self.yet = rest
+            if present:
+                self._marks.set()
+        self.backward(loss, math.ldexp(rest, exponent), retain_graph=retain_graph)
+
     def took(self, of_loss: Tensor | None = None) -> None:
         """Take the gradients that are in ``.grad`` now as the window's own, apart from that of the loss."""
-        if self._marks.set() and not are_apart([*self._marks.gradients, of_loss]):
+        if not self._marks.set():
+            return
+        new = self._marks.gradients
+        if not are_apart([*new, of_loss]) or any(map(in_shared_memory, new)):
             unshare((entry.parameter for entry in self._owned), of_loss)
             self._marks.forget()
             self._marks.set()
 
-    def undo(self) -> bool:
-        """Put the sums back as before the last backward, which broke; whether that was possible."""
-        return self._marks.put_back()
+    def savepoint(self) -> None:
+        """Remember the sums as those before a micro-batch; nothing is copied."""
+        self._marks.savepoint()
+
+    def rollback(self) -> bool:
+        """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
+        return self._marks.rollback()
 
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
         self._marks.require(last=True)
         gradients = self._marks.gradients
+        if self.yet != 1.0:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(self.yet)
+            self.yet = 1.0
         self._marks.forget()
+        self._marks.savepoint()  # which holds the sums as well
         return gradients
 
     def zeros(self, index: int) -> Tensor:
@@ -77,6 +113,7 @@ class InGrad:
     def discard(self) -> None:
         """Forget the window: everything is as before it."""
         self._marks.forget()
+        self._marks.savepoint()
         clear(self._owned)
 
     def describe(self) -> str:

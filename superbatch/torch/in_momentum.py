@@ -37,27 +37,31 @@ class InMomentum:
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
         self._inside = False
-        self._added = False  # by a backward that is not through
+        self._added = False  # since the savepoint
 
     def open(self) -> None:
         """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._before.clear()
+        self.savepoint()
         self._hooks = add_after_gradient(self._owned, self._add)
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
         self._factor = factor
         require_none(self._owned)
-        self._inside, self._added = True, False
+        self._inside = True
         try:
             run_backward(loss, None, self.inputs, retain_graph=retain_graph)
         finally:
             self._inside = False
-        self._added = False  # a backward that is through is not undone; the next may break before it begins
 
-    def undo(self) -> bool:
-        """Put the sums back as before the last backward, which broke; whether that was possible."""
+    def savepoint(self) -> None:
+        """Remember the sums as those before a micro-batch; nothing is copied."""
+        self._added = False
+
+    def rollback(self) -> bool:
+        """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
         if self._added:
             return False
         clear(self._owned)
@@ -124,8 +128,8 @@ class InMomentum:
         return [entry for entry in self._owned if entry.name in self._before]
 
     def _add(self, entry: Owned) -> None:
+        self._added = True  # first: the gradient is taken away before it is in the sum
         gradient = take_gradient(entry, inside=self._inside)
-        self._added = True
         if entry.name not in self._before:
             self._start(entry)
         sign = -1.0 if entry.group["maximize"] else 1.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from .. import normalize
 from ..errors import InputError, explain
+from .slips import without_tensor
 from .sync import Ranks
 
 
@@ -18,7 +21,7 @@ class Losses:
 
     Examples:
         >>> losses = Losses()
-        >>> losses.add(1, torch.tensor(0.5, requires_grad=True))
+        >>> losses.add(1, losses.read(1, torch.tensor(0.5, requires_grad=True)))
         >>> 1 in losses, losses.on_host(3)
         (True, [0.0, 0.5, 0.0])
     """
@@ -33,18 +36,30 @@ class Losses:
     def __len__(self) -> int:
         return len(self._values)
 
-    def add(self, index: int, loss: Tensor) -> None:
-        """Note a loss; several losses of one micro-batch add up."""
-        # A loss on a device is read at the boundary, with the others, so that nothing waits for it here.
-        if loss.is_cpu:
-            value = loss.item()
-        else:
-            value, self._on_device = loss.detach(), True
-        self._values[index] = self._values[index] + value if index in self._values else value
+    def read(self, index: int, loss: Tensor) -> float | Tensor:
+        """Return what a micro-batch's losses sum to with this one, for `add`.
 
-    def finite(self, index: int) -> bool:
-        """Whether a micro-batch's loss is neither NaN nor infinite."""
-        return math.isfinite(self._values[index])
+        Called before the backward: it may allocate, and nothing may fail between a backward and its record.
+        """
+        # A loss on a device is read at the boundary, with the others, so that nothing waits for it here. It
+        # is a copy: a replayed graph writes each micro-batch's loss to the same memory.
+        value = loss.item() if loss.is_cpu else loss.detach().clone()
+        return self._values[index] + value if index in self._values else value
+
+    def add(self, index: int, total: float | Tensor) -> None:
+        """Note what `read` returned: the sum of a micro-batch's losses."""
+        self._values[index] = total
+        self._on_device = self._on_device or isinstance(total, Tensor)
+
+    def finite(self, index: int, *, on_host: bool = False) -> bool:
+        """Whether a micro-batch's loss is neither NaN nor infinite; `on_host`: True for one on a device."""
+        value = self._values[index]
+        return (on_host and isinstance(value, Tensor)) or math.isfinite(value)
+
+    def on_device(self, index: int) -> list[Tensor]:
+        """Return a micro-batch's loss where it is on a device, else nothing."""
+        value = self._values[index]
+        return [value] if isinstance(value, Tensor) else []
 
     def on_host(self, count: int) -> list[float]:
         """Return the losses of micro-batches 0..count-1; 0 for those without one."""
@@ -54,6 +69,10 @@ class Losses:
             values = torch.stack([loss.reshape(()) for loss in on_device.values()]).tolist()
             found = {**found, **dict(zip(on_device, values, strict=True))}
         return [found.get(index, 0.0) for index in range(count)]
+
+    def empty(self) -> Losses:
+        """Return one without losses."""
+        return Losses()
 
     def state(self) -> dict[int, float]:
         """Return the losses so far, by micro-batch."""
@@ -65,36 +84,63 @@ class Losses:
         self._on_device = False
 
 
+@dataclass(frozen=True)
+class Sum:
+    """Sum of a loss over the micro-batches of a window.
+
+    Attributes:
+        total: ``sum w l`` for a mean, else ``sum l``.
+        weight: ``sum w``.
+        nonzero: a loss was not 0.
+    """
+
+    total: float
+    weight: normalize.Number
+    nonzero: bool
+
+
+@dataclass(frozen=True)
+class WindowLoss:
+    """Loss of a batch.
+
+    Attributes:
+        loss: normalised; NaN where there is nothing to divide by.
+        weight: what the losses were divided by; 0: there is no update; 1 where each term has its own.
+        divisor: of the summed gradients, at the boundary.
+        losses: of each term.
+        weights: of each term.
+    """
+
+    loss: float
+    weight: normalize.Number
+    divisor: float = 1.0
+    losses: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, normalize.Number] = field(default_factory=dict)
+
+
 def over_ranks(
-    losses: list[float],
-    weights: list[normalize.Number],
-    bad: list[int],
-    reduction: normalize.Reduction,
-    ranks: Ranks,
-    mark: int = 0,
-) -> tuple[float, normalize.Number, bool]:
-    """Return the batch's loss and weight, and whether any rank has a loss that is not finite.
+    sums: list[Sum], ranks: Ranks, *, bad: bool, mark: int = 0, news: bool = False
+) -> tuple[list[Sum], bool, bool]:
+    """Return the sums over all ranks, whether any rank has a loss that is not finite, and any news.
 
     Args:
-        losses: of this rank's micro-batches.
-        weights: of them.
-        bad: the indices of those that are not finite.
-        reduction: what a loss is.
+        sums: of this rank, one for each term.
         ranks: to sum over.
+        bad: whether this rank has a loss that is not finite.
         mark: how this rank stands with measuring the noise (see `noise.windows.mark_of`).
+        news: whether this rank has seen what no check of the loss has (see `check_schedule`).
 
     Raises:
         InputError: the ranks stand differently there, on every rank: a rank that went on would wait for ever.
 
     Examples:
-        >>> over_ranks([1.0, 3.0], [1, 1], [], "mean", Ranks(()))
-        (2.0, 2, False)
+        >>> over_ranks([Sum(4.0, 2, nonzero=True)], Ranks(()), bad=False)
+        ([Sum(total=4.0, weight=2, nonzero=True)], False, False)
     """
-    total = normalize.loss_sum(losses, weights, reduction=reduction)
-    weight = normalize.total_weight(weights)
     if not ranks.shared:
-        return normalize.per_weight(total, weight), weight, bool(bad)
-    total, weight, bad_ranks, marks, squares = ranks.sum([total, weight, bool(bad), mark, mark * mark])
+        return sums, bad, news
+    mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
+    *numbers, bad_ranks, news_of, marks, squares = ranks.sum([*mine, bad, news, mark, mark * mark])
     if int(marks) ** 2 != ranks.count * int(squares):  # equal where all marks are, and only there
         raise InputError(
             explain(
@@ -104,8 +150,15 @@ def over_ranks(
                 "load the same state_dict() on every rank, and make every Accumulator with the same `noise`",
             )
         )
-    weight = int(weight) if weight.is_integer() else weight
-    return normalize.per_weight(total, weight), weight, bool(bad_ranks)
+    columns = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+    return (
+        [
+            Sum(total, int(weight) if weight.is_integer() else weight, nonzero=bool(nonzero))
+            for total, weight, nonzero in columns
+        ],
+        bool(bad_ranks),
+        bool(news_of),
+    )
 
 
 def pair_of(returned: Any) -> tuple[Any, Any]:
@@ -133,14 +186,22 @@ def alone(returned: Any) -> Any:
     """Return the loss that a loss function returned without a weight.
 
     Raises:
-        InputError: it returned a tuple.
+        InputError: it returned a tuple or a mapping.
 
     Examples:
         >>> alone(0.5)
         0.5
     """
-    if not isinstance(returned, tuple):
+    if isinstance(returned, Tensor) or not isinstance(returned, tuple | Mapping):
         return returned
+    if isinstance(returned, Mapping):
+        if isinstance(returned.get("loss"), Tensor):
+            raise without_tensor(returned)
+        names = ", ".join(f"{name!r}: ..." for name in returned)
+        raise InputError(
+            f"loss_fn returned a mapping with the keys {list(returned)}. State what each of these losses is "
+            f"a mean over, as in weight={{{names}}}, or return one tensor."
+        )
     raise InputError(
         explain(
             "a loss_fn that returned a tuple",

@@ -102,7 +102,6 @@ def lr_survey(
         optimizers,
         plan.step.scaler,
         owned=accumulator._owned,
-        written=accumulator._written,
         devices=[] if plan.device is None else [plan.device],
     ) as undo:
         keep_position(batches, undo)

@@ -43,6 +43,7 @@ class Marks:
         self._names = [entry.name for entry in owned]
         self._settling = settling
         self.forget()
+        self.savepoint()
 
     def set(self) -> bool:
         """Note the gradients as they are now, after a backward; return whether one is there that was not.
@@ -72,12 +73,21 @@ class Marks:
             self._settling.seen, self._settling.kept = True, self._settling.kept and kept
         self._settled = self._settling.seen and self._settling.kept and self._stay()
 
-    def put_back(self) -> bool:
-        """Make the gradients those noted again, unless their values have moved; return whether."""
-        if _versions(self._gradients) != self._versions:
+    def savepoint(self) -> None:
+        """Remember the gradients noted last, with their versions, as those before a micro-batch."""
+        self._saved = (self._gradients, self._versions)  # both lists are replaced by `set`, never changed
+
+    def rollback(self) -> bool:
+        """Restore the gradients of the savepoint; return False if one has been written to since.
+
+        What was noted since does not count: a backward that came to its end may fail right afterwards.
+        """
+        gradients, versions = self._saved
+        if _versions(gradients) != versions:
             return False
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
+        self._gradients, self._versions, self._settled = gradients, versions, False
         return True
 
     @property

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from .checks import as_models
 from .gradients import LOW_PRECISION, Owned
+
+# Name -> versions of a parameter and its master.
+Written = dict[str, tuple[int, int]]
 
 
 def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
@@ -17,7 +23,8 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
 
     Returns:
         Trainable parameter -> its float32 copy (parameters that are wider map to themselves): make the
-        optimizer over the values and pass the mapping as ``Accumulator(masters=...)``.
+        optimizer over the values and pass the mapping as ``Accumulator(masters=...)``. They are saved with
+        ``Accumulator.state_dict()``; save and load it, the model and the optimizer, in any order.
 
     Raises:
         InputError: `model` is no module.
@@ -39,17 +46,122 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
     }
 
 
-def masters_written(owned: list[Owned]) -> dict[str, int]:
-    """Note the versions of the parameters that have a master, as the last copy from it left them."""
-    return {entry.name: entry.parameter._version for entry in owned if entry.target is not entry.parameter}
+def masters_written(owned: list[Owned]) -> Written:
+    """Note the versions of parameters and their masters, as the last copy from one to the other left them."""
+    return {
+        entry.name: (entry.parameter._version, entry.target._version)
+        for entry in owned
+        if entry.target is not entry.parameter
+    }
 
 
-def take_over(owned: list[Owned], written: dict[str, int]) -> None:
-    """Copy parameters that somebody else has written to (loaded, averaged) into their masters.
+def take_over(owned: list[Owned], written: Written) -> None:
+    """Make parameters and masters agree where somebody else has written to one of them.
 
-    Without this the next update would set them back to what their masters still hold.
+    A master that rounds to its parameter stays: the parameter of a checkpoint is loaded before or after it.
+    Where the two differ, a written parameter (other weights, an average) goes into the master, since the next
+    update would undo it; else a written master goes into the parameter.
     """
     for entry in owned:
-        if entry.target is not entry.parameter and written.get(entry.name) != entry.parameter._version:
+        parameter, master = entry.parameter, entry.target
+        noted = written.get(entry.name)
+        if master is parameter or noted == (parameter._version, master._version):
+            continue
+        if not _rounds_to(master, parameter):
+            only_master = noted is not None and noted[0] == parameter._version
             with torch.no_grad():
-                entry.target.copy_(entry.parameter)
+                if only_master:
+                    parameter.copy_(master)
+                else:
+                    master.copy_(parameter)
+        written[entry.name] = (parameter._version, master._version)
+
+
+def _rounds_to(master: Tensor, parameter: Tensor) -> bool:
+    rounded = master.detach().to(parameter.dtype)
+    return torch.equal(rounded, parameter) or bool(  # NaN is not equal to itself
+        ((rounded == parameter) | (rounded.isnan() & parameter.isnan())).all()
+    )
+
+
+def masters_state(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dict[str, Tensor] | None:
+    """Return the masters by the names of their parameters, to be saved; None if there are none.
+
+    Args:
+        models: of the accumulator.
+        masters: parameter -> master.
+
+    Returns:
+        The tensors themselves, as in a module's ``state_dict()``; without those that are the parameters.
+
+    Examples:
+        >>> layer = nn.Linear(2, 1).bfloat16()
+        >>> sorted(masters_state([layer], fp32_masters(layer)))
+        ['bias', 'weight']
+    """
+    return {name: master.detach() for name, master in _by_name(models, masters).items()} or None
+
+
+def masters_loader(
+    models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor], saved: object
+) -> Callable[[], None]:
+    """Return what copies saved masters into those that there are, after everything was checked.
+
+    Args:
+        models: of the accumulator.
+        masters: parameter -> master.
+        saved: from `masters_state`.
+
+    Raises:
+        InputError: other parameters have masters here, or of another shape; nothing has changed.
+
+    Examples:
+        >>> layer = nn.Linear(2, 1).bfloat16()
+        >>> masters = fp32_masters(layer)
+        >>> masters_loader([layer], masters, {"bias": torch.ones(1), "weight": torch.ones(1, 2)})()
+        >>> masters[layer.bias].tolist()
+        [1.0]
+    """
+    here = _by_name(models, masters)
+    if saved is None:
+        return lambda: None
+    if not isinstance(saved, Mapping) or not all(isinstance(each, Tensor) for each in saved.values()):
+        raise InputError(
+            "The saved masters are no mapping of names to tensors. Pass what state_dict() returned."
+        )
+    if saved.keys() != here.keys():
+        name = min(saved.keys() ^ here.keys())
+        where = "the saved state" if name in saved else "this Accumulator"
+        raise InputError(
+            f"Only {where} has a float32 master of {name!r}. "
+            "Make the Accumulator with masters=fp32_masters(model) of the same model."
+        )
+    for name, master in here.items():
+        if saved[name].shape != master.shape:
+            raise InputError(
+                f"The saved master of {name!r} has shape {tuple(saved[name].shape)}, the parameter "
+                f"{tuple(master.shape)}. Load the state of the same model."
+            )
+
+        if saved[name].dtype != master.dtype:
+            raise InputError(
+                f"The saved master of {name!r} is of {saved[name].dtype}, not {master.dtype}. Load the state "
+                "as it was saved: a conversion rounds it."
+            )
+
+    @torch.no_grad()
+    def load() -> None:
+        for name, master in here.items():
+            master.copy_(saved[name])
+
+    return load
+
+
+def _by_name(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            master = masters.get(parameter)
+            if master is not None and master is not parameter:
+                found[name if number == 0 else f"models[{number}].{name}"] = master
+    return found

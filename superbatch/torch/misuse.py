@@ -16,6 +16,11 @@ def second_window() -> WindowError:
     )
 
 
+def load_inside() -> WindowError:
+    """Return the error for loading a state while a window is open."""
+    return WindowError("load_state_dict() was called inside a window. Leave the window first.")
+
+
 def over() -> WindowError:
     """Return the error for entering a window a second time."""
     return WindowError(explain("a window that is over", "its micro-batches were let go", "make a new window"))
@@ -64,9 +69,6 @@ def after_failure(broken: int) -> WindowError:
 def without_backward(index: int) -> WindowError:
     """Return the error for a micro-batch that counts and has had no backward."""
     return WindowError(
-        explain(
-            f"micro-batch {index} without a backward(loss) that went through",
-            "its weight is in the divisor of the window, so its gradient must be in the sum",
-            "call backward for every micro-batch, or give those to leave out the weight 0",
-        )
+        f"Micro-batch {index} had no window.backward(loss). Call it for each micro-batch, in place of "
+        "loss.backward(); a micro-batch to leave out gets the weight 0."
     )

@@ -21,12 +21,14 @@ class Culprit:
         loss: its loss.
         parameter: the first parameter with a gradient that is not finite.
         whole: the loss was computed on the whole batch at once, which is then the only micro-batch.
+        term: the name of the loss among several.
     """
 
     index: int | None = None
     loss: float | None = None
     parameter: str | None = None
     whole: bool = False
+    term: str = ""
 
     def text(self, count: int, *, skipping: bool = False) -> str:
         """Compose the error text.
@@ -46,7 +48,8 @@ class Culprit:
                 "a window with a micro-batch that is not finite (on another rank, or one that cannot be told)"
             )
         else:
-            given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}"
+            of = f" of the term {self.term!r}" if self.term else ""
+            given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}{of}"
         what = "its loss" if self.loss is not None and not math.isfinite(self.loss) else "its gradient"
         where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
         others = [] if self.whole else ['nonfinite="skip_microbatch" leaves it (and its weight) out']

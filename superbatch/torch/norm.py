@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from .devices import alike, where_float64_is
 from .gradients import LOW_PRECISION, all_finite, values
 
 # Elements up to which a tensor on the CPU is copied, not called for alone: biases, scales. It takes less time
@@ -48,8 +49,8 @@ def finite_norm(gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
     if not all_finite(elements):
         return value, False
     # Every element is finite: the sum of squares overflowed, so take it in double precision.
-    double = [torch.linalg.vector_norm(each, dtype=_double(each)) for each in elements]
-    return float(torch.stack(double).norm()), True
+    double = [torch.linalg.vector_norm(where_float64_is(each), dtype=_double(each)) for each in elements]
+    return float(_joint(double)), True
 
 
 def elements_of(gradients: Sequence[Tensor | None]) -> list[Tensor]:
@@ -65,11 +66,17 @@ def elements_of(gradients: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _norms(elements: list[Tensor]) -> list[Tensor]:
     """The 2-norm of each tensor."""
-    if not set(LOW_PRECISION).isdisjoint(map(_dtype, elements)):
-        # A norm in bfloat16 has two to three digits: not enough to clip by.
-        return [torch.linalg.vector_norm(each, dtype=_wide(each)) for each in elements]
-    # As torch.nn.utils.get_total_norm does, in half its time for small models.
-    return list(torch._foreach_norm(elements)) if elements else []  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    is_low = not set(LOW_PRECISION).isdisjoint(map(_dtype, elements))
+    if not is_low and all(map(_is_cpu, elements)):
+        # As torch.nn.utils.get_total_norm does, in half its time for small models.
+        return list(torch._foreach_norm(elements)) if elements else []  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    # By device and dtype: torch calls one kernel for each tensor where they are not alike. A norm
+    # in bfloat16 has two to three digits: not enough to clip by.
+    return [
+        norm
+        for group in alike(elements)
+        for norm in torch._foreach_norm(group, 2, torch.float32 if group[0].dtype in LOW_PRECISION else None)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    ]
 
 
 def _fewer(elements: list[Tensor]) -> list[Tensor]:
@@ -87,12 +94,10 @@ def _fewer(elements: list[Tensor]) -> list[Tensor]:
 
 
 def _joint(norms: list[Tensor]) -> Tensor:
-    first = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]))
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+    parts = [torch.linalg.vector_norm(torch.stack(group)) for group in alike(norms)]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))
 
 
 def _double(tensor: Tensor) -> torch.dtype:

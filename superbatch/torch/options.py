@@ -11,9 +11,12 @@ from torch import Tensor
 from ..errors import InputError, explain
 from ..split import TokenBudget
 from .checks import check_momentum
+from .devices import resolved
 from .gradients import Owned
 from .plan import Plan
+from .saved_checks import check_structure
 from .saving import WINDOW_KEYS
+from .slips import check_loss_fn
 
 _WORDS = ("auto", "largest")
 
@@ -35,6 +38,7 @@ def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype:
                 "pass a function microbatch -> loss",
             )
         )
+    check_loss_fn(loss_fn)
     if not is_size(microbatch_size) and not isinstance(microbatch_size, TokenBudget):
         raise InputError(
             explain(
@@ -44,7 +48,7 @@ def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype:
             )
         )
     known = isinstance(weight, str) and weight == "returned"
-    if weight is not None and not known and not callable(weight):
+    if weight is not None and not known and not callable(weight) and not isinstance(weight, Mapping):
         raise InputError(
             explain(
                 f"weight={weight!r}",
@@ -122,10 +126,15 @@ def as_device(device: object, owned: list[Owned]) -> torch.device | None:
         found = owned[0].parameter.device
         return None if found.type == "cpu" else found
     try:
-        return torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]  (its own check follows)
-    except (RuntimeError, TypeError) as error:
+        named = torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]  (its own check follows)
+        return named if named.type == "cpu" else resolved(named)
+    except (RuntimeError, TypeError, AssertionError) as error:
         raise InputError(
-            explain(f"device={device!r}", "it is no device", 'pass "auto", a torch.device, its name, or None')
+            explain(
+                f"device={device!r}",
+                f"it is no device that torch has here ({str(error).partition(chr(10))[0]})",
+                'pass "auto", a torch.device, its name, or None',
+            )
         ) from error
 
 
@@ -249,8 +258,11 @@ def check_state(state: object) -> Mapping[str, Any]:
         and state.get("version") == 1
         and isinstance(state.get("updates"), int)
         and state["updates"] >= 0
-        and _is_window(state.get("window"))
+        and "window" in state
+        and _is_window(state["window"])
     ):
+        if state["window"] is not None:
+            check_structure(state["window"])
         return state
     raise InputError(
         explain(
@@ -271,7 +283,17 @@ def check_combinations(plan: Plan, *, momentum: bool) -> None:
     Raises:
         OptimizerError, InputError: two of them do.
     """
-    step = plan.step
+    step, terms = plan.step, plan.declared.terms
+    if terms and plan.noise is not None:
+        raise InputError(
+            "noise= needs one loss with one weight, and this one has the terms "
+            f"{list(terms)}. Leave noise out, or measure it with one of the terms."
+        )
+    if terms and plan.declared.returned and plan.loss_fn is None:
+        raise InputError(
+            'weight={...: "returned"} runs loss_fn once more for each micro-batch, and there is none. Pass '
+            "functions of the micro-batch in weight=, or pass loss_fn."
+        )
     if momentum:
         check_momentum(
             step.optimizers,

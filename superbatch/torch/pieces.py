@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import WindowError, explain
+from ..errors import InputError, SplitError, WindowError, explain
 from ..plan import Plan as BatchPlan
 from ..split import TokenBudget, cut, near_equal
 from ..tree import plan as plan_of
 from ..window import Window
 from .batches import Paths, microbatches_of
+from .joining import joined
 from .options import check_auto
 from .plan import Plan
 from .sizes.auto import AutoSize
@@ -88,6 +89,27 @@ class Pieces:
         size = min(FEW, sum(samples)) if max(samples) > 1 else 2
         starts = range(0, sum(samples) - size + 1, size)
         return [take(start, start + size) for start in starts[:: max(1, len(starts) // FEW)]]
+
+    def parts(self) -> list[Any]:
+        """Return the batch as it was given: whole, or as micro-batches."""
+        return self.microbatches if self._whole is None else [self._whole]
+
+    def pick(self, samples: Sequence[int]) -> Any:
+        """Return a micro-batch of chosen samples, counted as `parts` has them; None if none can be made."""
+        try:
+            return plan_of(joined(self.parts()), **self.paths).take(0, len(samples), order=samples)
+        except (SplitError, InputError):  # micro-batches of unequal shapes
+            return None
+
+    def of_two(self, first: int, second: int, most: int) -> list[int]:
+        """Return the first samples of two micro-batches, at most so many of each, counted as in `parts`."""
+        assert self.samples is not None
+        places: list[int] = []
+        for index in (first, second):
+            start = sum(self.samples[:index])
+            places += range(start, start + min(most, self.samples[index]))
+        ordered = self._order is not None and self._whole is not None
+        return [self._order[place] for place in places] if ordered and self._order else places
 
     def split(self, index: int, most: int) -> int:
         """Cut one micro-batch into near-equal ones of at most so many samples; return how many there are now.

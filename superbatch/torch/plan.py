@@ -13,10 +13,12 @@ from .. import normalize
 from .batchnorm import Frozen, Pooled
 from .before_step import BeforeStep
 from .boundary import Step
+from .declared import Declared
 from .gradients import Owned
+from .moved_state import MovedState
 from .noise.windows import NoiseOfWindows
 from .sizes.reserve import Reserve
-from .snapshot import BufferKeeper, RandomKeeper
+from .snapshot import RandomKeeper
 from .sync import Ranks
 from .transfer import Transfer
 from .weighing import Weigh
@@ -29,7 +31,9 @@ class Plan:
     """The options of an accumulator, checked, and what its windows use one after the other.
 
     Attributes:
+        declared: what the loss of a micro-batch is, and what it weighs.
         loss_fn: of a micro-batch; None where it cannot be called with one.
+        state: keeps buffers and other state that a forward moves.
         transfer: moves micro-batches to the device.
         reserve: makes sure of the memory that an update needs.
         before_step: what the optimizers' step changes, as it was.
@@ -43,12 +47,11 @@ class Plan:
     step: Step
     ranks: Ranks
     device: torch.device | None
-    reduction: normalize.Reduction
-    weigh: Weigh
+    declared: Declared
     nonfinite: NonFinite
     sample_rng: bool
     norms: Frozen | Pooled | None
-    buffers: BufferKeeper
+    state: MovedState
     random: RandomKeeper
     loss_fn: Callable[[Any], Any] | None
     transfer: Transfer
@@ -57,3 +60,23 @@ class Plan:
     until_next: list[Tensor] = field(default_factory=list)
     noise: NoiseOfWindows | None = None
     whole: bool = False
+
+    @property
+    def reduction(self) -> normalize.Reduction:
+        """What `loss_fn` returns."""
+        return self.declared.reduction
+
+    @property
+    def weigh(self) -> Weigh:
+        """How a micro-batch is weighed."""
+        return self.declared.weigh
+
+    def prepare_update(self) -> None:
+        """Do what may fail for lack of memory while the optimizer has not stepped.
+
+        Raises:
+            OutOfMemoryError: there is no memory for the update; nothing has moved.
+        """
+        self.reserve.require()
+        if self.norms is not None:
+            self.norms.compute(self.ranks)

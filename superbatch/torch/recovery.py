@@ -15,6 +15,7 @@ import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,10 +25,8 @@ from torch import Tensor
 
 from ..errors import OutOfMemoryError, SplitError, explain
 from .batchnorm import Pooled
-from .losses import Losses
 from .out_of_memory import out_of_memory, release_caches
 from .pieces import cut_large
-from .snapshot import BufferKeeper
 
 if TYPE_CHECKING:
     from .in_flight import WindowInFlight
@@ -55,10 +54,11 @@ def mark(window: WindowInFlight, index: int) -> None:
         index: of the micro-batch.
     """
     plan = window._plan
+    window._place.savepoint()
     window._inputs[index] = _versions(window._pieces.microbatches[index])
     if plan.nonfinite == "skip_microbatch":
-        window._buffers_before = BufferKeeper(plan.models)
-        window._buffers_before.take()
+        window._state_before = plan.state.twin()
+        window._state_before.take()
     plan.random.mark()
 
 
@@ -106,7 +106,7 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
     window._end_iteration()
     plan.transfer.forget()
     gc.collect()  # an exception and its frames may be a cycle
-    release_caches(plan.device)
+    release_caches(*plan.random.devices)
     samples = None if pieces.samples is None else pieces.samples[index]
     most = 0 if samples is None or isinstance(plan.norms, Pooled) else window._sizing.failed(samples)
     if not most:
@@ -114,7 +114,7 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
     again = not _put_back(window, index)
     _require_inputs(window, 0 if again else index, index, failure)
     if again:
-        _begin_again(window)
+        begin_again(window)
     try:
         cut_large(pieces, window._next, most)
     except SplitError as error:
@@ -128,10 +128,16 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
     warnings.warn(
         f"memory ran out in micro-batch {index} ({samples} samples); the window "
         f"{'begins again' if again else 'goes on'} in micro-batches of at most {most}. The update is the "
-        f"same. ({failure.splitlines()[0]})",
+        f"same{'' if plan.sample_rng else _BUT_RANDOM}. ({failure.splitlines()[0]})",
         UserWarning,
         stacklevel=4,
     )
+
+
+def unchanged(window: WindowInFlight) -> bool:
+    """Whether no micro-batch was changed in place since it was handed out."""
+    microbatches = window._pieces.microbatches
+    return all(versions == _versions(microbatches[index]) for index, versions in window._inputs.items())
 
 
 def _require_inputs(window: WindowInFlight, first: int, last: int, failure: str) -> None:
@@ -149,6 +155,9 @@ def _require_inputs(window: WindowInFlight, first: int, last: int, failure: str)
             )
 
 
+_BUT_RANDOM = (
+    ", apart from random numbers that the loss draws: they depend on the split without sample_rng=True"
+)
 _DO = "make the samples smaller, use gradient checkpointing or a lower precision, or free memory"
 
 
@@ -174,17 +183,22 @@ def _give_up(window: WindowInFlight, index: int, samples: int | None, failure: s
 def _bytes_of_state(window: WindowInFlight) -> int:
     owned = window._plan.owned
     gradients = [entry.parameter.grad for entry in owned if entry.parameter.grad is not None]
-    return sum(tensor.nbytes for tensor in [*(entry.parameter for entry in owned), *gradients])
+    dense = [
+        part
+        for each in [*(entry.parameter for entry in owned), *gradients]
+        for part in ((each._indices(), each._values()) if each.is_sparse else (each,))
+    ]
+    return sum(tensor.nbytes for tensor in dense)
 
 
 def _put_back(window: WindowInFlight, index: int) -> bool:
     """Put everything back as it was before the failed micro-batch; whether that was possible."""
     plan = window._plan
-    if window._summed or not window._place.undo():
+    if window._summed or not window._place.rollback():
         return False
     if plan.nonfinite == "skip_microbatch":
-        window._buffers_before.restore()
-    elif plan.buffers.changed():
+        window._state_before.restore()
+    elif plan.state.changed():
         return False
     if not plan.random.back_to_mark():
         return False
@@ -193,20 +207,56 @@ def _put_back(window: WindowInFlight, index: int) -> bool:
     return True
 
 
-def _begin_again(window: WindowInFlight) -> None:
-    """Put everything back as it was when the window was opened, and stay open."""
+def begin_again(window: WindowInFlight) -> None:
+    """Restore everything as it was when the window was opened, and stay open.
+
+    Args:
+        window: open.
+    """
     plan = window._plan
     window._place.discard()
-    plan.buffers.restore()
+    plan.state.restore()
     plan.random.restore()
     if plan.sample_rng:
         torch.set_rng_state(window._after_key)
-    window._losses, window._dropped, window._next, window._broken = Losses(), [], 0, None
+    window._losses, window._dropped = window._losses.empty(), []
+    window._next, window._broken = 0, None
     window._inputs.clear()
     window._weights.returned.clear()
     if window._noise is not None:
         window._noise.restart()
     window._place.open()
+
+
+def restore_each(*steps: Callable[[], None] | None) -> None:
+    """Take each step in turn, also after one that failed; one that ran out of memory is taken once more.
+
+    Args:
+        steps: each restores something, and may be taken twice; None is left out.
+
+    Raises:
+        BaseException: that of the last step that failed.
+
+    Examples:
+        >>> done = []
+        >>> restore_each(lambda: done.append(1), None, lambda: done.append(2))
+        >>> done
+        [1, 2]
+    """
+    with ExitStack() as stack:  # which takes the step that was put in last first
+        for step in reversed(steps):
+            if step is not None:
+                stack.callback(_restore, step)
+
+
+def _restore(step: Callable[[], None]) -> None:
+    try:
+        step()
+    except BaseException as error:
+        if not out_of_memory(error):
+            raise
+        release_caches()
+        step()
 
 
 def shrink(window: WindowInFlight) -> None:

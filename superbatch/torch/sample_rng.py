@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from superbatch.errors import InputError, explain
 from superbatch.torch.counter import finalise, mix, positions, signed
-from superbatch.torch.probing.sample_layout import Call, sample_axis, samples_along
+from superbatch.torch.probing.sample_layout import Call, Reading, samples_along
 from superbatch.torch.probing.sample_rules import RULES, Arguments, refusal
 
 
@@ -39,6 +39,7 @@ def sample_stream(
     *,
     indices: Sequence[int] | None = None,
     calls: dict[int, Call] | None = None,
+    unruled: set[str] | None = None,
 ) -> Iterator[None]:
     """Draw all random numbers inside from streams per sample: around one micro-batch's forward and backward.
 
@@ -64,6 +65,9 @@ def sample_stream(
             the position of each within the effective batch (of all ranks), in the micro-batch's order.
         calls: a dict, empty at first, that all micro-batches of a window share: what they are checked
             against.
+        unruled: a set, for a look that must not refuse anything: an operation that cannot be drawn per
+            sample is drawn from the window's key alone, and its name is added here. A permutation is the
+            identity, a generator of the operation's own is left alone.
 
     Raises:
         InputError: if the places are not stated, stated twice, or out of range; inside, at a random operation
@@ -90,8 +94,10 @@ def sample_stream(
         torch.default_generator.manual_seed(signed(key))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_Kernels())
-        stack.enter_context(_Stream(key, places, {} if calls is None else calls))
+        stack.enter_context(_Kernels(refuse=unruled is None))
+        reading = stack.enter_context(Reading().in_use())
+        stream = _Stream(key, places, {} if calls is None else calls, reading)
+        stack.enter_context(stream if unruled is None else _Lenient(stream, unruled))
         yield
 
 
@@ -124,11 +130,11 @@ class _Stream(TorchDispatchMode):
         # (and imports the compiler); nothing is compiled in here. Older releases do not ask.
         return False
 
-    def __init__(self, key: int, places: Sequence[int], calls: dict[int, Call]) -> None:
+    def __init__(self, key: int, places: Sequence[int], calls: dict[int, Call], reading: Reading) -> None:
         super().__init__()
         self.window = mix(key)
         self.places, self.samples = places, len(places)
-        self.calls = calls
+        self.calls, self.reading = calls, reading
         self._starts: dict[torch.device, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,8 +142,10 @@ class _Stream(TorchDispatchMode):
         if not _is_random(func):
             return func(*args, **kwargs)
         named = _bind(func, args, kwargs)
-        if _draws_nothing(named):
-            return func(*args, **kwargs)
+        return func(*args, **kwargs) if _draws_nothing(named) else self.draw(func, named, args, kwargs)
+
+    def draw(self, func: Any, named: Arguments, args: Any, kwargs: Any) -> Any:
+        """Return what a random operation returns, drawn sample by sample."""
         op = str(func)
         if named.get("generator") is not None:
             raise _own_generator(op)
@@ -159,7 +167,7 @@ class _Stream(TorchDispatchMode):
         if before is not None and before.op != op:
             raise _other_call(op, before)
         read = shape[:1] if rows else shape
-        axis = sample_axis(op, read, self.samples, before)
+        axis = self.reading.axis(call, op, read, self.samples, before)
         if before is None or before.samples == 1:
             self.calls[call] = Call(op, self.samples, read, axis)
         if 0 in shape:
@@ -188,8 +196,31 @@ class _Stream(TorchDispatchMode):
         return torch.tensor(self.places, dtype=torch.int64, device=device).add_(1)
 
 
+class _Lenient(_Stream):
+    """Draws alike in all micro-batches what cannot be drawn per sample, instead of refusing it."""
+
+    def __init__(self, stream: _Stream, unruled: set[str]) -> None:
+        super().__init__(0, stream.places, stream.calls, stream.reading)
+        self.window, self.unruled = stream.window, unruled
+
+    def draw(self, func: Any, named: Arguments, args: Any, kwargs: Any) -> Any:
+        if "randperm" in str(func) and named.get("out") is None:
+            dtype = named["dtype"] if isinstance(named["dtype"], torch.dtype) else torch.int64
+            return torch.arange(named["n"], dtype=dtype, device=named["device"])
+        try:
+            return super().draw(func, {**named, "generator": None}, args, kwargs)
+        except InputError:
+            self.unruled.add(str(func))
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+            return func(*args, **kwargs)
+
+
 class _Kernels(TorchFunctionMode):
     """Chooses kernels whose random numbers pass the dispatcher, and states what a function's name tells."""
+
+    def __init__(self, *, refuse: bool) -> None:
+        super().__init__()
+        self.refuse = refuse
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -198,20 +229,22 @@ class _Kernels(TorchFunctionMode):
                 with sdpa_kernel(SDPBackend.MATH):
                     return func(*args, **kwargs)
         elif func in _RECURRENT:
-            return _recurrent(func, args, kwargs)
+            return _recurrent(func, args, kwargs, refuse=self.refuse)
         return func(*args, **kwargs)
 
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
-def _recurrent(func: Any, args: Any, kwargs: Any) -> Any:
+def _recurrent(func: Any, args: Any, kwargs: Any, *, refuse: bool) -> Any:
     """Run a recurrent network whose dropout between layers is drawn on (time, batch, channels)."""
     # (data, batch_sizes, hx, params, ...) if packed, else (input, hx, params, ...)
     packed = isinstance(args[3], (list, tuple))
     _, _, layers, dropout, train = args[3:8] if packed else args[2:7]
     if not (dropout and train and layers > 1):
         return func(*args, **kwargs)
+    if packed and not refuse:
+        return func(*args[:6], 0.0, *args[7:], **kwargs)
     if packed:
         raise refusal("dropout between the layers of a recurrent network on a PackedSequence")
     with torch.backends.cudnn.flags(enabled=False), samples_along(1):

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import WindowError, explain
+from ..errors import InputError, WindowError, explain
 from ..noise import NoiseMeter
+from . import saved_checks
 from .batchnorm import Pooled
+from .digest import digest_of
+from .discarding import discard_saved as discard_saved
+from .in_grad import InGrad
 from .sizes.sizing import Fixed, Sizing, load_sizing
 from .snapshot import as_plain, restore_random_state
 
@@ -31,7 +35,7 @@ WINDOW_KEYS = frozenset(
         "key",
         "scale",
     }
-    | {"random", "random_before", "buffers_before", "norms"}
+    | {"random", "random_before", "state_before", "norms"}
 )
 
 
@@ -49,6 +53,8 @@ def load_sizing_and_noise(state: Mapping[str, Any], sizing: Sizing, meter: Noise
     Raises:
         InputError: one of them cannot be read, or the noise was averaged otherwise; nothing has changed.
     """
+    if not isinstance(state.get("noise"), Mapping | None):
+        raise InputError("The saved noise is no mapping. Pass what Accumulator.state_dict() returned.")
     before = sizing.state_dict()
     of_windows = load_sizing(state, sizing)
     try:
@@ -78,8 +84,10 @@ def state_of(window: WindowInFlight) -> dict[str, Any]:
     random = plan.random.now()
     if plan.sample_rng:  # sample streams hide the generator's own state while a micro-batch is worked on
         random["torch"] = window._after_key
-    return {
+    gradients = window._place.state()
+    state = {
         "place": _place(window),
+        "ranks": (plan.ranks.index, plan.ranks.count),
         "microbatches": len(window._pieces),
         "samples": None if window._pieces.samples is None else list(window._pieces.samples),
         "next": window._next,
@@ -87,15 +95,18 @@ def state_of(window: WindowInFlight) -> dict[str, Any]:
         "returned": dict(window._weights.returned),
         "losses": window._losses.state(),
         "dropped": list(window._dropped),
-        "gradients": window._place.state(),
+        "gradients": gradients,
+        "yet": window._place.yet if isinstance(window._place, InGrad) else 1.0,
+        "held": saved_checks.held(gradients),
         "key": window._key,
         "scale": window._scale,
         "random": as_plain(random),
         "random_before": as_plain(plan.random.taken),
-        "buffers_before": plan.buffers.state(),
+        "state_before": plan.state.state(),
         "norms": plan.norms.state() if isinstance(plan.norms, Pooled) else None,
         "noise": None if window._noise is None else window._noise.state(),
     }
+    return {**state, "digest": digest_of(state)}
 
 
 def check_state(window: WindowInFlight, state: dict[str, Any]) -> None:
@@ -104,6 +115,13 @@ def check_state(window: WindowInFlight, state: dict[str, Any]) -> None:
     Raises:
         WindowError: it was another batch, other parameters, or summed in another place.
     """
+    plan = window._plan
+    expected = saved_checks.Expected(
+        len(window._pieces),
+        {entry.name: entry.parameter.shape for entry in plan.owned},
+        plan.ranks.index,
+        plan.ranks.count,
+    )
     if state["place"] != _place(window):
         raise WindowError(
             explain(
@@ -120,6 +138,7 @@ def check_state(window: WindowInFlight, state: dict[str, Any]) -> None:
                 "go on with the same batch and micro-batches, or call discard() first",
             )
         )
+    saved_checks.check_fit(state, expected)
 
 
 def cut_as_saved(pieces: Pieces, state: dict[str, Any]) -> None:
@@ -152,9 +171,11 @@ def load_state(window: WindowInFlight, state: dict[str, Any]) -> None:
     window._losses.load_state(state["losses"])
     window._dropped = list(state["dropped"])
     window._place.load_state(state["gradients"])
+    if isinstance(window._place, InGrad):
+        window._place.yet = state.get("yet", 1.0)
     window._key = state["key"]
     plan.random.taken = state["random_before"]
-    plan.buffers.load_state(state["buffers_before"])
+    plan.state.load_state(state["state_before"])
     if isinstance(plan.norms, Pooled):
         plan.norms.load_state(state["norms"])
     if window._noise is not None:
@@ -167,5 +188,6 @@ def _place(window: WindowInFlight) -> list[str]:
     """What must be the same for sums to be gone on with: how and where they are made, and of what."""
     plan = window._plan
     weigh = plan.weigh if isinstance(plan.weigh, str) else "counted"
-    options = [plan.reduction, weigh, plan.nonfinite, type(plan.norms).__name__, str(plan.sample_rng)]
+    terms = [f"{name}: {term.reduction}" for name, term in plan.declared.terms.items()]
+    options = [plan.reduction, *terms, weigh, plan.nonfinite, type(plan.norms).__name__, str(plan.sample_rng)]
     return [window._place.describe(), *options, *(entry.name for entry in plan.owned)]

@@ -6,6 +6,7 @@ Two keepers with the same methods: ``take()`` before a window, then ``release()`
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import sys
 import time
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from .devices import copy_alike, generator_states
 
 # Seconds of a micro-batch for which states are not copied: that costs up to 1 % of it (it also disturbs
 # the allocator), and a window of such micro-batches is soon begun again.
@@ -32,10 +35,13 @@ class RandomKeeper:
         >>> keeper.restore()
         >>> bool(first == torch.rand(()))
         True
+
+    Attributes:
+        devices: whose generators are kept, beside the CPU's.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._devices = list(devices)
+        self.devices = tuple(devices)
         self._python: tuple[Any, Any] = (None, None)
         self._numpy: tuple[bytes, Any] = (b"", None)
         self.taken: dict[str, Any] = {}
@@ -45,13 +51,13 @@ class RandomKeeper:
     def take(self) -> None:
         """Copy the states; forgets those taken before, also where there is no memory for the copies."""
         self.taken = {}
-        self.taken = {**torch_random_state(self._devices), "python": self._python_state()}
+        self.taken = {**torch_random_state(self.devices), "python": self._python_state()}
         if "numpy" in sys.modules:
             self.taken["numpy"] = self._numpy_state()
 
     def now(self) -> dict[str, Any]:
         """Return the states at this moment."""
-        return random_state(self._devices)
+        return random_state(self.devices)
 
     def mark(self) -> None:
         """Note torch's states at the start of a micro-batch, where that takes nothing beside the last one.
@@ -62,11 +68,11 @@ class RandomKeeper:
         last, self._marked = self._marked, now
         self._mark = None  # also if there is no memory for the copy
         if now - last > SHORT:
-            self._mark = torch_random_state(self._devices)
+            self._mark = torch_random_state(self.devices)
 
     def back_to_mark(self) -> bool:
         """Put the states back as at `mark`; False if one that was not noted has moved since `take`."""
-        now = random_state(self._devices, numpy=False)
+        now = random_state(self.devices, numpy=False)
         if now["python"] != self.taken["python"]:
             return False
         if "numpy" in self.taken and not _equal(self.taken["numpy"], sys.modules["numpy"].random.get_state()):
@@ -179,9 +185,7 @@ def torch_random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
         ['torch']
     """
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
-    for device in devices:
-        if device.type != "cpu":
-            state[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    state.update(generator_states(devices))
     return state
 
 
@@ -237,6 +241,24 @@ def generator_restorer(value: Any) -> Callable[[], object] | None:
     return None
 
 
+def generator_moved(value: Any, restore: Any) -> bool:
+    """Return whether a generator has drawn since `generator_restorer` made `restore`.
+
+    Examples:
+        >>> own = torch.Generator()
+        >>> restore = generator_restorer(own)
+        >>> before = generator_moved(own, restore)
+        >>> _ = torch.rand(1, generator=own)
+        >>> before, generator_moved(own, restore)
+        (False, True)
+    """
+    now: Any = generator_restorer(value)
+    before, after = restore.args[-1], now.args[-1]
+    if isinstance(before, Tensor):
+        return not torch.equal(before, after)
+    return pickle.dumps(before) != pickle.dumps(after)  # of NumPy's, arrays are inside
+
+
 def _equal(a: Any, b: Any) -> bool:
     """Whether two states of NumPy's generator are equal (lists for arrays, as after a file, are fine)."""
     return a[0] == b[0] and list(a[1]) == list(b[1]) and tuple(a[2:]) == tuple(b[2:])
@@ -277,18 +299,25 @@ class BufferKeeper:
     ALWAYS_COPIED_BYTES = 1 << 20
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._owners = [module for model in models for module in model.modules() if module._buffers]
+        self._owners: list[nn.Module] = []
+        for model in models:
+            self.add(model.modules())
         self._constant: dict[int, int] = {}
         self._taken: list[_Taken] = []
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Keep the buffers of further modules too, from the next `take` on; each module counts once."""
+        known = set(self._owners)
+        self._owners += [module for module in modules if module._buffers and module not in known]
 
     def take(self) -> None:
         """Copy every buffer that may change; forgets the copies taken before, also where memory runs out."""
         self._taken = []
-        self._taken = [
-            _Taken(module, name, buffer, None if self._is_constant(buffer) else _clone(buffer))
-            for module in self._owners
-            for name, buffer in module._buffers.items()
-        ]
+        if not self._owners:
+            return
+        found = [(module, *item) for module in self._owners for item in module._buffers.items()]
+        copies = _clones([None if self._is_constant(buffer) else buffer for *_, buffer in found])
+        self._taken = [_Taken(*one, copy) for one, copy in zip(found, copies, strict=True)]
 
     def release(self) -> None:
         """Drop the copies at the end of a window and note which large buffers it left alone."""
@@ -341,9 +370,23 @@ class BufferKeeper:
         return buffer is not None and self._constant.get(id(buffer)) == buffer._version
 
 
-def _clone(buffer: Tensor | None) -> Tensor | None:
-    # Of a lazy module, before its first forward: there is nothing in it yet.
-    return None if buffer is None or is_lazy(buffer) else buffer.clone()
+def _clones(buffers: list[Tensor | None]) -> list[Tensor | None]:
+    """Copy buffers: on an accelerator by one kernel for each device and dtype."""
+    copies: list[Tensor | None] = []
+    elsewhere: list[tuple[Tensor, Tensor]] = []
+    for buffer in buffers:
+        # Of a lazy module, before its first forward: there is nothing in it yet.
+        if buffer is None or is_lazy(buffer):
+            copies.append(None)
+        elif buffer.is_cpu or buffer.is_meta or buffer.layout is not torch.strided or buffer.requires_grad:
+            copies.append(buffer.clone())
+        else:
+            empty = torch.empty_like(buffer)
+            copies.append(empty)
+            elsewhere.append((empty, buffer))
+    if elsewhere:
+        copy_alike([copy for copy, _ in elsewhere], [buffer for _, buffer in elsewhere])
+    return copies
 
 
 class _Taken(NamedTuple):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InputError, explain
+from .wrapped_models import refuse_comm_hooks, refuse_sharded, refuse_static_graphs
 
 BUCKET_BYTES = 25 << 20  # as DDP's default: large enough for bandwidth, small enough for memory
 
@@ -54,6 +55,7 @@ class Ranks:
 
     def hold_back(self) -> ExitStack:
         """Return a context in which no forward and no backward communicates."""
+        refuse_comm_hooks(self.wrappers)  # a hook may have been registered since
         stack = ExitStack()
         for wrapper in self.wrappers:
             stack.enter_context(wrapper.no_sync())
@@ -154,15 +156,17 @@ def _present(gradient: Tensor, ranks: float) -> Tensor:
     return gradient.coalesce() if gradient.is_sparse else gradient
 
 
-def find_ranks(models: Iterable[nn.Module], group: Any = None) -> Ranks:
+def find_ranks(models: Iterable[nn.Module], group: Any = None, *, no_sync: bool = False) -> Ranks:
     """Return the ranks over which the models are replicated.
 
     Args:
         models: those that share a batch.
         group: the process group, where the models are not wrapped in DDP; None: that of their wrappers.
+        no_sync: several backward passes will run under ``no_sync()``, which a static graph does not allow.
 
     Raises:
-        InputError: the models' DDP wrappers use different process groups, or parameters are sharded.
+        InputError: the models' DDP wrappers use different process groups, a communication hook, or
+            parameters are sharded.
     """
     models = list(models)
     wrappers = tuple(
@@ -180,17 +184,10 @@ def find_ranks(models: Iterable[nn.Module], group: Any = None) -> Ranks:
                 "use one process group, or one Accumulator per model",
             )
         )
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if type(parameter).__name__ == "DTensor" or hasattr(parameter, "_handle"):
-                raise InputError(
-                    explain(
-                        f"the sharded parameter {name!r}",
-                        "this version sums gradients over ranks for DistributedDataParallel only, not "
-                        "for FSDP",
-                        "wrap the model in DistributedDataParallel",
-                    )
-                )
+    refuse_sharded(models)
+    refuse_comm_hooks(wrappers)
+    if no_sync:
+        refuse_static_graphs(wrappers)
     if not groups and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
             f"{dist.get_world_size()} ranks are initialised, but no model given is wrapped in "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import InputError, explain
 from ..tree import get
+from .devices import where_float64_is
 
 Weight = Callable[[Any], int | float]
 Where = str | Callable[[Any], Any]
@@ -48,6 +49,7 @@ def count_tokens(where: Where, *, ignore_index: int = -100, shift: bool = False)
 
     def weight(microbatch: Any) -> int:
         labels = read(microbatch)
+        labels = labels.long() if labels.dtype == torch.uint8 else labels  # where -100 would be 156
         if shift:
             if not labels.ndim:
                 raise _no_labels(labels, "shift=True drops the first label of each sequence")
@@ -71,7 +73,7 @@ def sample_weights(where: Where) -> Weight:
         2.5
     """
     read = _reader(where)
-    return lambda microbatch: float(read(microbatch).sum(dtype=torch.float64))
+    return lambda microbatch: float(where_float64_is(read(microbatch)).sum(dtype=torch.float64))
 
 
 def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> Weight:
@@ -103,12 +105,13 @@ def class_weights(weight: Tensor, where: Where, *, ignore_index: int = -100) -> 
                 "pass the 1-d tensor that CrossEntropyLoss(weight=...) gets",
             )
         )
-    read, per_class = _reader(where), weight.detach().double().cpu()
+    read, per_class = _reader(where), weight.detach().cpu().double()
 
     def weigh(microbatch: Any) -> float:
         labels = read(microbatch).cpu()
         if labels.is_floating_point():
             raise _no_labels(labels, "a class is an integer")
+        labels = labels.long()  # uint8 would select as a mask
         counted = labels[labels != ignore_index]
         if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(per_class):
             raise _no_labels(counted, f"there are weights for the classes 0..{len(per_class) - 1}")

@@ -58,18 +58,23 @@ def window_of(arrays: Arrays, case: dict[str, Any], number: int) -> Arrays:
     return {name: array[kept] for name, array in arrays.items()}
 
 
-def loss_and_gradient(p: Arrays, rows: Arrays) -> tuple[float, Arrays]:
-    """The mean over what the mask counts, ``mean (tanh(x w) v - y)^2``, and its gradient by hand."""
+def loss_and_gradient(p: Arrays, rows: Arrays, background: float) -> tuple[float, Arrays]:
+    """The mean over what the mask counts, ``mean (tanh(x w) v - y)^2``, and its gradient by hand.
+
+    `background` times the square of every token, counted or not, is added to the sum: with it a micro-batch
+    of weight 0 has a loss.
+    """
     total = rows["mask"].sum()
     if "v" not in p:
         return float((rows["x"] @ p["w"]).mean()), {"w": rows["x"].mean(0)}
     hidden = np.tanh(rows["x"] @ p["w"])
     error = hidden @ p["v"] - rows["y"]
-    outer = 2 * error * rows["mask"] / total
+    counts = rows["mask"] + background
+    outer = 2 * error * counts / total
     inner = outer[..., None] * p["v"] * (1 - hidden**2)
     flat = rows["x"].reshape(-1, FEATURES), inner.reshape(-1, UNITS)
     gradient = {"w": flat[0].T @ flat[1], "v": hidden.reshape(-1, UNITS).T @ outer.reshape(-1)}
-    return float((error**2 * rows["mask"]).sum() / total), gradient
+    return float((error**2 * counts).sum() / total), gradient
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         if not rows["mask"].sum():
             losses.append(None)
             continue
-        loss, gradient = loss_and_gradient(p, rows)
+        loss, gradient = loss_and_gradient(p, rows, case["background"])
         losses.append(loss)
         if case["clip"]:
             norm = np.sqrt(sum((leaf**2).sum() for leaf in gradient.values()))
@@ -108,6 +113,7 @@ def case(name: str, windows: list[list[int]], **changes: Any) -> dict[str, Any]:
         "lengths": None,
         "nan_rows": [],
         "reduction": "mean",
+        "background": 0.0,
         "nonfinite": None,
         "clip": None,
         "rates": [0.1] * len(windows),
@@ -138,6 +144,20 @@ def cases() -> list[dict[str, Any]]:
         ),
         case("sums", [[3, 1, 4, 2], [4, 3]], reduction="sum"),
         case("sums over tokens", [[2, 2, 2], [2, 2, 2]], reduction="sum", lengths=lengths),
+        case(
+            "sums over tokens, one over none",
+            [[2, 2, 2], [1, 2, 2]],
+            reduction="sum",
+            lengths=[4, 1, 0, 0, 2, 3, 2, 0, 0, 4, 1],
+            background=0.5,
+        ),
+        case(
+            "sums over tokens, one over none, of one size",
+            [[2, 2, 2], [2, 2, 2]],
+            reduction="sum",
+            lengths=[4, 1, 0, 0, 2, 3, 2, 1, 0, 0, 4, 1],
+            background=0.5,
+        ),
         case("clipping", [[4, 4, 2], [4, 1]], clip={"norm": 0.25, "epsilon": 1e-6}),
         case("a schedule", [[2, 2, 1]] * 4, rates=[0.2, 0.1, 0.0, 0.05]),
         case("a moving average", [[2, 2, 1]] * 4, ema=0.5),

@@ -46,7 +46,7 @@ def loss_of(case: dict[str, Any]) -> Any:
         if "v" not in p:
             return jnp.mean(microbatch["x"] @ p["w"])
         error = jnp.tanh(microbatch["x"] @ p["w"]) @ p["v"] - microbatch["y"]
-        total = jnp.sum(error**2 * microbatch["mask"])
+        total = jnp.sum(error**2 * (microbatch["mask"] + case["background"]))
         return total if case["reduction"] == "sum" else total / jnp.sum(microbatch["mask"])
 
     return loss

@@ -27,8 +27,8 @@ WAYS = ["tensorflow", "jax", "torch"]
 
 
 def can(case: dict[str, Any], way: str) -> bool:
-    """A batch is split near-equally: into micro-batches of one size, or of two that differ by one."""
-    return importlib.util.find_spec(way) is not None
+    """A batch is split near-equally; Keras' own losses have nothing to add to tokens without weight."""
+    return not case["background"] and importlib.util.find_spec(way) is not None
 
 
 def run(case: dict[str, Any], way: str) -> dict[str, Any]:
@@ -103,6 +103,8 @@ def main() -> None:
     cases = json.loads(reference.FILE.read_text(encoding="utf-8"))
     found = {}
     for case in cases:
+        if case["background"]:
+            continue
         found[case["name"]] = train(case)
         keras.backend.clear_session()
     print("\n" + json.dumps(found))

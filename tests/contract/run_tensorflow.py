@@ -24,7 +24,7 @@ def loss_of(case: dict[str, Any], p: dict[str, Any], microbatch: dict[str, Any])
     if "v" not in p:
         return tf.reduce_mean(tf.linalg.matvec(microbatch["x"], p["w"]))
     error = tf.linalg.matvec(tf.tanh(microbatch["x"] @ p["w"]), p["v"]) - microbatch["y"]
-    total = tf.reduce_sum(error**2 * microbatch["mask"])
+    total = tf.reduce_sum(error**2 * (microbatch["mask"] + case["background"]))
     return total if case["reduction"] == "sum" else total / tf.reduce_sum(microbatch["mask"])
 
 

@@ -22,12 +22,12 @@ class Model(nn.Module):
         for name, value in start.items():
             self.register_parameter(name, nn.Parameter(torch.tensor(value, dtype=dtype)))
 
-    def forward(self, microbatch: dict[str, Tensor], reduction: str) -> Tensor:
+    def forward(self, microbatch: dict[str, Tensor], reduction: str, background: float) -> Tensor:
         p, x = dict(self.named_parameters()), microbatch["x"]
         if "v" not in p:
             return (x @ p["w"]).mean()
         error = (x @ p["w"]).tanh() @ p["v"] - microbatch["y"]
-        total = (error**2 * microbatch["mask"]).sum()
+        total = (error**2 * (microbatch["mask"] + background)).sum()
         return total if reduction == "sum" else total / microbatch["mask"].sum()
 
 
@@ -47,7 +47,7 @@ def run(case: dict[str, Any], way: str) -> dict[str, Any]:
     accumulate = Accumulator(
         model,
         optimizer,
-        lambda microbatch: model(microbatch, case["reduction"]),
+        lambda microbatch: model(microbatch, case["reduction"], case["background"]),
         microbatch_size=1 if way == "batches" else None,
         reduction=case["reduction"],
         weight=(lambda microbatch: microbatch["mask"].sum()) if case["lengths"] else None,

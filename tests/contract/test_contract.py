@@ -82,8 +82,9 @@ def test_a_backend_keeps_the_contract(case: dict[str, Any], name: str, way: str)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in BACKENDS.items()])
 def test_every_case_is_run_on_every_backend(name: str) -> None:
     runner = backend(name)
-    left = [case["name"] for case in CASES if not any(runner.can(case, way) for way in runner.WAYS)]
-    assert not left
+    left = [case for case in CASES if not any(runner.can(case, way) for way in runner.WAYS)]
+    # A loss of Keras has nothing to add to tokens without weight.
+    assert not [case["name"] for case in left if not (name == "keras" and case["background"])]
 
 
 def test_the_file_is_what_the_reference_says() -> None:
@@ -99,19 +100,20 @@ def test_the_file_is_what_the_reference_says() -> None:
         }
 
 
-def test_gradients_by_hand_are_gradients() -> None:
+@pytest.mark.parametrize("background", [0.0, 0.3])
+def test_gradients_by_hand_are_gradients(background: float) -> None:
     """The reference's own arithmetic, against finite differences."""
     case = CASES[0]
     rows = reference.window_of(reference.data(case), case, 0)
     p = reference.parameters(case)
-    _, gradient = reference.loss_and_gradient(p, rows)
+    _, gradient = reference.loss_and_gradient(p, rows, background)
     for name, value in p.items():
         for index in np.ndindex(value.shape):
             beside = []
             for sign in (1, -1):
                 moved = copy.deepcopy(p)
                 moved[name][index] += sign * 1e-6
-                beside.append(reference.loss_and_gradient(moved, rows)[0])
+                beside.append(reference.loss_and_gradient(moved, rows, background)[0])
             assert abs((beside[0] - beside[1]) / 2e-6 - gradient[name][index]) < 1e-8
 
 

@@ -51,10 +51,10 @@ def test_axis_and_back(m: float) -> None:
 @pytest.mark.parametrize(
     ("low", "high", "updates", "message"),
     [
-        (0.0, 1.0, 100, "from a positive number"),
-        (1.0, 1.0, 100, "a ramp goes up"),
-        (1e-3, math.inf, 100, "a ramp goes up"),
-        (math.nan, 1.0, 100, "a ramp goes up"),
+        (0.0, 1.0, 100, "no rising ramp of positive numbers"),
+        (1.0, 1.0, 100, "no rising ramp of positive numbers"),
+        (1e-3, math.inf, 100, "no rising ramp of positive numbers"),
+        (math.nan, 1.0, 100, "no rising ramp of positive numbers"),
         (1e-3, 1.0, 11, "give at least 12"),
         (1e-3, 1.0, True, "give at least 12"),
     ],

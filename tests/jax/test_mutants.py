@@ -20,11 +20,11 @@ pytestmark = pytest.mark.jax
 original_groups, original_gradient_of = splitting.groups, arithmetic.gradient_of
 
 
-def unweighted(leaves: Any, sums: Any, weight: Any, options: Any) -> Any:
+def unweighted(leaves: Any, sums: Any, weight: Any, keep: Any, options: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.where(weight != 0, leaf, 0), leaves)
 
 
-def unmasked(leaves: Any, sums: Any, weight: Any, options: Any) -> Any:
+def unmasked(leaves: Any, sums: Any, weight: Any, keep: Any, options: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf * weight, leaves)
 
 

@@ -169,7 +169,7 @@ def test_coupled_samples_are_refused_before_any_training(monkeypatch: pytest.Mon
     trained: list[object] = []
     monkeypatch.setattr(on_torch, "_train", lambda *args: trained.append(args))
     with pytest.raises(
-        (CoupledSamplesError, StatementError), match=r"Wrong: .*samples influence each other.*Do: "
+        (CoupledSamplesError, StatementError), match=r"so samples influence each other.*Instead "
     ):
         compare(replace(load_recipe("pairs"), coupled="error"), Options(runs=1))
     assert trained == []

@@ -367,7 +367,7 @@ def test_progress_goes_to_its_end() -> None:
         ({"optimizer": "lion"}, "does not offer it"),
         ({"batch_size": 7}, "makes batches of 20 samples"),
         ({"splits": None, "batch_size": 1000}, "has 240 training samples"),
-        ({"low": 1.0, "high": 0.5}, "a ramp goes up"),
+        ({"low": 1.0, "high": 0.5}, "no rising ramp of positive numbers"),
         ({"splits": "4x"}, "cannot be read"),
     ],
 )

@@ -44,8 +44,17 @@ def _mark(*tensors: Tensor) -> Tensor:
 # -- attention ----------------------------------------------------------------------------------------------
 
 
+MASKS: list[Tensor] = []  # of dropout, as forwards drew them
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False, scale: Any = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    scale: Any = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the logarithms of the sums."""
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -53,7 +62,26 @@ def attention(
         scores = scores + bias
     if causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    shares = scores.softmax(-1)
+    return (shares if mask is None else shares * mask) @ v, scores.logsumexp(-1)
+
+
+def _mask(q: Tensor, k: Tensor, p: float) -> tuple[Tensor | None, Tensor]:
+    """Dropout's mask, drawn by the generator of the device, and the generator's state before."""
+    state = torch.default_generator.get_state()
+    if not p:
+        return None, state
+    return (torch.rand(*q.shape[:3], k.shape[2], dtype=q.dtype) >= p) / (1 - p), state
+
+
+def _mask_again(state: Tensor, q: Tensor, k: Tensor, p: float) -> Tensor | None:
+    """The mask of a forward, from what it kept."""
+    now = torch.default_generator.get_state()
+    if p:
+        torch.default_generator.set_state(state)
+    mask, _ = _mask(q, k, p)
+    torch.default_generator.set_state(now)
+    return mask
 
 
 def _checked(name: str, tensors: list[Tensor], bias: Tensor | None, aligned: int) -> None:
@@ -70,8 +98,10 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, p: float = 0.0, causal: bool = False, *rest: Any, scale: Any = None
 ) -> Any:
     _checked("flash", [q, k, v], None, 1)
-    out, sums = attention(q, k, v, None, causal, scale)
-    drawn = _mark(q, k, v, out), torch.empty(0)
+    mask, state = _mask(q, k, p)
+    MASKS.extend([] if mask is None else [mask])
+    out, sums = attention(q, k, v, None, causal, scale, mask)
+    drawn = _mark(q, k, v, out), state
     return out, sums, None, None, q.shape[2], k.shape[2], *drawn, torch.empty(0, dtype=q.dtype)
 
 
@@ -83,7 +113,10 @@ def _flash_back(
     assert cq is None and ck is None and (mq, mk) == (q.shape[2], k.shape[2])
     assert torch.equal(seed, _mark(q, k, v, out)), "of another forward"
     assert torch.equal(sums, attention(q, k, v, None, causal, scale)[1])
-    return tuple(_gradients(lambda q, k, v: attention(q, k, v, None, causal, scale)[:1], [q, k, v], [g]))
+    mask = _mask_again(offset, q, k, p)
+    return tuple(
+        _gradients(lambda q, k, v: attention(q, k, v, None, causal, scale, mask)[:1], [q, k, v], [g])
+    )
 
 
 def _efficient(
@@ -91,22 +124,25 @@ def _efficient(
     *, scale: Any = None,
 ) -> Any:  # fmt: skip
     _checked("efficient", [q, k, v], bias, 8)
-    out, found = attention(q, k, v, bias, causal, scale)
+    mask, state = _mask(q, k, p)
+    MASKS.extend([] if mask is None else [mask])
+    out, found = attention(q, k, v, bias, causal, scale, mask)
     found = F.pad(found, (0, -found.shape[-1] % 32), value=torch.nan) if sums else found[..., :0]
-    return out, found, _mark(q, k, v, out), torch.empty(0)
+    return out, found, _mark(q, k, v, out), state
 
 
 def _efficient_back(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, sums: Tensor, seed: Tensor,
-    offset: Tensor, p: float, mask: list[bool], causal: bool = False, *, scale: Any = None,
+    offset: Tensor, p: float, wanted: list[bool], causal: bool = False, *, scale: Any = None,
 ) -> Any:  # fmt: skip
     _checked("efficient backward", [g, q, k, v], bias, 8)
     assert torch.equal(seed, _mark(q, k, v, out)), "of another forward"
     assert sums.shape[-1] % 32 == 0
     assert torch.equal(sums[..., : q.shape[2]], attention(q, k, v, bias, causal, scale)[1])
     inputs = [q, k, v, *([] if bias is None else [bias])]
-    found = _gradients(lambda q, k, v, b=None: attention(q, k, v, b, causal, scale)[:1], inputs, [g])
-    return (*found[:3], found[3] if bias is not None and mask[3] else None)
+    mask = _mask_again(offset, q, k, p)
+    found = _gradients(lambda q, k, v, b=None: attention(q, k, v, b, causal, scale, mask)[:1], inputs, [g])
+    return (*found[:3], found[3] if bias is not None and wanted[3] else None)
 
 
 def _cudnn(
@@ -114,9 +150,11 @@ def _cudnn(
     debug: bool = False, *, scale: Any = None,
 ) -> Any:  # fmt: skip
     _checked("cudnn", [q, k, v], bias, 1)
-    out, found = attention(q, k, v, bias, causal, scale)
+    mask, state = _mask(q, k, p)
+    MASKS.extend([] if mask is None else [mask])
+    out, found = attention(q, k, v, bias, causal, scale, mask)
     # Not of the shape that torch says in all releases.
-    return out, found, None, None, q.shape[2], k.shape[2], _mark(q, k, v, out), torch.empty(0), None
+    return out, found, None, None, q.shape[2], k.shape[2], _mark(q, k, v, out), state, None
 
 
 def _cudnn_back(
@@ -127,7 +165,10 @@ def _cudnn_back(
     assert cq is None and ck is None and (mq, mk) == (q.shape[2], k.shape[2])
     assert torch.equal(seed, _mark(q, k, v, out)), "of another forward"
     assert torch.equal(sums, attention(q, k, v, bias, causal, scale)[1])
-    return tuple(_gradients(lambda q, k, v: attention(q, k, v, bias, causal, scale)[:1], [q, k, v], [g]))
+    mask = _mask_again(offset, q, k, p)
+    return tuple(
+        _gradients(lambda q, k, v: attention(q, k, v, bias, causal, scale, mask)[:1], [q, k, v], [g])
+    )
 
 
 # -- recurrent layers ---------------------------------------------------------------------------------------

@@ -86,6 +86,29 @@ def token_mean_and_count(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return token_mean(model, batch), (batch["labels"] != -100).sum()
 
 
+def background_sum(model: nn.Module, batch: Any) -> Tensor:
+    """A sum over tokens, and one over all positions, which is there without any token too."""
+    logits = model(batch["ids"])
+    counted = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return counted + 0.1 * logits.square().sum()
+
+
+def background_per_token(model: nn.Module, batch: Any) -> Tensor:
+    return background_sum(model, batch) / int((batch["labels"] != -100).sum())
+
+
+def terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    return {"tokens": token_mean(model, batch), "size": 0.1 * model(batch["ids"]).square().mean()}
+
+
+def terms_and_count(model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], dict[str, int]]:
+    return terms(model, batch), {"tokens": int((batch["labels"] != -100).sum())}
+
+
+def sum_of_terms(model: nn.Module, batch: Any) -> Tensor:
+    return sum(terms(model, batch).values(), torch.zeros(()))
+
+
 class TwoHeads(nn.Module):
     """The second head is used by samples with a positive flag only."""
 
@@ -213,6 +236,35 @@ EXACT: dict[str, Case] = {
         mlp, mse_sum, ROWS, objective=mse_per_sample, options={"microbatch_size": 3, "reduction": "sum"}
     ),
     "float_weights": Case(mlp, weighted, WEIGHTED, options={"weight": sample_weights("2"), "check": False}),
+    "sum_of_weight_0": Case(
+        tiny_lm,
+        background_sum,
+        LOPSIDED,
+        objective=background_per_token,
+        options={"reduction": "sum", "weight": count_tokens(TOKENS), "check": False},
+    ),
+    "total": Case(mlp, mse_sum, ROWS, options={"microbatch_size": 3, "reduction": "total"}),
+    "terms": Case(
+        tiny_lm,
+        terms,
+        UNEQUAL,
+        objective=sum_of_terms,
+        options={"weight": {"tokens": count_tokens(TOKENS), "size": None}},
+    ),
+    "terms_of_a_rank_without_weight": Case(
+        tiny_lm,
+        terms,
+        LOPSIDED,
+        objective=sum_of_terms,
+        options={"weight": {"tokens": count_tokens(TOKENS), "size": None}, "check": False},
+    ),
+    "terms_returned": Case(
+        tiny_lm,
+        terms_and_count,
+        UNEQUAL,
+        objective=sum_of_terms,
+        options={"weight": {"tokens": "returned", "size": None}},
+    ),
     "unused_on_one_rank": Case(TwoHeads, two_heads_loss, FLAGS),
     "unused_found": Case(TwoHeads, two_heads_loss, FLAGS, wrap={"find_unused_parameters": True}),
     "adamw": Case(mlp, mse, ROWS_CUT, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)),
@@ -402,7 +454,8 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
         future.set_result(bucket.buffer())
         return future
 
-    wrapped.register_comm_hook(None, reduced_by_ddp)
+    # Below DDP's register_comm_hook, which an Accumulator refuses.
+    dist._register_comm_hook(wrapped.reducer, None, reduced_by_ddp)  # pyright: ignore[reportPrivateImportUsage]
     handle = next(model.parameters()).register_hook(lambda _: events.append("backward"))
     original = dist.all_reduce
 

@@ -41,6 +41,10 @@ class Machine:
     speed: Callable[[int], float] = lambda n: 1e-3  # seconds per sample
     holes: int = 0
     retries: int = 0
+    cleaned: int = 0
+    retries_if_not_clean: int = (
+        0  # of the allocator, in each run of a size that the cache holds no blocks for
+    )
     # what happens
     time: float = 0.0
     summed: bool = False
@@ -83,6 +87,8 @@ class Machine:
 
     def run(self, microbatch: torch.Tensor) -> None:
         samples = len(microbatch)
+        if samples not in self.sizes_run and self.sizes_run:
+            self.retries += self.retries_if_not_clean
         self.sizes_run.add(samples)
         need = int(self.each_of(microbatch) * samples) if self.summed else self._first(microbatch)
         if self.used() + need > self.limit:
@@ -119,7 +125,11 @@ class Machine:
             seconds=lambda start, end: end - start,
             retries=lambda: self.retries,
             holes=lambda: self.holes,
+            clean=self._clean,
         )
+
+    def _clean(self) -> None:
+        self.cleaned += 1
 
 
 def sizing_on(machine: Machine, mode: Mode = "largest", optimizers: Sequence[Any] = ()) -> AutoSize:

@@ -273,6 +273,53 @@ def test_allocator_retries_make_micro_batches_smaller():
     assert max(window(sizing, machine, 8000)) < before
 
 
+def test_retries_in_new_sizes_are_no_trouble():
+    """Growing trials touch the limit, and an allocator's blocks of other sizes do not serve them."""
+    quiet, retrying = Machine(), Machine(retries_if_not_clean=1)
+    for machine in (quiet, retrying):
+        sizing = sizing_on(machine)
+        for _ in range(4):
+            window(sizing, machine, 8000)
+    assert retrying.retries > 0, "premise: there were some"
+    assert retrying.log == quiet.log
+    assert max(quiet.log[-1]) > 100
+
+
+def test_each_size_is_measured_with_empty_caches():
+    machine = Machine()
+    sizing = sizing_on(machine)
+    for _ in range(8):
+        window(sizing, machine, 8000)
+    ran = [size for sizes in machine.log for size in sizes]
+    # The first run of each, and the second where there still was something to learn.
+    assert len(set(ran)) < machine.cleaned <= sum(min(2, ran.count(size)) for size in set(ran))
+    assert machine.cleaned < len(ran), "premise: sizes ran more often"
+
+
+def test_retries_before_training_are_not_its_own():
+    machine, other = Machine(retries=5), Machine()
+    for one in (machine, other):
+        sizing = sizing_on(one)
+        for _ in range(4):
+            window(sizing, one, 8000)
+    assert machine.log == other.log
+
+
+def test_what_was_left_free_after_trouble_is_used_again():
+    machine = Machine()
+    sizing = sizing_on(machine)
+    for _ in range(4):
+        window(sizing, machine, 8000)
+    before = max(machine.log[-1])
+    machine.retries = 3
+    for _ in range(3):
+        window(sizing, machine, 8000)
+    assert max(machine.log[-1]) < before
+    for _ in range(110):
+        window(sizing, machine, 8000)
+    assert max(machine.log[-1]) == before
+
+
 def test_where_the_system_ends_the_process_more_is_left_free():
     soft, hard = Machine(), Machine(by="memory.max of a control group")
     for machine in (soft, hard):

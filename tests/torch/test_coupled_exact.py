@@ -531,7 +531,10 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
     [
         ({"x": torch.ones(6, 2), "mask": torch.ones(5, 5)}, "'x': 6, 'mask': 5.*loss_fn close over what"),
         ({"x": torch.ones(6, 2), "graph": object()}, "path 'graph'.*loss_fn close over what"),
-        ({"x": torch.ones(2, 2), "boxes": [{"at": 1}, {"at": 2}]}, "path 'boxes'.*pass tensors with one row"),
+        (
+            {"x": torch.ones(2, 2), "boxes": [{"at": 1}, {"at": 2}]},
+            "lists of per-sample targets.*Pad them to",
+        ),
         (3, "nothing to split.*pass tensors with one row for each sample"),
         ({"x": numpy.ones((6, 2)), "name": "six"}, "6 samples without a tensor.*torch.from_numpy"),
         (["a", "b"], "2 samples without a tensor.*make tensors of them before the call"),
@@ -571,9 +574,9 @@ def test_a_loss_of_other_tensors_than_the_batch_it_is_given(size: Any) -> None:
 @pytest.mark.parametrize(
     ("returned", "text"),
     [
-        (lambda loss: (loss, 3), "a loss_fn that returned tuple with.*return the loss alone"),
-        (lambda loss: loss.item(), "a loss_fn that returned float with.*as the tensor"),
-        (lambda loss: None, "a loss_fn that returned NoneType with.*as the tensor"),
+        (lambda loss: (loss, 3), "The loss is a tuple, not a tensor. Return the loss alone."),
+        (lambda loss: loss.item(), "The loss is a float, not a tensor. Return the tensor"),
+        (lambda loss: None, "The loss is a NoneType, not a tensor. Return the tensor"),
         (lambda loss: loss.detach(), "a loss without a graph"),
         (lambda loss: loss * torch.ones(2), r"a loss of shape \(2,\) with.*return its mean over the batch"),
     ],
@@ -693,7 +696,7 @@ def test_memory_may_run_out_at_any_operation() -> None:
         with quiet():
             for number, batch in enumerate(batches()):
                 if number != 1:
-                    updates.append(twins.accumulate(batch))
+                    updates += [] if error and "load a checkpoint" in error else [twins.accumulate(batch)]
                     continue
                 with fail:
                     fail.arm(-1 if at is None else at)
@@ -701,7 +704,8 @@ def test_memory_may_run_out_at_any_operation() -> None:
                         updates.append(twins.accumulate(batch))
                     except (OutOfMemoryError, RuntimeError) as raised:
                         error = str(raised)
-                        updates.append(twins.accumulate(batch))
+                        # With half of an update made there is no other before a state is loaded.
+                        updates += [] if "load a checkpoint" in error else [twins.accumulate(batch)]
         return twins, fail, updates, error
 
     reference, whole, updates, _ = train(None)

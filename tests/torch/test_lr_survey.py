@@ -453,7 +453,7 @@ def test_a_survey_in_a_window_is_refused() -> None:
     [
         ({"what": "rate"}, "what='rate'"),
         ({"updates": 5}, "give at least 12"),
-        ({"low": 1.0, "high": 0.1}, "a ramp goes up"),
+        ({"low": 1.0, "high": 0.1}, "no rising ramp of positive numbers"),
     ],
 )
 def test_options_that_make_no_survey(options: dict[str, Any], message: str) -> None:

@@ -279,10 +279,13 @@ def test_other_devices_are_refused(make: Any) -> None:
 
 
 class StandIn:
-    """In the place of torch.cuda: a device of 1000 bytes, of which others hold 300."""
+    """In the place of torch.cuda: a device of 1000 bytes, of which others hold 300.
 
-    def __init__(self, fraction: float) -> None:
-        self.fraction, self.allocated, self.highest = fraction, 200, 0
+    Of 250 bytes that are reserved 200 are used; `holes` of the rest lie beside what is used.
+    """
+
+    def __init__(self, fraction: float, holes: int = 0) -> None:
+        self.fraction, self.allocated, self.reserved, self.holes = fraction, 200, 250, holes
 
     def mem_get_info(self, _: torch.device) -> tuple[int, int]:
         return 700 - self.memory_reserved(_), 1000
@@ -291,37 +294,57 @@ class StandIn:
         return self.allocated
 
     def memory_reserved(self, _: torch.device) -> int:
-        return 250
+        return self.reserved
 
-    def max_memory_allocated(self, _: torch.device) -> int:
-        return self.highest
-
-    def reset_peak_memory_stats(self, _: torch.device) -> None:
-        self.highest = self.allocated
+    def memory_stats(self, _: torch.device) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": self.allocated,
+            "reserved_bytes.all.current": self.reserved,
+            "inactive_split_bytes.all.current": self.holes,
+        }
 
     def get_per_process_memory_fraction(self, _: torch.device) -> float:
         return self.fraction
 
 
-@pytest.mark.parametrize(("fraction", "size", "by"), [(1.0, 500, "free memory"), (0.6, 400, "fraction")])
-def test_cuda_with_a_stand_in(fraction: float, size: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = StandIn(fraction)
-    monkeypatch.setattr(torch, "cuda", cuda)
+@pytest.mark.parametrize(
+    ("fraction", "holes", "size", "by"),
+    [
+        (1.0, 0, 500, "free memory"),  # what is free, and the 50 held but unused
+        (1.0, 30, 470, "free memory"),
+        (0.6, 0, 400, "fraction"),
+        (0.6, 30, 370, "fraction"),
+    ],
+)
+def test_cuda_with_a_stand_in(
+    fraction: float, holes: int, size: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "cuda", StandIn(fraction, holes))
     device = torch.device("cuda:0")
-    assert memory_limit(device).bytes == size  # what is free, and the 50 held but unused
+    assert memory_limit(device).bytes == size
     assert by in memory_limit(device).by
-    meter = PeakMeter(device)
+
+
+def test_the_meter_on_cuda_counts_the_reserve_and_resets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in has no function that resets a statistic: to call one would be an error."""
+    cuda = StandIn(1.0)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    meter = PeakMeter(torch.device("cuda:0"))
     meter.start()
-    cuda.highest = 350
-    assert meter.stop() == 150
+    cuda.reserved = 420  # of which some are holes
+    assert meter.stop() == 220
+    meter.start()
+    assert meter.stop() is None, "within what was reserved: nothing is known"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda() -> None:
     device = torch.device("cuda:0")
+    torch.cuda.empty_cache()
     meter, limit = PeakMeter(device), memory_limit(device)
     meter.start()
     block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
-    assert meter.stop() == 64 * MIB
+    peak = meter.stop()
+    assert peak is not None and 64 * MIB <= peak < 96 * MIB
     assert limit.bytes - memory_limit(device).bytes >= 63 * MIB
     del block

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from superbatch.errors import OutOfMemoryError
+from superbatch.errors import OptimizerError, OutOfMemoryError
 from superbatch.report.memory import Limit
 from superbatch.torch import Accumulator, TokenBudget, count_tokens, windows
 from superbatch.torch.out_of_memory import out_of_memory
@@ -76,7 +76,10 @@ class Case:
         self.make, self.accumulator = make, accumulator
 
     def train(self, batches: list[Any], at: int | None) -> tuple[nn.Module, FailAt, list[Any], str | None]:
-        """Return model, failure, updates, and the error if one came: the window is repeated then."""
+        """Return model, failure, updates, and the error if one came: the window is repeated then.
+
+        After half of an update no window is possible before a state is loaded: then the training ends.
+        """
         torch.manual_seed(5)
         random.seed(5)
         model = self.make()
@@ -93,6 +96,10 @@ class Case:
                         updates.append(accumulate(batch))
                     except (OutOfMemoryError, RuntimeError) as raised:
                         error = str(raised)
+                        if "load a checkpoint" in error:
+                            with pytest.raises(OptimizerError, match="torn"):
+                                accumulate(batch)
+                            break
                         updates.append(accumulate(batch))
         return model, fail, updates, error
 
@@ -444,6 +451,16 @@ def test_other_errors_are_not_swallowed() -> None:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 9.06 GiB"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (
+            RuntimeError("CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`"),
+            True,
+        ),
+        (RuntimeError("CUDA driver error: invalid argument"), False),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), False),
         (torch.OutOfMemoryError("XPU out of memory."), True),
         (MemoryError(), True),
         (RuntimeError("std::bad_alloc"), True),
@@ -456,6 +473,44 @@ def test_other_errors_are_not_swallowed() -> None:
 )
 def test_recognised_by_type_and_text(error: BaseException, yes: bool) -> None:
     assert out_of_memory(error) is yes
+
+
+_AMBIGUOUS = (
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    "GET was unable to find an engine to execute this computation",
+    "FIND was unable to find an engine to execute this computation",
+)
+
+
+@pytest.mark.parametrize("text", _AMBIGUOUS)
+@pytest.mark.parametrize(("free", "yes"), [(2**27, True), (2**32, True), (2**35, False)])
+def test_what_may_mean_it_on_a_gpu_does_so_where_memory_is_scarce(
+    text: str, free: int, yes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a made-up device of 80 GiB: a sixteenth of it is scarce; another device is not asked."""
+    _made_up_gpu(monkeypatch, {1: free})
+    assert out_of_memory(RuntimeError(text)) is yes
+
+
+@pytest.mark.parametrize("text", _AMBIGUOUS)
+def test_what_may_mean_it_does_not_where_no_gpu_is_in_use(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not out_of_memory(RuntimeError(text))
+
+
+def _made_up_gpu(monkeypatch: pytest.MonkeyPatch, free: dict[int, int]) -> None:
+    made_up: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "current_device": lambda: 1,
+        "device_count": lambda: 3,
+        "memory_reserved": lambda device: 0,
+        "memory_allocated": lambda device: 0,
+        "mem_get_info": lambda device: (free[getattr(device, "index", device)], 80 << 30),
+        "get_per_process_memory_fraction": lambda device: 1.0,
+    }
+    for name, value in made_up.items():
+        monkeypatch.setattr(torch.cuda, name, value, raising=False)
 
 
 def test_an_owned_loop_gets_the_error_and_then_smaller_micro_batches() -> None:

@@ -52,7 +52,8 @@ def test_autocast_in_bfloat16(outside: bool) -> None:
     for batch in batches:
         with torch.autocast("cpu", dtype=BF16, enabled=outside):
             accumulate(batch)
-    assert seen_dtypes == {BF16}, "premise: the forward is in bfloat16"
+    # What differs by rounding in the first window is decided in float64, which autocast leaves alone.
+    assert BF16 in seen_dtypes <= {BF16, torch.float64}, "premise: the forward is in bfloat16"
     assert_same_parameters(reference, model, 3e-3, start=start)
 
 

@@ -445,7 +445,7 @@ def test_distributed_data_parallel_does_not_communicate(tmp_path: Path) -> None:
         parallel = nn.parallel.DistributedDataParallel(model)
         batch = torch.randn(8, 3, 32, 32)
         calls = []
-        parallel.register_comm_hook(None, lambda state, bucket: calls.append(1))
+        dist._register_comm_hook(parallel.reducer, None, lambda state, bucket: calls.append(1))
         for name in ("broadcast", "all_reduce"):
             setattr(dist, name, lambda *args, **kwargs: calls.append(1))
         alone = predict_peak(lambda x: model(x).square().mean(), batch, models=model)

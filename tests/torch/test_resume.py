@@ -372,7 +372,7 @@ def test_not_inside_a_window():
     state = task.accumulate.state_dict()
     with task.accumulate.window(BATCHES[0]) as window:
         for microbatch in window:
-            with pytest.raises(WindowError, match=r"load_state_dict\(\) inside a window"):
+            with pytest.raises(WindowError, match=r"load_state_dict\(\) was called inside a window"):
                 task.accumulate.load_state_dict(state)
             window.backward(task.loss(microbatch))
     assert window.update is not None and window.update.made

@@ -56,6 +56,14 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.SiLU(), nn.Linear(5, 3), last)
 
 
+def partly_frozen() -> nn.Module:
+    """A BatchNorm over ranks behind a frozen one and an InstanceNorm, which are over none."""
+    instances = nn.Unflatten(1, (1, 5)), nn.InstanceNorm1d(1), nn.Flatten()
+    return nn.Sequential(
+        nn.Linear(4, 5), nn.BatchNorm1d(5).eval(), *instances, nn.Linear(5, 3), nn.BatchNorm1d(3)
+    )
+
+
 class TwoTowers(nn.Module):
     """Two encoders of unequal depth, so that one's backward need not wait for the other's forward."""
 
@@ -193,7 +201,8 @@ def block(
     shell: nn.Module = model
     if wrap:
         shell = DistributedDataParallel(model, process_group=group, **ddp)
-        shell.register_comm_hook(None, watch.hook)
+        # Below DDP's register_comm_hook, which is refused.
+        dist._register_comm_hook(shell.reducer, None, watch.hook)  # pyright: ignore[reportPrivateImportUsage]
     if synchronised:
         synchronise(model, group)
     if before is not None:
@@ -467,12 +476,14 @@ def validation(rank: int, group: Any) -> dict[str, Any]:
     return {"losses": losses}
 
 
-def mutant(where: Any, what: str, broken: Any, rank: int, group: Any) -> dict[str, Any]:
+def mutant(
+    where: Any, what: str, broken: Any, rank: int, group: Any, *, paranoid: bool = False
+) -> dict[str, Any]:
     """The wrong way: with something else in the place of a part."""
     kept = getattr(where, what)
     setattr(where, what, broken)
     try:
-        return block(conv_net, cross_entropy, rank, group)
+        return block(conv_net, cross_entropy, rank, group, paranoid=paranoid)
     finally:
         setattr(where, what, kept)
 
@@ -481,6 +492,11 @@ def own_rows(rows: list[Tensor], mine: Tensor, group: Any) -> None:
     """In place of an all-gather: the statistics stay those of the rank."""
     for row in rows:
         row.copy_(mine)
+
+
+def own_sums(self: Any, recording: Any, mean: Any, sums: Any, count: int) -> Any:
+    """In place of an all-reduce: the sums of the backward stay those of the rank."""
+    return sums
 
 
 Run = Callable[[int, Any], dict[str, Any]]
@@ -495,11 +511,14 @@ CASES: dict[str, Run] = {
         conv_net, cross_entropy, r, g, synchronised=False, wrap=False, over=True
     ),
     "virtual_mutant_forward": lambda r, g: mutant(dist, "all_gather", own_rows, r, g),
-    "virtual_mutant_backward": lambda r, g: mutant(
-        Across, "sums", lambda self, recording, mean, sums, count: sums, r, g
-    ),
+    "virtual_mutant_backward": lambda r, g: mutant(Across, "sums", own_sums, r, g),
     "virtual_mutant_gradients": lambda r, g: mutant(
         Across, "mean", lambda self, parameters, gradients: gradients, r, g
+    ),
+    "virtual_paranoid_forward": lambda r, g: mutant(dist, "all_gather", own_rows, r, g, paranoid=True),
+    "virtual_paranoid_backward": lambda r, g: mutant(Across, "sums", own_sums, r, g, paranoid=True),
+    "virtual_paranoid_frozen": lambda r, g: block(
+        partly_frozen, means, r, g, synchronised=False, wrap=False, over=True, paranoid=True
     ),
     "virtual_resnet": lambda r, g: block(resnet20, cross_entropy, r, g),
     "virtual_small": lambda r, g: block(small, means, r, g),

@@ -155,7 +155,9 @@ class Encoder:
         return self._run(index)
 
     def _run(self, index: int) -> Any:
-        return self._encode(_fresh(self._transfer.take(self._pieces, index)))
+        output = self._encode(_fresh(self._transfer.take(self._pieces, index)))
+        self._transfer.launched(self._pieces, index)
+        return output
 
     def _look_at_fewer(self, buffers: OnePass, replay: Replay) -> None:
         """See whether what buffers become depends on the number of samples, where it is always the same."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, NAdam, Optimizer
 
 from ...noise import POWERS
+from ..devices import in_float64
 from ..gradients import Owned, values
 
 Norms = tuple[float | Tensor, ...]
@@ -73,7 +74,7 @@ class Preconditioner:
         for inverse in self._inverse:
             if inverse is not None:
                 present = inverse[inverse > 0]
-                total, count = total + float(present.double().reciprocal().sum()), count + present.numel()
+                total, count = total + float(in_float64(present).reciprocal().sum()), count + present.numel()
         return total / count if count else math.nan
 
 

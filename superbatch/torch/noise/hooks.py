@@ -9,7 +9,8 @@ norm is not known from those of its parts, so from the next window on its parts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ...noise import POWERS
-from ..gradients import LOW_PRECISION, Gradients, Owned, values
-from ..in_grad import InGrad
+from ..gradients import LOW_PRECISION, Owned, values
 from .adam import Norms, Preconditioner
 from .samples import SeenSamples
 
@@ -92,6 +92,16 @@ class SeenGradients:
             handle = parameter.register_hook(partial(self._samples.whole, parameter))
             self._undo.append(_taking_off(parameter, handle.remove, had_none=had_none))
 
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Take the hooks off for a while; what they saw stays."""
+        while self._undo:
+            self._undo.pop()()
+        try:
+            yield
+        finally:
+            self.open()
+
     def close(self) -> None:
         """Take the hooks off again, so that a model is left as it was given, and forget what they saw."""
         while self._undo:
@@ -99,22 +109,19 @@ class SeenGradients:
         self._take()
         self.restart()
 
-    def backward(
-        self, place: Gradients, index: int, loss: Tensor, factor: float, *, retain_graph: bool
-    ) -> None:
-        """Add to the sum as ``place.backward`` does, and measure what is added.
-
-        Args:
-            place: where gradients are summed.
-            index: of the micro-batch.
-            loss: of the micro-batch.
-            factor: that its gradient is summed with.
-            retain_graph: as in PyTorch.
-        """
-        self._take()  # gradients that the user's own forward has asked for, as a gradient penalty does
+    def before_backward(self) -> None:
+        """Forget gradients that the user's own forward has asked for, as a gradient penalty does."""
+        self._take()
         if self._samples is not None:
             self._samples.begin()
-        place.backward(loss, factor, retain_graph=retain_graph)
+
+    def after_backward(self, index: int, factor: float) -> None:
+        """Measure what a backward has added to the sum. It may fail for lack of memory: then `restart`.
+
+        Args:
+            index: of the micro-batch.
+            factor: that its gradient has yet to be multiplied by.
+        """
         parts = self._take()
         if self._last is not None and self._last.microbatch == index:  # another loss of the same micro-batch
             parts = [old + new for old, new in zip(self._last.parts, parts, strict=True)]
@@ -124,7 +131,7 @@ class SeenGradients:
                 self.reason = "it was saved between two losses of one micro-batch"
         if self._samples is not None:
             self._samples.take(index)
-        self._last = _Row(index, 1.0 if isinstance(place, InGrad) else factor, parts)
+        self._last = _Row(index, factor, parts)
 
     def restart(self) -> None:
         """Forget all: the window begins again."""

@@ -111,8 +111,8 @@ class NoiseOfWindows:
         window: WindowInFlight,
         gradients: list[Tensor | None],
         norm: float,
-        weights: Sequence[normalize.Number],
         weight: normalize.Number,
+        divisor: float,
     ) -> None:
         """Take down what a window says; it counts once the update is made.
 
@@ -120,14 +120,20 @@ class NoiseOfWindows:
             window: all of whose micro-batches are summed; its hooks are off.
             gradients: of the batch: reduced, normalised and unscaled, but not clipped.
             norm: of them all.
-            weights: of this rank's micro-batches; 0 for those that were left out.
-            weight: W, of all ranks.
+            weight: sum over the micro-batches of all ranks.
+            divisor: of the summed gradients.
         """
         seen = window._noise
         if seen is None:
             return
+        if not weight:  # a sum over nothing that was divided by its lower bound
+            self._found = _Found(ALONE)
+            return
+        weights = window._weights.counted(window._dropped)
         counted = [index for index, each in enumerate(weights) if each]
         squares = seen.squares()
+        if not seen.reason and len(counted) < len(window._weights.took_part(window._dropped)):
+            seen.reason = "a micro-batch of weight 0 took part in a sum"
         missing = seen.reason or ("" if all(i in squares for i in counted) else "a part of it was not seen")
         count = len(self._names) + len(POWERS) * (self._metric is not None) + (self._samples is not None)
         # Sums of squares were taken of gradients times (planned W) x (scale of the scaler).
@@ -141,7 +147,7 @@ class NoiseOfWindows:
         ]
         *sums, q, q_per_sample, incomplete = window._plan.ranks.sum(mine)
         q = 1.0 if seen.alone else q
-        factor = normalize.divisor(window._weights.planned, weight) * (window._scale or 1.0)
+        factor = divisor * (window._scale or 1.0)
         a2 = [each / factor**2 for each in sums]
         self._found = self._judged(a2, self._b2(gradients, norm), q, q_per_sample)
         if incomplete:

@@ -1,36 +1,32 @@
 """Why an accumulated gradient is not the batch's: each suspect is removed in turn, the rest measured again.
 
 The order matters. What is not repeatable cannot be judged; then random numbers, then state that a forward
-changes; what is left is either a wrong statement about the loss (the gradients of the parts do combine to
-that of the whole, with other weights than stated) or samples that influence each other (no weights combine
-them).
+changes; what is left is either a wrong statement about the loss or samples that influence each other, and the
+check of the first window tells one from the other.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from itertools import accumulate
+import math
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...errors import InputError
+from ...errors import InputError, StatementError
 from ...report.verification import Finding
 from ...tree import plan, take
 from ..coupling import probe_coupling
-from ..sample_rng import sample_stream
-from ..sizes.candidates import weight_candidates
 from ..sizes.measure import Setting, Size, accumulated, largest, whole
+from ..statement import find_contradiction
 from .probes import Watched, first_difference, watch
-from .problem import evaluate, forward, weigh
-from .separability import failure_of
+from .problem import evaluate, forward
 from .untouched import changed_state, module_state
 
-_STREAM_KEY = 0
-_ENTRIES = 512  # of each parameter's gradient; a combination of gradients holds for every entry alike
 _COUPLINGS = ("batchnorm", "coupled", "coupled_loss", "weight")
+_STATED = ("sum", "mean", "weight")
+_CHECK = "parts of a micro-batch"
+_NOISE = 30.0  # multiples of what two equal passes differ by
 _MOST_PROBED = 97
 _SEEDS = 8  # one coin for a whole batch is the same under half of them
 
@@ -41,6 +37,20 @@ class Diagnosis(NamedTuple):
     causes: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+
+
+def judge(setting: Setting, size: Size) -> tuple[Finding, ...]:
+    """Judge the statement about the loss where the gradients agree, which they may by chance.
+
+    Args:
+        setting: a batch whose accumulated gradient is the batch's; it must fit in memory.
+        size: the `microbatch_size`.
+
+    Returns:
+        At most one cause.
+    """
+    found = _statement(setting, size)
+    return () if found is None else (found,)
 
 
 def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
@@ -57,7 +67,9 @@ def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
     first = accumulated(setting, size)
     evidence = largest(accumulated(setting, size), first)
     if evidence > tolerance:
-        return Diagnosis((_nondeterminism(evidence),), (), ())
+        if not largest(first, whole(setting)) > _NOISE * evidence:
+            return Diagnosis((_nondeterminism(evidence),), (), ())
+        tolerance = _NOISE * evidence  # threads add up in any order: that alone explains no more than this
     causes: list[Finding] = []
     for remove in (_remove_randomness, _remove_state):
         setting, cause = remove(setting, size, tolerance)
@@ -65,7 +77,7 @@ def diagnose(setting: Setting, size: Size, *, tolerance: float) -> Diagnosis:
         if largest(accumulated(setting, size), whole(setting)) <= tolerance:
             break
     else:
-        return _statement_or_coupling(setting, causes, tolerance)
+        return _statement_or_coupling(setting, size, causes, tolerance)
     findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
     return Diagnosis(tuple(causes), findings, notes)
 
@@ -137,12 +149,16 @@ def _remove_state(setting: Setting, size: Size, tolerance: float) -> tuple[Setti
     return restored, [Finding("state", where, evidence, "state put back", detail, remedy)]
 
 
-def _statement_or_coupling(setting: Setting, causes: list[Finding], tolerance: float) -> Diagnosis:
+def _statement_or_coupling(
+    setting: Setting, size: Size, causes: list[Finding], tolerance: float
+) -> Diagnosis:
     findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch)
     places = [finding for finding in findings if finding.kind in ("batchnorm", "coupled")]
-    explained = _explain_by_weights(setting, tolerance, fit=not places)
-    if explained is not None:
-        return Diagnosis((*causes, explained), findings, notes)
+    statement = _statement(setting, size)
+    if statement is not None and (statement.kind in _STATED or not places):
+        found = [finding for finding in findings if finding.kind == statement.kind == "coupled_loss"]
+        found = found or [statement]  # a probe may know more of how samples meet
+        return Diagnosis((*causes, *found), (*_elsewhere(findings), *found), notes)
     coupled = [finding for finding in findings if finding.kind in _COUPLINGS]
     if not coupled:  # it may need more samples to act: a capacity, a quantile
         findings, notes = probe_coupling(setting.problem.in_dtype(None), setting.batch, samples=_MOST_PROBED)
@@ -150,6 +166,36 @@ def _statement_or_coupling(setting: Setting, causes: list[Finding], tolerance: f
     if not coupled and not causes:
         coupled = [_unknown(largest(accumulated(setting, 1), whole(setting)))]
     return Diagnosis((*causes, *coupled), findings, notes)
+
+
+def _elsewhere(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Leave out what the mixed difference said of the loss as a whole: the statement was judged since."""
+    return tuple(finding for finding in findings if finding.module != "loss_fn" or finding.kind == "coupled")
+
+
+def _statement(setting: Setting, size: Size) -> Finding | None:
+    """Judge the statement as the check of the first window does, on the batch and on micro-batches of it."""
+    frozen: list[nn.Module] = []
+    if setting.batchnorm == "frozen":
+        frozen = [module for module in setting.problem.model.modules() if isinstance(module, _BatchNorm)]
+    setting.begin()
+    try:
+        found = find_contradiction(setting.problem, _pieces(setting, size), frozen=frozen)
+    except StatementError as error:
+        return Finding("weight", "loss_fn", math.nan, _CHECK, str(error), "return a count or a sum")
+    if found is None:
+        return None
+    return Finding(found.kind, "loss_fn", found.evidence, _CHECK, found.detail, found.remedy)
+
+
+def _pieces(setting: Setting, size: Size) -> list[Any]:
+    problem = setting.problem
+    planned = plan(setting.batch, whole=problem.whole, per_sample=problem.per_sample)
+    pieces = [setting.batch]
+    if isinstance(size, int) and 1 < size < planned.samples:
+        starts = range(0, planned.samples - 1, size)
+        pieces += [planned.take(start, min(start + size, planned.samples)) for start in starts[:3]]
+    return pieces
 
 
 def _unknown(evidence: float) -> Finding:
@@ -161,183 +207,3 @@ def _unknown(evidence: float) -> Finding:
         "the accumulated gradient is another, and no test tells why",
         "compare find_coupling() on a larger batch, and micro-batches of other sizes",
     )
-
-
-class _Part(NamedTuple):
-    samples: int
-    microbatch: Any
-    gradient: Tensor
-
-
-class _Combination(NamedTuple):
-    """The batch's gradient, and those of its parts to be combined to it."""
-
-    batch: _Part
-    parts: list[_Part]
-    threshold: float
-
-    def gradients(self) -> Tensor:
-        return torch.stack([part.gradient for part in self.parts], 1)
-
-    def misses(self, weights: list[float]) -> float:
-        """How far the combination with these weights is off, relatively."""
-        combined = self.gradients() @ torch.tensor(weights, dtype=torch.float64)
-        return float((combined - self.batch.gradient).norm() / self.batch.gradient.norm())
-
-    def holds(self, weights: list[float]) -> bool:
-        return any(weights) and self.misses(weights) <= self.threshold
-
-
-def _explain_by_weights(setting: Setting, tolerance: float, *, fit: bool) -> Finding | None:
-    """Find weights with which the gradients of three parts of the batch combine to that of the whole.
-
-    With `fit`, any weights at all, if no known ones do.
-    """
-    pieces: list[_Part] = []
-    if failure_of(lambda: pieces.extend(_parts(setting, [1]) + _parts(setting, [1, 2, 3]))) is not None:
-        return None  # such as BatchNorm, which cannot see a single sample
-    batch, *parts = pieces
-    if len(parts) < 2 or not bool(batch.gradient.norm() > 0):
-        return None
-    combination = _Combination(batch, parts, max(1e-9, 100 * tolerance))
-    stated = _shares([weigh(setting.problem, part.microbatch) for part in parts])
-    mean = setting.problem.reduction == "mean"
-    wrong = combination.misses(stated if mean else [1.0] * len(parts))
-    if wrong <= combination.threshold:
-        return None  # the statement holds for these parts
-    if combination.holds([1.0] * len(parts) if mean else stated):
-        return _sum(wrong) if mean else _mean(wrong)
-    if not mean and _adds_a_constant(setting, combination):
-        return _constant(wrong)
-    for text, candidate in weight_candidates(setting.problem, batch.microbatch):
-        if combination.holds(_shares([candidate(part.microbatch) for part in parts])):
-            return _weight(wrong, text, mean)
-    return _by_fit(combination, wrong) if fit else None
-
-
-def _parts(setting: Setting, proportions: list[int]) -> list[_Part]:
-    """Unequal parts of the batch, each with a sketch of the gradient of its loss as it is returned."""
-    problem = setting.problem
-    planned = plan(setting.batch, whole=problem.whole, per_sample=problem.per_sample)
-    ends = [planned.samples * end // sum(proportions) for end in accumulate(proportions)]
-    parts: list[_Part] = []
-    for start, stop in zip([0, *ends], ends, strict=False):
-        if start < stop:
-            microbatch = planned.take(start, stop)
-            setting.begin()
-            with sample_stream(_STREAM_KEY, start, stop - start) if setting.streams else nullcontext():
-                evaluate(problem, microbatch)[0].backward()
-            parts.append(_Part(stop - start, microbatch, _sketch(setting)))
-    return parts
-
-
-def _sketch(setting: Setting) -> Tensor:
-    """Some entries of each parameter's gradient."""
-    entries: list[Tensor] = []
-    for parameter in setting.problem.model.parameters():
-        if not parameter.requires_grad:
-            continue
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-        gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient.to_dense()
-        flat = gradient.reshape(-1)
-        entries.append(flat[:: -(-flat.numel() // _ENTRIES) or 1].double().cpu())
-    return torch.cat(entries)
-
-
-def _shares(weights: list[Any]) -> list[float]:
-    total = sum(weights)
-    return [weight / total if total else 0.0 for weight in weights]
-
-
-def _sum(evidence: float) -> Finding:
-    return Finding(
-        "sum",
-        "loss_fn",
-        evidence,
-        "sum of the parts",
-        "the losses of parts add up to that of the whole: loss_fn returns a sum, or divides by a "
-        "constant (Hugging "
-        "Face models do when they are given num_items_in_batch), but a mean is stated",
-        'pass reduction="sum" if it is a plain sum; else leave out the constant '
-        "(num_items_in_batch), so that the "
-        "loss is the mean over a micro-batch, and pass the weight that it divides by, as "
-        'count_tokens("labels")',
-    )
-
-
-def _mean(evidence: float) -> Finding:
-    return Finding(
-        "mean",
-        "loss_fn",
-        evidence,
-        "weighted mean of the parts",
-        "the loss of the whole is the weighted mean of its parts: loss_fn returns a mean, but a sum "
-        "is stated",
-        'pass reduction="mean"',
-    )
-
-
-def _adds_a_constant(setting: Setting, combination: _Combination) -> bool:
-    """Whether K parts are too much by K - 1 times the same: a term that every part adds again."""
-    batch, parts, threshold = combination
-    fewer = _parts(setting, [1, 2])
-    if not 2 <= len(fewer) < len(parts):
-        return False
-    surplus = torch.stack([part.gradient for part in parts]).sum(0) - batch.gradient
-    less = torch.stack([part.gradient for part in fewer]).sum(0) - batch.gradient
-    expected = less * (len(parts) - 1) / (len(fewer) - 1)
-    return bool((surplus - expected).norm() <= threshold * batch.gradient.norm())
-
-
-def _constant(evidence: float) -> Finding:
-    return Finding(
-        "batch_size",
-        "loss_fn",
-        evidence,
-        "surplus of the parts",
-        "a term of the loss does not depend on the samples, such as a penalty on weights: in a sum, every "
-        "micro-batch adds it again",
-        "leave the penalty to the optimizer (weight_decay), multiply it by the micro-batch's samples, or "
-        'return a mean with reduction="mean"',
-    )
-
-
-def _weight(evidence: float, text: str, mean: bool) -> Finding:
-    return Finding(
-        "weight",
-        "loss_fn",
-        evidence,
-        "weighted mean of the parts",
-        f"a mean of means: the loss is a mean over what {text} counts, but it is weighted otherwise",
-        f"pass weight={text}" if mean else f'pass reduction="mean", weight={text}',
-    )
-
-
-def _by_fit(combination: _Combination, evidence: float) -> Finding | None:
-    """Any weights at all: found by least squares, and judged only where they are overdetermined."""
-    gradients, samples = combination.gradients(), [part.samples for part in combination.parts]
-    if gradients.shape[0] < 2 * gradients.shape[1]:
-        return None
-    solved = torch.linalg.lstsq(gradients, combination.batch.gradient.unsqueeze(1), driver="gelsd")
-    fitted = solved.solution[:, 0].tolist()
-    if not combination.holds(fitted) or min(fitted) <= 0:
-        return None
-    shares = zip(fitted, samples, strict=True)
-    named = ", ".join(f"{weight:.4g} for {count} samples" for weight, count in shares)
-    if _depends_on_size_alone(fitted, samples):
-        detail = f"the loss depends on the number of samples: its parts enter the whole with weights {named}"
-        remedy = 'return the plain mean over the micro-batch, or the plain sum with reduction="sum"'
-        return Finding("batch_size", "loss_fn", evidence, "weights of the parts", detail, remedy)
-    detail = f"a mean of means: the parts enter the whole with weights {named}, not as stated"
-    remedy = "pass weight=a function of the micro-batch that gives what its loss is divided by"
-    return Finding("weight", "loss_fn", evidence, "weights of the parts", detail, remedy)
-
-
-def _depends_on_size_alone(weights: list[float], samples: list[int]) -> bool:
-    """Whether weights are a power of the number of samples, up to one factor."""
-    if len(set(samples)) < 2 or min(weights) <= 0:
-        return False
-    x = torch.tensor(samples, dtype=torch.float64).log()
-    y = torch.tensor(weights, dtype=torch.float64).log()
-    x, y = x - x.mean(), y - y.mean()
-    return bool((y - x * (x @ y) / (x @ x)).abs().amax() < 1e-6)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..devices import in_float64, where_float64_is
+
 
 @dataclass(frozen=True)
 class Mixing:
@@ -300,7 +302,7 @@ def _change(one: Watched, other: Watched) -> float | None:
 
 def _relative(a: Tensor, b: Tensor) -> float:
     if not a.is_floating_point():
-        return float((a != b).double().mean()) if a.numel() else 0.0
+        return float(in_float64(a != b).mean()) if a.numel() else 0.0
     difference, size = (a - b).abs(), a.abs().amax() if a.numel() else a.new_zeros(())
     if not a.numel() or bool(torch.equal(a, b)):
         return 0.0
@@ -359,8 +361,8 @@ def _towards_others(gradient: Tensor | None, samples: int) -> float:
 
 def _fixed_noise(like: Tensor) -> Tensor:
     """Weights without symmetry, so that gradients do not cancel: those of a normalised output sum to zero."""
-    position = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
-    return (1.0 + 0.5 * torch.sin(position * 1.7 + 0.3)).to(like.dtype)
+    position = torch.arange(like.numel(), dtype=torch.float64, device=where_float64_is(like[:0]).device)
+    return (1.0 + 0.5 * torch.sin(position * 1.7 + 0.3)).to(like.dtype).to(like.device)
 
 
 def _contains(path: str, inner: str) -> bool:

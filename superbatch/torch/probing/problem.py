@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from ...errors import InputError, explain
 from ...normalize import Number, Reduction, check_weight
 from ...tree import count_samples
+from ..declared import Declared, read_terms
 from ..losses import pair_of
+from ..moved_state import MovedState
+from ..slips import without_tensor
 from .resample import converted
 
 LossFn = Callable[[Any], Any]
@@ -31,6 +35,9 @@ class Problem:
         whole: paths of the batch that are kept whole.
         per_sample: paths of lists with one entry for each sample.
         dtype: of the floating-point parts of batches; None keeps their own.
+        state: keeps what a forward moves; None: nothing is known of it yet.
+        terms: what each loss is where `loss_fn` returns several by name (`by_term`); then `reduction` and
+            `weight` have no meaning.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -47,6 +54,8 @@ class Problem:
     whole: Collection[str] = ()
     per_sample: Collection[str] = ()
     dtype: torch.dtype | None = None
+    state: MovedState | None = None
+    terms: Mapping[str, Declared] = field(default_factory=dict)
 
     def in_dtype(self, dtype: torch.dtype | None) -> Problem:
         """The same problem with batches of another dtype."""
@@ -56,6 +65,36 @@ class Problem:
     def device(self) -> torch.device | None:
         """Where the model's first parameter is; None for a model without parameters."""
         return next((parameter.device for parameter in self.model.parameters()), None)
+
+
+def by_term(problem: Problem) -> dict[str, Problem]:
+    """Return a problem with one loss for each term of a problem, by name; ``{"": problem}`` without terms.
+
+    Args:
+        problem: with or without terms.
+
+    Examples:
+        >>> terms = {"a": Declared("sum"), "b": Declared("mean")}
+        >>> losses = lambda x: {"a": x.sum(), "b": x.mean()}
+        >>> parts = by_term(Problem(nn.Linear(1, 1), losses, terms=terms))
+        >>> parts["a"].reduction, evaluate(parts["a"], torch.ones(2))
+        ('sum', (tensor(2.), 2))
+    """
+    return {
+        name: replace(
+            problem,
+            loss_fn=partial(_term_of, problem.loss_fn, name, problem.terms),
+            reduction=term.reduction,
+            weight=None if term.weigh == "samples" else term.weigh,
+            terms={},
+        )
+        for name, term in problem.terms.items()
+    } or {"": problem}
+
+
+def _term_of(loss_fn: LossFn, name: str, terms: Mapping[str, Declared], microbatch: Any) -> Any:
+    losses, weights = read_terms(loss_fn(microbatch), terms)
+    return (losses[name], weights[name]) if name in weights else losses[name]
 
 
 def forward(problem: Problem, batch: Any) -> Any:
@@ -93,18 +132,21 @@ def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
         (tensor(2.), 2)
     """
     loss, weight = _parted(problem, forward(problem, batch))
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        given = f"a {type(loss).__name__}"
-        if isinstance(loss, Tensor):
-            given = f"a tensor of shape {tuple(loss.shape)}"
+    if not isinstance(loss, Tensor):
+        raise without_tensor(loss)
+    if loss.numel() != 1:
         raise InputError(
             explain(
-                f"a loss_fn that returns {given}",
+                f"a loss_fn that returns a tensor of shape {tuple(loss.shape)}",
                 "the loss of a micro-batch is one number with a graph",
                 'return a scalar tensor, or (loss, weight) with weight="returned"',
             )
         )
-    return loss, check_weight(weight, "a micro-batch") if weight is not None else weigh(problem, batch)
+    stated = problem.weight == "returned"
+    weight = check_weight(weight, "a micro-batch") if stated else weigh(problem, batch)
+    if not weight and not loss.requires_grad and loss.is_floating_point():
+        loss = loss.detach().clone().requires_grad_()  # a sum over nothing may be a constant, without a graph
+    return loss, weight
 
 
 def weigh(problem: Problem, batch: Any) -> Number:

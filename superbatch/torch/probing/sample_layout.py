@@ -21,10 +21,57 @@ from dataclasses import dataclass
 from superbatch.errors import InputError, explain
 
 _NOT_STATED = "not stated"
-_stated: ContextVar[int | str | None] = ContextVar("superbatch_samples_along", default=_NOT_STATED)
+Stated = int | str | None  # a dimension; None: one draw for the batch; a word: nothing is stated
+_stated: ContextVar[Stated] = ContextVar("superbatch_samples_along", default=_NOT_STATED)
+_reading: ContextVar[Reading | None] = ContextVar("superbatch_reading", default=None)
 _REMEDY = (
     "state it around the call: `with samples_along(dim):`, or samples_along(None) for one draw per batch"
 )
+
+
+class Reading:
+    """Reading of the random calls of one micro-batch, from whatever thread they come.
+
+    Context variables of the thread that entered a stream are not set in the threads in which autograd runs
+    backward for an accelerator. There a checkpoint runs its forward again.
+
+    Attributes:
+        stated: with `samples_along`, in the thread that made this.
+        calls: those of this micro-batch so far, by their keys; a call that is made again is read alike.
+    """
+
+    def __init__(self) -> None:
+        self.stated: Stated = _stated.get()
+        self.calls: dict[int, Call] = {}
+
+    def axis(
+        self, key: int, op: str, shape: tuple[int, ...], samples: int, before: Call | None
+    ) -> int | None:
+        """Return the dimension of the samples, as `sample_axis`.
+
+        Examples:
+            >>> reading = Reading()
+            >>> with samples_along(1):
+            ...     first = reading.axis(7, "rand", (8, 4), 4, None)
+            >>> first, reading.axis(7, "rand", (8, 4), 4, None)
+            (1, 1)
+        """
+        again = self.calls.get(key)
+        if again is not None and (again.op, again.shape) == (op, shape):
+            return again.axis
+        here = _stated.get()
+        axis = sample_axis(op, shape, samples, before, self.stated if here == _NOT_STATED else here)
+        self.calls[key] = Call(op, samples, shape, axis)
+        return axis
+
+    @contextmanager
+    def in_use(self) -> Iterator[Reading]:
+        """Let `samples_along` state the dimension here as well."""
+        token = _reading.set(self)
+        try:
+            yield self
+        finally:
+            _reading.reset(token)
 
 
 @dataclass(frozen=True)
@@ -63,14 +110,21 @@ def samples_along(dim: int | None) -> Iterator[None]:
         >>> with samples_along(1):
         ...     y = torch.nn.functional.dropout(torch.ones(16, 4, 8))  # (time, batch, channels)
     """
-    token = _stated.set(dim)
+    token, reading = _stated.set(dim), _reading.get()
+    before = _NOT_STATED if reading is None else reading.stated
+    if reading is not None:
+        reading.stated = dim
     try:
         yield
     finally:
         _stated.reset(token)
+        if reading is not None:
+            reading.stated = before
 
 
-def sample_axis(op: str, shape: tuple[int, ...], samples: int, before: Call | None) -> int | None:
+def sample_axis(
+    op: str, shape: tuple[int, ...], samples: int, before: Call | None, stated: Stated = _NOT_STATED
+) -> int | None:
     """Return the dimension of the samples, or None where there is one draw for the whole batch.
 
     Args:
@@ -78,6 +132,7 @@ def sample_axis(op: str, shape: tuple[int, ...], samples: int, before: Call | No
         shape: of the random tensor.
         samples: of this micro-batch.
         before: the same call in another micro-batch of the window, if there was one.
+        stated: the dimension that `samples_along` states, if any.
 
     Returns:
         A dimension whose size is a multiple of ``samples``; or None.
@@ -92,7 +147,6 @@ def sample_axis(op: str, shape: tuple[int, ...], samples: int, before: Call | No
         >>> sample_axis("rand", (1,), 4, None) is None
         True
     """
-    stated = _stated.get()
     if not isinstance(stated, str):
         axis = _check_stated(op, shape, samples, stated)
     elif before is not None and before.samples != samples and len(before.shape) == len(shape):

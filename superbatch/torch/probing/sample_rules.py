@@ -17,6 +17,7 @@ from torch import Tensor
 
 from superbatch.errors import InputError, explain
 from superbatch.torch.counter import below, integers, normal, uniform
+from superbatch.torch.devices import in_float64, where_float64_is
 
 Arguments = dict[str, Any]
 Values = Callable[[Tensor, torch.dtype, Arguments], Tensor]
@@ -73,17 +74,21 @@ def _cauchy(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
 
 def _geometric(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     return (
-        uniform(bits, torch.float64, open=True)
+        uniform(where_float64_is(bits), torch.float64, open=True)
         .log_()
         .div_(math.log1p(-a["p"]) if a["p"] < 1 else -math.inf)
         .ceil_()
         .clamp_(min=1)
+        .to(dtype)
+        .to(bits.device)
     )
 
 
 def _bernoulli(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
     p = a["p"]
-    return uniform(bits, torch.float64) < p if isinstance(p, Tensor) else below(bits, p)
+    if not isinstance(p, Tensor):
+        return below(bits, p)
+    return (uniform(where_float64_is(bits), torch.float64) < where_float64_is(p)).to(bits.device)
 
 
 def _integers(bits: Tensor, dtype: torch.dtype, a: Arguments) -> Tensor:
@@ -181,16 +186,17 @@ def _rrelu(stream: Draws, op: str, a: Arguments) -> Tensor:
 
 def _multinomial(stream: Draws, op: str, a: Arguments) -> Tensor:
     """Sample categories of each row; without replacement by a race of exponentials, as torch does."""
-    p, draws, again = a["self"].double(), a["num_samples"], a["replacement"]
+    p, draws, again = in_float64(a["self"]), a["num_samples"], a["replacement"]
+    device = a["self"].device
     if p.dim() == 1 and len(p) == stream.samples > 1:
         raise refusal(op)
     if again and draws > 1:
         bits = stream.bits(op, (*p.shape[:-1], draws), p.device, rows=p.dim() == 2)
         share = p.cumsum(-1)
         point = uniform(bits, torch.float64).mul_(share[..., -1:])
-        return torch.searchsorted(share, point, right=True).clamp_(max=p.shape[-1] - 1)
+        return torch.searchsorted(share, point, right=True).clamp_(max=p.shape[-1] - 1).to(device)
     bits = stream.bits(op, p.shape, p.device, rows=p.dim() == 2)
-    return (p / _exponential(bits, torch.float64, {"lambd": 1})).topk(draws, dim=-1).indices
+    return (p / _exponential(bits, torch.float64, {"lambd": 1})).topk(draws, dim=-1).indices.to(device)
 
 
 RULES: dict[str, Rule] = {

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..devices import accelerators, module_of
 from ..looking import run_eagerly
 from ..snapshot import generator_restorer, random_state, restore_random_state
 
@@ -170,8 +171,11 @@ def seed_all(seed: int, model: nn.Module, *, host: int = 0) -> None:
     random.seed(seed + host)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed + host)
-    for device in {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}:
-        torch.get_device_module(device).manual_seed_all(seed)
+    for kind in {device.type for device in accelerators([model])}:
+        module = module_of(torch.device(kind))
+        seed_them = getattr(module, "manual_seed_all", None) or getattr(module, "manual_seed", None)
+        if seed_them is not None:
+            seed_them(seed)
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:

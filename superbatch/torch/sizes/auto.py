@@ -109,7 +109,6 @@ class AutoSize:
         self._known: dict[Signature, Known] = {}
         self._alike: dict[Signature, Signature] = {}  # shapes that go by the size of a larger one
         self._smaller = Smaller()
-        self._retries = 0
         # of the window in progress
         self._here: Known | None = None
         self._samples = 0
@@ -360,11 +359,8 @@ class AutoSize:
 
     def _shrink_if_thrashing(self) -> None:
         """An allocator that has to empty its caches over and over is slow, and near its end."""
-        retries = self._instruments.retries()
-        if retries > self._retries and self._here is not None:
-            self._room.leave_more(self._here)
+        if self._here is not None and self._room.is_tight(self._here):
             self._here.size = -(-9 * self._here.size // 10)
-        self._retries = retries
 
 
 def _is_seen(known: Known, size: int) -> bool:

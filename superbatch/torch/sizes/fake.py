@@ -9,14 +9,12 @@ not part of what happens: their data, gradients, hooks and version counters stay
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -87,34 +85,6 @@ def faked(models: Sequence[nn.Module], ledger: Ledger) -> Iterator[Callable[[Any
         for _, slots, modes in kept:
             _restore_python(slots, modes)
         restore_random_state(randomness)
-
-
-def copy_of(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same parameters, whose step leaves the state and groups of the given one alone.
-
-    Args:
-        optimizer: any.
-
-    Returns:
-        One of the same class, with the same options and state; hooks and wrapped methods are left out. Call
-        ``type(copy).step(copy)``: schedulers wrap the method of the instance, around the real optimizer.
-
-    Examples:
-        >>> sgd = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1, momentum=0.9)
-        >>> copy_of(sgd).param_groups[0]["params"][0] is sgd.param_groups[0]["params"][0]
-        True
-    """
-    copy: Any = object.__new__(type(optimizer))
-    copy.__dict__.update(optimizer.__dict__)
-    copy.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-    copy.state = defaultdict(dict, {key: _shallow(value) for key, value in optimizer.state.items()})
-    copy._optimizer_step_pre_hooks = {}
-    copy._optimizer_step_post_hooks = {}
-    return copy
-
-
-def _shallow(state: Any) -> Any:
-    return dict(state) if isinstance(state, dict) else state
 
 
 class GuessValues(TorchDispatchMode):

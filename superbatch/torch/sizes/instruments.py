@@ -39,6 +39,7 @@ class Instruments:
         seconds: the time between two such points; may wait for the device.
         retries: how often the allocator had to empty its caches to go on.
         holes: bytes that the C library's heap keeps although they are free; 0 on an accelerator.
+        clean: gives back what an allocator of the device keeps, so that a size is measured by itself.
     """
 
     predict: Callable[[Any, int], Peak]
@@ -48,6 +49,7 @@ class Instruments:
     seconds: Callable[[Any, Any], float]
     retries: Callable[[], int]
     holes: Callable[[], int]
+    clean: Callable[[], None] = lambda: None
 
 
 def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -> Instruments:
@@ -92,7 +94,9 @@ def instruments_for(device: torch.device, predict: Callable[[Any, int], Peak]) -
     def retries() -> int:
         return torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
 
-    return Instruments(predict, limit, meter, now, seconds, retries, holes=lambda: 0)
+    return Instruments(
+        predict, limit, meter, now, seconds, retries, holes=lambda: 0, clean=torch.cuda.empty_cache
+    )
 
 
 def _now() -> tuple[float, float]:

@@ -35,8 +35,9 @@ def memory_limit(device: torch.device) -> Limit:
 
     * CPU: the least of what address space (``RLIMIT_AS``, ``RLIMIT_DATA``), control groups (versions 1 and 2,
       with every group above) and the machine leave; file caches that can be dropped count as free.
-    * CUDA: what the device has free, plus what torch's allocator holds and does not use, within
-      `torch.cuda.set_per_process_memory_fraction`. (Not run on a GPU.)
+    * CUDA: what the device has free, plus the unused whole blocks of torch's allocator, within
+      `torch.cuda.set_per_process_memory_fraction`. Holes beside memory in use do not count: no large tensor
+      fits in. (Not run on a GPU.)
 
     Read it after a prediction, which loads some modules, and when the memory is as it will be before a
     window: on the CPU it takes about 0.5 ms.
@@ -66,7 +67,8 @@ class PeakMeter:
 
     * CPU: on Linux the highest address space, or the highest resident memory where the process had already
       been larger; elsewhere nothing. Resets the process's ``VmHWM``.
-    * CUDA: `torch.cuda.max_memory_allocated`; resets its peak. (Not run on a GPU.)
+    * CUDA: how far the reserve of torch's allocator grew, holes included; nothing where it did not grow. No
+      statistic of the allocator is reset: those of peaks are the user's. (Not run on a GPU.)
 
     `start` and `stop` take about 0.1 ms on the CPU, and do not wait for a GPU.
 
@@ -90,14 +92,14 @@ class PeakMeter:
             raise _unknown(device)
         self._device = device
         self._before: dict[str, int] | None = None
-        self._allocated = 0
+        self._allocated = self._reserved = 0
         self._free = 0
 
     def start(self) -> None:
         """Begin."""
         if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
             self._allocated = torch.cuda.memory_allocated(self._device)
+            self._reserved = torch.cuda.memory_reserved(self._device)
         else:
             self._free = free_in_heap()
             resettable = _reset_highest_resident()
@@ -110,7 +112,8 @@ class PeakMeter:
             Bytes beyond what was in use at `start`; None where they cannot be measured.
         """
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._allocated
+            reserved = torch.cuda.memory_reserved(self._device)
+            return reserved - self._allocated if reserved > self._reserved else None
         before, self._before = self._before, None
         after = _status()
         if before is None or after is None:
@@ -194,15 +197,14 @@ def _reset_highest_resident() -> bool:
 
 def _cuda_limit(device: torch.device) -> Limit:
     free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
+    stats = torch.cuda.memory_stats(device)  # one reading of all; empty before the first use
+    used = stats.get("allocated_bytes.all.current", 0) + stats.get("inactive_split_bytes.all.current", 0)
+    unused = stats.get("reserved_bytes.all.current", 0) - used
     limits = [Limit(free + unused, f"free memory of {device}")]
     fraction_of = getattr(torch.cuda, "get_per_process_memory_fraction", None)  # from torch 2.7 on
     fraction = 1.0 if fraction_of is None else fraction_of(device)
     if fraction < 1.0:
-        limits.append(
-            Limit(int(fraction * total) - allocated, f"set_per_process_memory_fraction({fraction:g})")
-        )
+        limits.append(Limit(int(fraction * total) - used, f"set_per_process_memory_fraction({fraction:g})"))
     return _least(limits, 0)
 
 

@@ -17,6 +17,7 @@ from ...report.verification import ParameterDifference
 from ...split import TokenBudget
 from ...tree import count_samples
 from ..accumulator import Accumulator
+from ..devices import in_float64
 from ..probing.problem import Problem, evaluate
 from ..probing.untouched import seed_all, state_restorer
 
@@ -222,7 +223,7 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return in_float64(tensor)
 
 
 def _norm(tensor: Tensor | None) -> float:

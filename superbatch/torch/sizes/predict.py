@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,18 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from ...errors import InputError, explain
+from ...errors import InputError, SuperbatchError, explain
 from ...report.memory import Peak
 from ...tree import count_samples
-from ..checks import has_others, own_parameters
+from ..checks import as_models, as_optimizers, has_others, own_parameters
 from ..gradients import LOW_PRECISION, Gradients, Owned, clear
 from ..in_buffers import InBuffers
 from ..in_grad import InGrad
 from ..in_momentum import InMomentum
 from ..norm import norm_of
 from ..transfer import to_device
-from .fake import GuessValues, PredictionError, copy_of, faked
+from .fake import GuessValues, PredictionError, faked
 from .ledger import Ledger
+from .stand_ins import stand_ins
 
 # What allocators round to: posix_memalign(64) on the CPU, 512-byte blocks of the caching allocator on CUDA.
 _ROUNDED = {"cpu": 64, "cuda": 512}
@@ -84,30 +86,33 @@ def predict_peak(
         >>> layer.weight.grad, len(adam.state)
         (None, 0)
     """
-    models = (models,) if isinstance(models, nn.Module) else tuple(models)
-    optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    models = as_models(models)
+    optimizers = as_optimizers(optimizers) if isinstance(optimizers, Optimizer) or optimizers else ()
     counted = device or _device_of(models)
     _require_there(counted)
     if samples is None:
         samples = count_samples(microbatch)
-    copies = [copy_of(optimizer) for optimizer in optimizers]
-    owned = own_parameters(models, copies, masters) if copies else _all_parameters(models)
-    only_owned = bool(copies) and has_others(models, owned)
     ledger = Ledger(counted, rounded=_ROUNDED.get(counted.type, 512))
     try:
-        with faked(models, ledger) as fake:
-            for module in checkpointed:
-                vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
-            place = _place(owned, copies, accumulator_dtype, accumulate_into)
-            if only_owned:
-                place.inputs = [fake(entry.parameter) for entry in owned]
-            one = fake(microbatch)
-            inputs = partial(_on_device, one, device)
-            phases = _microbatches(inputs, loss_fn, place, ledger)
-            update = _update(place, owned, copies, ledger)
-            if isinstance(place, InMomentum):  # which keeps copies of the buffers that the first window made
-                phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
-    except PredictionError:
+        with stand_ins(optimizers) as lent:
+            copies = list(chain.from_iterable(lent))
+            # What wraps others is only asked for its parameters.
+            pairs = zip(optimizers, lent, strict=True)
+            owners = [each[0] if type(each[0]) is type(one) else one for one, each in pairs]
+            owned = own_parameters(models, owners, masters) if copies else _all_parameters(models)
+            only_owned = bool(copies) and has_others(models, owned)
+            with faked(models, ledger) as fake:
+                for module in checkpointed:
+                    vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
+                place = _place(owned, copies, accumulator_dtype, accumulate_into)
+                if only_owned:
+                    place.inputs = [fake(entry.parameter) for entry in owned]
+                inputs = partial(_on_device, fake(microbatch), device)
+                phases = _microbatches(inputs, loss_fn, place, ledger)
+                update = _update(place, owned, copies, ledger)
+                if isinstance(place, InMomentum):  # which keeps copies of the buffers of the first window
+                    phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
+    except SuperbatchError:
         raise
     except Exception as error:  # fakes meet the user's own code, which may raise anything
         raise _unpredictable(error) from error

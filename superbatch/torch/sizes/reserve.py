@@ -6,7 +6,7 @@ be retried. So what its step will allocate - found out on fake tensors - is allo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from ...errors import OutOfMemoryError, explain
 from ..gradients import Owned
 from ..out_of_memory import out_of_memory, release_caches
-from .fake import GuessValues, copy_of, faked
+from ..wrapped import leaves_of
+from .fake import GuessValues, faked
 from .ledger import Ledger
+from .stand_ins import stand_ins
 
 # Below, the look at the optimizer would take longer than the memory is worth.
 LEAST_BYTES = 2**20
@@ -41,7 +43,11 @@ class Reserve:
     def __init__(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], owned: list[Owned]
     ) -> None:
-        self._models, self._optimizers, self._owned = models, optimizers, owned
+        self._models, self._owned = models, owned
+        self._leaves = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
+        self._share = len(
+            {id(p) for leaf in self._leaves for group in leaf.param_groups for p in group["params"]}
+        )
         self._known: tuple[int, int] | None = None  # number of states, bytes
         self.tight = False
 
@@ -52,7 +58,7 @@ class Reserve:
             OutOfMemoryError: there is not.
         """
         states = self._states()
-        if states == len(self._owned) and not self.tight:
+        if states == min(len(self._owned), self._share) and not self.tight:
             return
         if sum(entry.target.nbytes for entry in self._owned) < LEAST_BYTES:
             return
@@ -67,7 +73,7 @@ class Reserve:
             text = str(error)
         else:
             return
-        release_caches(self._owned[0].target.device)
+        release_caches(*(entry.target.device for entry in self._owned))
         raise OutOfMemoryError(_text(f"{needed / 2**20:.1f} MiB", text))
 
     def bytes_of_update(self) -> int:
@@ -75,13 +81,12 @@ class Reserve:
 
         Gradients must be there. 0 where fake tensors cannot run an optimizer.
         """
-        copies = [copy_of(optimizer) for optimizer in self._optimizers]
         ledger = Ledger(self._device, rounded=64)
         try:
-            with faked(self._models, ledger), GuessValues():
+            with stand_ins(self._leaves) as lent, faked(self._models, ledger), GuessValues():
                 ledger.restart()
                 before = ledger.live
-                for optimizer in copies:
+                for (optimizer,) in lent:
                     type(optimizer).step(optimizer)
                 return ledger.restart() - before
         except Exception:  # noqa: BLE001  (of an unknown optimizer, which is stepped for real right after)
@@ -94,7 +99,7 @@ class Reserve:
         return next(parameter.device for model in self._models for parameter in model.parameters())
 
     def _states(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self._optimizers)
+        return sum(len(leaf.state) for leaf in self._leaves)
 
     def _allocate(self, needed: int) -> None:
         """Allocate in pieces no larger than the step's own, so that gaps between blocks serve as well."""
@@ -105,23 +110,24 @@ class Reserve:
             needed -= piece
 
 
-def raise_if_out_of_memory(error: BaseException, *, as_before: bool) -> None:
+def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | None) -> None:
     """Say what it means that memory ran out in an update; nothing is tried again.
 
     Args:
         error: any.
-        as_before: whether nothing has moved.
+        torn: called where something has moved; None where nothing has.
 
     Raises:
         OutOfMemoryError: the error says that memory ran out, and does not say yet what that means.
 
     Examples:
-        >>> raise_if_out_of_memory(ValueError("something else"), as_before=True)
+        >>> raise_if_out_of_memory(ValueError("something else"), torn=None)
     """
     if isinstance(error, OutOfMemoryError) or not out_of_memory(error):
         return
-    if as_before:
+    if torn is None:
         raise OutOfMemoryError(_text("memory", str(error))) from None
+    torn()
     raise OutOfMemoryError(
         explain(
             f"an update for which there was no memory ({error})",

@@ -37,6 +37,8 @@ _LEAST_HOLES = 2**24
 _MUCH = 1.25
 _MORE = 1.05
 _LESS = 0.9  # of what was used, where there is less room than it seems
+_CALM = 100  # windows without trouble, after which as much is used as before
+_CLEANED = 2  # runs of each size: the first also holds what libraries try out
 
 
 class Room:
@@ -68,6 +70,8 @@ class Room:
         self._kept: list[int] = []  # bytes that new sizes below others have left in use: their kernels
         self._holed = False
         self._share = 1.0  # that may be used of the total
+        self._calm = 0  # windows since the last trouble
+        self._retries = instruments.retries()  # of the allocator, outside of the first runs of a size
 
     # -- how large ---------------------------------------------------------------------------------------
 
@@ -143,10 +147,22 @@ class Room:
             ratio=max(ratios, default=0.0),
         )
 
-    def leave_more(self, known: Known) -> None:
-        """Use less from now on: the allocator has trouble although there seems to be room."""
-        self._share *= _LESS
-        known.largest = 0
+    def is_tight(self, known: Known) -> bool:
+        """Return whether the allocator has had trouble since the last time although there seems to be room.
+
+        Then less is used, until there was none for some windows. Retries in the first runs of a size are no
+        trouble: its caches hold blocks of other sizes, and a limit is found by touching it.
+        """
+        retries = self._tools.retries()
+        self._calm, is_tight = self._calm + 1, retries > self._retries
+        self._retries = retries
+        if is_tight:
+            self._share, self._calm = self._share * _LESS, 0
+            known.largest = 0
+        elif self._share < 1.0 and self._calm >= _CALM:
+            self._share, self._calm = min(1.0, self._share / _LESS), 0
+            known.largest = 0
+        return is_tight
 
     # -- the limit ---------------------------------------------------------------------------------------
 
@@ -197,12 +213,17 @@ class Room:
             timed: is told when it began and ended, by the clock of the instruments.
         """
         tools, fresh = self._tools, samples not in known.runs
+        if cleaned := known.runs.get(samples, 0) < _CLEANED:
+            tools.clean()
+        retries = tools.retries()
         free = tools.limit().bytes
         tools.meter.start()
         start = tools.now()
         yield
         end = tools.now()
         peak = tools.meter.stop()
+        if cleaned:
+            self._retries += tools.retries() - retries
         self.checked = time.perf_counter()
         if fresh and peak is not None and tools.holes() > max(_HOLED * peak, _LEAST_HOLES):
             self._holed = True

@@ -96,7 +96,7 @@ class Smaller:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what `state_dict` returned."""
         most, wait, until = state["most"], state["wait"], state["until"]
-        if not all(isinstance(number, int) for number in (most or 1, wait, until)):
+        if not all(isinstance(number, int) for number in (1 if most is None else most, wait, until)):
             raise TypeError("no numbers of samples and updates")
         self.most, self._wait, self._until = most, wait, until
 
@@ -178,7 +178,7 @@ def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
             of_windows.load_state_dict(saved["of windows"])
         if type(sizing).__name__ in saved:  # a run may go on with another way to choose sizes
             sizing.load_state_dict(saved[type(sizing).__name__])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         sizing.load_state_dict(before)
         raise InputError(
             explain(

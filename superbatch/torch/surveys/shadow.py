@@ -54,6 +54,8 @@ def shadow_of(accumulator: Accumulator) -> Accumulator:
         noise=None,  # that of rates which training will not use
     )
     shadow._places = copy.copy(accumulator._places)
+    shadow._schedule = copy.copy(accumulator._schedule)  # its parts are replaced, never changed
+    shadow._slips = copy.copy(accumulator._slips)
     shadow._whole = copy.copy(accumulator._whole)
     shadow._sizing = _sizing_like(accumulator)
     shadow._of_windows = _fixed_like(accumulator._of_windows)

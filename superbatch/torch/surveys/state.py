@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 from ..gradients import Owned
-from ..masters import masters_written
 from ..probing.untouched import state_restorer
 from ..snapshot import random_state, restore_random_state
 
@@ -30,7 +29,6 @@ def put_back(
     scaler: Any = None,
     *,
     owned: Sequence[Owned] = (),
-    written: dict[str, int] | None = None,
     devices: Iterable[torch.device] = (),
 ) -> Iterator[ExitStack]:
     """Run the body, then put everything back as it was, also after an exception or Ctrl-C.
@@ -42,7 +40,6 @@ def put_back(
         optimizers: state and groups; their own parameters too.
         scaler: a GradScaler, or None.
         owned: parameters with their masters.
-        written: the accumulator's notes on which parameters its masters know (see `masters`).
         devices: whose random state is kept, beside that of the models' devices.
 
     Yields:
@@ -60,7 +57,6 @@ def put_back(
     undo = ExitStack()  # what is noted first is put back last
     try:
         undo.callback(restore_random_state, random_state({*devices, *(t.device for t in tensors)}))
-        _keep_masters(list(owned), {} if written is None else written, undo)
         for model in models:
             undo.callback(state_restorer(model))  # buffers, modes, attributes
         _keep_contents(tensors, undo)
@@ -101,18 +97,6 @@ def _tensors(
         id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     }
     return list(found.values())
-
-
-def _keep_masters(owned: list[Owned], written: dict[str, int], undo: ExitStack) -> None:
-    """Let masters stay the truth: that a parameter is put back is no writing to it by somebody else."""
-    current = masters_written(owned)
-    known = [name for name, version in written.items() if current.get(name) == version]
-
-    def note() -> None:
-        now = masters_written(owned)
-        written.update({name: now[name] for name in known})
-
-    undo.callback(note)
 
 
 def _keep_contents(tensors: Sequence[Tensor], undo: ExitStack) -> None:

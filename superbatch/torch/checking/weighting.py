@@ -1,0 +1,209 @@
+"""Search for any weights under which the parts of a micro-batch make the whole.
+
+If the loss is a mean, every set S of samples that was evaluated, cut into parts P, obeys::
+
+    sum over P of w(P) (g(P) - g(S)) = 0        w(P) = sum of the weights of its samples
+
+with g the gradient. These equations are linear in the weights of the samples. Where least squares leaves more
+than rounding, no weight explains the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .agreement import SURE, Cut, Rounding, Seen
+
+_SHOWS = 10.0  # singular values below this, in units of rounding, leave a weight open
+_NONE = 1e-6  # a share of the whole weight that counts as none
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """Weights that were found, or why there are none.
+
+    Args:
+        kind: "weights": these and no others; "open": some, of which the parts do not tell which; "divisor":
+            factors that are no shares of a weight, as of a sum over a count that does not add up; "none".
+        factors: what each part of the first cut counts in the whole.
+    """
+
+    kind: Literal["weights", "open", "divisor", "none"]
+    factors: tuple[float, ...] = ()
+
+
+def find_weights(cuts: Sequence[Cut], rounding: Rounding) -> Weighting:
+    """Find weights of samples under which every cut of a micro-batch is a weighted mean of its parts.
+
+    Args:
+        cuts: of one micro-batch. A part without a finite loss is empty: a mean over nothing.
+        rounding: differences that count as none.
+
+    Examples:
+        >>> def seen(loss, *gradient):
+        ...     return Seen(loss, 1, torch.tensor([gradient], dtype=torch.float64))
+        >>> whole, parts = seen(2.5, 0.25, 0.75), (seen(1.0, 1.0, 0.0), seen(3.0, 0.0, 1.0))
+        >>> found = find_weights([Cut(whole, parts, ((0,), (1,)))], Rounding(1e-7, 1e-6))
+        >>> found.kind, [round(factor, 6) for factor in found.factors]
+        ('weights', [0.25, 0.75])
+        >>> coupled = Cut(whole, (parts[0], seen(3.0, 1.0, 1.0)), ((0,), (1,)))
+        >>> find_weights([coupled], Rounding(1e-7, 1e-6)).kind
+        'none'
+    """
+    families = [family for family in _families(cuts) if _comparable(family)]
+    if not families:
+        return Weighting("open")
+    atoms = _atoms(families)
+    shares, smallest = _solve(families, atoms, rounding)
+    weights = [[float(shares[_inside(span, atoms)].sum()) for span in family.spans] for family in families]
+    right = [
+        _agrees(family, _normal(those), rounding) for family, those in zip(families, weights, strict=True)
+    ]
+    if all(right):
+        if smallest < _SHOWS:
+            return Weighting("open")
+        least = max(_NONE, 3 / smallest)
+        counted = zip(families, weights, strict=True)
+        if not any(_counts_nothing(family, those, least) for family, those in counted):
+            return Weighting("weights", tuple(_normal(weights[0])))
+        return Weighting("none")
+    factors = [_free_factors(family, rounding) for family in families]
+    if all(one is not None for one in factors):
+        return Weighting("divisor", factors[0] or ())
+    return Weighting("none")
+
+
+def _families(cuts: Sequence[Cut]) -> list[Cut]:
+    """Return the cuts, and every part that others cut into smaller ones, as cuts of their own."""
+    found = {(frozenset(sum(cut.spans, ())), frozenset(cut.spans)): cut for cut in cuts}
+    for outer in cuts:
+        for part, span in zip(outer.parts, outer.spans, strict=True):
+            for cut in cuts:
+                inner = [(p, s) for p, s in zip(cut.parts, cut.spans, strict=True) if set(s) <= set(span)]
+                spans = tuple(s for _, s in inner)
+                if len(inner) > 1 and sum(map(len, spans)) == len(span):
+                    key = (frozenset(span), frozenset(spans))
+                    found.setdefault(key, Cut(part, tuple(p for p, _ in inner), spans))
+    return list(found.values())
+
+
+def _comparable(family: Cut) -> bool:
+    if not family.union.finite:
+        return False
+    with_gradient = family.union.gradient is not None
+    return all(_empty(part) or (part.gradient is not None) == with_gradient for part in family.parts)
+
+
+def _empty(part: Seen) -> bool:
+    return not math.isfinite(part.loss)
+
+
+def _atoms(families: Sequence[Cut]) -> list[frozenset[int]]:
+    """Return the largest sets of samples that no cut separates."""
+    by_parts: dict[tuple[tuple[int, ...], ...], set[int]] = {}
+    spans = list(dict.fromkeys(span for family in families for span in family.spans))
+    for place in sorted({place for span in spans for place in span}):
+        by_parts.setdefault(tuple(span for span in spans if place in span), set()).add(place)
+    return [frozenset(places) for places in by_parts.values()]
+
+
+def _inside(span: tuple[int, ...], atoms: Sequence[frozenset[int]]) -> list[int]:
+    return [number for number, atom in enumerate(atoms) if atom <= set(span)]
+
+
+def _solve(
+    families: Sequence[Cut], atoms: Sequence[frozenset[int]], rounding: Rounding
+) -> tuple[Tensor, float]:
+    """Return the shares of the atoms, and the singular value of what is known least."""
+    blocks: list[Tensor] = []
+    for family in families:
+        union, parts = _rows(family, rounding)
+        block = torch.zeros(len(union), len(atoms), dtype=torch.float64)
+        for column, part, span in zip(parts.unbind(1), family.parts, family.spans, strict=True):
+            inside = _inside(span, atoms)
+            if not _empty(part):
+                block[:, inside] += (column - union)[:, None]
+        blocks.append(block)
+    empty = {
+        n
+        for f in families
+        for p, s in zip(f.parts, f.spans, strict=True)
+        if _empty(p)
+        for n in _inside(s, atoms)
+    }
+    system = torch.cat(blocks)
+    heavy = 1e3 * max(1.0, float(system.norm(dim=0).max()))
+    total = torch.full((1, len(atoms)), heavy, dtype=torch.float64)
+    nothing = heavy * torch.eye(len(atoms), dtype=torch.float64)[sorted(empty)]
+    system = torch.cat([system, total, nothing])
+    given = torch.zeros(len(system), dtype=torch.float64)
+    given[len(given) - 1 - len(nothing)] = heavy
+    u, values, v = torch.linalg.svd(system, full_matrices=False)
+    known = values > max(1e-12 * float(values[0]), 1e-9)
+    projected = torch.where(known, (u.T @ given) / values.clamp(min=1e-300), 0.0)
+    return v.T @ projected, float(values[-1])
+
+
+def _rows(family: Cut, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Return the union and, in columns, its parts, in units of the rounding of each parameter."""
+    if family.union.gradient is None:
+        size = max(abs(seen.loss) for seen in (family.union, *family.parts) if not _empty(seen))
+        unit = rounding.loss * size or 1.0
+        losses = [0.0 if _empty(part) else part.loss / unit for part in family.parts]
+        return torch.tensor([family.union.loss / unit]).double(), torch.tensor([losses]).double()
+    gradients = [
+        torch.zeros_like(family.union.gradient) if part.gradient is None else part.gradient
+        for part in family.parts
+    ]
+    sizes = torch.stack([g.norm(dim=1) for g in (family.union.gradient, *gradients)]).amax(0)
+    unit = rounding.gradient * sizes
+    if rounding.measured is not None and rounding.measured.numel():
+        unit = unit + SURE * rounding.measured
+    kept = sizes > 0
+    scaled = [(g[kept] / unit[kept, None]).flatten() for g in (family.union.gradient, *gradients)]
+    return scaled[0], torch.stack(scaled[1:], 1)
+
+
+def _agrees(family: Cut, factors: Sequence[float], rounding: Rounding) -> bool:
+    known = [0.0 if _empty(part) else factor for factor, part in zip(factors, family.parts, strict=True)]
+    return not len(family.against(known).beyond(rounding))
+
+
+def _normal(weights: Sequence[float]) -> list[float]:
+    total = math.fsum(weights)
+    return [weight / total if abs(total) > _NONE else 0.0 for weight in weights]
+
+
+def _counts_nothing(family: Cut, weights: Sequence[float], least: float) -> bool:
+    """Tell whether a part has a gradient but no weight: the hardest sample counts, and others do not."""
+    largest = max((_size(part) for part in (family.union, *family.parts)), default=0.0)
+    parts = zip(family.parts, weights, strict=True)
+    return any(weight < least and _size(part) > 1e-6 * largest for part, weight in parts)
+
+
+def _size(seen: Seen) -> float:
+    if _empty(seen):
+        return 0.0
+    return abs(seen.loss) if seen.gradient is None else float(seen.gradient.norm())
+
+
+def _free_factors(family: Cut, rounding: Rounding) -> tuple[float, ...] | None:
+    """Return positive factors with which the parts add up to the union; None if there are none, or many."""
+    filled = [place for place, part in enumerate(family.parts) if not _empty(part)]
+    union, parts = _rows(family, rounding)
+    parts = parts[:, filled]
+    if not filled or len(union) <= len(filled) or float(torch.linalg.svdvals(parts)[-1]) < _SHOWS:
+        return None
+    solved = torch.linalg.lstsq(parts, union[:, None], driver="gelsd").solution[:, 0]
+    factors = [0.0] * len(family.parts)
+    for place, factor in zip(filled, solved.tolist(), strict=True):
+        factors[place] = factor
+    if float(solved.min()) <= _NONE or not _agrees(family, factors, rounding):
+        return None
+    return tuple(factors)

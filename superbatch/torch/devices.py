@@ -1,0 +1,210 @@
+"""Devices by their index, and the random generators that belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def resolved(device: torch.device) -> torch.device:
+    """Return a device with the index that tensors made there have.
+
+    Plain ``"cuda"`` is the current device. Tensors, autograd and generators name it by its index, and
+    ``torch.device("cuda") != torch.device("cuda:0")``.
+
+    Args:
+        device: with or without an index.
+
+    Returns:
+        The device itself where it has an index.
+
+    Raises:
+        RuntimeError, AssertionError: torch has no such device here.
+
+    Examples:
+        >>> resolved(torch.device("cuda:1")), resolved(torch.device("cpu"))
+        (device(type='cuda', index=1), device(type='cpu'))
+    """
+    return device if device.index is not None else torch.empty(0, device=device).device
+
+
+def accelerators(models: Iterable[nn.Module], *others: Tensor | torch.device | None) -> list[torch.device]:
+    """Return every device that parameters and buffers are on, without the CPU, each once.
+
+    Args:
+        models: any modules.
+        others: tensors and devices beside them; None is passed over.
+
+    Examples:
+        >>> accelerators([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])
+        [device(type='meta')]
+    """
+    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    named = (one.device if isinstance(one, Tensor) else one for one in others if one is not None)
+    found = dict.fromkeys((*(tensor.device for tensor in tensors), *named))
+    return [device for device in found if device.type != "cpu"]
+
+
+def generator_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
+    """Return the state of each device's default generator, by the device's name.
+
+    Devices without a generator of their own (the CPU's is not asked here; ``meta`` has none) are left out.
+
+    Examples:
+        >>> generator_states([torch.device("cpu"), torch.device("meta")])
+        {}
+    """
+    states: dict[str, Tensor] = {}
+    for device in devices:
+        module = None if device.type == "cpu" else module_of(device)
+        state_of = getattr(module, "get_rng_state", None)
+        if state_of is not None:
+            states[str(device)] = state_of(device)
+    return states
+
+
+def module_of(device: torch.device) -> Any:
+    """Return torch's module for a kind of device, such as `torch.cuda`; None where there is none.
+
+    Examples:
+        >>> module_of(torch.device("meta")) is None, module_of(torch.device("cuda:1")) is torch.cuda
+        (True, True)
+    """
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:  # meta has none
+        return None
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed a device's default generator for a while, and put its state back.
+
+    Args:
+        device: that the numbers are drawn on.
+        seed: below 2**63.
+
+    Examples:
+        >>> draws = []
+        >>> for _ in range(2):
+        ...     with seeded(torch.device("cpu"), 7):
+        ...         draws.append(float(torch.rand(())))
+        >>> draws[0] == draws[1]
+        True
+    """
+    generator = generator_of(device)
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def generator_of(device: torch.device) -> Any:
+    """Return the generator that a device's random operators draw from.
+
+    Args:
+        device: any; without an index the current one of its kind.
+
+    Returns:
+        A `torch.Generator`, or on other kinds of devices an object with its ``get_state``, ``set_state`` and
+        ``manual_seed``.
+
+    Raises:
+        NotImplementedError: torch gives no access to one there.
+
+    Examples:
+        >>> generator_of(torch.device("cpu")) is torch.default_generator
+        True
+    """
+    if device.type == "cpu":
+        return torch.default_generator
+    module = module_of(device)
+    if not hasattr(module, "get_rng_state"):
+        raise NotImplementedError(f"random numbers on {device}: torch has no generator for that device")
+    generators = getattr(module, "default_generators", ())  # empty before the first use of the device
+    if generators:
+        return generators[module.current_device() if device.index is None else device.index]
+    return _ByModule(module, device)
+
+
+class _ByModule:
+    """The generator of a device whose module has functions for it only, as MPS."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
+
+    def get_state(self) -> Tensor:
+        return self._module.get_rng_state(self._device)
+
+    def set_state(self, state: Tensor) -> None:
+        self._module.set_rng_state(state, self._device)
+
+    def manual_seed(self, seed: int) -> None:
+        self._module.manual_seed(seed)
+
+
+def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return tensors in groups of one device and one dtype: what one kernel works on.
+
+    Examples:
+        >>> [len(group) for group in alike([torch.ones(1), torch.ones(2).half(), torch.ones(3)])]
+        [2, 1]
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
+
+
+def copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others of the same shape, dtype and device, by a kernel for each device and dtype.
+
+    Examples:
+        >>> targets = [torch.zeros(1), torch.zeros(2)]
+        >>> copy_alike(targets, [torch.ones(1), torch.ones(2)])
+        >>> targets[1]
+        tensor([1., 1.])
+    """
+    for into, of in zip(alike(targets), alike(sources), strict=True):
+        torch._foreach_copy_(into, of)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+
+
+NO_FLOAT64 = {"mps"}  # kinds of devices where a float64 tensor cannot be made
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether float64 tensors can be made on a device.
+
+    Examples:
+        >>> has_float64(torch.device("cpu")), has_float64(torch.device("mps"))
+        (True, False)
+    """
+    return device.type not in NO_FLOAT64
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64 (complex128): on its own device, or on the CPU where that has no float64.
+
+    Examples:
+        >>> in_float64(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float64
+    """
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return where_float64_is(tensor).to(dtype)
+
+
+def where_float64_is(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is, or its copy on the CPU where its own device has no float64.
+
+    Examples:
+        >>> tensor = torch.ones(2)
+        >>> where_float64_is(tensor) is tensor
+        True
+    """
+    return tensor if has_float64(tensor.device) else tensor.cpu()

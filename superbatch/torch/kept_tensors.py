@@ -1,0 +1,194 @@
+"""Tensors as they were: copied at once, or when an operation is about to write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SMALL_BYTES = 1 << 20  # a copy of a tensor up to this size costs nothing worth a thought
+_HEAD = 256  # values of a large tensor that are compared
+
+
+@dataclass
+class KeptTensor:
+    """A tensor as it was.
+
+    Attributes:
+        name: for messages.
+        tensor: the tensor, whose content may move.
+        alias: shares the memory that the tensor had.
+        version: how often the tensor had been written in place.
+        frozen: a parameter that is not trained: every write moves it, whatever the values.
+        trained: a parameter that an optimizer may move.
+        loose: reached through the loss function, not through a module.
+        copy: the content; None if it was not copied.
+        head: some of the content, where it was not copied.
+        written: an operation wrote to it while `Writes` was active.
+
+    Examples:
+        >>> kept = KeptTensor.of("center", torch.zeros(2))
+        >>> kept.copy_now()
+        >>> kept.tensor.data = torch.ones(2)
+        >>> kept.moved()
+        True
+        >>> kept.restore()
+        >>> kept.tensor
+        tensor([0., 0.])
+    """
+
+    name: str
+    tensor: Tensor
+    alias: Tensor
+    version: int
+    frozen: bool = False
+    trained: bool = False
+    loose: bool = False
+    copy: Tensor | None = None
+    head: Tensor | None = None
+    written: bool = False
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, *, loose: bool = False) -> KeptTensor:
+        """Note a tensor that `can_be_kept`, without a copy."""
+        parameter = isinstance(tensor, nn.Parameter)
+        return cls(
+            name,
+            tensor,
+            tensor.data,
+            version(tensor),
+            frozen=parameter and not tensor.requires_grad,
+            trained=tensor.requires_grad,
+            loose=loose,
+        )
+
+    def copy_now(self) -> None:
+        """Copy the content, unless it has been copied."""
+        if self.copy is None:
+            self.copy = self.alias.clone()
+
+    def look_at_head(self) -> None:
+        """Note some of the content."""
+        self.head = _head(self.alias).clone()
+
+    def rebound(self) -> bool:
+        """Return whether the tensor has got other memory, by ``tensor.data = ...``."""
+        now, before = self.tensor, self.alias
+        return now.shape != before.shape or now.dtype != before.dtype or now.data_ptr() != before.data_ptr()
+
+    def moved(self) -> bool:
+        """Return whether the content is known to be another one."""
+        if self.frozen and (self.written or version(self.tensor) != self.version):
+            return True
+        if self.rebound():
+            before = self.alias if self.copy is None else self.copy
+            return self.tensor.dtype != before.dtype or not torch.equal(self.tensor.data, before)
+        if self.copy is not None:
+            return not torch.equal(self.alias, self.copy)
+        return self._written_uncopied()
+
+    def is_lost(self) -> bool:
+        """Return whether the content has moved, and was not copied before."""
+        return self.copy is None and self._written_uncopied()
+
+    def _written_uncopied(self) -> bool:
+        # By its version too: a bank is written far from its first values.
+        if self.trained:
+            return False
+        written = version(self.tensor) != self.version
+        return written or (self.head is not None and not torch.equal(_head(self.alias), self.head))
+
+    def restore(self) -> None:
+        """Give the tensor its memory back, and the memory its content."""
+        if self.rebound():
+            self.tensor.data = self.alias
+        if self.copy is not None and not torch.equal(self.alias, self.copy):
+            # Through the alias, which leaves the tensor's version alone: nobody has written anew.
+            with torch.no_grad(), torch.inference_mode(self.tensor.is_inference()):
+                self.alias.copy_(self.copy)
+        self.written = False
+
+
+def can_be_kept(value: Any) -> bool:
+    """Return whether it is a tensor whose content can be compared and copied.
+
+    Examples:
+        >>> can_be_kept(torch.zeros(2)), can_be_kept(torch.zeros(2, device="meta")), can_be_kept(2)
+        (True, False, False)
+    """
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and value.device.type != "meta"
+        and value.grad_fn is None
+    )
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place; 0 for one that does not count.
+
+    Examples:
+        >>> version(torch.zeros(2).add_(1))
+        1
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _head(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[:_HEAD] if tensor.is_contiguous() else tensor[:1].flatten()[:_HEAD]
+
+
+class Writes(TorchDispatchMode):
+    """Copies tensors when an operation is about to write to the memory that they have.
+
+    Args:
+        kept: returns the tensors.
+
+    Examples:
+        >>> kept = KeptTensor.of("teacher.weight", torch.zeros(2))
+        >>> with Writes(lambda: [kept]):
+        ...     _ = torch._foreach_add_([kept.tensor.data], 1.0)
+        >>> kept.restore()
+        >>> kept.tensor
+        tensor([0., 0.])
+    """
+
+    def __init__(self, kept: Callable[[], Iterable[KeptTensor]]) -> None:
+        super().__init__()
+        self._kept = kept
+        self._by_memory: dict[int, list[KeptTensor]] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Copy what is about to be written, then run the operation."""
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            if self._by_memory is None:
+                self._by_memory = {}
+                for kept in self._kept():
+                    self._by_memory.setdefault(_memory(kept.alias), []).append(kept)
+            for tensor in _written(func, args, kwargs):
+                for kept in self._by_memory.get(_memory(tensor), ()):
+                    kept.copy_now()
+                    kept.written = True
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operation writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, Tensor):
+                    yield tensor
+
+
+def _memory(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
+        return -1

@@ -1,0 +1,51 @@
+"""Knowledge of the state that forwards were seen to move."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .reached import Table
+
+
+class Moving(NamedTuple):
+    """Something that a forward has moved.
+
+    Attributes:
+        name: for messages.
+        sure: it is state for certain; otherwise it may be a result, a cache or a count that nobody reads.
+    """
+
+    name: str
+    sure: bool
+
+
+@dataclass
+class Known:
+    """Knowledge of what was seen to move so far; shared by the keepers of an accumulator.
+
+    Attributes:
+        windows: that were committed.
+        checked: the first-window check has seen what a forward moves.
+        bindings: that moved; True: each held a tensor before the first window.
+        tensors: whose content moved, with their names.
+        frozen: parameters that are watched by their version counters.
+        generators: of random numbers, held by modules or objects.
+        said: names that the user has been warned of.
+    """
+
+    windows: int = 0
+    checked: bool = False
+    bindings: dict[tuple[int, Any], tuple[Table, bool]] = field(default_factory=dict)
+    tensors: dict[int, tuple[weakref.ref[Tensor], str, bool]] = field(default_factory=dict)
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    generators: list[Any] = field(default_factory=list)
+    said: set[str] = field(default_factory=set)
+
+    def is_due(self) -> bool:
+        """Return whether everything is looked at: in windows 1, 4, 16, 64, ..."""
+        number = self.windows + 1
+        return not number & (number - 1) and number.bit_length() % 2 == 1

@@ -1,0 +1,400 @@
+"""State that a forward moves beside parameters with a gradient, put back where a window is discarded.
+
+Buffers of all modules, frozen parameters (the teacher of a moving average), tensors and numbers in plain
+attributes, containers and objects, and what the loss function closes over (see `reached`).
+
+What it costs follows from what is seen to move:
+
+* windows 1, 4, 16, 64, ... are *looked at*: every binding is noted, small tensors are copied, of large
+  ones a few values;
+* in the others only what was seen to move is copied, and of frozen parameters the version counters are noted;
+* the first-window check copies a large tensor when an operation is about to write it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from .bindings import NOTHING, UNHELD, copied, differs, held, is_content, is_plain, tensors_of
+from .kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept
+from .known_state import Known, Moving
+from .reached import Table, reach
+from .snapshot import BufferKeeper, generator_moved, generator_restorer
+
+MOST_BYTES = 1 << 26  # of copies of tensors that were never seen to move
+
+
+class MovedState:
+    """Keeper of the state that a forward may move: ``take()``, then ``release()`` or ``restore()``.
+
+    Args:
+        models: that are trained.
+        functions: the loss function, or nothing.
+
+    Examples:
+        >>> import torch
+        >>> class Centered(nn.Module):
+        ...     __module__, center = "training", torch.zeros(())  # not a class of this library
+        ...     def forward(self, x):
+        ...         self.center = 0.9 * self.center + 0.1 * x.mean()
+        ...         return x - self.center
+        >>> model = Centered()
+        >>> keeper = MovedState([model])
+        >>> keeper.take()
+        >>> _ = model(torch.ones(3))
+        >>> keeper.changed()
+        True
+        >>> keeper.restore()
+        >>> float(model.center), keeper.changed()
+        (0.0, False)
+    """
+
+    def __init__(
+        self, models: Iterable[nn.Module], functions: Iterable[Callable[..., Any] | None] = ()
+    ) -> None:
+        self._models = tuple(models)
+        self._functions = tuple(function for function in functions if function is not None)
+        self._known = Known()
+        self._buffers = BufferKeeper(self._models)
+        self._names: dict[nn.Module, str] = {}
+        self._forget()
+
+    def twin(self) -> MovedState:
+        """Return another keeper of the same state: for one micro-batch, or for a check in an open window."""
+        other = MovedState(self._models, self._functions)
+        other._known, other._names = self._known, self._names
+        other._buffers.add(self._names)
+        return other
+
+    def replace_tensors(self, kind: type[Tensor], make: Callable[[Tensor], Tensor]) -> None:
+        """Replace tensors of a kind wherever state is bound: those of a virtual batch, by real ones.
+
+        A large tensor where none of its shape was bound before is a result of the forward, and stays.
+        """
+        before = {
+            (id(table.content), key): was for table, values in self._bindings for key, was in values.items()
+        }
+        found = reach(self._models, self._functions)
+        buffers = [Table(name, module._buffers, own=True) for name, module in found.outside]
+        of_buffers = set(map(id, buffers))
+        for table in (*found.tables, *buffers):
+            for key, value in table.read().items():
+                if isinstance(value, kind):
+                    was = before.get((id(table.content), key))
+                    state = id(table) in of_buffers or getattr(was, "shape", None) == value.shape
+                    if state or value.nbytes <= SMALL_BYTES:
+                        table.write(key, make(value))
+                elif isinstance(value, tuple) and any(isinstance(item, kind) for item in value):
+                    table.write(key, [make(item) if isinstance(item, kind) else item for item in value])
+
+    # -- a window ------------------------------------------------------------------------------------------
+
+    def take(self, *, check: bool = False) -> None:
+        """Note what there is; forgets what was taken before, also where memory runs out.
+
+        Args:
+            check: the first-window check begins, inside of `watching`: large tensors are copied when they
+                are written, trained parameters too.
+        """
+        self._forget()
+        if check or self._known.is_due():
+            self._look(check=check)
+        else:
+            self._take_known()
+        self._buffers.take()
+
+    def release(self) -> None:
+        """Drop the copies at the end of a window, and note what it has moved."""
+        if self._looked:
+            self._learn()
+        else:
+            for name in self._written_frozen():
+                tensor = self._known.frozen.pop(name)
+                self._known.tensors[id(tensor)] = (weakref.ref(tensor), name, False)
+        self._known.windows += 1
+        self._buffers.release()
+        self._forget()
+
+    def restore(self) -> None:
+        """Put everything back as it was at `take`, identities included."""
+        lost = [kept.name for kept in self._tensors.values() if kept.is_lost()] + self._written_frozen()
+        loose = self._loose_state_moved()
+        self._buffers.restore()
+        for kept in self._tensors.values():
+            kept.restore()
+        for table, key, before, _ in list(self._rebound(loose=loose, results=True)):
+            if before is NOTHING:
+                table.unbind(key)
+            else:
+                table.write(key, before)
+        for _, restore in self._generators:
+            restore()
+        if lost:
+            others = f" and {len(lost) - 1} more" if lost[1:] else ""
+            warnings.warn(
+                f"the state {lost[0]!r}{others} moved for the first time in a window that was discarded, and "
+                "was not restored: it had not been copied. Load it again, as from a checkpoint.",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def changed(self) -> bool:
+        """Return whether anything is no longer as at `take`."""
+        return (
+            self._buffers.changed()
+            or any(kept.moved() for kept in self._tensors.values())
+            or any(generator_moved(value, restore) for value, restore in self._generators)
+            or any(True for _ in self._rebound(loose=self._loose_state_moved()))
+            or bool(self._written_frozen())
+        )
+
+    # -- the first-window check ----------------------------------------------------------------------------
+
+    def watching(self) -> Writes:
+        """Return a context in which tensors are copied when an operation is about to write them."""
+        return Writes(self._tensors.values)
+
+    def moving(self) -> list[Moving]:
+        """Return what is no longer as at `take`."""
+        found = [
+            Moving(f"{self._names[module]}.{name}".lstrip("."), sure=True)
+            for module, name in self._buffers.moved()
+        ]
+        found += [Moving(kept.name, not kept.trained) for kept in self._tensors.values() if kept.moved()]
+        loose = self._loose_state_moved()
+        found += [Moving(table.name_of(key), sure=False) for table, key, *_ in self._rebound(loose=loose)]
+        return list(dict.fromkeys(found))
+
+    def contents(self) -> dict[str, Any]:
+        """Return copies of what bindings and tensors hold now, by name."""
+        found = {kept.name: kept.tensor.detach().clone() for kept in self._tensors.values() if kept.moved()}
+        found |= {table.name_of(key): copied(value) for table, key, _, value in self._rebound(loose=True)}
+        return found
+
+    def not_said(self, names: Iterable[str]) -> list[str]:
+        """Return the names that were not given to this method before."""
+        new = [name for name in names if name not in self._known.said]
+        self._known.said.update(new)
+        return new
+
+    def learn(self) -> None:
+        """Note what the check has seen to move; the rest need not be copied in the first window."""
+        self._learn()
+        self._known.checked = True
+
+    def end_check(self) -> None:
+        """Put everything back as before the check, and drop the copies."""
+        try:
+            self.restore()
+        finally:
+            self._forget()
+
+    # -- a window that is saved ----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Return what `restore` would put back, as tensors and plain containers.
+
+        Of buffers all that was copied; of the rest what has moved, by name.
+        """
+        return {
+            "buffers": self._buffers.state(),
+            "tensors": {
+                kept.name: kept.copy if kept.copy is not None else kept.alias
+                for kept in self._tensors.values()
+                if kept.moved()
+            },
+            "bindings": {
+                table.name_of(key): [] if before is NOTHING else [self._as_taken(before)]
+                for table, key, before, _ in self._rebound(loose=self._loose_state_moved())
+                if before is NOTHING or is_plain(before)
+            },
+        }
+
+    def _as_taken(self, value: Any) -> Any:
+        """Return a copy of what was bound, with the content that its tensors had at `take`."""
+        if isinstance(value, tuple):
+            return tuple(map(self._as_taken, value))
+        kept = self._tensors.get(id(value))
+        return copied(value if kept is None or kept.copy is None else kept.copy)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Let `restore` put back what `state` returned; after `take`."""
+        self._buffers.load_state(state["buffers"])
+        moved, rebound = state["tensors"], state["bindings"]
+        if not moved and not rebound:
+            return
+        by_name = {kept.name: kept for kept in self._tensors.values()}
+        for table in reach(self._models, self._functions).tables:
+            for key, value in table.read().items():
+                for name, tensor in tensors_of(table.name_of(key), value):
+                    if name in moved and name not in by_name and can_be_kept(tensor):
+                        by_name[name] = kept = KeptTensor.of(name, tensor, loose=table.loose)
+                        self._tensors[id(tensor)] = kept
+            self._bind_before(table, rebound)
+        for name, content in moved.items():
+            if name in by_name:
+                by_name[name].copy = content.to(by_name[name].tensor.device, copy=True)
+
+    def _bind_before(self, table: Table, saved: Mapping[str, Any]) -> None:
+        """Note for a table what was bound in it before the saved window."""
+        now = table.read()
+        wanted: dict[Any, Any] = {}
+        for key in now:
+            if table.name_of(key) in saved:
+                wanted[key] = next(iter(saved[table.name_of(key)]), NOTHING)
+        if wanted:
+            self._bindings = [(t, b) for t, b in self._bindings if t.content is not table.content]
+            before = {key: held(value, first=True) for key, value in now.items()} | wanted
+            self._bindings.append((table, {k: v for k, v in before.items() if v is not NOTHING}))
+
+    # -- what there is -------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._looked = False
+        self._bindings: list[tuple[Table, dict[Any, Any]]] = []
+        self._tensors: dict[int, KeptTensor] = {}
+        self._generators: list[tuple[Any, Callable[[], object]]] = []
+        self._versions: list[int] = []
+
+    def _look(self, *, check: bool) -> None:
+        """Note everything that can be reached."""
+        known, found = self._known, reach(self._models, self._functions)
+        self._looked = True
+        self._names = found.names
+        self._buffers.add(self._names)
+        buffers = {id(buffer) for module in self._names for buffer in module._buffers.values()}
+        first = not known.windows
+        for table in found.tables:
+            values = table.read()
+            self._bindings.append((table, {k: held(value, first=first) for k, value in values.items()}))
+            for key, value in values.items():
+                for name, tensor in tensors_of(table.name_of(key), value):
+                    wanted = can_be_kept(tensor) and (check or not tensor.requires_grad)
+                    if wanted and id(tensor) not in buffers and id(tensor) not in self._tensors:
+                        self._tensors[id(tensor)] = KeptTensor.of(name, tensor, loose=table.loose)
+                if not isinstance(value, Tensor) and (restore := generator_restorer(value)) is not None:
+                    self._generators.append((value, restore))
+        known.generators = [value for value, _ in self._generators]
+        self._copy(check=check)
+        known.frozen = {
+            kept.name: kept.tensor
+            for kept in self._tensors.values()
+            if kept.frozen and id(kept.tensor) not in known.tensors and not kept.tensor.is_inference()
+        }
+
+    def _copy(self, *, check: bool) -> None:
+        """Copy tensors that were seen to move, and small ones; of others look at some values.
+
+        Of frozen parameters too: a backbone may have hundreds. Only before anything is known of them - in a
+        first window that was not checked - they are copied up to the size of the trained ones: so large are
+        the teachers of moving averages.
+        """
+        known = self._known
+        unknown = not (known.windows or known.checked or check)
+        trained = (p for model in self._models for p in model.parameters() if p.requires_grad)
+        left = {True: max(SMALL_BYTES, sum(p.nbytes for p in trained)) if unknown else 0, False: MOST_BYTES}
+        for kept in sorted(self._tensors.values(), key=lambda kept: kept.alias.nbytes):
+            size = kept.alias.nbytes
+            if id(kept.tensor) in known.tensors:
+                kept.copy_now()
+            elif kept.trained:
+                continue
+            elif size <= left[kept.frozen] and (size <= SMALL_BYTES or kept.frozen):
+                left[kept.frozen] -= size
+                kept.copy_now()
+            else:
+                kept.look_at_head()
+
+    def _take_known(self) -> None:
+        """Note what was seen to move."""
+        known = self._known
+        if not (known.bindings or known.tensors or known.generators or known.frozen):
+            return
+        for table, state in known.bindings.values():
+            values = table.read()
+            self._bindings.append((table, {k: held(value, first=state) for k, value in values.items()}))
+        for identity, (reference, name, loose) in list(known.tensors.items()):
+            tensor = reference()
+            if tensor is None:
+                del known.tensors[identity]
+            elif can_be_kept(tensor):
+                self._tensors[identity] = kept = KeptTensor.of(name, tensor, loose=loose)
+                kept.copy_now()
+        self._generators = [(v, r) for v in known.generators if (r := generator_restorer(v)) is not None]
+        self._versions = [tensor._version for tensor in known.frozen.values()]
+
+    def _learn(self) -> None:
+        """Note what has moved since `take`, to copy it from now on."""
+        known = self._known
+        for table, key, before, _ in self._rebound(loose=True):
+            only = replace(table, keys=frozenset([key])) if isinstance(table.content, dict) else table
+            state = isinstance(before, Tensor | tuple)
+            known.bindings.setdefault((id(table.content), key), (only, state))
+        for identity, kept in self._tensors.items():
+            if kept.moved():
+                known.tensors[identity] = (weakref.ref(kept.tensor), kept.name, kept.loose)
+                known.frozen.pop(kept.name, None)
+
+    def _written_frozen(self) -> list[str]:
+        """Return the frozen parameters that were written since `take`, of those that are only watched."""
+        if not self._versions:
+            return []
+        watched = zip(self._known.frozen.items(), self._versions, strict=True)
+        return [name for (name, tensor), before in watched if tensor._version != before]
+
+    def _rebound(self, *, loose: bool, results: bool = False) -> Iterator[tuple[Table, Any, Any, Any]]:
+        """Yield the bindings that are no longer as at `take`: table, key, what was bound, what is.
+
+        Args:
+            loose: also ints that the loss function counts outside of modules: they are state only where a
+                tensor or a float beside them is (the pointer of a queue), otherwise a count of calls.
+            results: also what holds a result of the forward now.
+        """
+        for table, before in self._bindings:
+            now = table.read()
+            for key in dict.fromkeys((*before, *now)):
+                was, value = before.get(key, NOTHING), now.get(key, NOTHING)
+                if was is UNHELD or not differs(was, value):
+                    continue
+                if not results and held(value, first=True) is UNHELD:
+                    continue
+                if table.loose and not (is_content(was) or is_content(value)):
+                    if not loose or not (is_plain(was) and is_plain(value)):
+                        continue
+                    if isinstance(was, tuple) and len(was) != len(value):  # a log
+                        continue
+                yield table, key, was, value
+
+    def _loose_state_moved(self) -> bool:
+        """Return whether a tensor or float that the loss function reaches outside of modules has moved."""
+        return any(kept.loose and kept.moved() for kept in self._tensors.values()) or any(
+            table.loose for table, *_ in self._rebound(loose=False)
+        )
+
+
+@contextmanager
+def state_as_before(
+    models: Iterable[nn.Module], functions: Iterable[Callable[..., Any] | None]
+) -> Iterator[None]:
+    """Run the body, then restore the state that it has moved, large tensors that are no parameters aside.
+
+    Examples:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> with state_as_before([norm], []):
+        ...     norm.running_mean += 1
+        >>> norm.running_mean
+        tensor([0., 0.])
+    """
+    keeper = MovedState(models, functions)
+    keeper.take()
+    try:
+        yield
+    finally:
+        keeper.restore()

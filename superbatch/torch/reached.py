@@ -1,0 +1,296 @@
+"""Search for the state that a forward can reach: attributes of modules, and what a loss function closes over.
+
+The search follows modules, plain containers, objects of the user's classes, and functions: closure cells,
+defaults, arguments of `functools.partial`, the object of a bound method, and those globals that the code of
+the function names. It returns the tables in which that state is bound, each with a name for messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor, nn
+
+DEEPEST = 4  # containers, objects and functions inside each other
+LONGEST = 4096  # entries of a container; a longer one is data, not state
+
+# What torch itself keeps in a module; everything else in its `__dict__` is the user's.
+_INTERNAL = frozenset(nn.Module().__dict__) - {"_parameters"}
+# Attributes of a class that may be state; methods and annotations are not.
+_OF_CLASSES = (Tensor, float, list, deque)
+_FOREIGN = frozenset({"torch", "superbatch", "numpy", "builtins"}) | sys.stdlib_module_names
+
+
+@dataclass(frozen=True)
+class Table:
+    """Bindings that code may change: a dictionary, a list, a deque, a class, or the cell of a closure.
+
+    Attributes:
+        name: for messages: of the module or the variable.
+        content: where the bindings are; of a tuple, none can change, but the tensors in it may be written.
+        keys: those that count; None for all of a dictionary.
+        own: an attribute table, of a module or an object; False for a container or variables of a function.
+        loose: not reached through a module: a variable of a function, or an object that it uses.
+    """
+
+    name: str
+    content: Any
+    keys: frozenset[Any] | None = None
+    own: bool = False
+    loose: bool = False
+
+    def read(self) -> dict[Any, Any]:
+        """Return the bindings as they are now; a list is one binding, to a tuple of its entries.
+
+        Examples:
+            >>> Table("queue", [1, 2]).read()
+            {None: (1, 2)}
+        """
+        if isinstance(self.content, CellType):
+            try:
+                return {None: self.content.cell_contents}
+            except ValueError:  # not bound yet
+                return {}
+        if isinstance(self.content, list | deque | tuple):
+            return {None: tuple(self.content)}
+        content = self.content
+        if isinstance(content, type):
+            return {key: value for key, value in vars(content).items() if isinstance(value, _OF_CLASSES)}
+        if self.keys is not None:
+            return {key: content[key] for key in self.keys if key in content}
+        if not self.own:
+            return dict(content)
+        return {key: value for key, value in content.items() if key not in _INTERNAL}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Bind a key again.
+
+        Examples:
+            >>> table = Table("centers", {"a": 1})
+            >>> table.write("a", 2)
+            >>> table.content
+            {'a': 2}
+        """
+        if isinstance(self.content, CellType):
+            self.content.cell_contents = value
+        elif isinstance(self.content, list | deque):
+            self.content.clear()
+            self.content.extend(value)
+        elif isinstance(self.content, type):
+            setattr(self.content, key, value)
+        else:
+            self.content[key] = value
+
+    def unbind(self, key: Any) -> None:
+        """Remove a key that was not bound before.
+
+        Examples:
+            >>> table = Table("centers", {"a": 1, "b": 2})
+            >>> table.unbind("b")
+            >>> table.content
+            {'a': 1}
+        """
+        if isinstance(self.content, CellType):
+            del self.content.cell_contents
+        elif isinstance(self.content, type):
+            delattr(self.content, key)
+        elif isinstance(self.content, dict):
+            self.content.pop(key, None)
+
+    def name_of(self, key: Any) -> str:
+        """Return the name of a binding.
+
+        Examples:
+            >>> Table("loss", {}, own=True).name_of("center"), Table("banks", {}).name_of("a")
+            ('loss.center', "banks['a']")
+        """
+        if key is None and not isinstance(self.content, dict):
+            return self.name
+        if self.own:
+            return f"{self.name}.{key}" if self.name else str(key)
+        return str(key) if self.keys is not None else f"{self.name}[{key!r}]"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Everything that a search has found.
+
+    Attributes:
+        tables: where state is bound; parameters of modules among it, buffers not.
+        outside: modules that are in none of the models, with their names.
+        names: of all modules.
+    """
+
+    tables: list[Table]
+    outside: list[tuple[str, nn.Module]]
+    names: dict[nn.Module, str]
+
+
+def reach(models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) -> Reached:
+    """Find the state that forwards of models and calls of functions can reach.
+
+    Args:
+        models: the models that are trained.
+        functions: what calls them: the loss function.
+
+    Examples:
+        >>> model, teacher = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> def loss_fn(x, teacher=teacher):
+        ...     return (model(x) - teacher(x)).square().mean()
+        >>> reach([model], [loss_fn]).outside
+        [('teacher', Linear(in_features=2, out_features=1, bias=True))]
+    """
+    search = _Search()
+    for index, model in enumerate(models):
+        search.module(f"models[{index}]" if index else "", model, inside=True)
+    search.descend()
+    for function in functions:
+        search.waiting.append(("", function, 0, True))
+    search.descend()
+    return Reached(search.tables, search.outside, search.names)
+
+
+class _Search:
+    """A walk that enters each object once."""
+
+    def __init__(self) -> None:
+        self.tables: list[Table] = []
+        self.outside: list[tuple[str, nn.Module]] = []
+        self.names: dict[nn.Module, str] = {}
+        self.waiting: deque[tuple[str, Any, int, bool]] = deque()
+        self._entered: dict[int, Any] = {}  # held, so that an id is not given to another object
+
+    def descend(self) -> None:
+        while self.waiting:
+            self._visit(*self.waiting.popleft())
+
+    def module(self, name: str, root: nn.Module, *, inside: bool = False) -> None:
+        for path, module in root.named_modules():
+            if self._enter(module):
+                where = ".".join(filter(None, (name, path)))
+                self.names[module] = where
+                if not inside:
+                    self.outside.append((where, module))
+                self.tables.append(Table(where, module._parameters, own=True))
+                self._table(_attributes(where, module), 0)
+                if not _is_foreign(type(module)):
+                    self.tables.append(Table(where, module._modules, own=True))  # one may be replaced
+                    self._class(where, type(module), loose=False)
+
+    def _visit(self, name: str, value: Any, depth: int, loose: bool) -> None:
+        if isinstance(value, nn.Module):
+            self.module(name, value)
+        elif depth > DEEPEST or isinstance(value, type | ModuleType):
+            return
+        elif isinstance(value, (functools.partial, FunctionType, MethodType)):
+            if loose and self._enter(value):  # what a module holds a function for is not known
+                self._function(name, value, depth)
+        elif isinstance(value, list | deque | dict | tuple):
+            self._container(name, value, depth, loose)
+        elif _is_plain_object(value) and self._enter(value):
+            self._table(Table(name or type(value).__name__, vars(value), own=True, loose=loose), depth)
+            self._class(name, type(value), loose=loose)
+            called = getattr(type(value), "__call__", None)  # noqa: B004  (its code is looked at)
+            if loose and isinstance(called, FunctionType):
+                self._wait("", called, depth + 1, loose=True)
+
+    def _container(self, name: str, value: Any, depth: int, loose: bool) -> None:
+        if len(value) > LONGEST or not self._enter(value):
+            return
+        if isinstance(value, dict):
+            self._table(Table(name, value, loose=loose), depth)
+            return
+        self.tables.append(Table(name, value, loose=loose))
+        for index, item in enumerate(value):
+            self._wait(f"{name}[{index}]", item, depth + 1, loose=loose)
+
+    def _function(self, name: str, function: Any, depth: int) -> None:
+        if isinstance(function, functools.partial):
+            self._wait(name, function.func, depth + 1, loose=True)
+            for index, value in enumerate(function.args):
+                self._argument(_argument(function.func, index), value, depth)
+            for keyword, value in function.keywords.items():
+                self._argument(keyword, value, depth)
+            return
+        if isinstance(function, MethodType):
+            self._wait(name, function.__self__, depth, loose=True)
+            self._wait(name, function.__func__, depth, loose=True)
+            return
+        if vars(function):
+            self._table(Table(function.__name__, vars(function), own=True, loose=True), depth)
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._table(Table(variable, cell, loose=True), depth)
+        defaults = function.__defaults__ or ()
+        for index, value in enumerate(defaults, function.__code__.co_argcount - len(defaults)):
+            self._argument(_argument(function, index), value, depth)
+        for keyword, value in (function.__kwdefaults__ or {}).items():
+            self._argument(keyword, value, depth)
+        named = frozenset(_names(function.__code__)) & function.__globals__.keys()
+        self._table(Table("", function.__globals__, named, loose=True), depth)
+
+    def _class(self, name: str, kind: type, *, loose: bool) -> None:
+        for each in kind.__mro__:
+            if not _is_foreign(each) and self._enter(each):
+                table = Table(name, each, own=True, loose=loose)
+                if table.read():
+                    self._table(table, 0)
+
+    def _argument(self, name: str, value: Any, depth: int) -> None:
+        """Note what an argument is bound to: a tensor is state only by what is written into it."""
+        self._table(Table(name, CellType(value), loose=True), depth)
+
+    def _table(self, table: Table, depth: int) -> None:
+        """Note a table, and visit what is bound in it."""
+        self.tables.append(table)
+        for key, value in table.read().items():
+            self._wait(table.name_of(key), value, depth + 1, loose=table.loose)
+
+    def _wait(self, name: str, value: Any, depth: int, *, loose: bool) -> None:
+        if value is not None and not isinstance(value, Tensor | int | float | str | bytes):
+            self.waiting.append((name, value, depth, loose))
+
+    def _enter(self, value: Any) -> bool:
+        if id(value) in self._entered:
+            return False
+        self._entered[id(value)] = value
+        return True
+
+
+def _attributes(name: str, module: nn.Module) -> Table:
+    """Return the attributes of a module; of torch's own modules the tensors alone."""
+    if not _is_foreign(type(module)):
+        return Table(name, module.__dict__, own=True)
+    tensors = (key for key, value in module.__dict__.items() if isinstance(value, Tensor))
+    return Table(name, module.__dict__, frozenset(tensors), own=True)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function's code uses from outside, those of inner functions too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _argument(function: Any, index: int) -> str:
+    code = getattr(function, "__code__", None)
+    return code.co_varnames[index] if code is not None and index < code.co_argcount else f"argument {index}"
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Return whether it is an object of a user's class, with attributes."""
+    if not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    kind = type(value)
+    return kind is SimpleNamespace or not _is_foreign(kind)
+
+
+def _is_foreign(kind: type) -> bool:
+    """Return whether a class is of torch, Python or this library."""
+    return kind.__module__.partition(".")[0] in _FOREIGN

@@ -1,0 +1,88 @@
+"""Warnings about slips that show only over several windows; each is given once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+_WINDOWS = 10  # in a row that were one micro-batch each, before anything is said
+
+
+class SlipWatch:
+    """Sees schedulers that are stepped by hand too, and batches that are never split.
+
+    Args:
+        schedulers: that the accumulator steps.
+        microbatch_size: the option; anything but an int is not watched.
+
+    Examples:
+        >>> watch = SlipWatch([], 8)
+        >>> watch.open([7, 7, 6])
+        >>> watch.close()
+    """
+
+    def __init__(self, schedulers: Sequence[Any], microbatch_size: object) -> None:
+        self._schedulers = schedulers
+        self._counts: list[int | None] = []  # none before a window: states may be loaded until then
+        self._opened: list[int | None] = []
+        self._size = microbatch_size if isinstance(microbatch_size, int) else None
+        self._unsplit = 0
+
+    def open(self, samples: Sequence[int] | None) -> None:
+        """Compare the schedulers' counts with those after the last window, and count unsplit batches.
+
+        Args:
+            samples: of each micro-batch; None for a `Window`, whose micro-batches are the loader's.
+        """
+        if self._schedulers:
+            self._compare(self._counts, least=1, most=2)  # a state that was loaded goes further
+            self._opened = self._read()
+        if self._size is None:
+            return
+        if samples is None or len(samples) > 1:
+            self._size = None  # something is accumulated: no more to see
+            return
+        self._unsplit += 1
+        if self._unsplit == _WINDOWS:
+            size, self._size = self._size, None
+            warnings.warn(
+                f"The first {_WINDOWS} batches were one micro-batch each ({samples[0]} samples, "
+                f"microbatch_size={size}), so nothing was accumulated. If the loader yields micro-batches, "
+                "write: "
+                "for window in windows(loader, accumulation_steps=8): accumulate(window).",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    def close(self) -> None:
+        """Note the schedulers' counts at the end of a window, which steps each once."""
+        if self._schedulers:
+            self._compare(self._opened, least=2, most=math.inf)
+            self._counts = self._read()
+
+    def _compare(self, counts: list[int | None], *, least: int, most: float) -> None:
+        now = self._read()
+        if counts == now:
+            return
+        pairs = zip(counts, now, strict=False)
+        if any(a is not None and b is not None and least <= b - a <= most for a, b in pairs):
+            self._schedulers, self._counts, self._opened = (), [], []
+            warnings.warn(
+                "scheduler.step() was called outside the Accumulator, which steps the scheduler once per "
+                "update: "
+                "the learning rate changes twice per update. Remove the call, or leave out scheduler=.",
+                UserWarning,
+                stacklevel=6,
+            )
+
+    def _read(self) -> list[int | None]:
+        return list(map(_count, self._schedulers))
+
+
+def _count(scheduler: Any) -> int | None:
+    """Return how often a scheduler was stepped; of a chained one, its first."""
+    inner = getattr(scheduler, "_schedulers", None)
+    found = getattr(scheduler, "last_epoch", None)
+    return _count(inner[0]) if found is None and inner else found

@@ -1,0 +1,111 @@
+"""Optimizers that wrap others: the ones inside, and whether a step reached them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+# What is not looked into at each update: it is as long as the list of parameters.
+_OF_PARAMETERS = ("state", "param_groups", "defaults")
+
+
+def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that do the work of one.
+
+    Those of Accelerate, Lightning and Fabric wrap one optimizer of the same parameters;
+    ZeroRedundancyOptimizer wraps one of this rank's share.
+
+    Args:
+        optimizer: any.
+
+    Returns:
+        The innermost optimizers that it holds in its attributes and that update some of its parameters; the
+        optimizer itself where it holds none.
+
+    Examples:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        >>> leaves_of(sgd) == [sgd]
+        True
+    """
+    return _leaves(optimizer, {id(optimizer)})
+
+
+def _leaves(optimizer: Optimizer, seen: set[int]) -> list[Optimizer]:
+    inner: list[Optimizer] = []
+    for each in _held(optimizer):
+        if id(each) not in seen:
+            seen.add(id(each))
+            inner += _leaves(each, seen) if _parameters(optimizer) & _parameters(each) else []
+    return inner or [optimizer]
+
+
+def _held(optimizer: Optimizer) -> list[Optimizer]:
+    found: list[Any] = []
+    for name, held in vars(optimizer).items():
+        if name in _OF_PARAMETERS or not held:  # mostly hooks that nobody has registered
+            continue
+        if isinstance(held, list | tuple):
+            found += held
+        elif isinstance(held, dict):
+            found += held.values()
+        else:
+            found.append(held)
+    return [each for each in found if isinstance(each, Optimizer)] if found else []
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def reaches(optimizer: Optimizer, step: Callable[[], object], *, always: bool = False) -> bool:
+    """Make a step; return whether it reached an optimizer that does the work, as far as that is seen.
+
+    Args:
+        optimizer: whose step it is.
+        step: makes it.
+        always: look also where the optimizer wraps nothing, because `step` may leave it out.
+
+    Returns:
+        True where an optimizer inside ran its ``step``, and where there is nothing to look at.
+
+    Examples:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        >>> reaches(sgd, sgd.step), reaches(sgd, lambda: None, always=True)
+        (True, False)
+    """
+    leaves = leaves_of(optimizer)
+    if leaves == [optimizer] and not always and not ("step" in vars(optimizer) or _is_hidden(optimizer)):
+        step()
+        return True
+    ran: list[bool] = []
+    handles = [
+        leaf.register_step_post_hook(lambda *_: ran.append(True)) for leaf in leaves if not _is_hidden(leaf)
+    ]
+    try:
+        step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return bool(ran)
+
+
+def _is_hidden(optimizer: Optimizer) -> bool:
+    """Whether an optimizer wraps another in a way that is not known: it has no state or hooks of its own."""
+    own = vars(optimizer)
+    return not all(name in own for name in ("state", "param_groups", "_optimizer_step_post_hooks"))
+
+
+def describe(optimizer: Optimizer) -> str:
+    """Return what an optimizer that did not step has left out.
+
+    Examples:
+        >>> import torch
+        >>> describe(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+        'SGD.step() left out its work'
+    """
+    inner = [type(leaf).__name__ for leaf in leaves_of(optimizer) if leaf is not optimizer]
+    return f"{type(optimizer).__name__}.step() left out {', '.join(inner) or 'its work'}"

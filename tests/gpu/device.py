@@ -1,0 +1,83 @@
+"""The few calls that differ between CUDA and the CPU of a dry run.
+
+A dry run executes the same lines; a CPU has no allocator statistics, so they read as zero there.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes of live tensors."""
+    synchronize(device)
+    gc.collect()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def statistic(device: torch.device, name: str) -> int:
+    """One entry of `torch.cuda.memory_stats`."""
+    return int(torch.cuda.memory_stats(device).get(name, 0)) if device.type == "cuda" else 0
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def fraction_of_memory(device: torch.device, fraction: float) -> Iterator[int]:
+    """Let this process take only a fraction of the device's memory; yields the bytes."""
+    if device.type != "cuda":
+        yield 1 << 30
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+    try:
+        yield int(total * fraction)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def no_tf32() -> Iterator[None]:
+    """Compute float32 products and convolutions in float32."""
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = matmul
+
+
+@contextmanager
+def synchronisations(device: torch.device) -> Iterator[list[str]]:
+    """Collect one entry, `file:line`, for each host read that torch's sync debug mode sees.
+
+    The mode does not see pageable copies, cudaMalloc and waits for events.
+    """
+    found: list[str] = []
+    if device.type != "cuda":
+        yield found
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]

@@ -1,0 +1,125 @@
+"""An accelerator that computes on the CPU: tensors say they are elsewhere, each read by the host is recorded.
+
+``Elsewhere`` wraps a tensor of the CPU and names a device whose type is neither "cpu" nor "meta". Autograd,
+parameters, optimizers and in-place operations work on it. What comes to the host is recorded: each is a wait
+for the device on a real one. Storages are not stood in for: what asks for memory addresses gets 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_map
+
+from superbatch.torch import devices
+
+DEVICE = torch.device("lazy", 0)  # a kind of torch that nothing here has
+
+READS: list[str] = []
+"""The operators that brought something to the host, in their order."""
+
+FLOAT64 = [True]
+"""Whether the device has float64; MPS has not."""
+
+_READING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "allclose"}
+
+
+class Elsewhere(Tensor):
+    """A tensor that says it is on `DEVICE`."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Any:
+        if held.dtype in (torch.float64, torch.complex128) and not FLOAT64[0]:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype as MPS does not support float64.")
+        return Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
+        )
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Elsewhere({self.held})"
+
+    def tolist(self) -> Any:
+        READS.append("tolist")
+        return self.held.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.partition("::")[2]
+        target = kwargs.get("device")
+        to_host = target is not None and torch.device(target).type == "cpu"
+        if name in _READING or (to_host and name == "_to_copy"):
+            READS.append(name)
+        if target is not None:
+            kwargs["device"] = "cpu"
+        plain, plain_kwargs = tree_map(_inner, args), tree_map(_inner, kwargs)
+        if name == "copy_" and not isinstance(args[0], Elsewhere):
+            READS.append(name)
+        found = func(*plain, **plain_kwargs)
+        if to_host or (name == "copy_" and not isinstance(args[0], Elsewhere)):
+            return args[0] if name == "copy_" else found
+        return return_and_correct_aliasing(func, args, kwargs, tree_map(_outer, found))
+
+
+def _inner(item: Any) -> Any:
+    return item.held if isinstance(item, Elsewhere) else item
+
+
+def _outer(item: Any) -> Any:
+    return Elsewhere(item) if isinstance(item, Tensor) and not isinstance(item, Elsewhere) else item
+
+
+class _Factories(TorchDispatchMode):
+    """Makes the tensors that are asked for on `DEVICE`, and moves them there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != DEVICE.type:
+            return func(*args, **kwargs)
+        kwargs["device"] = "cpu"
+        return tree_map(_outer, func(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
+
+
+@contextmanager
+def stand_in(*, float64: bool = True) -> Iterator[None]:
+    """Let tensors be made on `DEVICE` for as long as the context lasts."""
+    before, FLOAT64[0] = FLOAT64[0], float64
+    READS.clear()
+    known = set(devices.NO_FLOAT64)
+    if not float64:
+        devices.NO_FLOAT64.add(DEVICE.type)
+    try:
+        with _Factories():
+            yield
+    finally:
+        FLOAT64[0] = before
+        devices.NO_FLOAT64.intersection_update(known)
+
+
+def elsewhere(model: nn.Module) -> nn.Module:
+    """Move a module's parameters and buffers there, in place."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                moved = nn.Parameter(Elsewhere(parameter.detach().clone()), parameter.requires_grad)
+                module._parameters[name] = moved
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = Elsewhere(buffer.clone())
+    return model

@@ -1,0 +1,270 @@
+"""Five models, and every way to sum their gradients, for the sweep of failing allocations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from superbatch.noise import NoiseMeter
+from superbatch.torch import Accumulator, Update, fp32_masters
+from tests.torch.failing_allocations import Cell, Loop
+
+SAMPLES, MICROBATCH = 6, 2
+
+
+class Mlp(nn.Module):
+    """Two layers, and two parameters that autograd hands one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 1)
+        self.left, self.right = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh() * (self.left.view(1, 5) + self.right.view(1, 5)))
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return (self(batch[0]) - batch[1]).square().mean()
+
+
+class Convolutions(nn.Module):
+    """A convolution, GroupNorm, and a buffer that counts samples."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)
+        self.last = nn.Linear(4, 1)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        image = x.new_zeros(len(x), 1, 4, 4) + x.reshape(len(x), 1, 4, 1)
+        image = image * torch.linspace(1, 2, 4, dtype=x.dtype)
+        return self.last(self.norm(self.first(image)).relu().mean((2, 3)))
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return (self(batch[0]) - batch[1]).square().mean()
+
+
+class Transformer(nn.Module):
+    """An attention block; dropout where samples have random numbers of their own."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 4)
+        self.key, self.query, self.value = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.norm, self.last = nn.LayerNorm(4), nn.Linear(4, 1)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.unsqueeze(-1))
+        scores = self.query(hidden) @ self.key(hidden).transpose(1, 2) / 2
+        hidden = hidden + self.dropout(scores.softmax(-1) @ self.value(hidden))
+        return self.last(self.norm(hidden).mean(1))
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return (self(batch[0]) - batch[1]).square().mean()
+
+
+class Tied(nn.Module):
+    """Token embeddings that are the last layer as well; another table with sparse gradients."""
+
+    def __init__(self, *, sparse: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(5, 3), nn.Embedding(4, 3, sparse=sparse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x.abs() * 7).long() % 5
+        hidden = self.tokens(tokens) + self.places(torch.arange(x.shape[1]).expand(tokens.shape))
+        return functional.linear(hidden.tanh(), self.tokens.weight).mean(1)
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return functional.cross_entropy(self(batch[0]), (batch[1][:, 0].abs() * 7).long() % 5)
+
+
+class Losses(nn.Module):
+    """Two heads on one body, and a parameter that is itself a term of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 5), nn.ModuleList(nn.Linear(5, 1) for _ in range(2))
+        self.offset = nn.Parameter(torch.randn(1))
+
+    def parts(self, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        hidden = self.body(batch[0]).tanh()
+        errors = [(head(hidden) - batch[1]).square().mean() for head in self.heads]
+        return errors[0] + self.offset.view(()), 0.3 * errors[1]
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        first, second = self.parts(batch)
+        return first + second
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "convolutions": Convolutions,
+    "transformer": Transformer,
+    "tied": Tied,
+    "losses": Losses,
+}
+
+
+def _called(accumulate: Accumulator, batch: Any) -> Update:
+    return accumulate(batch)
+
+
+def _owned(accumulate: Accumulator, batch: Any, *, model: Any) -> Update:
+    with accumulate.window(batch) as window:
+        for microbatch in window:
+            if isinstance(model, Losses):
+                first, second = model.parts(microbatch)
+                window.backward(first, retain_graph=True)
+                window.backward(second)
+            else:
+                window.backward(model.loss(microbatch))
+    assert window.update is not None
+    return window.update
+
+
+_SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+_ROUGH = partial(torch.optim.SGD, lr=0.5)  # so that parameters move by more than bfloat16 rounds
+_ADAM = partial(torch.optim.Adam, lr=0.01, foreach=False)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to make an update.
+
+    Attributes:
+        options: of the Accumulator.
+        optimizer: made from the parameters.
+        dtype: of the model.
+        tolerance: of an update in other micro-batches.
+        not_for: models that it is not for.
+        masters: with float32 copies.
+        returned: the weight comes with the loss.
+        owned: the loop is the user's.
+    """
+
+    options: dict[str, Any]
+    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _SGD
+    dtype: torch.dtype = torch.float64
+    tolerance: float = 1e-12
+    not_for: tuple[str, ...] = ()
+    masters: bool = False
+    returned: bool = False
+    owned: bool = False
+
+
+_WITHOUT_NORM = ("mlp", "convolutions", "tied", "losses")
+MODES: dict[str, Mode] = {
+    ".grad": Mode({"max_grad_norm": 0.5}),
+    "adam": Mode({}, optimizer=_ADAM, not_for=("tied",)),
+    "buffers": Mode(
+        {"accumulator_dtype": torch.float32},
+        optimizer=_ROUGH,
+        dtype=torch.bfloat16,
+        tolerance=0.3,
+        not_for=("tied",),
+    ),
+    "momentum": Mode({"accumulate_into": "momentum"}, not_for=("tied",)),
+    "noise": Mode({"noise": lambda: NoiseMeter(every=1)}),
+    "noise by sample": Mode({"noise": lambda: NoiseMeter(every=1, proxy=True)}, not_for=_WITHOUT_NORM),
+    "noise by adam": Mode(
+        {"noise": lambda: NoiseMeter(every=1, preconditioned=True)}, optimizer=_ADAM, not_for=("tied",)
+    ),
+    "skip_microbatch": Mode({"nonfinite": "skip_microbatch"}),
+    "sample_rng": Mode({"sample_rng": True}),
+    "returned": Mode({"weight": "returned"}, returned=True),
+    "owned": Mode({}, owned=True),
+    "auto": Mode({"microbatch_size": "auto"}),
+    "masters": Mode({}, dtype=torch.bfloat16, tolerance=0.3, masters=True, not_for=("tied",)),
+    "scaler": Mode(
+        {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=64.0)},
+        dtype=torch.float32,
+        tolerance=1e-4,
+        not_for=("tied",),
+    ),
+    "exact": Mode({"coupled": "exact"}, not_for=("tied",)),
+    "checked": Mode({"check": True}),
+}
+
+
+def cells() -> Iterable[tuple[str, str]]:
+    """The pairs of model and mode that there are."""
+    return [(model, mode) for mode, how in MODES.items() for model in MODELS if model not in how.not_for]
+
+
+def cell(model_name: str, mode_name: str) -> Cell:
+    """Return one model in one mode."""
+    mode = MODES[mode_name]
+    make = (
+        partial(Transformer, 0.3)
+        if (model_name, mode_name) == ("transformer", "sample_rng")
+        else MODELS[model_name]
+    )
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return make().to(mode.dtype)
+
+    def accumulator(
+        model: nn.Module,
+    ) -> tuple[Accumulator, Sequence[torch.optim.Optimizer], Sequence[Tensor]]:
+        module: Any = model
+        masters = fp32_masters(model) if mode.masters else None
+        optimizer = mode.optimizer(model.parameters() if masters is None else masters.values())
+        options = {"microbatch_size": MICROBATCH, "check": False, **mode.options}
+        for name in ("scaler", "noise"):
+            if name in options:
+                options[name] = options[name]()
+
+        def returned(batch: Any) -> tuple[Tensor, int]:
+            return module.loss(batch), len(batch[0])
+
+        loss_fn = None if mode.owned else returned if mode.returned else module.loss
+        accumulate = Accumulator(model, optimizer, loss_fn, masters=masters, **options)
+        return accumulate, [optimizer], [] if masters is None else list(masters.values())
+
+    def loop(accumulate: Accumulator, batch: Any) -> Update:
+        return _called(accumulate, batch)
+
+    generator = torch.Generator().manual_seed(3)
+    batches = [
+        (
+            torch.randn(SAMPLES, 4, generator=generator).to(mode.dtype),
+            torch.randn(SAMPLES, 1, generator=generator).to(mode.dtype),
+        )
+        for _ in range(3)
+    ]
+    found: Loop = loop
+    if mode.owned:
+        found = _OwnedLoop()
+        return Cell(found.keeping(model), batches, accumulator, found, mode.tolerance)
+    return Cell(model, batches, accumulator, found, mode.tolerance)
+
+
+class _OwnedLoop:
+    """A loop of the user's over the model that was made last."""
+
+    model: nn.Module
+
+    def keeping(self, make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        """Make models, and remember the last one."""
+
+        def made() -> nn.Module:
+            self.model = make()
+            return self.model
+
+        return made
+
+    def __call__(self, accumulate: Accumulator, batch: Any) -> Update:
+        return _owned(accumulate, batch, model=self.model)

@@ -1,0 +1,57 @@
+"""A window that shows something new on one rank is checked by all of them: two real gloo processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    program = [sys.executable, "-W", "error", "-m", "tests.torch.check_ranks"]
+    processes = [
+        subprocess.Popen(
+            [*program, str(rank), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=90)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_all_ranks_stop_before_the_update_that_one_of_them_refuses(found: list[dict[str, Any]]) -> None:
+    one, other = (of_rank["wrong"] for of_rank in found)
+    assert one["updates"] == other["updates"] == 3
+    assert "on another rank" in one["error"] and 'count_tokens("labels")' in other["error"]
+    assert all("first update that was not verified is update 0" in of["error"] for of in (one, other))
+    assert one["sums"] == other["sums"]
+
+
+def test_a_right_declaration_is_checked_once_more_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    one, other = (of_rank["right"] for of_rank in found)
+    assert one["updates"] == other["updates"] == 5 and not one["error"] + other["error"]
+    assert one["calls"][1:3] == other["calls"][1:3] == [2, 2]
+    assert other["calls"][3] > 2 == other["calls"][4] and one["calls"][4] == 2
+    assert one["sums"] == other["sums"]

@@ -1,0 +1,192 @@
+"""No allocation that fails, once or from then on, leads to a wrong update that is called right."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from superbatch.torch import coupled_exact
+from superbatch.torch.in_buffers import InBuffers
+from superbatch.torch.in_momentum import InMomentum
+from superbatch.torch.marks import Marks, _versions
+from superbatch.torch.recovery import restore_each
+from tests.torch.failing_allocations import TEXT, sweep
+from tests.torch.fault_cells import MODES, cell, cells
+
+pytestmark = pytest.mark.usefixtures("small_heap")
+
+_MODELS = ("mlp", "losses", "convolutions", "transformer")
+FEW = {
+    mode: next(m for m in [*_MODELS[n % 4 :], *_MODELS] if m not in MODES[mode].not_for)
+    for n, mode in enumerate(MODES)
+}
+
+
+@pytest.mark.parametrize("mode", FEW)
+@pytest.mark.parametrize("on", [False, True], ids=["once", "from then on"])
+def test_some_allocations_fail(mode: str, on: bool) -> None:
+    found = sweep(cell(FEW[mode], mode), on=on, stride=9 if on or mode == "auto" else 5)
+    assert not found.wrong
+    assert found.as_before + found.torn if on else found.same or mode == "owned"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "mode"), cells())
+def test_any_allocation_fails(model: str, mode: str) -> None:
+    once, on = (sweep(cell(model, mode), on=on) for on in (False, True))
+    assert not once.wrong and not on.wrong
+    assert once.allocations > 30, "premise: there is something to fail"
+    print(f"{model}, {mode}: once {once}; from then on {on}")  # shown by -s
+
+
+# -- between the arrival of a gradient and the knowledge of it -----------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [".grad", "adam", "noise", "returned", "exact"])
+def test_the_copy_of_a_gradient_that_two_parameters_share_fails(mode: str) -> None:
+    found = sweep(cell("mlp", mode), on=False)
+    assert found.same > 40 and not found.wrong
+
+
+def test_a_failure_beside_sparse_gradients_is_told_with_their_bytes() -> None:
+    found = sweep(cell("tied", ".grad"), on=True, stride=9)
+    assert found.as_before and not found.wrong
+
+
+def _as_noted(marks: Marks) -> bool:
+    """Roll back to what was noted last, as if a backward that failed had never been noted."""
+    if _versions(marks._gradients) != marks._versions:
+        return False
+    for parameter, gradient in zip(marks._parameters, marks._gradients, strict=True):
+        parameter.grad = gradient
+    return True
+
+
+MUTANTS: dict[str, tuple[object, str, Callable[..., Any], str]] = {
+    "what was noted last is taken for the savepoint": (Marks, "rollback", _as_noted, ".grad"),
+    "nothing is taken to have reached the buffers": (InBuffers, "rollback", lambda self: True, "buffers"),
+    "nothing is taken to have reached the momentum": (InMomentum, "rollback", lambda self: True, "momentum"),
+    "a failure after the virtual batch": (coupled_exact, "begin_again", lambda window: None, "exact"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, method, mutant, mode = MUTANTS[name]
+    monkeypatch.setattr(place, method, mutant)
+    found = sweep(cell("mlp", mode), on=False)
+    assert any("called right" in each for each in found.wrong)
+
+
+def test_everything_is_restored_although_one_step_fails() -> None:
+    done: list[str] = []
+
+    def scarce() -> None:
+        done.append("scarce")
+        if done.count("scarce") == 1:
+            raise RuntimeError(TEXT)
+
+    def broken() -> None:
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError, match="broken"):
+        restore_each(lambda: done.append("first"), broken, None, scarce, lambda: done.append("last"))
+    assert done == ["first", "scarce", "scarce", "last"]
+
+
+# -- a real allocator --------------------------------------------------------------------------------------
+
+_CHILD = """
+import gc, resource, warnings, torch
+from torch import nn
+from superbatch.errors import OutOfMemoryError
+from superbatch.torch import Accumulator
+from superbatch.torch.out_of_memory import out_of_memory
+
+torch.set_num_threads(1)
+SIDE = 700  # 4 MB for each parameter
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Parameter(torch.randn(SIDE * SIDE).double() / SIDE) for _ in range(2))
+    def forward(self, x):
+        return x @ (self.a.view(SIDE, SIDE) + self.b.view(SIDE, SIDE))
+
+class Garbage:
+    def __init__(self):
+        self.itself, self.held = self, torch.zeros(2 << 20, dtype=torch.float64)
+
+def used():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+
+def train(room):
+    model = Sum()
+    accumulate = Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda x: model(x).square().mean(),
+        microbatch_size=2, check=False,
+    )
+    start = [p.detach().clone() for p in model.parameters()]
+    batch = torch.randn(6, SIDE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    Garbage()  # until the window collects garbage, as it does when memory has run out
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    if room is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (used() + room, limit[1]))
+    try:
+        failures = accumulate(batch).failures
+    except Exception as error:
+        assert isinstance(error, OutOfMemoryError) or out_of_memory(error), error
+        failures = None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    return failures, start, [p.detach() for p in model.parameters()]
+
+warnings.simplefilter("ignore")
+gc.disable()
+_, start, expected = train(None)
+went_on = refused = 0
+for step in range(0, 40, 2):
+    failures, _, got = train(step << 20)
+    gc.collect()
+    if failures is None:
+        refused += 1
+        assert all(map(torch.equal, start, got)), "an error, and parameters have moved"
+        continue
+    went_on += failures > 0
+    for before, right, mine in zip(start, expected, got):
+        error = float((mine - right).norm() / (right - before).norm())
+        assert error < 1e-12, f"{step} MB of room, {failures} failures: the update is {error:.1%} off"
+print(refused, went_on)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
+def test_a_real_allocator_fails() -> None:
+    done = _run_child("")
+    assert done.returncode == 0, done.stderr[-2000:]
+    _, went_on = map(int, done.stdout.split())
+    assert went_on, "premise: memory ran out, and windows went on"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS")
+def test_a_real_allocator_finds_the_mutant() -> None:
+    mutant = inspect.getsource(_as_noted)
+    done = _run_child(f"""
+from __future__ import annotations
+from superbatch.torch.marks import Marks, _versions
+{mutant}
+Marks.rollback = _as_noted
+""")
+    assert done.returncode and "the update is" in done.stderr and "off" in done.stderr
+
+
+def _run_child(before: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", before + _CHILD], check=False, capture_output=True, text=True, timeout=300
+    )

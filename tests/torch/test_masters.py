@@ -1,0 +1,211 @@
+"""Float32 masters: saved and loaded bit for bit, in any order; written parameters are taken over."""
+
+from __future__ import annotations
+
+import io
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import InputError
+from superbatch.torch import Accumulator, accumulator, fp32_masters
+from superbatch.torch.gradients import Owned
+from tests.torch.helpers import mlp, mse, rows
+
+BF16 = torch.bfloat16
+BATCHES = rows(8, 10, BF16)
+
+
+class Run:
+    """A model with masters, its optimizer and accumulator, made as a fresh process makes them."""
+
+    def __init__(self, seed: int = 0, masters: dict[str, Tensor] | None = None) -> None:
+        torch.manual_seed(seed)
+        self.model: Any = mlp(BF16)
+        self.masters = fp32_masters(self.model)
+        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=1e-3)
+        self.accumulate = Accumulator(
+            self.model,
+            self.optimizer,
+            lambda mb: mse(self.model, mb),
+            microbatch_size=3,
+            masters=self.masters,
+        )
+
+    def train(self, batches: list[Any]) -> None:
+        assert all(self.accumulate(batch).made for batch in batches)
+
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "accumulate": self.accumulate}
+
+    def save(self) -> dict[str, Any]:
+        file = io.BytesIO()
+        torch.save({name: part.state_dict() for name, part in self.parts().items()}, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def load(self, saved: dict[str, Any], order: tuple[str, ...]) -> None:
+        for name in order:
+            self.parts()[name].load_state_dict(saved[name])
+
+    def values(self) -> list[Tensor]:
+        return [each.detach().clone() for pair in self.masters.items() for each in pair]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+def resumed(order: tuple[str, ...]) -> tuple[Run, Run]:
+    """A run without interruption, and one that was saved after five of ten updates."""
+    whole, first = Run(), Run()
+    whole.train(BATCHES)
+    first.train(BATCHES[:5])
+    kept = first.values()
+    saved = first.save()
+    second = Run(seed=7)
+    assert not same(kept, second.values()), "premise: the new run begins elsewhere"
+    parameter, master = next(iter(first.masters.items()))
+    assert not torch.equal(parameter.float(), master), "premise: the parameter is rounded"
+    second.load(saved, order)
+    second.train(BATCHES[5:])
+    assert not same(kept, second.values()), "premise: it has moved"
+    return whole, second
+
+
+@pytest.mark.parametrize("order", list(permutations(["model", "optimizer", "accumulate"])))
+def test_a_run_is_resumed_bit_for_bit_in_any_order(order: tuple[str, ...]) -> None:
+    whole, second = resumed(order)
+    assert same(whole.values(), second.values())
+
+
+def test_a_mutant_that_takes_every_written_parameter_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def always(owned: list[Owned], written: Any) -> None:
+        for entry in owned:
+            if written.get(entry.name) != (entry.parameter._version, entry.target._version):
+                with torch.no_grad():
+                    entry.target.copy_(entry.parameter)
+
+    monkeypatch.setattr(accumulator, "take_over", always)
+    whole, second = resumed(("accumulate", "model", "optimizer"))
+    assert not same(whole.values(), second.values())
+
+
+@pytest.mark.parametrize("model_first", [False, True])
+def test_masters_that_the_user_saves_and_loads(model_first: bool) -> None:
+    whole, first, second = Run(), Run(), Run(seed=7)
+    whole.train(BATCHES)
+    first.train(BATCHES[:5])
+    saved, masters = first.save(), [master.detach().clone() for master in first.masters.values()]
+    second.optimizer.load_state_dict(saved["optimizer"])
+    if model_first:
+        second.model.load_state_dict(saved["model"])
+    with torch.no_grad():
+        for master, kept in zip(second.masters.values(), masters, strict=True):
+            master.copy_(kept)
+    if not model_first:
+        second.model.load_state_dict(saved["model"])
+    second.train(BATCHES[5:])
+    assert same(whole.values(), second.values())
+
+
+def test_a_window_in_flight_is_saved_with_its_masters() -> None:
+    whole, first, second = Run(), Run(), Run(seed=7)
+    whole.train(BATCHES[:6])
+    first.train(BATCHES[:5])
+    saved: dict[str, Any] = {}
+    with first.accumulate.window(BATCHES[5]) as window:
+        for number, microbatch in enumerate(window):
+            window.backward(mse(first.model, microbatch))
+            if number == 1:
+                saved = first.save()
+    second.load(saved, ("accumulate", "model", "optimizer"))
+    second.train(BATCHES[5:6])
+    assert same(whole.values(), second.values()) and same(whole.values(), first.values())
+
+
+def average_in(run: Run) -> None:
+    """Swap an average of the parameters in, as an EMA does."""
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.mul_(0.5).add_(0.25)
+
+
+def one_row(run: Run) -> None:
+    with torch.no_grad():
+        run.model[0].weight[1] = 3.0
+
+
+def loaded(run: Run) -> None:
+    run.model.load_state_dict({name: value + 1 for name, value in run.model.state_dict().items()})
+
+
+@pytest.mark.parametrize("write", [one_row, loaded, average_in])
+@pytest.mark.parametrize("after_loading", [False, True])
+def test_what_somebody_writes_into_a_parameter_is_taken_over(write: Any, after_loading: bool) -> None:
+    run = Run()
+    run.train(BATCHES[:5])
+    if after_loading:
+        saved, run = run.save(), Run(seed=7)
+        run.load(saved, ("model", "optimizer", "accumulate"))
+    before = [parameter.detach().clone() for parameter in run.masters]
+    write(run)
+    written = [parameter.detach().clone() for parameter in run.masters]
+    assert not same(before, written), "premise: something was written"
+    masters = [master.detach().clone() for master in run.masters.values()]
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.train(BATCHES[5:6])
+    for was, now, kept, (parameter, master) in zip(
+        before, written, masters, run.masters.items(), strict=True
+    ):
+        assert torch.equal(parameter, now)
+        assert torch.equal(master, kept if torch.equal(was, now) else now.float())
+
+
+def test_a_written_master_goes_into_its_parameter() -> None:
+    run = Run()
+    run.train(BATCHES[:5])
+    with torch.no_grad():
+        for master in run.masters.values():
+            master.mul_(0.5)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    seen: list[Tensor] = []
+    run.model[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight.detach().clone()))
+    run.train(BATCHES[5:6])
+    assert torch.equal(seen[0], run.masters[run.model[0].weight].to(BF16))
+
+
+def test_nan_in_a_parameter_is_no_difference() -> None:
+    run = Run()
+    run.train(BATCHES[:1])
+    with torch.no_grad():
+        for master in run.masters.values():
+            master.view(-1)[0] = torch.nan
+    saved, second = run.save(), Run(seed=7)
+    kept = saved["accumulate"]["masters"]["0.weight"]
+    for name, value in saved["model"].items():
+        saved["model"][name] = saved["accumulate"]["masters"][name].to(value.dtype)
+    second.load(saved, ("accumulate", "model", "optimizer"))
+    with second.accumulate.window(BATCHES[1]):
+        assert torch.equal(second.masters[second.model[0].weight].nan_to_num(), kept.nan_to_num())
+
+
+def test_masters_that_do_not_fit_are_refused() -> None:
+    run, narrow = Run(), nn.Linear(4, 1).bfloat16()
+    saved = run.save()["accumulate"]
+    before = run.values()
+    plain = Accumulator(narrow, torch.optim.SGD(narrow.parameters()), narrow)
+    with pytest.raises(InputError, match=r"Only the saved state has a float32 master of '0\.bias'"):
+        plain.load_state_dict(saved)
+    with pytest.raises(InputError, match=r"shape \(9,\), the parameter \(6,\)"):
+        run.accumulate.load_state_dict({**saved, "masters": {**saved["masters"], "0.bias": torch.ones(9)}})
+    with pytest.raises(InputError, match=r"Only this Accumulator has a float32 master of '0\.bias'"):
+        run.accumulate.load_state_dict({**saved, "masters": {}})
+    with pytest.raises(InputError, match="no mapping of names to tensors"):
+        run.accumulate.load_state_dict({**saved, "masters": [1]})
+    assert same(before, run.values())

@@ -1,0 +1,197 @@
+"""State in places that programs of users keep it in, and what the search for it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.torch import Accumulator
+from superbatch.torch.kept_tensors import KeptTensor
+from superbatch.torch.moved_state import MovedState
+
+F64 = torch.float64
+Loss = Callable[[Tensor], Tensor]
+Made = tuple[nn.Module, Loss, Callable[[], Any]]  # model, loss_fn, and what reads the state
+MOVES = "ignore:the forward changes the state:UserWarning"
+
+
+def linear(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2, dtype=F64)
+
+
+def running_float() -> Made:
+    model, scale = linear(), 1.0
+
+    def loss_fn(x: Tensor) -> Tensor:
+        nonlocal scale
+        loss = model(x).square().mean()
+        result, scale = loss / scale, 0.9 * scale + 0.1 * loss.item()
+        return result
+
+    return model, loss_fn, lambda: scale
+
+
+def attribute_of_a_function() -> Made:
+    model = linear()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        out, center = model(x), loss_fn.center  # type: ignore[attr-defined]
+        loss_fn.center = 0.9 * center + 0.1 * out.detach().mean(0)  # type: ignore[attr-defined]
+        return (out - center).square().mean()
+
+    loss_fn.center = torch.zeros(2, dtype=F64)  # type: ignore[attr-defined]
+    return model, loss_fn, lambda: loss_fn.center.clone()  # type: ignore[attr-defined]
+
+
+def attribute_of_a_class() -> Made:
+    class Centered(nn.Module):
+        center = torch.zeros(2, dtype=F64)
+
+        def forward(self, out: Tensor) -> Tensor:
+            center = Centered.center
+            Centered.center = 0.9 * center + 0.1 * out.detach().mean(0)
+            return (out - center).square().mean()
+
+    model, criterion = linear(), Centered()
+    return model, lambda x: criterion(model(x)), lambda: Centered.center.clone()
+
+
+def replaced_teacher() -> Made:
+    class Distilled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student: Any = linear(0)
+            self.teacher: Any = linear(1).requires_grad_(requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = (self.student(x) - self.teacher(x)).square().mean()
+            teacher = deepcopy(self.teacher)
+            with torch.no_grad():
+                teacher.weight.lerp_(self.student.weight, 0.1)
+            self.teacher = teacher
+            return loss
+
+    model: Any = Distilled()
+    return model, model, lambda: model.teacher.weight.clone()
+
+
+def generator_in_a_closure() -> Made:
+    model, generator = linear(), torch.Generator().manual_seed(0)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        noise = torch.rand(len(x), 2, dtype=F64, generator=generator)
+        return (model(x) * noise).square().mean()
+
+    return model, loss_fn, generator.get_state
+
+
+def large_bank() -> Made:
+    model, bank, place = linear(), torch.zeros(100_000, 2, dtype=F64), [50_000]
+
+    def loss_fn(x: Tensor) -> Tensor:
+        out = model(x)
+        loss = (out - bank.sum(0)).square().mean()
+        bank[place[0]] = out.detach().mean(0)
+        place[0] += 1
+        return loss
+
+    return model, loss_fn, bank.clone
+
+
+PROGRAMS = {
+    make.__name__: make
+    for make in (
+        running_float,
+        attribute_of_a_function,
+        attribute_of_a_class,
+        replaced_teacher,
+        generator_in_a_closure,
+        large_bank,
+    )
+}
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+def trained(made: Made, *, check: bool, fails: list[str] | None = None) -> Accumulator:
+    model, loss_fn, _ = made
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def failing(module: Any, inputs: Any, output: Any) -> None:
+        if fails and fails.pop() == "now":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    layer.register_forward_hook(failing)
+    return Accumulator(model, optimizer, loss_fn, microbatch_size=4, check=check)
+
+
+@pytest.mark.filterwarnings(MOVES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_check_leaves_no_trace(name: str) -> None:
+    states = []
+    for check in (True, False):
+        made = PROGRAMS[name]()
+        before = made[2]()
+        trained(made, check=check)(torch.randn(8, 3, dtype=F64, generator=torch.Generator().manual_seed(1)))
+        states.append(made[2]())
+        assert not same(before, states[-1]), "the premise: it moves"
+    assert same(*states)
+
+
+@pytest.mark.filterwarnings(MOVES, "ignore:the state 'bank' moved for the first time")
+@pytest.mark.parametrize("windows", [0, 1, 2])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_discarded_window_leaves_no_trace(name: str, windows: int) -> None:
+    made = PROGRAMS[name]()
+    accumulate = trained(made, check=windows > 0)
+    batch = torch.randn(8, 3, dtype=F64)
+    for _ in range(windows):
+        accumulate(batch)
+    before = made[2]()
+    with accumulate.window(batch) as window:
+        for _ in window:
+            made[1](batch)
+            break
+    assert not window.update.made  # type: ignore[union-attr]
+    if name == "large_bank" and not windows:  # it was not copied: a warning says so
+        assert not same(before, made[2]())
+    else:
+        assert same(before, made[2]())
+
+
+def test_numbers_that_a_failed_micro_batch_drew_are_drawn_again() -> None:
+    made, other = generator_in_a_closure(), generator_in_a_closure()
+    with pytest.warns(UserWarning, match="memory ran out"):
+        # The second of two; then micro-batches of two samples.
+        update = trained(made, check=False, fails=["now", "later"])(torch.ones(8, 3, dtype=F64))
+    assert update.failures == 1, "the premise"
+    for _ in range(4):
+        torch.rand(2, 2, dtype=F64, generator=other[2].__self__)  # type: ignore[attr-defined]
+    assert update.microbatches == 4
+    assert torch.equal(made[2](), other[2]())
+
+
+def test_a_frozen_backbone_is_not_copied_by_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even small parameters: there may be hundreds, and a copy of each takes milliseconds."""
+    backbone = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20))).requires_grad_(requires_grad=False)
+    model = nn.Sequential(backbone, nn.Linear(64, 1))
+    copied: list[str] = []
+    copy_now = KeptTensor.copy_now
+    monkeypatch.setattr(KeptTensor, "copy_now", lambda self: (copied.append(self.name), copy_now(self)))
+    keeper = MovedState([model], [lambda x: model(x).mean()])
+    keeper.take(check=True)
+    keeper.learn()
+    keeper.end_check()
+    for _ in range(16):
+        keeper.take()
+        keeper.release()
+    assert copied == []

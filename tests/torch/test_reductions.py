@@ -1,0 +1,314 @@
+"""A sum, a total and a bound of the weight: the update is that of the large batch, weight 0 included."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch import normalize
+from superbatch.errors import InputError, NonFiniteError, StatementError
+from superbatch.noise import NoiseMeter
+from superbatch.torch import Accumulator, Window
+from tests.torch.helpers import assert_same_parameters, large_batch, mlp, rows, sgd, start_of
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def images(found: list[int], *, seed: int = 0) -> Batch:
+    """Images with so many objects each, as RetinaNet sees them: a loss without objects too."""
+    x, y = rows(len(found), updates=1, seed=seed + 2)[0]
+    return x, y, torch.tensor(found, dtype=torch.float64)
+
+
+def focal_sum(model: nn.Module, batch: Batch) -> Tensor:
+    """Each image has a loss over its background, besides that over its objects."""
+    x, y, objects = batch
+    return ((model(x) - y).square().sum(1) * (objects + 0.5)).sum()
+
+
+def count(batch: Batch) -> float:
+    return float(batch[2].sum())
+
+
+def parts(batch: Batch, *sizes: int) -> list[Batch]:
+    assert sum(sizes) == len(batch[0])
+    columns = [part.split(list(sizes)) for part in batch]
+    return [(x, y, o) for x, y, o in zip(*columns, strict=True)]
+
+
+def trained(batch: Batch, window: Any, objective: Any, **options: Any) -> None:
+    reference = mlp()
+    model = copy.deepcopy(reference)
+    start = start_of(reference)
+    large_batch(sgd(reference.parameters()), lambda b: objective(reference, b), [batch])
+    options.setdefault("check", False)
+    accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: focal_sum(model, mb), **options)
+    update = accumulate(window)
+    assert update.made
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+WEIGHTS: dict[str, Any] = {"function": count, "returned": "returned"}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_a_microbatch_of_weight_0_is_in_the_sum(weight: str, order: tuple[int, ...]) -> None:
+    batch = images([3, 0, 0, 1, 2])
+    pieces = parts(batch, 1, 2, 2)
+    assert [count(piece) for piece in pieces] == [3.0, 0.0, 3.0]
+    assert focal_sum(mlp(), pieces[1]) > 0
+    options: dict[str, Any] = {"reduction": "sum", "weight": WEIGHTS[weight]}
+    if weight == "returned":
+        model = mlp()
+        accumulate = Accumulator(
+            model,
+            sgd(model.parameters()),
+            lambda mb: (focal_sum(model, mb), count(mb)),
+            check=False,
+            **options,
+        )
+    else:
+        model = mlp()
+        accumulate = Accumulator(
+            model, sgd(model.parameters()), lambda mb: focal_sum(model, mb), check=False, **options
+        )
+    reference, start = mlp(), start_of(mlp())
+    seen = large_batch(sgd(reference.parameters()), lambda b: focal_sum(reference, b) / count(b), [batch])
+    update = accumulate(Window([pieces[i] for i in order]))
+    assert_same_parameters(reference, model, 1e-12, start=start)
+    assert update.loss == pytest.approx(seen.losses[0], rel=1e-12)
+    assert update.grad_norm == pytest.approx(seen.norms[0], rel=1e-12)
+    assert update.weight == 6
+
+
+@pytest.mark.parametrize("into", ["grad", "momentum"])
+def test_weight_0_in_a_sum_in_every_place(into: Any) -> None:
+    batch = images([3, 0, 0, 1, 2])
+    trained(
+        batch,
+        Window(parts(batch, 1, 2, 2)),
+        lambda model, b: focal_sum(model, b) / count(b),
+        reduction="sum",
+        weight=count,
+        accumulate_into=into,
+    )
+
+
+def test_a_single_image_without_objects_passes_the_check() -> None:
+    batch = images([0, 0, 0, 4, 1, 0])
+    trained(
+        batch,
+        Window(parts(batch, 3, 3)),
+        lambda model, b: focal_sum(model, b) / count(b),
+        reduction="sum",
+        weight=count,
+        check=True,
+    )
+
+
+def test_mutant_that_leaves_weight_0_out_of_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normalize, "takes_part", lambda weight, *, reduction: weight != 0)
+    with pytest.raises(AssertionError, match="not the update of the large batch"):
+        test_weight_0_in_a_sum_in_every_place("grad")
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_a_sum_without_any_weight_raises_and_names_the_bound(weight: str) -> None:
+    model = mlp()
+    start = start_of(model)
+
+    def loss_fn(mb: Batch) -> Any:
+        loss = focal_sum(model, mb)
+        return (loss, count(mb)) if weight == "returned" else loss
+
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), loss_fn, reduction="sum", weight=WEIGHTS[weight], check=False
+    )
+    with pytest.raises(StatementError, match=r"weight is 0.*min_weight=1"):
+        accumulate(Window(parts(images([0, 0, 0]), 1, 2)))
+    assert all(torch.equal(p, start[n]) and p.grad is None for n, p in model.named_parameters())
+    assert accumulate(Window(parts(images([0, 2, 0]), 1, 2))).made
+
+
+def test_a_sum_of_zeros_without_weight_is_no_update() -> None:
+    model = mlp()
+    start = start_of(model)
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        lambda mb: (model(mb[0]) * mb[2].unsqueeze(1)).sum(),
+        reduction="sum",
+        weight=count,
+        check=False,
+    )
+    update = accumulate(Window(parts(images([0, 0, 0]), 1, 2)))
+    assert not update.made
+    assert "no weight" in str(update.skipped)
+    assert update.weight == 0
+    assert math.isnan(update.loss)
+    assert all(torch.equal(p, start[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("found", [[0, 0, 0], [0, 1, 0], [2, 3, 0]])
+def test_min_weight_is_a_clamp(found: list[int], weight: str) -> None:
+    batch, bound = images(found), 2.0
+    model, reference = mlp(), mlp()
+    start = start_of(reference)
+    seen = large_batch(
+        sgd(reference.parameters()), lambda b: focal_sum(reference, b) / max(count(b), bound), [batch]
+    )
+
+    def loss_fn(mb: Batch) -> Any:
+        loss = focal_sum(model, mb)
+        return (loss, count(mb)) if weight == "returned" else loss
+
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        loss_fn,
+        reduction="sum",
+        weight=WEIGHTS[weight],
+        min_weight=bound,
+        check=False,
+    )
+    update = accumulate(Window(parts(batch, 1, 2)))
+    assert_same_parameters(reference, model, 1e-12, start=start)
+    assert update.loss == pytest.approx(seen.losses[0], rel=1e-12)
+    assert update.weight == max(sum(found), bound)
+
+
+def with_nan(mb: Batch, value: Tensor) -> Tensor:
+    """NaN for the micro-batch of weight 0."""
+    return value * math.nan if not count(mb) else value
+
+
+def _with_a_nan_of_weight_0(reduction: Any, **options: Any) -> tuple[Accumulator, nn.Module, Batch]:
+    model = mlp()
+
+    def loss_fn(mb: Batch) -> Tensor:
+        value = focal_sum(model, mb)
+        return with_nan(mb, value if reduction == "sum" else value / max(count(mb), 1))
+
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), loss_fn, reduction=reduction, weight=count, check=False, **options
+    )
+    return accumulate, model, images([3, 0, 0, 1, 2])
+
+
+def test_nan_of_weight_0_is_left_out_of_a_mean() -> None:
+    accumulate, model, batch = _with_a_nan_of_weight_0("mean")
+    kept = tuple(column[[0, 3, 4]] for column in batch)
+    reference, start = mlp(), start_of(mlp())
+    large_batch(sgd(reference.parameters()), lambda b: focal_sum(reference, b) / count(b), [kept])
+    assert accumulate(Window(parts(batch, 1, 2, 2))).made
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_nan_of_weight_0_in_a_sum_is_not_finite() -> None:
+    accumulate, model, batch = _with_a_nan_of_weight_0("sum")
+    start = start_of(model)
+    with pytest.raises(NonFiniteError, match="micro-batch 1"):
+        accumulate(Window(parts(batch, 1, 2, 2)))
+    assert all(torch.equal(p, start[n]) for n, p in model.named_parameters())
+    accumulate, model, batch = _with_a_nan_of_weight_0("sum", nonfinite="skip_update")
+    update = accumulate(Window(parts(batch, 1, 2, 2)))
+    assert not update.made
+    accumulate, model, batch = _with_a_nan_of_weight_0("sum", nonfinite="skip_microbatch")
+    kept = tuple(column[[0, 3, 4]] for column in batch)
+    reference, start = mlp(), start_of(mlp())
+    large_batch(sgd(reference.parameters()), lambda b: focal_sum(reference, b) / count(b), [kept])
+    update = accumulate(Window(parts(batch, 1, 2, 2)))
+    assert update.dropped == (1,)
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_noise_leaves_a_window_out_where_weight_0_took_part() -> None:
+    model = mlp()
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        lambda mb: focal_sum(model, mb),
+        reduction="sum",
+        weight=count,
+        noise=NoiseMeter(every=1),
+        check=False,
+    )
+    assert accumulate(Window(parts(images([3, 0, 0, 1, 2]), 1, 2, 2))).made
+    assert accumulate.noise is not None
+    assert "weight 0" in repr(accumulate.noise) or accumulate.noise.windows == 0
+
+
+def test_a_total_is_divided_by_nothing() -> None:
+    for size in (1, 2, 5):
+        batch = images([3, 0, 0, 1, 2])
+        trained(batch, batch, focal_sum, reduction="total", microbatch_size=size, check=size > 1)
+    model, reference = mlp(), mlp()
+    seen = large_batch(sgd(reference.parameters()), lambda b: focal_sum(reference, b), [batch])
+    update = Accumulator(
+        model, sgd(model.parameters()), lambda mb: focal_sum(model, mb), reduction="total", microbatch_size=2
+    )(batch)
+    assert update.loss == pytest.approx(seen.losses[0], rel=1e-12)
+    assert update.weight == 1
+
+
+def test_a_total_of_things_that_cannot_be_counted() -> None:
+    model, reference = mlp(), mlp()
+    batch = images([3, 0, 0, 1, 2])
+    start = start_of(reference)
+    large_batch(sgd(reference.parameters()), lambda b: focal_sum(reference, b), [batch])
+
+    class Opaque:
+        def __init__(self, batch: Batch) -> None:
+            self.batch = batch
+
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        lambda mb: focal_sum(model, mb.batch),
+        reduction="total",
+        check=False,
+        device=None,
+    )
+    accumulate(Window([Opaque(part) for part in parts(batch, 1, 2, 2)]))
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+def test_a_mean_declared_as_a_total_is_found() -> None:
+    model = mlp()
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        lambda mb: (model(mb[0]) - mb[1]).square().mean(),
+        reduction="total",
+        microbatch_size=6,
+    )
+    with pytest.raises(StatementError, match='reduction="mean"'):
+        accumulate(rows(12, updates=1)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"reduction": "total", "weight": count}, 'reduction="total" divides by nothing'),
+        ({"reduction": "total", "weight": "returned"}, 'reduction="total" divides by nothing'),
+        ({"reduction": "total", "min_weight": 1}, "min_weight= has no meaning"),
+        ({"reduction": "total", "nonfinite": "skip_microbatch"}, "skip_microbatch"),
+        ({"min_weight": 0}, "min_weight=0"),
+        ({"min_weight": math.nan}, "min_weight=nan"),
+        ({"min_weight": True}, "min_weight=True"),
+        ({"min_weight": "1"}, "min_weight='1'"),
+        ({"reduction": "none"}, "reduction='none'"),
+        ({"reduction": ["sum"]}, "not a reduction"),
+    ],
+)
+def test_refused(options: dict[str, Any], text: str) -> None:
+    model = mlp()
+    with pytest.raises(InputError, match=text):
+        Accumulator(model, sgd(model.parameters()), lambda mb: focal_sum(model, mb), **options)

@@ -1,0 +1,220 @@
+"""Models that are sharded or reduced in another way are refused by name, before anything changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from superbatch.errors import InputError
+from superbatch.torch import Accumulator, cached_gradients
+from tests.torch.helpers import mlp, mse, rows
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def accumulator(model: nn.Module) -> Accumulator:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Accumulator(model, optimizer, lambda batch: mse(model, batch), microbatch_size=2)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
+@pytest.mark.parametrize("original", [False, True], ids=["flat", "use_orig_params"])
+def test_fsdp1_is_refused_by_name(original: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    inner = nn.Sequential(
+        nn.Linear(4, 4),
+        FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=original),
+    )
+    with pytest.raises(InputError, match=r"at '1' is wrapped in FullyShardedDataParallel \(FSDP1\)"):
+        accumulator(inner)
+
+
+@pytest.mark.usefixtures("group")
+def test_fsdp2_is_refused_by_name() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = mlp()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(InputError, match=r"sharded by fully_shard \(FSDP2\)"):
+        accumulator(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_fully_shard_after_the_accumulator_is_refused_before_an_update() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = mlp()
+    accumulate = accumulator(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(InputError, match=r"sharded by fully_shard \(FSDP2\)"):
+        accumulate(rows(6)[0])
+    assert accumulate.updates == 0
+
+
+@pytest.mark.usefixtures("group")
+def test_tensor_parallel_is_not_called_fsdp() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = parallelize_module(mlp(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(InputError, match=r"'0\.weight' is a DTensor \(tensor parallel\)"):
+        accumulator(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_comm_hook_is_refused_by_its_name() -> None:
+    model = DistributedDataParallel(mlp())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(
+        InputError, match="the communication hook 'fp16_compress_hook', which a window would not"
+    ):
+        accumulator(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_built_in_comm_hook_is_refused() -> None:
+    model = DistributedDataParallel(mlp())
+    kinds: Any = dist
+    model._register_builtin_comm_hook(kinds.BuiltinCommHookType.FP16_COMPRESS)
+    with pytest.raises(InputError, match=r"the communication hook '.*FP16_COMPRESS"):
+        accumulator(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_comm_hook_registered_later_is_refused_before_the_next_update() -> None:
+    model = DistributedDataParallel(mlp())
+    accumulate = accumulator(model)
+    batches = rows(6)
+    accumulate(batches[0])
+    before = [parameter.clone() for parameter in model.parameters()]
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(InputError, match="communication hook"):
+        accumulate(batches[1])
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_static_graph_is_refused() -> None:
+    model = DistributedDataParallel(mlp(), static_graph=True)
+    with pytest.raises(
+        InputError, match=r"DistributedDataParallel\(static_graph=True\) cannot be accumulated"
+    ):
+        accumulator(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_comm_hook_is_refused_by_cached_gradients_too() -> None:
+    model = DistributedDataParallel(mlp())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    with pytest.raises(InputError, match="communication hook"):
+        cached_gradients(model, lambda z: z.square().mean(), rows(6)[0][0], 2)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("group")
+def test_a_plain_wrapper_passes() -> None:
+    model = DistributedDataParallel(mlp())
+    assert accumulator(model)(rows(6)[0]).made
+
+
+RANK = """
+import os, sys, warnings, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from superbatch.errors import WindowError
+from superbatch.torch import Accumulator
+from tests.torch.helpers import mlp, mse, rows
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+model = DistributedDataParallel(mlp())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+make = lambda: Accumulator(model, optimizer, lambda b: mse(model, b), microbatch_size=2, check=False)
+accumulate = make()
+batch = rows(8, seed=rank)[0]
+with accumulate.window(batch) as window:
+    for microbatch in window:
+        window.backward(mse(model, microbatch))
+        saved = accumulate.state_dict()
+        break
+both = [None, None]
+dist.all_gather_object(both, saved)
+other = make()
+other.load_state_dict(both[1 - rank])
+try:
+    other.window(rows(8, seed=1 - rank)[0])
+except WindowError as error:
+    print(error, flush=True)
+mine = make()
+mine.load_state_dict(both[rank])
+with mine.window(batch) as window:
+    for microbatch in window:
+        window.backward(mse(model, microbatch))
+assert window.update.made
+# The same state among another number of ranks: a window of this process alone.
+single = mlp()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # ranks are initialised, and the model is not wrapped
+    alone = Accumulator(single, torch.optim.SGD(single.parameters(), lr=0.1), lambda b: mse(single, b),
+                        microbatch_size=2, check=False)
+bare = lambda names: {name.removeprefix("module."): value for name, value in names.items()}
+window = both[rank]["window"]
+changed = {"place": list(bare(dict.fromkeys(window["place"]))), "gradients": bare(window["gradients"]),
+           "held": list(bare(dict.fromkeys(window["held"])))}
+alone.load_state_dict({**both[rank], "window": {**window, **changed}})
+try:
+    alone.window(batch)
+except WindowError as error:
+    print(error, flush=True)
+dist.barrier()
+os._exit(0)  # without joining gloo's threads
+"""
+
+
+def test_a_saved_window_is_resumed_by_its_own_rank_only(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", RANK, str(rank), str(tmp_path)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    ended = [(*process.communicate(timeout=120), process.returncode) for process in processes]
+    for rank, (output, errors, code) in enumerate(ended):
+        assert code == 0, errors
+        first, second = output.splitlines()
+        assert first.startswith(
+            f"The saved window is that of rank {1 - rank} of 2, but this process is rank {rank} of 2."
+        )
+        assert second.startswith(
+            f"The saved window is that of rank {rank} of 2, but this process is rank 0 of 1."
+        )

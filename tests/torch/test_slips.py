@@ -1,0 +1,437 @@
+"""The commonest slips are answered with the code to type, before any update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from superbatch import normalize
+from superbatch.errors import InputError, SplitError, WindowError
+from superbatch.torch import Accumulator, Window, cached_gradients, lr_survey, predict_peak, verify, windows
+from superbatch.torch.slips import check_loss_fn
+
+BATCH = {"x": torch.randn(8, 3), "y": torch.randint(2, (8,))}
+
+
+@pytest.fixture
+def model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def loss_of(model: nn.Module) -> Callable[[Any], Tensor]:
+    return lambda batch: F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def accumulator(model: nn.Module, **options: Any) -> Accumulator:
+    return Accumulator(model, sgd(model), loss_of(model), **{"microbatch_size": 4, **options})
+
+
+class Stream(IterableDataset):  # pyright: ignore[reportMissingTypeArgument]
+    def __iter__(self) -> Iterator[Any]:
+        return iter([])
+
+
+# -- what is passed as a batch -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (
+            DataLoader(TensorDataset(BATCH["x"]), batch_size=4),
+            r"A DataLoader is not a batch but yields them\. Loop over it: for batch in loader: "
+            r"accumulate\(batch\), or, where it yields micro-batches, for window in windows\(loader, accum",
+        ),
+        (iter([BATCH]), "A list_iterator is not a batch but yields them"),
+        ((each for each in [BATCH]), "A generator is not a batch but yields them"),
+        (
+            TensorDataset(BATCH["x"]),
+            r"A TensorDataset is not a batch but holds samples\. Loop over a DataLoader of it",
+        ),
+        (Stream(), "A Stream is not a batch but holds samples"),
+        (windows([BATCH], accumulation_steps=2), "is not a batch but yields them"),
+    ],
+)
+def test_what_yields_batches_is_no_batch(model: nn.Linear, batch: Any, text: str) -> None:
+    accumulate = accumulator(model)
+    for call in (accumulate, accumulate.window):
+        with pytest.raises(InputError, match=text):
+            call(batch)
+
+
+def nested_in_itself() -> dict[str, Any]:
+    batch: dict[str, Any] = dict(BATCH)
+    batch["self"] = batch
+    return batch
+
+
+def list_in_itself() -> list[Any]:
+    batch: list[Any] = [BATCH["x"]]
+    batch.append(batch)
+    return batch
+
+
+def deep(levels: int) -> dict[str, Any]:
+    inner: Any = (BATCH["x"],)
+    for _ in range(levels):
+        inner = {"a": inner}
+    return {**BATCH, "deep": inner}
+
+
+@pytest.mark.parametrize(
+    "batch", [nested_in_itself(), list_in_itself(), deep(3000)], ids=["dict", "list", "3000 levels"]
+)
+def test_a_batch_without_end_is_an_error_in_words(model: nn.Linear, batch: Any) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: accumulator(model)(batch),
+        lambda: accumulator(model, microbatch_size="auto")(batch),
+        lambda: accumulator(model, coupled="exact")(batch),
+        lambda: accumulator(model, weight=lambda b: 1, check=False)(Window([batch])),
+        lambda: verify(model, loss_of(model), batch, microbatch_size=2),
+        lambda: cached_gradients(
+            lambda b: model(b["x"]), lambda z: z.square().mean(), batch, 4, models=model
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match=r"nested more than 100 levels deep.*does it contain itself\?"):
+            call()
+
+
+def test_a_batch_of_ninety_levels_is_cut(model: nn.Linear) -> None:
+    assert accumulator(model)(deep(90)).made
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state.*:UserWarning", "ignore:.*prototype.*:UserWarning")
+@pytest.mark.parametrize("kind", ["csr", "csc", "coo", "mkldnn", "nested", "jagged"])
+def test_tensors_without_slices_are_named(model: nn.Linear, kind: str) -> None:
+    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without mkldnn")
+    dense, parts = BATCH["x"].relu(), [torch.randn(2, 3) for _ in range(8)]
+    make: dict[str, Callable[[], Tensor]] = {
+        "csr": dense.to_sparse_csr,
+        "csc": dense.to_sparse_csc,
+        "coo": dense.to_sparse,
+        "mkldnn": dense.to_mkldnn,
+        "nested": lambda: torch.nested.nested_tensor(parts),
+        "jagged": lambda: torch.nested.nested_tensor(parts, layout=torch.jagged),
+    }
+    batch = {"x": make[kind](), "y": BATCH["y"]}
+    for options in ({}, {"microbatch_size": "auto"}):
+        with pytest.raises(SplitError, match="'x'"):
+            accumulator(model, **options)(batch)
+
+
+def test_an_empty_tensor_beside_a_full_one_is_named(model: nn.Linear) -> None:
+    with pytest.raises(SplitError, match="parts of different lengths, 'x': 0, 'y': 8"):
+        accumulator(model)({"x": BATCH["x"][:0], "y": BATCH["y"]})
+
+
+def test_detection_targets_with_the_coupled_path(model: nn.Linear) -> None:
+    targets = [{"boxes": torch.randn(i + 1, 4), "labels": torch.randint(3, (i + 1,))} for i in range(8)]
+    for batch in ((list(BATCH["x"]), targets), {"x": BATCH["x"], "targets": targets}):
+        with pytest.raises(
+            SplitError, match=r'coupled="exact" cannot cut lists of per-sample targets.*Pad them'
+        ):
+            accumulator(model, coupled="exact")(batch)
+
+
+# -- loss functions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (
+            nn.CrossEntropyLoss(),
+            r"loss_fn CrossEntropyLoss\(\) takes 2 arguments, but it is called with one micro-batch",
+        ),
+        (
+            lambda x, y: x,
+            "loss_fn <lambda> takes 2 arguments.*Pass a function of one argument, for example loss_fn=lambda",
+        ),
+        (F.cross_entropy, "loss_fn cross_entropy takes 2 arguments"),
+        (lambda: 0, "takes 0 arguments"),
+    ],
+)
+def test_a_loss_of_another_signature_is_refused_at_once(model: nn.Linear, loss_fn: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        Accumulator(model, sgd(model), loss_fn, microbatch_size=4)
+    with pytest.raises(InputError, match=text):
+        verify(model, loss_fn, BATCH, microbatch_size=4)
+
+
+class OneArgument(nn.Module):
+    def forward(self, batch: Any, scale: float = 1.0) -> Tensor:
+        return batch["x"].sum() * scale
+
+
+def test_losses_that_can_be_called_with_one_argument_pass() -> None:
+    def keyword(batch: Any, *, scale: float = 1.0) -> Tensor:
+        return batch["x"].sum() * scale
+
+    for fine in (
+        OneArgument(),
+        keyword,
+        partial(F.mse_loss, target=torch.zeros(1)),
+        lambda *a: 0,
+        len,
+        None,
+        max,
+    ):
+        check_loss_fn(fine)
+
+
+@dataclasses.dataclass
+class Output:
+    loss: Any
+    logits: Any = None
+
+
+class ModelOutput(OrderedDict[str, Any]):
+    @property
+    def loss(self) -> Any:
+        return self["loss"]
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda loss: ModelOutput(loss=loss), Output, lambda loss: {"loss": loss, "logits": 1}]
+)
+@pytest.mark.parametrize("check", [True, False])
+def test_an_output_with_a_loss_is_told_apart(
+    model: nn.Linear, wrap: Callable[[Tensor], Any], check: bool
+) -> None:
+    loss = loss_of(model)
+    accumulate = Accumulator(model, sgd(model), lambda b: wrap(loss(b)), microbatch_size=4, check=check)
+    with pytest.raises(InputError, match=r"not a tensor\. Return its \.loss"):
+        accumulate(BATCH)
+    whole = Accumulator(model, sgd(model), lambda b: wrap(loss(b)), microbatch_size=4, coupled="exact")
+    with pytest.raises(InputError, match=r"not a tensor\. Return its \.loss"):
+        whole(BATCH)
+
+
+def test_backward_of_the_loss_in_an_owned_loop(model: nn.Linear) -> None:
+    accumulate = Accumulator(model, sgd(model), microbatch_size=4)
+    before = model.weight.detach().clone()
+
+    def loop() -> None:
+        with accumulate.window(BATCH) as window:
+            for microbatch in window:
+                loss_of(model)(microbatch).backward()
+
+    text = r"had no window\.backward\(loss\)\. Call it .* in place of loss\.backward\(\)"
+    with pytest.raises(WindowError, match=text):
+        loop()
+    assert torch.equal(model.weight, before)
+
+
+# -- options -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        (
+            "accumulation_steps",
+            r"no option accumulation_steps=\. Instead, pass whole batches and microbatch_size=, or.*windows",
+        ),
+        ("gradient_accumulation_steps", "windows"),
+        ("accumulate_grad_batches", "windows"),
+        ("iter_size", "windows"),
+        ("lr_scheduler", r"Instead, pass scheduler=\."),
+        ("gradient_clip_val", r"Instead, pass max_grad_norm=\."),
+        ("batch_size", r"Instead, pass microbatch_size=\."),
+    ],
+)
+def test_options_of_other_libraries(model: nn.Linear, option: str, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        accumulator(model, **{option: 4})
+
+
+def test_an_unknown_option_is_pythons_own_error(model: nn.Linear) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        accumulator(model, colour=4)
+
+
+def test_weights_that_overflow(model: nn.Linear) -> None:
+    before = model.weight.detach().clone()
+    with pytest.raises(InputError, match=r"add up to 1e\+308, too large to compute with"):
+        accumulator(model, weight=lambda batch: 1.5e308)(BATCH)
+    assert torch.equal(model.weight, before)
+    with pytest.raises(InputError, match="too large to compute with"):
+        normalize.total_weight([10**400, 1])
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "2", True])
+def test_a_scale_that_is_no_number(model: nn.Linear, scale: Any) -> None:
+    with pytest.raises(InputError, match=r"scale=.* cannot multiply a loss\. Pass a finite number"):
+        cached_gradients(model, lambda z: z.square().mean(), BATCH["x"], 4, scale=scale)
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [("a", 1), (1e-3, "b"), (True, 2), (1e-3, float("nan")), (1, 1e-3), ([], 1)]
+)
+def test_ends_of_a_survey_that_are_no_numbers(model: nn.Linear, low: Any, high: Any) -> None:
+    with pytest.raises(InputError, match=r"are no rising ramp of positive numbers\. Pass 0 < low < high"):
+        lr_survey(accumulator(model), [BATCH] * 4, low=low, high=high)
+
+
+@pytest.mark.parametrize("models", [None, "m", [], {"a": 1}, [1]])
+def test_models_of_a_prediction_that_are_none(model: nn.Linear, models: Any) -> None:
+    with pytest.raises(InputError, match="model of type"):
+        predict_peak(loss_of(model), BATCH, models=models)
+
+
+# -- slips that show over several windows ------------------------------------------------------------------
+
+
+def test_a_scheduler_stepped_by_hand_too_is_named_once(model: nn.Linear) -> None:
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    accumulate = Accumulator(model, optimizer, loss_of(model), microbatch_size=4, scheduler=scheduler)
+    accumulate(BATCH)
+    scheduler.step()
+    with pytest.warns(UserWarning, match=r"scheduler\.step\(\) was called outside the Accumulator") as caught:
+        accumulate(BATCH)
+    assert [each.filename for each in caught] == [__file__]
+    scheduler.step()
+    accumulate(BATCH)  # once
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o, [torch.optim.lr_scheduler.ConstantLR(o, 1.0, 1), torch.optim.lr_scheduler.StepLR(o, 1)], [2]
+        ),
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+    ],
+)
+def test_a_scheduler_that_is_left_alone_is_not_named(model: nn.Linear, make: Callable[[Any], Any]) -> None:
+    optimizer = sgd(model)
+    scheduler = make(optimizer)
+    accumulate = Accumulator(model, optimizer, loss_of(model), microbatch_size=4, scheduler=scheduler)
+    for _ in range(4):
+        accumulate(BATCH)
+    saved = scheduler.state_dict()
+    accumulate(BATCH)
+    accumulate(BATCH)
+    scheduler.load_state_dict(saved)
+    accumulate(BATCH)
+
+
+def test_loader_batches_that_are_never_split_are_named_once(model: nn.Linear) -> None:
+    accumulate = accumulator(model, microbatch_size=8)
+    for _ in range(9):
+        accumulate(BATCH)
+    with pytest.warns(
+        UserWarning,
+        match=r"first 10 batches were one micro-batch each \(8 samples, microbatch_size=8\).*windows\(loader",
+    ) as caught:
+        accumulate(BATCH)
+    assert [each.filename for each in caught] == [__file__]
+    accumulate(BATCH)
+
+
+@pytest.mark.parametrize("size", [4, "auto", None])
+def test_batches_that_are_split_or_may_be_whole_are_not_named(model: nn.Linear, size: Any) -> None:
+    accumulate = accumulator(model, microbatch_size=size)
+    for _ in range(12):
+        accumulate(BATCH)
+
+
+def test_windows_of_one_are_not_named(model: nn.Linear) -> None:
+    accumulate = accumulator(model, microbatch_size=8)
+    for _ in range(12):
+        accumulate(Window([BATCH]))
+
+
+# -- models that change ------------------------------------------------------------------------------------
+
+
+def replace_parameter(model: nn.Sequential) -> None:
+    first = model[0]
+    assert isinstance(first, nn.Linear)
+    first.weight = nn.Parameter(first.weight.detach().clone())
+
+
+def replace_module(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(4, 2)
+
+
+@pytest.mark.parametrize(("replace", "name"), [(replace_parameter, "0.weight"), (replace_module, "2.weight")])
+def test_a_parameter_replaced_after_construction(replace: Callable[[nn.Sequential], None], name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    accumulate = accumulator(model)
+    assert accumulate(BATCH).made
+    replace(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for call in (accumulate, accumulate.window):
+        with pytest.raises(
+            InputError, match=f"The parameter '{name}' was replaced after the Accumulator was made"
+        ):
+            call(BATCH)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_modules_added_later_belong_to_others(model: nn.Linear) -> None:
+    net = nn.Sequential(model)
+    accumulate = Accumulator(net, sgd(net), loss_of(net), microbatch_size=4)
+    accumulate(BATCH)
+    net.append(nn.Linear(2, 2))  # trained by nobody here
+    assert accumulate(BATCH).made
+    assert all(parameter.grad is None for parameter in net[1].parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("where", ["after", "twice", "inside"])
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_scheduler_stepped_by_hand_anywhere(where: str, chained: bool) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if chained:
+        scheduler = torch.optim.lr_scheduler.ChainedScheduler([scheduler])
+    accumulate = Accumulator(model, optimizer, microbatch_size=2, scheduler=scheduler, check=False)
+
+    def updates() -> None:
+        for _ in range(2):
+            with accumulate.window(torch.randn(4, 3)) as window:
+                for microbatch in window:
+                    window.backward(model(microbatch).mean())
+                if where == "inside":
+                    scheduler.step()
+            for _ in range({"after": 1, "twice": 2, "inside": 0}[where]):
+                scheduler.step()
+
+    with pytest.warns(UserWarning, match="was called outside the Accumulator"):
+        updates()
+
+
+def test_a_decorator_may_change_the_arguments() -> None:
+    model = nn.Linear(3, 1)
+
+    def two(model: nn.Module, x: Any) -> Any:
+        return model(x).mean()
+
+    @wraps(two)
+    def one(x: Any) -> Any:
+        return two(model, x)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert Accumulator(model, optimizer, one, microbatch_size=2)(torch.randn(4, 3)).made

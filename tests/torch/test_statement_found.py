@@ -1,0 +1,262 @@
+"""Wrong statements that hide in a small part of the gradient, or agree by chance: the check finds each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.torch import count_tokens, statement
+from superbatch.torch.checking import agreement, evaluation, sketch
+from superbatch.torch.probing.problem import Problem
+from superbatch.torch.statement import check_statement
+from tests.torch.statement_cases import (
+    FEATURES,
+    PRECISIONS,
+    WORDS,
+    Attention,
+    Experts,
+    Tokens,
+    check,
+    each_token,
+    row_batch,
+    token_batch,
+    token_mean,
+)
+
+REFUSED = (StatementError, CoupledSamplesError)
+Parts = Callable[[nn.Module, dict[str, Tensor]], Tensor]
+
+
+# -- small parts of the gradient ----------------------------------------------------------------------
+
+
+class Mixture(Tokens):
+    """Experts whose routing a loss can read."""
+
+    def __init__(self) -> None:
+        super().__init__(Experts)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.hidden = self.embed(ids)
+        return self.out(self.body(self.hidden))
+
+    def balance(self) -> Tensor:
+        """The load-balancing loss of Switch transformers: fractions are taken over all tokens at hand."""
+        body: Any = self.body
+        routing = body.gate(self.hidden).softmax(-1).flatten(0, 1)
+        chosen = functional.one_hot(routing.topk(2, -1).indices, 4).sum(1).to(routing.dtype)
+        return 4 * (chosen.mean(0) * routing.mean(0)).sum()
+
+
+def balanced(share: float) -> Parts:
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return token_mean(model(batch["ids"]), batch) + share * model.balance()
+
+    return loss
+
+
+def mean_per_sample_beside(share: float) -> Parts:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        each = each_token(model(batch["ids"]), batch)
+        return each.sum() / batch["lengths"].sum() + share * (each.sum(1) / batch["lengths"]).mean()
+
+    return loss
+
+
+class TwoHeads(nn.Module):
+    """A trunk and a head for tokens; a second head that only a small term trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Tokens(lambda d: nn.Sequential(nn.Linear(d, d), nn.Tanh()))
+        self.second = nn.Linear(WORDS, 1)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.trunk(ids)
+        return out, self.second(out.detach())
+
+
+def second_head_by_samples(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Right for all parameters but those of the second head, whose term is a mean over samples."""
+    out, value = model(batch["ids"])
+    return token_mean(out, batch) + 1e-4 * value.square().mean()
+
+
+def z_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over all positions, padding included, beside a mean over tokens."""
+    out = model(batch["ids"])
+    return token_mean(out, batch) + 1e-3 * out.float().logsumexp(-1).square().mean().to(out.dtype)
+
+
+def sum_beside(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    out = model(batch["ids"])
+    return token_mean(out, batch) + 1e-3 * each_token(out, batch).sum()
+
+
+def spread_of_batch(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A term that couples samples, of a thousandth."""
+    out = model(batch["ids"])
+    return token_mean(out, batch) + 1e-2 * out.float().mean(1).std(0).mean().to(out.dtype)
+
+
+HIDDEN: dict[str, tuple[Callable[[], nn.Module], Parts]] = {
+    "load balance of 0.02": (Mixture, balanced(0.02)),
+    "load balance of 0.001": (Mixture, balanced(0.001)),
+    "0.001 of a mean per sample": (lambda: Tokens(Attention), mean_per_sample_beside(0.001)),
+    "sparse embedding": (
+        lambda: Tokens(lambda d: nn.Linear(d, d), sparse=True), mean_per_sample_beside(0.001),
+    ),
+    "a second head": (TwoHeads, second_head_by_samples),
+    "z-loss over padding": (lambda: Tokens(Attention), z_loss),
+    "0.001 of a sum": (lambda: Tokens(Attention), sum_beside),
+    "the deviation over the batch": (lambda: Tokens(Attention), spread_of_batch),
+    "recurrent": (
+        lambda: Tokens(lambda d: nn.LSTM(d, d, batch_first=True)), mean_per_sample_beside(0.001),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16", "float16", "autocast", "tf32"])
+@pytest.mark.parametrize("case", HIDDEN)
+def test_a_small_wrong_part_of_the_gradient_is_found(case: str, precision: str) -> None:
+    make, loss = HIDDEN[case]
+    how = PRECISIONS[precision]
+    torch.manual_seed(0)
+    model = make().to(how.dtype)
+
+    def loss_fn(microbatch: dict[str, Tensor]) -> Tensor:
+        with how.forward():
+            return loss(model, microbatch)
+
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with how.around(), pytest.raises(REFUSED, match="is off by"):
+        check(model, loss_fn, token_batch(), weight=count_tokens("labels"))
+    for now, then in zip(model.parameters(), before, strict=True):
+        assert now.dtype is how.dtype and torch.equal(now, then) and now.grad is None
+
+
+def test_one_norm_over_all_parameters_does_not_find_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: what the check compared once, and with the tolerance it had for float32."""
+    monkeypatch.setattr(agreement.Difference, "beyond", _one_norm)
+    model = Mixture()
+    check(model, lambda b: balanced(0.001)(model, b), token_batch(), weight=count_tokens("labels"))
+
+
+def _one_norm(self: agreement.Difference, rounding: agreement.Rounding) -> Tensor:
+    assert self.gradient is not None and self.size is not None
+    return torch.tensor([0] if self.gradient.norm() > 2e-2 * self.size.norm() else [], dtype=torch.int64)
+
+
+def test_gradients_that_are_left_out_hide_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant of the sketch: sparse gradients that count as 0."""
+    model = nn.Sequential(nn.Embedding(WORDS, 6, sparse=True))
+
+    def loss_fn(batch: dict[str, Tensor]) -> Tensor:
+        return (
+            (model(batch["ids"]).square().mean(2) * (batch["labels"] >= 0))
+            .sum(1)
+            .div(batch["lengths"])
+            .mean()
+        )
+
+    def found() -> bool:
+        try:
+            check(model, loss_fn, token_batch(), weight=count_tokens("labels"))
+        except REFUSED as error:
+            return "'0.weight' is off by" in str(error)
+        return False
+
+    assert found()
+    monkeypatch.setattr(sketch, "_sparse", lambda gradient: torch.zeros(sketch.BUCKETS))
+    assert not found()
+
+
+@pytest.mark.parametrize("columns", [7, 14, sketch.BUCKETS])
+def test_sums_over_classes_that_cancel_do_not_hide_a_gradient(columns: int) -> None:
+    """The rows of a softmax layer's gradient add up to 0, in every column."""
+    out = nn.Linear(columns, 300)
+    x, label = torch.randn(4, columns), torch.tensor([0, 1, 2, 3])
+    (gradient,) = torch.autograd.grad(functional.cross_entropy(out(x), label), [out.weight])
+    assert gradient.sum(0).abs().max() < 1e-6 < gradient.norm(), "the premise"
+    assert sketch.sketch([gradient]).norm() > 0.5 * gradient.norm()
+
+
+# -- chance agreement ---------------------------------------------------------------------------------
+
+
+def squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["soft"]).square().mean(1)
+
+
+def hardest(share: float, least: int = 1) -> Callable[[Tensor], Tensor]:
+    return lambda each: each.topk(max(least, int(share * len(each)))).values.mean()
+
+
+def centred(each: Tensor) -> Tensor:
+    """The samples with the largest covariance, as KL-Cov takes them."""
+    moved = (each - each.mean()) * (each.detach() - each.detach().mean())
+    return each.mean() + moved.topk(max(1, len(each) // 4)).values.mean()
+
+
+CHANCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "hardest half": hardest(0.5),
+    "hardest quarter": hardest(0.25),
+    "hardest 0.7": hardest(0.7),
+    "hardest half, nothing of one": hardest(0.5, least=0),
+    "median": lambda each: each.median(),
+    "largest": lambda each: each.max(),
+    "smallest": lambda each: each.min(),
+    "with its deviation": lambda each: each.mean() + 0.1 * each.std(),
+    "covariance": centred,
+    "above the mean": lambda each: (each * (each > each.mean())).mean(),
+    "above the middle": lambda each: each[each >= each.median()].mean(),
+}
+
+
+def missed(name: str, seeds: Sequence[int], samples: int, size: int, dtype: torch.dtype) -> list[int]:
+    found: list[int] = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        model = nn.Linear(FEATURES, 5).to(dtype)
+        batch = {key: value[torch.randperm(len(value))] for key, value in row_batch(dtype, samples).items()}
+        batch["soft"] = torch.randn(samples, 5, dtype=dtype)
+        try:
+            check(model, lambda mb, m=model: CHANCE[name](squares(m, mb)), batch, size=size)
+        except REFUSED:
+            continue
+        found.append(seed)
+    return found
+
+
+@pytest.mark.parametrize("name", CHANCE)
+def test_a_loss_over_some_samples_never_agrees_by_chance(name: str) -> None:
+    many = 200 if name == "hardest half" else 20
+    assert missed(name, range(many), 4, 4, torch.float64) == []
+    assert missed(name, range(10), 8, 4, torch.float32) == []
+    assert missed(name, range(10), 12, 12, torch.float32) == []
+
+
+def test_one_cut_agrees_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: a cut at a third and no other."""
+    monkeypatch.setattr(statement, "orders", lambda samples, turn: evaluation.orders(samples, turn)[:1])
+    assert len(missed("hardest half", range(40), 4, 4, torch.float64)) >= 8
+
+
+def test_what_a_check_costs() -> None:
+    """Calls of loss_fn and samples that pass through it, in units of the micro-batch."""
+    for samples, calls, passes in ((2, 3, 2), (4, 7, 3), (8, 11, 3), (64, 8, 3)):
+        seen: list[int] = []
+        model = nn.Linear(FEATURES, 5).double()
+
+        def loss_fn(batch: dict[str, Tensor], seen: list[int] = seen, model: nn.Module = model) -> Tensor:
+            seen.append(len(batch["x"]))
+            return squares(model, batch).mean()
+
+        check_statement(Problem(model, loss_fn), [row_batch(torch.float64, samples)])
+        assert (len(seen), sum(seen)) == (calls, passes * samples)

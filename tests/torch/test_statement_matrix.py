@@ -1,0 +1,85 @@
+"""The check of the statement over models, losses and precisions: right ones pass, wrong ones never do."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from superbatch.torch.checked import Checked
+from tests.torch.statement_cases import (
+    PRECISIONS,
+    ROW_LOSSES,
+    ROW_MODELS,
+    TOKEN_LOSSES,
+    TOKEN_MODELS,
+    Complex,
+    check,
+    row_batch,
+    token_batch,
+)
+
+
+def checked(model: nn.Module, loss: Any, batch: Any, precision: str, key: str, **stated: Any) -> Checked:
+    how = PRECISIONS[precision]
+    model = model if isinstance(model, Complex) else model.to(how.dtype)
+
+    def loss_fn(microbatch: dict[str, Any]) -> Any:
+        with how.forward():
+            return loss(model(microbatch[key]), microbatch)
+
+    with how.around():
+        return check(model, loss_fn, batch, **stated)
+
+
+ROW_CASES = list(zip(itertools.product(ROW_MODELS, ROW_LOSSES), itertools.cycle(PRECISIONS), strict=False))
+TOKEN_CASES = [
+    ((model, loss), precision)
+    for (model, loss), two in zip(
+        itertools.product(TOKEN_MODELS, TOKEN_LOSSES),
+        itertools.cycle([("float32", "autocast"), ("bfloat16", "tf32"), ("float64", "float16")]),
+        strict=False,
+    )
+    for precision in two
+]
+
+
+def test_the_matrix_has_two_hundred_cases_in_every_precision() -> None:
+    counts = dict.fromkeys(PRECISIONS, 0)
+    for _, precision in (*ROW_CASES, *TOKEN_CASES):
+        counts[precision] += 1
+    assert sum(counts.values()) >= 190 and min(counts.values()) >= 25
+
+
+@pytest.mark.parametrize("name", ROW_MODELS)
+def test_right_statements_of_rows_pass(name: str) -> None:
+    for number, ((model, loss), precision) in enumerate(ROW_CASES):
+        if model == name:
+            torch.manual_seed(number)
+            function, stated = ROW_LOSSES[loss]
+            batch = row_batch(PRECISIONS[precision].dtype)
+            done = checked(ROW_MODELS[model](), function, batch, precision, "x", **stated)
+            assert done.reason in ("", "all samples count alike"), (loss, precision, done)
+
+
+@pytest.mark.parametrize("name", TOKEN_MODELS)
+def test_right_statements_of_tokens_pass(name: str) -> None:
+    for number, ((model, loss), precision) in enumerate(TOKEN_CASES):
+        if model == name:
+            torch.manual_seed(number)
+            function, stated = TOKEN_LOSSES[loss]
+            done = checked(TOKEN_MODELS[model](), function, token_batch(), precision, "ids", **stated)
+            assert done.informative, (loss, precision, done)
+
+
+@pytest.mark.parametrize("loss", ROW_LOSSES)
+@pytest.mark.parametrize("precision", ["float64", "float32", "tf32"])
+def test_right_statements_of_complex_products_pass(loss: str, precision: str) -> None:
+    function, stated = ROW_LOSSES[loss]
+    batch = row_batch(PRECISIONS[precision].dtype)
+    model = Complex(PRECISIONS[precision].dtype)
+    assert all(p.is_complex() == (name == "turn") for name, p in model.named_parameters())
+    checked(model, function, batch, precision, "x", **stated)

@@ -1,0 +1,134 @@
+"""An update that broke half way: pooled statistics come before the step, and a torn state is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import OptimizerError, OutOfMemoryError
+from superbatch.torch import Accumulator, batchnorm
+
+F64 = torch.float64
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (
+        nn.Linear(3, 4),
+        nn.BatchNorm1d(4),
+        nn.Tanh(),
+        nn.BatchNorm1d(4, momentum=None),
+        nn.Linear(4, 1),
+    )
+    return nn.Sequential(*layers).to(F64)
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return [value.detach().clone() for value in (*model.state_dict().values(), *states)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+def accumulator(model: nn.Module, optimizer: Any, **options: Any) -> Accumulator:
+    def loss_fn(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    return Accumulator(model, optimizer, loss_fn, microbatch_size=4, check=False, **options)
+
+
+@pytest.mark.parametrize("module", [0, 1])
+@pytest.mark.parametrize("windows", [0, 1])
+def test_no_memory_for_pooled_statistics_leaves_all_as_before(
+    model: nn.Sequential, module: int, windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are computed before the optimizer's step, where a failure can still be undone."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    accumulate = accumulator(model, optimizer, batchnorm="per_microbatch")
+    batch = torch.randn(8, 3, dtype=F64)
+    for _ in range(windows):
+        accumulate(batch)
+    before, calls = contents(model, optimizer), [0]
+    computed = batchnorm._pooled
+
+    def failing(*args: Any) -> tuple[Tensor, Tensor]:
+        calls[0] += 1
+        if calls[0] == module + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return computed(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batchnorm, "_pooled", failing)
+        with pytest.raises(OutOfMemoryError, match="as before the window"):
+            accumulate(batch)
+    assert calls == [module + 1], "the premise: it has failed"
+    assert same(before, contents(model, optimizer))
+    assert [each.momentum for each in model if isinstance(each, nn.BatchNorm1d)] == [0.1, None]
+    assert accumulate(batch).made
+    assert not same(before, contents(model, optimizer))
+
+
+class Torn(torch.optim.Adam):
+    """Runs out of memory between two parameters, once."""
+
+    fails = True
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = list(self._all())
+        with torch.no_grad():
+            parameters[0].add_(1.0)
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().step(closure)
+
+    def _all(self) -> Iterator[Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+
+def test_a_torn_update_is_refused_until_a_state_is_loaded() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, dtype=F64)
+    optimizer = Torn(model.parameters(), lr=0.1)
+    accumulate, batch = accumulator(model, optimizer), torch.randn(8, 3, dtype=F64)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    state = accumulate.state_dict()
+    with pytest.raises(OutOfMemoryError, match="load a checkpoint"):
+        accumulate(batch)
+    torn = contents(model, optimizer)
+    for _ in range(2):
+        with pytest.raises(OptimizerError, match="torn"):
+            accumulate(batch)
+    with pytest.raises(OptimizerError, match="torn"), accumulate.window(batch):
+        pass
+    assert same(torn, contents(model, optimizer))
+    model.load_state_dict(saved)
+    accumulate.load_state_dict(state)
+    assert accumulate(batch).made
+
+
+def test_what_failed_before_the_step_tears_nothing() -> None:
+    """The state of this optimizer cannot be compared, but its step had not begun."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, dtype=F64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["history"] = [object()]
+    calls = torch.zeros(())
+
+    def loss_fn(x: Tensor) -> Tensor:
+        calls.add_(1)
+        return model(x).square().sum()
+
+    accumulate = Accumulator(
+        model, optimizer, loss_fn, microbatch_size=4, reduction="sum", weight=lambda x: 0, check=False
+    )
+    with pytest.raises(Exception, match="weight is 0"):
+        accumulate(torch.randn(8, 3, dtype=F64))
+    assert calls == 0, "the window is discarded: the state that it moved is as before"
