@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 def by_loss(window: WindowInFlight, losses: Any, bad: list[int]) -> Culprit:
     """Return the first of the micro-batches `bad`, whose losses are not finite; there may be none here."""
+    droppable = _can_drop(window)
     if not bad:
-        return Culprit()
+        return Culprit(droppable=droppable)
     place = window._place
     sums = place.sums() if isinstance(place, InMomentum) else place.close()
     parameter = first_bad_parameter(window._plan.owned, sums)
     loss, term = window._weights.loss_of(losses, bad[0])
-    return Culprit(bad[0], loss, parameter, whole=window._plan.whole, term=term)
+    return Culprit(bad[0], loss, parameter, whole=window._plan.whole, term=term, droppable=droppable)
 
 
 def by_gradient(window: WindowInFlight, losses: Any, gradients: list[Tensor | None]) -> Culprit:
@@ -34,7 +35,7 @@ def by_gradient(window: WindowInFlight, losses: Any, gradients: list[Tensor | No
     if plan.whole:  # there is but one
         return Culprit(0, losses[0], parameter, whole=True)
     if plan.loss_fn is None:  # an owned loop cannot be run again
-        return Culprit(parameter=parameter)
+        return Culprit(parameter=parameter, droppable=_can_drop(window))
     plan.random.restore()
     plan.state.restore()
     took_part = window._weights.took_part(window._dropped)
@@ -48,7 +49,13 @@ def by_gradient(window: WindowInFlight, losses: Any, gradients: list[Tensor | No
             raise
         index = None  # the sums are in memory beside this: without the index, the error is what it is
     loss = None if index is None else window._weights.loss_of(losses, index)[0]
-    return Culprit(index, loss, parameter, term=terms[0] if terms else "")
+    term = terms[0] if terms else ""
+    return Culprit(index, loss, parameter, term=term, droppable=_can_drop(window))
+
+
+def _can_drop(window: WindowInFlight) -> bool:
+    """Tell whether nonfinite="skip_microbatch" is possible with the other options."""
+    return window._plan.declared.can_drop and not isinstance(window._place, InMomentum)
 
 
 def _backward_again(window: WindowInFlight, index: int, terms: list[str]) -> None:

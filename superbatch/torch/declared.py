@@ -48,6 +48,11 @@ class Declared:
         return (returned,) if self.terms else (alone(returned),)
 
     @property
+    def can_drop(self) -> bool:
+        """Whether a micro-batch can be left out with its weight: terms have several, a total has none."""
+        return not self.terms and self.reduction != "total"
+
+    @property
     def needs_samples(self) -> bool:
         """Whether the samples of every micro-batch must be counted."""
         if self.terms:

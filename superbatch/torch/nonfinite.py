@@ -22,6 +22,7 @@ class Culprit:
         parameter: the first parameter with a gradient that is not finite.
         whole: the loss was computed on the whole batch at once, which is then the only micro-batch.
         term: the name of the loss among several.
+        droppable: a micro-batch can be left out with its weight; otherwise this is not advised.
     """
 
     index: int | None = None
@@ -29,6 +30,7 @@ class Culprit:
     parameter: str | None = None
     whole: bool = False
     term: str = ""
+    droppable: bool = True
 
     def text(self, count: int, *, skipping: bool = False) -> str:
         """Compose the error text.
@@ -52,7 +54,8 @@ class Culprit:
             given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}{of}"
         what = "its loss" if self.loss is not None and not math.isfinite(self.loss) else "its gradient"
         where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
-        others = [] if self.whole else ['nonfinite="skip_microbatch" leaves it (and its weight) out']
+        drop = ['nonfinite="skip_microbatch" leaves it (and its weight) out']
+        others = drop if self.droppable and not self.whole else []
         others += [] if skipping else ['nonfinite="skip_update" gives up the whole update']
         look = f"look at that {'batch' if self.whole else 'micro-batch'}"
         return explain(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -455,3 +456,45 @@ def test_a_window_of_given_microbatches():
     parts[2] = spoil_input(parts[2], 1)
     with pytest.raises(NonFiniteError, match=r"micro-batch 2 of 0\.\.2 with loss nan"):
         accumulate(Window(parts))
+
+
+ADVISED: dict[str, dict[str, Any]] = {
+    "a mean": {},
+    "a sum": {"reduction": "sum"},
+    "a total": {"reduction": "total"},
+    "terms": {"weight": {"one": None, "other": None}},
+    "the momentum buffer": {"accumulate_into": "momentum"},
+}
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip_update"])
+@pytest.mark.parametrize("case", ADVISED)
+def test_what_is_advised_works_with_the_other_options(case: str, nonfinite: str) -> None:
+    model, options = mlp(), ADVISED[case]
+    several = isinstance(options.get("weight"), dict)
+
+    def make(policy: str) -> Accumulator:
+        def loss_fn(microbatch: Any) -> Any:
+            loss = mse(model, microbatch)
+            return {"one": loss, "other": 2 * loss} if several else loss
+
+        optimizer, given = sgd(model.parameters()), dict(options)
+        return Accumulator(
+            model, optimizer, loss_fn, microbatch_size=SPLIT, check=False, nonfinite=policy, **given
+        )
+
+    batch = spoil_input(BATCHES[0], 4)
+    if nonfinite == "raise":
+        with pytest.raises(NonFiniteError) as caught:
+            make(nonfinite)(batch)
+        text = str(caught.value)
+    else:
+        text = make(nonfinite)(batch).skipped or ""
+    advised = re.findall(r'nonfinite="(\w+)"', text)
+    assert advised == [
+        *(["skip_microbatch"] if case in ("a mean", "a sum") else []),
+        *(["skip_update"] if nonfinite == "raise" else []),
+    ]
+    for policy in advised:
+        update = make(policy)(batch)
+        assert update.made == (policy == "skip_microbatch")
