@@ -9,6 +9,10 @@ so, the boundary of each window looks for what is cheap to see without a forward
   classes (`sample_counts`).
 
 One number in a sum that every window makes tells all ranks of it. They check together, before the update.
+
+Training may move what a loss divides by: a threshold on predictions, the number of confident ones. No data
+shows it, so the loss is also checked without news, from window 10 on and each time that the number of windows
+has doubled, where the budget allows it.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ CALLS = 8
 """Calls of `loss_fn` that a check of a few samples makes."""
 WINDOWS = 100
 """In so many windows, further checks may cost one window."""
+ROUTINE = 10
+"""The first window that may be checked without news."""
 
 _MOST_CLASSES = 1024  # a longer tensor is none of class weights
 _FAINT = ENOUGH / 2
@@ -92,6 +98,7 @@ class _Memory:
         unverified: the first update that was made without a check that could have shown an error.
         spent: calls of `loss_fn` for further checks.
         said: what was checked once, whatever it cost.
+        routine: number of the last window that was checked again.
     """
 
     compared: bool = False
@@ -99,6 +106,7 @@ class _Memory:
     unverified: int | None = None
     spent: int = 0
     said: Sequence[str] = ()
+    routine: int = 0
 
 
 class CheckSchedule:
@@ -160,7 +168,7 @@ class CheckSchedule:
             return False
         found = self._find(shown)
         if found is None:
-            return False
+            return self._is_due(count)
         now, allowed = self._now, max(count, self._microbatches // WINDOWS)
         if now.spent + CALLS <= allowed or (found.sure and found.name not in now.said):
             said = [found.name, _NO_LOSS] if 0.0 in shown.losses else [found.name]
@@ -183,11 +191,14 @@ class CheckSchedule:
         try:
             checked = check_later_window(self._plan, shown.pieces, chosen, frozen=self._frozen)
         except (StatementError, CoupledSamplesError) as error:
+            has_news = self._now.unverified is not None or self._find(shown) is not None
+            first = self._first_unverified() if has_news else max(1, self._now.routine)
             raise type(error)(
-                f"{error} The first update that was not verified is update {self._first_unverified()} "
+                f"{error} The first update that was not verified is update {first} "
                 f"(counted from 0); update {self._updates}, which shows the error, was not made."
             ) from None
-        self._now = replace(self._now, spent=self._now.spent + CALLS * max(1, len(chosen)))
+        spent = self._now.spent + CALLS * max(1, len(chosen))
+        self._now = replace(self._now, spent=spent, routine=self._updates + 1)
         self._record(shown.pieces, checked, chosen)
 
     def left(self, *, made: bool) -> None:
@@ -213,9 +224,17 @@ class CheckSchedule:
         """Resume from what `state_dict` returned; None, from an older version, changes nothing."""
         if state is None:
             return
-        self._now = self._before = _Memory(**{name: state[name] for name in vars(self._now)})
+        known = {name: state[name] for name in vars(_Memory()) if name in state}
+        self._now = self._before = _Memory(**known)
         self._microbatches = state["microbatches"]
         self._counts = self._open(self._known)
+
+    def _is_due(self, count: int) -> bool:
+        """Tell whether a check without news is due; the budget keeps another one for news."""
+        now = self._now
+        if not now.compared or self._updates + 1 < max(ROUTINE, 2 * now.routine):
+            return False
+        return now.spent + 2 * CALLS <= (self._microbatches + count) // WINDOWS
 
     def _first_unverified(self) -> int:
         return self._updates if self._now.unverified is None else self._now.unverified
@@ -296,6 +315,9 @@ class CheckSchedule:
         order = sorted(shown.took_part(), key=lambda index: abs(shown.losses[index]))
         if not order:
             return []
+        if found is None and pieces.samples is not None:
+            picked = pieces.pick(pieces.firsts(order))
+            return [pieces.microbatches[order[-1]] if picked is None else picked]
         # Samples without and with a loss: where all have one, a mean over those that have one is a mean.
         mixed = pieces.pick(pieces.of_two(order[0], order[-1], 2)) if order[1:] and pieces.samples else None
         return [piece for piece in (mixed, pieces.microbatches[order[-1]]) if piece is not None]

@@ -103,9 +103,18 @@ class Pieces:
 
     def of_two(self, first: int, second: int, most: int) -> list[int]:
         """Return the first samples of two micro-batches, at most so many of each, counted as in `parts`."""
+        return self._of([first, second], most)
+
+    def firsts(self, order: Sequence[int]) -> list[int]:
+        """Return a few samples spread over micro-batches in a given order, counted as in `parts`."""
+        few = min(4, len(order))
+        spread = [order[place * (len(order) - 1) // max(1, few - 1)] for place in range(few)]
+        return self._of(spread, max(1, 4 // few))
+
+    def _of(self, indices: Sequence[int], most: int) -> list[int]:
         assert self.samples is not None
         places: list[int] = []
-        for index in (first, second):
+        for index in indices:
             start = sum(self.samples[:index])
             places += range(start, start + min(most, self.samples[index]))
         ordered = self._order is not None and self._whole is not None
