@@ -31,7 +31,7 @@ from .joining import joined
 from .options import is_size
 from .out_of_memory import out_of_memory, release_caches
 from .pieces import Pieces
-from .recovery import begin_again
+from .recovery import begin_again, but_unseen, require_restorable
 from .sizes.sizing import Fixed, Sizing
 from .slips import without_tensor
 from .sync import Ranks
@@ -155,6 +155,7 @@ class WholeBatch:
 
     def _go_on_smaller(self, window: WindowInFlight, failure: str) -> None:
         plan = window._plan
+        require_restorable(window, f"a batch for which there was no memory ({failure})")
         plan.state.restore()  # the block restores the buffers of models alone
         gc.collect()  # an exception and its frames may be a cycle
         release_caches(*plan.random.devices)
@@ -180,7 +181,7 @@ class WholeBatch:
         plan.reserve.tight = True
         warnings.warn(
             f"memory ran out with {failed} samples at a time; the batch is worked through again with at most "
-            f"{most}. The update is the same. ({failure.splitlines()[0]})",
+            f"{most}. The update is the same{but_unseen(window)}. ({failure.splitlines()[0]})",
             UserWarning,
             stacklevel=5,
         )

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SMALL_BYTES = 1 << 20  # a copy of a tensor up to this size costs nothing worth a thought
 _HEAD = 256  # values of a large tensor that are compared
+_PARTS = 4096  # of a large tensor, each with a sum
 
 
 @dataclass
@@ -28,6 +29,7 @@ class KeptTensor:
         loose: reached through the loss function, not through a module.
         copy: the content; None if it was not copied.
         head: some of the content, where it was not copied.
+        sums: of all of the content, where it was not copied and is not too large.
         written: an operation wrote to it while `Writes` was active.
 
     Examples:
@@ -50,6 +52,7 @@ class KeptTensor:
     loose: bool = False
     copy: Tensor | None = None
     head: Tensor | None = None
+    sums: Tensor | None = None
     written: bool = False
 
     @classmethod
@@ -75,6 +78,10 @@ class KeptTensor:
         """Note some of the content."""
         self.head = _head(self.alias).clone()
 
+    def add_up(self) -> None:
+        """Note sums of the content, which show a write that no version counter does: through ``.data``."""
+        self.sums = sums_of(self.alias)
+
     def rebound(self) -> bool:
         """Return whether the tensor has got other memory, by ``tensor.data = ...``."""
         now, before = self.tensor, self.alias
@@ -95,12 +102,21 @@ class KeptTensor:
         """Return whether the content has moved, and was not copied before."""
         return self.copy is None and self._written_uncopied()
 
+    def is_unseen(self) -> bool:
+        """Return whether a write to most of the content would be seen by the version alone."""
+        uncopied = self.copy is None and self.sums is None
+        return uncopied and not (self.frozen or self.trained) and self.alias.nbytes > SMALL_BYTES
+
     def _written_uncopied(self) -> bool:
-        # By its version too: a bank is written far from its first values.
+        # By its version and sums too: a bank is written far from its first values.
         if self.trained:
             return False
-        written = version(self.tensor) != self.version
-        return written or (self.head is not None and not torch.equal(_head(self.alias), self.head))
+        if version(self.tensor) != self.version:
+            return True
+        if self.head is not None and not torch.equal(_head(self.alias), self.head):
+            return True
+        now = None if self.sums is None else sums_of(self.alias)
+        return now is not None and self.sums is not None and not torch.equal(now, self.sums)
 
     def restore(self) -> None:
         """Give the tensor its memory back, and the memory its content."""
@@ -140,6 +156,23 @@ def version(tensor: Tensor) -> int:
 
 def _head(tensor: Tensor) -> Tensor:
     return tensor.flatten()[:_HEAD] if tensor.is_contiguous() else tensor[:1].flatten()[:_HEAD]
+
+
+def sums_of(tensor: Tensor) -> Tensor | None:
+    """Return sums of the bytes of a tensor in 4096 parts, as integers; None for one with gaps.
+
+    Examples:
+        >>> int(sums_of(torch.ones(5, dtype=torch.uint8)).sum())
+        5
+    """
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return None
+    flat = tensor.flatten().view(torch.uint8)
+    if flat.storage_offset() % 8 == 0:
+        flat = flat[: len(flat) // 8 * 8].view(torch.int64)
+    parts = flat[: len(flat) // _PARTS * _PARTS].view(_PARTS, -1)
+    rest = tensor.flatten().view(torch.uint8)[parts.nbytes :]
+    return torch.cat([parts.sum(1), rest.sum().view(1)])
 
 
 class Writes(TorchDispatchMode):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +28,7 @@ from .reached import Table, reach
 from .snapshot import BufferKeeper, generator_moved, generator_restorer
 
 MOST_BYTES = 1 << 26  # of copies of tensors that were never seen to move
+MOST_ADDED_UP = 1 << 28  # bytes of tensors that are read to see whether they move
 
 
 class MovedState:
@@ -115,16 +115,16 @@ class MovedState:
         if self._looked:
             self._learn()
         else:
-            for name in self._written_frozen():
-                tensor = self._known.frozen.pop(name)
-                self._known.tensors[id(tensor)] = (weakref.ref(tensor), name, False)
+            self._learn_frozen()
         self._known.windows += 1
         self._buffers.release()
         self._forget()
 
     def restore(self) -> None:
         """Put everything back as it was at `take`, identities included."""
-        lost = [kept.name for kept in self._tensors.values() if kept.is_lost()] + self._written_frozen()
+        lost = self.lost()
+        self._learn_of(kept for kept in self._tensors.values() if kept.is_lost())
+        self._learn_frozen()
         loose = self._loose_state_moved()
         self._buffers.restore()
         for kept in self._tensors.values():
@@ -144,6 +144,14 @@ class MovedState:
                 UserWarning,
                 stacklevel=4,
             )
+
+    def lost(self) -> list[str]:
+        """Return names of the state that has moved since `take` and was not copied: `restore` leaves it."""
+        return [kept.name for kept in self._tensors.values() if kept.is_lost()] + self._written_frozen()
+
+    def unseen(self) -> list[str]:
+        """Return names of tensors that are too large for a write through ``.data`` to be seen."""
+        return [kept.name for kept in self._tensors.values() if kept.is_unseen()]
 
     def changed(self) -> bool:
         """Return whether anything is no longer as at `take`."""
@@ -261,7 +269,7 @@ class MovedState:
         self._bindings: list[tuple[Table, dict[Any, Any]]] = []
         self._tensors: dict[int, KeptTensor] = {}
         self._generators: list[tuple[Any, Callable[[], object]]] = []
-        self._versions: list[int] = []
+        self._versions: dict[str, int] = {}  # of frozen parameters that are watched
 
     def _look(self, *, check: bool) -> None:
         """Note everything that can be reached."""
@@ -300,6 +308,7 @@ class MovedState:
         unknown = not (known.windows or known.checked or check)
         trained = (p for model in self._models for p in model.parameters() if p.requires_grad)
         left = {True: max(SMALL_BYTES, sum(p.nbytes for p in trained)) if unknown else 0, False: MOST_BYTES}
+        read = MOST_ADDED_UP
         for kept in sorted(self._tensors.values(), key=lambda kept: kept.alias.nbytes):
             size = kept.alias.nbytes
             if id(kept.tensor) in known.tensors:
@@ -311,6 +320,9 @@ class MovedState:
                 kept.copy_now()
             else:
                 kept.look_at_head()
+                if unknown and SMALL_BYTES < size <= read:
+                    read -= size
+                    kept.add_up()
 
     def _take_known(self) -> None:
         """Note what was seen to move."""
@@ -328,7 +340,7 @@ class MovedState:
                 self._tensors[identity] = kept = KeptTensor.of(name, tensor, loose=loose)
                 kept.copy_now()
         self._generators = [(v, r) for v in known.generators if (r := generator_restorer(v)) is not None]
-        self._versions = [tensor._version for tensor in known.frozen.values()]
+        self._versions = {name: tensor._version for name, tensor in known.frozen.items()}
 
     def _learn(self) -> None:
         """Note what has moved since `take`, to copy it from now on."""
@@ -337,17 +349,24 @@ class MovedState:
             only = replace(table, keys=frozenset([key])) if isinstance(table.content, dict) else table
             state = isinstance(before, Tensor | tuple)
             known.bindings.setdefault((id(table.content), key), (only, state))
-        for identity, kept in self._tensors.items():
-            if kept.moved():
-                known.tensors[identity] = (weakref.ref(kept.tensor), kept.name, kept.loose)
-                known.frozen.pop(kept.name, None)
+        self._learn_of(kept for kept in self._tensors.values() if kept.moved())
+
+    def _learn_of(self, moved: Iterable[KeptTensor]) -> None:
+        for kept in moved:
+            self._known.tensors[id(kept.tensor)] = (weakref.ref(kept.tensor), kept.name, kept.loose)
+            self._known.frozen.pop(kept.name, None)
+
+    def _learn_frozen(self) -> None:
+        for name in self._written_frozen():
+            tensor = self._known.frozen.pop(name)
+            self._known.tensors[id(tensor)] = (weakref.ref(tensor), name, False)
 
     def _written_frozen(self) -> list[str]:
         """Return the frozen parameters that were written since `take`, of those that are only watched."""
-        if not self._versions:
-            return []
-        watched = zip(self._known.frozen.items(), self._versions, strict=True)
-        return [name for (name, tensor), before in watched if tensor._version != before]
+        now = self._known.frozen
+        return [
+            name for name, before in self._versions.items() if name in now and now[name]._version != before
+        ]
 
     def _rebound(self, *, loose: bool, results: bool = False) -> Iterator[tuple[Table, Any, Any, Any]]:
         """Yield the bindings that are no longer as at `take`: table, key, what was bound, what is.
@@ -377,24 +396,3 @@ class MovedState:
         return any(kept.loose and kept.moved() for kept in self._tensors.values()) or any(
             table.loose for table, *_ in self._rebound(loose=False)
         )
-
-
-@contextmanager
-def state_as_before(
-    models: Iterable[nn.Module], functions: Iterable[Callable[..., Any] | None]
-) -> Iterator[None]:
-    """Run the body, then restore the state that it has moved, large tensors that are no parameters aside.
-
-    Examples:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> with state_as_before([norm], []):
-        ...     norm.running_mean += 1
-        >>> norm.running_mean
-        tensor([0., 0.])
-    """
-    keeper = MovedState(models, functions)
-    keeper.take()
-    try:
-        yield
-    finally:
-        keeper.restore()

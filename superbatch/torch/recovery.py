@@ -114,6 +114,7 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
     again = not _put_back(window, index)
     _require_inputs(window, 0 if again else index, index, failure)
     if again:
+        require_restorable(window, f"micro-batch {index}, for which there was no memory ({failure})")
         begin_again(window)
     try:
         cut_large(pieces, window._next, most)
@@ -128,7 +129,7 @@ def _go_on_smaller(window: WindowInFlight, failure: str) -> None:
     warnings.warn(
         f"memory ran out in micro-batch {index} ({samples} samples); the window "
         f"{'begins again' if again else 'goes on'} in micro-batches of at most {most}. The update is the "
-        f"same{'' if plan.sample_rng else _BUT_RANDOM}. ({failure.splitlines()[0]})",
+        f"same{'' if plan.sample_rng else _BUT_RANDOM}{but_unseen(window)}. ({failure.splitlines()[0]})",
         UserWarning,
         stacklevel=4,
     )
@@ -153,6 +154,40 @@ def _require_inputs(window: WindowInFlight, first: int, last: int, failure: str)
                     "let the loss function change a copy of its micro-batch, or make it smaller",
                 )
             )
+
+
+def require_restorable(window: WindowInFlight, failed: str) -> None:
+    """Check that all state that the window has moved can be restored, before it begins again.
+
+    Args:
+        window: open.
+        failed: the text of what there was no memory for.
+
+    Raises:
+        OutOfMemoryError: state has moved that was not copied.
+    """
+    lost = window._plan.state.lost()
+    if lost:
+        others = f" and {len(lost) - 1} more" if lost[1:] else ""
+        raise OutOfMemoryError(
+            explain(
+                failed,
+                f"the window cannot begin again: it has moved the state {lost[0]!r}{others} for the first "
+                "time, which was not copied and cannot be restored. Nothing was updated, everything else is "
+                "as before the window",
+                "restore that state, as from a checkpoint, and call again: from now on it is copied",
+            )
+        )
+
+
+def but_unseen(window: WindowInFlight) -> str:
+    """Return what the text of a window that goes on has to leave open."""
+    unseen = window._plan.state.unseen()
+    return (
+        f", unless loss_fn writes to {unseen[0]!r} through .data or NumPy, which is not seen"
+        if unseen
+        else ""
+    )
 
 
 _BUT_RANDOM = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .checks import as_models, check_choice
 from .coupling import probe_coupling
 from .declared import refuse_terms
 from .looking import FloatingDtypes
-from .moved_state import state_as_before
+from .moved_state import MovedState
 from .out_of_memory import out_of_memory
 from .probing.diagnose import Diagnosis, diagnose, judge
 from .probing.meetings import find_meetings
@@ -60,6 +61,17 @@ class _Request(NamedTuple):
     def setting(self, dtype: torch.dtype | None, reset: Any) -> Setting:
         problem = self.problem.in_dtype(dtype)
         return Setting(problem, self.batch, reset, self.batchnorm, self.sample_rng)
+
+
+@contextmanager
+def _state_as_before(problem: Problem) -> Iterator[None]:
+    """Run the body, then restore the state that it has moved, large tensors that are no parameters aside."""
+    keeper = MovedState([problem.model], [problem.loss_fn])
+    keeper.take()
+    try:
+        yield
+    finally:
+        keeper.restore()
 
 
 def verify(
@@ -144,7 +156,7 @@ def verify(
         problem, batch, samples, microbatch_size, sample_rng, batchnorm, against, dtype, tolerance
     )
     _check_split(request)
-    with state_as_before([problem.model], [problem.loss_fn]):
+    with _state_as_before(problem):
         return _report(request)
 
 

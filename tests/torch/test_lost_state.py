@@ -1,0 +1,186 @@
+"""State that moves in the first window without a check, and cannot be restored when memory runs out in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import OutOfMemoryError
+from superbatch.torch import Accumulator, kept_tensors, moved_state
+from superbatch.torch.kept_tensors import KeptTensor
+from superbatch.torch.moved_state import MovedState
+
+F64 = torch.float64
+SAMPLES, ROWS = 8, 200_000  # the bank is above the size up to which all is copied
+FIRST = 100_000  # behind the values that are looked at
+
+
+def _in_place(bank: Tensor, rows: Tensor, values: Tensor) -> None:
+    bank[rows] = values
+
+
+def _data(bank: Tensor, rows: Tensor, values: Tensor) -> None:
+    bank.data[rows] = values
+
+
+def _numpy(bank: Tensor, rows: Tensor, values: Tensor) -> None:
+    bank.numpy()[rows.numpy()] = values.numpy()
+
+
+Write = Callable[[Tensor, Tensor, Tensor], object]
+WRITES: dict[str, Write] = {
+    "in place": _in_place,
+    "through .data": _data,
+    "through NumPy": _numpy,
+}
+
+
+@dataclass
+class Program:
+    """A model pulled to its last outputs, which are kept in a bank: each sample reads and writes its own row.
+
+    So micro-batches in whatever split make the update of the real batch, as long as none is run twice.
+    """
+
+    write: Write
+    fails: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.bank = torch.zeros(ROWS, 1, dtype=F64)
+
+    def loss_fn(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, rows = batch
+        out = self.model(x)
+        loss = (out - self.bank[rows]).square().mean()
+        self.write(self.bank, rows, out.detach() + 1)
+        if self.fails and self.fails.pop() == "now":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+    def accumulator(self, **options: Any) -> Accumulator:
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        return Accumulator(self.model, optimizer, self.loss_fn, check=False, **options)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    x = torch.randn(SAMPLES, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+    return x, torch.arange(FIRST, FIRST + SAMPLES)
+
+
+def large(write: Write) -> Program:
+    """Return the program after one update with the real large batch."""
+    program = Program(write)
+    optimizer = torch.optim.SGD(program.model.parameters(), lr=0.1, momentum=0.9)
+    program.loss_fn(batch()).backward()
+    optimizer.step()
+    return program
+
+
+def error_of(mine: Program, real: Program) -> float:
+    """Return the largest difference of an update to that of the real batch, relative to that update."""
+    start = Program(_in_place).parameters()
+    wanted, found = real.parameters(), mine.parameters()
+    assert all((wanted[name] - start[name]).norm() > 1e-3 for name in start), "premise: all parameters move"
+    return max(
+        float((found[name] - wanted[name]).norm() / (wanted[name] - start[name]).norm()) for name in start
+    )
+
+
+NOT_RESTORED = "ignore:the state 'Program.bank' moved for the first time"
+
+
+@pytest.mark.filterwarnings(NOT_RESTORED)
+@pytest.mark.parametrize("name", WRITES)
+def test_a_window_does_not_begin_again_on_state_that_cannot_be_restored(name: str) -> None:
+    program = Program(WRITES[name], ["now", "later"])  # the second micro-batch
+    accumulate = program.accumulator(microbatch_size=4)
+    before, bank, random = program.parameters(), program.bank.clone(), torch.get_rng_state()
+    with pytest.raises(OutOfMemoryError, match=r"moved the state '.*bank'.* everything else is as before"):
+        accumulate(batch())
+    assert not torch.equal(bank, program.bank), "premise: the bank has moved"
+    after = program.parameters()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(p.grad is None for p in program.model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+
+    # What the text says to do: it is known by now, and copied, so that the next window can begin again.
+    program.bank.copy_(bank)
+    program.fails += ["now", "later"]
+    with pytest.warns(UserWarning, match=r"begins again .* The update is the same"):
+        update = accumulate(batch())
+    assert update.failures == 1
+    real = large(WRITES[name])
+    assert error_of(program, real) < 1e-12
+    assert torch.equal(program.bank, real.bank) or (program.bank - real.bank).abs().max() < 1e-12
+
+
+@pytest.mark.filterwarnings(NOT_RESTORED)
+def test_the_coupled_path_does_not_begin_again_either() -> None:
+    # Rows and values are virtual there: what is written is real.
+    program = Program(lambda bank, *_: bank[FIRST:].fill_(1.0), ["now"])
+    accumulate = program.accumulator(microbatch_size=4, coupled="exact")
+    before, bank = program.parameters(), program.bank.clone()
+    with pytest.raises(OutOfMemoryError, match="moved the state"):
+        accumulate(batch())
+    assert not torch.equal(bank, program.bank), "premise: the bank has moved"
+    after = program.parameters()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_too_large_to_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moved_state, "MOST_ADDED_UP", 0)
+    program = Program(_data, ["now", "later"])
+    with pytest.warns(UserWarning, match=r"same, .*unless loss_fn writes to '.*bank' through"):
+        program.accumulator(microbatch_size=4)(batch())
+    assert error_of(program, large(_data)) > 1e-2, "premise: it does write to it, and the update is another"
+
+
+def test_a_constant_beside_the_model_is_no_reason_to_stop() -> None:
+    program = Program(lambda *_: None, ["now", "later"])
+    with pytest.warns(UserWarning, match="The update is the same") as said:
+        update = program.accumulator(microbatch_size=4)(batch())
+    assert update.failures == 1
+    assert not re.search("unless", str(said[0].message))
+    assert error_of(program, large(lambda *_: None)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("place", "method", "mutant", "write"),
+    [
+        (MovedState, "lost", lambda self: [], "in place"),
+        (KeptTensor, "add_up", lambda self: None, "through .data"),
+    ],
+    ids=["what is lost is not asked for", "only versions and the first values are compared"],
+)
+@pytest.mark.filterwarnings("ignore:memory ran out", NOT_RESTORED)
+def test_mutants_make_another_update(
+    place: Any, method: str, mutant: Any, write: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, method, mutant)
+    program = Program(WRITES[write], ["now", "later"])
+    assert program.accumulator(microbatch_size=4)(batch()).failures == 1
+    assert error_of(program, large(WRITES[write])) > 1e-2
+
+
+@pytest.mark.parametrize("bytes_", [1 << 20, (1 << 20) + 1, (1 << 21) + 4093])
+def test_sums_show_a_write_anywhere(bytes_: int) -> None:
+    tensor = torch.zeros(bytes_ + 3, dtype=torch.uint8)[3:]  # not aligned
+    for one in (tensor, torch.zeros(bytes_, dtype=torch.uint8), torch.zeros(bytes_ // 8, dtype=F64)):
+        before = kept_tensors.sums_of(one)
+        for place in (0, len(one) // 2, len(one) - 1):
+            one.data[place] = 1
+            after = kept_tensors.sums_of(one)
+            assert before is not None and after is not None
+            assert not torch.equal(before, after)
+            before = after
