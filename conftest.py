@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import isolation
 
@@ -25,9 +25,10 @@ from tests import isolation
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# Times vary with the machine: no deadline. In CI, a red build must be red again when it is run again.
-settings.register_profile("here", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+# Times vary with the machine: no deadline, and no failure of a test whose examples are slow to make. In CI, a
+# red build must be red again when it is run again.
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 # The doctests of a backend that is not installed are left out, and the header of the run says so.
@@ -66,6 +67,30 @@ collect_ignore += [
 ]
 collect_ignore += [str(ROOT / "tests" / "contract" / "keras_model.py")]  # for processes of its own
 
+# Run before all others, so that no core works alone through a long file at the end. A file that is missing
+# here costs seconds, nothing else: `./run test --durations=100` shows which are long.
+LONGEST = (
+    "test_failing_allocations.py",
+    "test_virtual_compile.py",
+    "test_virtual_batch.py",
+    "test_virtual_operators.py",
+    "test_lr_survey_restore.py",
+    "test_moved_state.py",
+    "test_virtual_paranoid.py",
+    "test_exactness.py",
+    "test_models.py",
+    "test_masters.py",
+    "test_ddp.py",
+    "test_virtual_layouts.py",
+    "test_check_schedule.py",
+    "test_coupled_exact.py",
+    "test_virtual_ranks.py",
+    "test_compare.py",
+    "test_snippets.py",
+    "test_advise.py",
+    "test_distribution.py",
+)
+
 TORCH_DEFAULT = {
     "gradients enabled": True,
     "deterministic algorithms": False,
@@ -99,11 +124,19 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The doctests of a backend are tests of that backend, and chosen as those are."""
+    """Mark the doctests of a backend as tests of that backend, and put the longest files first."""
+    places = {path: place(path) for path in {item.path for item in items}}
     for item in items:
-        for name in BACKENDS:
-            if (ROOT / "superbatch" / name) in item.path.parents:
-                item.add_marker(name)
+        name, _ = places[item.path]
+        if name is not None:
+            item.add_marker(name)
+    items.sort(key=lambda item: places[item.path][1])
+
+
+def place(path: Path) -> tuple[str | None, int]:
+    """Return the backend that a file is a part of, and how early it is run."""
+    backend = next((name for name in BACKENDS if (ROOT / "superbatch" / name) in path.parents), None)
+    return backend, LONGEST.index(path.name) if path.name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish() -> None:

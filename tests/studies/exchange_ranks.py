@@ -26,6 +26,18 @@ class Late(Ranks):
         return result
 
 
+class Counting(Ranks):
+    """Ranks that note how many numbers each exchange is of."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.numbers: list[int] = []
+
+    def sum_gradients(self, gradients: Any, zeros: Any) -> Any:
+        self.numbers.append(sum(gradient.numel() for gradient in gradients))
+        return super().sum_gradients(gradients, zeros)
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     rank, count = exchange.started_on()
@@ -36,8 +48,11 @@ def main(folder: Path) -> None:
         "frozen": nn.Sequential(nn.Linear(3, 1), frozen),
     }
     with exchange.all_ranks(torch.device("cpu")) as ranks:
-        found: dict[str, Any] = {"rank": rank, "count": count}
-        found |= {name: exchange.exchange_seconds(model, ranks) for name, model in models.items()}
+        found: dict[str, Any] = {"rank": rank, "count": count, "numbers": {}}
+        for name, model in models.items():
+            counting = Counting((), group=ranks.group, device=ranks.device)
+            found[name] = exchange.exchange_seconds(model, counting)
+            found["numbers"][name] = counting.numbers
         late = Late((), group=ranks.group, device=ranks.device)
         found["late"] = exchange.exchange_seconds(models["small"], late)
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -13,7 +13,7 @@ import pytest
 from superbatch.errors import InputError
 from superbatch.report.advice import Advice
 from superbatch.report.json import from_json
-from superbatch.studies.exchange import check_ranks, started_on
+from superbatch.studies.exchange import ROUNDS, check_ranks, started_on
 from tests.studies import exchange_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -38,13 +38,17 @@ def test_both_ranks_know_what_the_slower_one_measured(measured: list[dict[str, A
     assert [(each["rank"], each["count"]) for each in measured] == [(0, 2), (1, 2)]
     for name in ("small", "large", "late"):
         assert measured[0][name] == measured[1][name] > 0
-    assert measured[0]["late"] >= exchange_ranks.SLEEP > measured[0]["small"]
+    assert measured[0]["late"] >= exchange_ranks.SLEEP
 
 
 def test_the_time_is_that_of_the_gradients_which_are_exchanged(measured: list[dict[str, Any]]) -> None:
-    """16 MB take much longer than 16 bytes; frozen parameters have no gradient."""
-    assert measured[0]["large"] > 3 * measured[0]["small"]
-    assert measured[0]["large"] > 3 * measured[0]["frozen"]
+    """Frozen parameters have no gradient. Numbers are counted: times say little on a machine under load."""
+    for of_rank in measured:
+        assert of_rank["numbers"] == {
+            "small": [4] * ROUNDS,
+            "large": [4_002_000] * ROUNDS,
+            "frozen": [4] * ROUNDS,
+        }
 
 
 def test_the_advice_has_what_was_measured_and_is_given_once(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_the_end_comes_in_time() -> None:
 
     start = time.monotonic()
     report = fit(replace(recipe, loss_fn=slow), quick(seconds=1.0))
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 15, "room for a machine under load"
     assert report.of(1).measured and not report.of(100).measured
     assert report.of(100).predicted, "what is not measured is predicted"
     assert any("There was no time for micro-batches of" in note for note in report.notes)

@@ -55,7 +55,7 @@ def main(rank: int, folder: Path) -> None:
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=30),
+        timeout=datetime.timedelta(seconds=60),
     )
     found = {"wrong": train(rank), "right": train(rank, weight=count_tokens("labels"))}
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -58,7 +58,7 @@ def main() -> None:
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=20),
+        timeout=datetime.timedelta(seconds=60),
     )
     found = {"plain": survey(rank), "far": survey(rank, high=1e6), "spoiled": survey(rank, spoil=True)}
     if rank == 1:

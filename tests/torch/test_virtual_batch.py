@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet  # what pytest.param returns has no public name
 from torch import Tensor, nn
 
 from superbatch.errors import SuperbatchError
@@ -45,26 +47,7 @@ def check(case: Case, microbatch: int, wrap: Wrap, **options: Any) -> None:
     assert_equal(expected(case), found, case.tolerance)
 
 
-each_case = pytest.mark.parametrize("case", ALL, ids=str)
-
-
-@each_case
-def test_a_virtual_batch_is_the_real_batch(case: Case) -> None:
-    check(case, case.microbatch, "all")
-
-
-@each_case
-def test_it_is_where_nothing_may_stay_on_the_device(case: Case) -> None:
-    """What is whole is then worked out and kept by rows, if nothing reads it otherwise."""
-    check(case, case.microbatch, "all", device_budget=0)
-
-
-@pytest.mark.parametrize("case", [case for case in ALL if case.wrap == "inputs"], ids=str)
-def test_labels_may_be_plain_tensors(case: Case) -> None:
-    check(case, case.microbatch, "inputs")
-
-
-# Always among those that are run one sample at a time, and all at once; of the others every third.
+# Always among those that are run in further ways by default; of the others some.
 BY_NAME = (
     "conv net with BatchNorm",
     "U-Net with BatchNorm",
@@ -80,8 +63,40 @@ BY_NAME = (
 )
 
 
-@pytest.mark.parametrize("case", dict.fromkeys([*map(CASES.__getitem__, BY_NAME), *ALL[::3]]), ids=str)
+def thinned(some: Sequence[Case]) -> list[ParameterSet]:
+    """Return all cases; those that are neither named nor among `some` are slow."""
+    by_default = {*BY_NAME, *(case.name for case in some)}
+    return [
+        pytest.param(case, id=str(case), marks=() if case.name in by_default else pytest.mark.slow)
+        for case in ALL
+    ]
+
+
+each_case = pytest.mark.parametrize("case", ALL, ids=str)
+
+
+@each_case
+def test_a_virtual_batch_is_the_real_batch(case: Case) -> None:
+    check(case, case.microbatch, "all")
+
+
+@pytest.mark.parametrize("case", thinned(ALL[1::3]))
+def test_it_is_where_nothing_may_stay_on_the_device(case: Case) -> None:
+    """What is whole is then worked out and kept by rows, if nothing reads it otherwise.
+
+    Of the cases without a name in `BY_NAME` a third; the others are slow, for they repeat the mechanism.
+    """
+    check(case, case.microbatch, "all", device_budget=0)
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if case.wrap == "inputs"], ids=str)
+def test_labels_may_be_plain_tensors(case: Case) -> None:
+    check(case, case.microbatch, "inputs")
+
+
+@pytest.mark.parametrize("case", thinned(ALL[::6]))
 def test_micro_batches_of_one_sample_and_one_of_all(case: Case) -> None:
+    """Of the cases without a name in `BY_NAME` a sixth; the others are slow."""
     check(case, 1, "all")
     check(case, case.n, "all")
 

@@ -153,7 +153,8 @@ def held(case: OperatorCase, samples: int, microbatch: int, **options: Any) -> b
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_operators_in_another_order_by_one_sample(order: str) -> None:
-    chosen = IMAGES[len(order) % 4 :: 4]
+    """Every eighth operator; all of them in `test_each_operator_in_each_order`, which is slow."""
+    chosen = IMAGES[len(order) % 8 :: 8]
     ran = [held(ordered(case, order), 5, 1) for case in chosen]
     assert sum(ran) > len(ran) / 2, "torch takes too few of them"
 

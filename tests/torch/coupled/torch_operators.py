@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from superbatch.torch import virtual_batch
@@ -193,6 +192,9 @@ def compare(op: Any, where: str, count: Counter[str]) -> None:
 
 
 def main(where: str, part: str, parts: str, *names: str) -> int:
+    # Seconds of import, and settings of the process are switched off: for this program alone.
+    from torch.testing._internal.common_methods_invocations import op_db
+
     warnings.simplefilter("ignore")
     count: Counter[str] = Counter()
     for op in [op for op in op_db if op.name not in LEFT_OUT][int(part) :: int(parts)]:
