@@ -44,7 +44,7 @@ collect_ignore = [
     for name in MISSING
     for file in (
         ROOT / "superbatch" / name,
-        ROOT / "superbatch" / "studies" / f"on_{name}.py",
+        ROOT / "superbatch" / "lab" / "studies" / f"on_{name}.py",
         ROOT / "tests" / "contract" / f"run_{name}.py",
         *(
             file

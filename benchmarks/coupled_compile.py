@@ -44,7 +44,7 @@ def update(work: Work, model: torch.nn.Module, batch: Any, size: int, *, compile
 
 def compilations() -> int:
     """How many segments were looked at so far."""
-    from superbatch.torch.virtual import compiled
+    from superbatch.torch.virtual.run import compiled
 
     return compiled._remembered.cache_info().misses
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from superbatch.torch.sizes.ledger import Ledger
-from superbatch.torch.virtual import store
-from superbatch.torch.virtual.ahead import Ahead
-from superbatch.torch.virtual.store import Store
+from superbatch.torch.memory.ledger import Ledger
+from superbatch.torch.virtual.run import store
+from superbatch.torch.virtual.run.ahead import Ahead
+from superbatch.torch.virtual.run.store import Store
 
 
 class Host:

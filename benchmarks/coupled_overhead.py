@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from superbatch.torch.virtual.values import Action, Node
+from superbatch.torch.virtual.ir.values import Action, Node
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,7 @@ from coupled_work import Work
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-from superbatch.plot.style import (
-    BLUE,
-    GREEN,
-    LIGHT,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    plain_axes,
-    png,
-)
+from superbatch.lab.plot.style import BLUE, GREEN, LIGHT, ORANGE, PURPLE, SKY, VERMILION, plain_axes, png
 
 GREY = "#8a8f98"
 STYLES = {  # colour, marker, dashes, width

@@ -7,7 +7,7 @@ import torch
 from coupled_work import Blocks, Data, Work
 from torch import Tensor, nn
 
-from superbatch.report.coupling import CouplingReport
+from superbatch.results.coupling import CouplingReport
 from superbatch.torch import cached_gradients, virtual_batch
 
 Run = Callable[[Work, nn.Module, Data, int], "CouplingReport | None"]

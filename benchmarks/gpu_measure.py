@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from superbatch.torch.memory import peak_bytes
+from superbatch.torch.memory.meter import peak_bytes
 
 
 @dataclass(frozen=True)

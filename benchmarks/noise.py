@@ -28,7 +28,7 @@ from tables import print_table
 from torch import Tensor
 from workloads import works_named
 
-from superbatch.noise import NoiseMeter
+from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator
 from superbatch.torch import Window as MicroBatches
 

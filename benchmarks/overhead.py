@@ -51,7 +51,7 @@ from peers.work import Timing, TrainerWindow, Window, Work
 from tables import print_table
 from workloads import works_named
 
-from superbatch.torch.memory import peak_bytes
+from superbatch.torch.memory.meter import peak_bytes
 
 Contestant = Window | TrainerWindow
 WARM_UP = 5

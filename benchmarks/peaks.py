@@ -15,8 +15,8 @@ from peers.libraries import load, version_of
 from peers.work import Clock, Timing, TrainerWindow, Window, Work
 from workloads import Transformer, text, workloads
 
-from superbatch.torch.memory import peak_bytes
-from superbatch.torch.sizes.ledger import Ledger
+from superbatch.torch.memory.ledger import Ledger
+from superbatch.torch.memory.meter import peak_bytes
 
 
 class LargeVocabulary(Transformer):

@@ -2,7 +2,7 @@
 
 In a page, `<!-- include: README.md -->` becomes that file of the repository, with its links turned to the
 pages of the site; `<!-- exports: superbatch/torch -->` becomes the reference of every name that this package
-re-exports; `<!-- modules: superbatch/report/*.py -->` that of every module that matches; and
+re-exports; `<!-- modules: superbatch/results/*.py -->` that of every module that matches; and
 `<!-- decisions -->` the list of decisions. What is new is listed by itself.
 """
 

@@ -5,6 +5,9 @@ This package is the core, of the standard library alone: windows, splitting, sch
 """
 
 from ._version import __version__ as __version__
+from .batch.split import TokenBudget as TokenBudget
+from .batch.split import near_equal as near_equal
+from .batch.split import split as split
 from .errors import CoupledSamplesError as CoupledSamplesError
 from .errors import InputError as InputError
 from .errors import NonFiniteError as NonFiniteError
@@ -13,16 +16,13 @@ from .errors import SplitError as SplitError
 from .errors import StatementError as StatementError
 from .errors import SuperbatchError as SuperbatchError
 from .errors import WindowError as WindowError
-from .growing import grow_batch as grow_batch
-from .growing import grown_batches as grown_batches
-from .noise import NoiseMeter as NoiseMeter
-from .report.noise import Noise as Noise
-from .report.update import Update as Update
+from .noise.meter import NoiseMeter as NoiseMeter
+from .results.noise import Noise as Noise
+from .results.update import Update as Update
 from .schedule import constant as constant
 from .schedule import piecewise as piecewise
 from .schedule import ramp as ramp
-from .split import TokenBudget as TokenBudget
-from .split import near_equal as near_equal
-from .split import split as split
+from .tuning.growing import grow_batch as grow_batch
+from .tuning.growing import grown_batches as grown_batches
 from .window import Window as Window
 from .window import windows as windows

@@ -2,7 +2,7 @@
 
 import sys
 
-from superbatch.cli import main
+from .lab.cli import main
 
 if __name__ == "__main__":  # a spawned worker process imports this file again
     sys.exit(main())

@@ -7,8 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
-from superbatch.containers import array_shape
-from superbatch.errors import InputError, explain
+from .batch.containers import array_shape
+from .errors import InputError, explain
 
 
 def positive_int(name: str, value: Any) -> int:

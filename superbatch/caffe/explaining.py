@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from .._version import __version__
 from ..integers import positive_int
-from ..report.caffe import CaffeExplained, Setting
+from ..results.caffe import CaffeExplained, Setting
 from .code import code
 from .config import SolverConfig
 from .rates import multistep_drops, rate_schedule

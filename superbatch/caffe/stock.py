@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # pyright: strict
-from ..report.caffe import Stock
+from ..results.caffe import Stock
 from .config import SolverConfig
 from .rates import multistep_drops
 from .writing import shortest

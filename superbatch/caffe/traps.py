@@ -5,7 +5,7 @@ from __future__ import annotations
 # pyright: strict
 from collections.abc import Iterator
 
-from ..report.caffe import Trap
+from ..results.caffe import Trap
 from .config import SolverConfig
 from .rates import multistep_drops
 from .writing import shortest

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..noise import NoiseMeter
-from ..noise_sums import add_sums
+from ..noise.meter import NoiseMeter
+from ..noise.sums import add_sums
 from . import arithmetic
 
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import keras
 
+from ..batch.split import near_equal
 from ..errors import SplitError, explain
-from ..split import near_equal
 
 
 class Group(NamedTuple):

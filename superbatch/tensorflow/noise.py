@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..noise import NoiseMeter
-from ..noise_sums import add_sums
+from ..noise.meter import NoiseMeter
+from ..noise.sums import add_sums
 from .outcome import Applied
 
 

@@ -10,40 +10,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import normalize
-from ..noise import NoiseMeter
-from ..report.coupling import CouplingReport
-from ..report.memory import MemoryReport
-from ..report.noise import Noise
-from ..report.update import Update
-from ..split import TokenBudget
+from ..batch.split import TokenBudget
+from ..noise.meter import NoiseMeter
+from ..results.coupling import CouplingReport
+from ..results.memory import MemoryReport
+from ..results.noise import Noise
+from ..results.update import Update
 from ..window import Window
-from . import batchnorm as norms
-from . import checks, misuse, options, saving
-from .before_step import BeforeStep
-from .boundary import Step
-from .check_schedule import CheckSchedule, saved_checks
-from .coupled_exact import Coupled, owned_loop, whole_batch
-from .declared import WeightOption, declare
+from .checks.check_schedule import CheckSchedule, saved_checks
+from .checks.first_check import check_first_window
 from .devices import accelerators
-from .first_check import check_first_window
-from .heap import keep_freed_memory
-from .in_flight import WindowInFlight
-from .losses import alone
+from .loss.declared import WeightOption, declare
+from .loss.losses import alone
 from .masters import masters_loader, masters_state, masters_written, take_over
-from .moved_state import MovedState
-from .noise.windows import noise_of
-from .owned_parameters import OwnedParameters
-from .pieces import pieces_of, sizing_of
-from .places import Places
-from .plan import NonFinite, Plan
-from .recovery import work_through
+from .memory.heap import keep_freed_memory
 from .sizes.reserve import Reserve
 from .sizes.sizing import Fixed, sizing_state
-from .slip_watch import SlipWatch
-from .slips import name_unknown_options, refuse_no_batch
-from .snapshot import RandomKeeper
-from .sync import find_ranks
-from .transfer import Transfer
+from .whole_batch import Coupled, owned_loop, whole_batch
+from .window import misuse, options, saving, validation
+from .window.before_step import BeforeStep
+from .window.config import NonFinite, Plan
+from .window.microbatches import pieces_of, sizing_of
+from .window.open_window import WindowInFlight
+from .window.owned_parameters import OwnedParameters
+from .window.participants import batchnorm as norms
+from .window.participants.moved_state import MovedState
+from .window.participants.noise.windows import noise_of
+from .window.participants.placement import Places
+from .window.participants.snapshot import RandomKeeper
+from .window.retry import work_through
+from .window.slip_watch import SlipWatch
+from .window.slips import name_unknown_options, refuse_no_batch
+from .window.sync.ranks import find_ranks
+from .window.transfer import Transfer
+from .window.update_rule import Step
 
 BatchNorm = Literal["error", "per_microbatch", "frozen"]
 Into = Literal["grad", "momentum"]
@@ -142,7 +142,7 @@ class Accumulator:
         noise: bool | NoiseMeter = False,
         check: bool = True,
     ) -> None:
-        models, optimizers = checks.as_models(model), checks.as_optimizers(optimizer)
+        models, optimizers = validation.as_models(model), validation.as_optimizers(optimizer)
         declared, ranks = (("whole", whole), ("per_sample", per_sample)), find_ranks(models, no_sync=True)
         self._paths = {name: options.as_paths(paths, name) for name, paths in declared}
         self._whole = whole_batch(  # first: what others advise may have no meaning beside it
@@ -163,8 +163,8 @@ class Accumulator:
         self._masters = options.check_masters(masters)
         self._parameters = OwnedParameters(models, optimizers, self._masters)
         self._owned = self._parameters.entries
-        self._into: Into = checks.check_choice(accumulate_into, "accumulate_into", Into)
-        self._batchnorm: BatchNorm = checks.check_choice(batchnorm, "batchnorm", BatchNorm)
+        self._into: Into = validation.check_choice(accumulate_into, "accumulate_into", Into)
+        self._batchnorm: BatchNorm = validation.check_choice(batchnorm, "batchnorm", BatchNorm)
         self._batchnorms = norms.find_batchnorms(models)
         self._updates, self._first = 0, True
         self._window: WindowInFlight | None = None
@@ -177,14 +177,14 @@ class Accumulator:
                 optimizers=optimizers,
                 schedulers=options.as_schedulers(scheduler),
                 scaler=options.check_scaler(scaler),
-                max_grad_norm=checks.check_positive(max_grad_norm, "max_grad_norm"),
-                max_grad_value=checks.check_positive(max_grad_value, "max_grad_value"),
+                max_grad_norm=validation.check_positive(max_grad_norm, "max_grad_norm"),
+                max_grad_value=validation.check_positive(max_grad_value, "max_grad_value"),
                 masters_copied=bool(self._masters),
             ),
             ranks=ranks,
             device=moved_to,
             declared=declare(reduction, weight, min_weight, nonfinite=nonfinite),
-            nonfinite=checks.check_choice(nonfinite, "nonfinite", NonFinite),
+            nonfinite=validation.check_choice(nonfinite, "nonfinite", NonFinite),
             sample_rng=sample_rng and self._whole is None,
             norms=norms.of_windows(self._batchnorms, self._batchnorm, ranks),
             state=MovedState(models, [loss_fn]),
@@ -325,7 +325,7 @@ class Accumulator:
             pieces,
             sizing,
             resume=self._resume,
-            watch=checks.BackwardWatch(self._owned) if self._first else None,
+            watch=validation.BackwardWatch(self._owned) if self._first else None,
             looks=self._schedule,
             entered=self._entered,
             left=self._left,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .checks import as_models
-from .gradients import LOW_PRECISION, Owned
+from .window.participants.gradient_sum import LOW_PRECISION, Owned
+from .window.validation import as_models
 
 # Name -> versions of a parameter and its master.
 Written = dict[str, tuple[int, int]]

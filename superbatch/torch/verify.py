@@ -9,26 +9,26 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from ..batch.split import TokenBudget, sizes
+from ..batch.tree import count_samples, take
 from ..errors import InputError, SuperbatchError, explain
 from ..normalize import Reduction, check_reduction
-from ..report.coupling import MeetingPoint
-from ..report.verification import Finding, GradientComparison, Verification
-from ..split import TokenBudget, sizes
-from ..tree import count_samples, take
-from .checks import as_models, check_choice
-from .coupling import probe_coupling
-from .declared import refuse_terms
-from .looking import FloatingDtypes
-from .moved_state import MovedState
-from .out_of_memory import out_of_memory
-from .probing.diagnose import Diagnosis, diagnose, judge
-from .probing.meetings import find_meetings
-from .probing.options import check_model, check_options
-from .probing.problem import LossFn, Problem, WeightOption, evaluate
-from .probing.rounding import ROUNDING, measured_floor, rounding_of
-from .probing.separability import failure_of
-from .probing.untouched import held_parameter, untouched
-from .sizes.measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
+from ..results.coupling import MeetingPoint
+from ..results.verification import Finding, GradientComparison, Verification
+from .checks.coupling import probe_coupling
+from .checks.introspection import FloatingDtypes
+from .checks.measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
+from .checks.probing.diagnose import Diagnosis, diagnose, judge
+from .checks.probing.meetings import find_meetings
+from .checks.probing.options import check_model, check_options
+from .checks.probing.problem import LossFn, Problem, WeightOption, evaluate
+from .checks.probing.rounding import ROUNDING, measured_floor, rounding_of
+from .checks.probing.separability import failure_of
+from .checks.probing.untouched import held_parameter, untouched
+from .loss.declared import refuse_terms
+from .memory.out_of_memory import out_of_memory
+from .window.participants.moved_state import MovedState
+from .window.validation import as_models, check_choice
 
 Against = Literal["auto", "batch", "splits"]
 Dtype = Literal["both", "own", "float64"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..batch.tree import get
 from ..errors import InputError, explain
-from ..tree import get
 from .devices import where_float64_is
 
 Weight = Callable[[Any], int | float]

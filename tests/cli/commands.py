@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import IO, TypeVar
 
-from superbatch.cli import main
-from superbatch.report.json import from_json
+from superbatch.lab.cli import main
+from superbatch.lab.report.json import from_json
 from tests.studies import own_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +30,8 @@ def run(*arguments: str) -> int:
 
 
 _TALKATIVE = (
-    "import sys; import superbatch.cli.progress as progress; progress.LINE_EVERY = 0.1; "
-    "from superbatch.cli import main; sys.exit(main(sys.argv[1:]))"
+    "import sys; import superbatch.lab.cli.progress as progress; progress.LINE_EVERY = 0.1; "
+    "from superbatch.lab.cli import main; sys.exit(main(sys.argv[1:]))"
 )
 
 

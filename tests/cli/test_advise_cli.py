@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.report.advice import Advice
-from superbatch.report.json import from_json
+from superbatch.lab.report.json import from_json
+from superbatch.results.advice import Advice
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal
 
@@ -37,7 +37,7 @@ read = partial(commands.read, Advice)
 def few_rounds() -> Iterator[None]:
     """Times are not what these tests are about."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("superbatch.studies.advise.ROUNDS", 3)
+        patch.setattr("superbatch.lab.studies.advise.ROUNDS", 3)
         yield
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.report.caffe import CaffeExplained
-from superbatch.report.json import from_json
+from superbatch.lab.report.json import from_json
+from superbatch.results.caffe import CaffeExplained
 from tests.cli import commands
 from tests.cli.commands import PNG, on_a_terminal
 
@@ -123,7 +123,7 @@ def test_a_narrow_terminal(solver: str) -> None:
 def test_it_needs_no_torch(solver: str) -> None:
     code = f"""
 import sys
-from superbatch.cli import main
+from superbatch.lab.cli import main
 assert main(["caffe", {str(Path(solver).absolute())!r}, "--json"]) == 0
 print("heavy:", *({{"torch", "matplotlib", "numpy", "scipy", "sklearn"}} & set(sys.modules)))
 """

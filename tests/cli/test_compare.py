@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from superbatch.cli import main
-from superbatch.cli.aliases import in_our_words
-from superbatch.cli.printing import print_table
 from superbatch.errors import InputError
-from superbatch.report.comparison import Comparison
-from superbatch.report.json import from_json
-from superbatch.report.table import Column, Table
-from superbatch.studies import arms as arms_module
-from superbatch.studies.setting import ArmPlan
+from superbatch.lab.cli import main
+from superbatch.lab.cli.aliases import in_our_words
+from superbatch.lab.cli.printing import print_table
+from superbatch.lab.report.comparison import Comparison
+from superbatch.lab.report.json import from_json
+from superbatch.lab.report.table import Column, Table
+from superbatch.lab.studies import arms as arms_module
+from superbatch.lab.studies.setting import ArmPlan
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal, without_colours
 
@@ -115,7 +115,7 @@ def test_the_page_stands_alone(written: Path) -> None:
 
 
 def test_names_of_a_recipe_cannot_break_the_page(written: Path) -> None:
-    from superbatch.report.html import comparison_page
+    from superbatch.lab.report.html import comparison_page
 
     text = (written / "report.json").read_text(encoding="utf-8")
     report = from_json(
@@ -374,7 +374,7 @@ def test_a_table_is_folded_and_not_cut_on_a_narrow_terminal(columns: int) -> Non
 def test_help_and_import_load_nothing_heavy() -> None:
     code = """
 import sys
-from superbatch.cli import main
+from superbatch.lab.cli import main
 assert main(["--help"]) == 0 and main(["compare", "--help"]) == 0
 heavy = {"torch", "matplotlib", "numpy", "scipy", "sklearn"} & set(sys.modules)
 print("heavy:", *heavy)
@@ -390,7 +390,7 @@ def test_a_missing_package_is_named(package: str, tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.modules[{package!r}] = None
-from superbatch.cli import main
+from superbatch.lab.cli import main
 short = ["--runs", "1", "--updates", "1", "--splits", "4x5", "--workers", "1"]
 sys.exit(main(["compare", {PLANE!r}, *short, "--out", {str(tmp_path)!r}]))
 """

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.cli.quantities import parse_bytes
 from superbatch.errors import InputError
-from superbatch.report.fitting import Fitting
-from superbatch.report.json import from_json
+from superbatch.lab.cli.quantities import parse_bytes
+from superbatch.lab.report.fitting import Fitting
+from superbatch.lab.report.json import from_json
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal
 
@@ -29,7 +29,7 @@ read = partial(commands.read, Fitting)
 def few_rounds() -> Iterator[None]:
     """Times are not what these tests are about."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("superbatch.studies.fit.ROUNDS", 2)
+        patch.setattr("superbatch.lab.studies.fit.ROUNDS", 2)
         yield
 
 
@@ -183,7 +183,7 @@ def test_a_terminal_gets_a_bar_and_tables_that_are_not_folded(tmp_path: Path) ->
 def test_help_loads_nothing_heavy() -> None:
     code = """
 import sys
-from superbatch.cli import main
+from superbatch.lab.cli import main
 assert main(["fit", "--help"]) == 0
 print("heavy:", *({"torch", "matplotlib", "numpy", "scipy", "sklearn"} & set(sys.modules)))
 """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.report.json import from_json
-from superbatch.report.noise_study import NoiseStudy
+from superbatch.lab.report.json import from_json
+from superbatch.lab.report.noise_study import NoiseStudy
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG
 

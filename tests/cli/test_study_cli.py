@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.report.json import from_json
-from superbatch.report.study import Study
-from superbatch.studies.catalogue import STUDIES
+from superbatch.lab.report.json import from_json
+from superbatch.lab.report.study import Study
+from superbatch.lab.studies.catalogue import STUDIES
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG, first_line
 
@@ -78,7 +78,7 @@ def test_help_names_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_does_not_import_torch() -> None:
     done = commands.python(
-        "import sys; from superbatch.cli import main; main(['study']); print('torch' in sys.modules)"
+        "import sys; from superbatch.lab.cli import main; main(['study']); print('torch' in sys.modules)"
     )
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 

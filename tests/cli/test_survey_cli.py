@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from superbatch.report.json import from_json
-from superbatch.report.surveys import Surveys
-from superbatch.studies import survey_arms
+from superbatch.lab.report.json import from_json
+from superbatch.lab.report.surveys import Surveys
+from superbatch.lab.studies import survey_arms
 from tests.cli import commands
 from tests.cli.commands import PLANE, PNG, first_line
 
@@ -159,7 +159,7 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
 def test_help_loads_nothing_heavy() -> None:
     code = """
 import sys
-from superbatch.cli import main
+from superbatch.lab.cli import main
 assert main(["survey", "--help"]) == 0
 print("heavy:", *({"torch", "matplotlib", "numpy", "scipy", "sklearn"} & set(sys.modules)))
 """

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import pytest
 from rich.console import Console
 
-from superbatch.cli.app import main
-from superbatch.cli.verify import show, verify_recipe
-from superbatch.report.verification import Finding, GradientComparison, ParameterDifference, Verification
+from superbatch.lab.cli.app import main
+from superbatch.lab.cli.verify import show, verify_recipe
+from superbatch.results.verification import Finding, GradientComparison, ParameterDifference, Verification
 
 OWN = """
 import torch
-from superbatch.recipes import Recipe
+from superbatch.lab.recipes import Recipe
 
 x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 

@@ -1,6 +1,8 @@
 """The checker behind test_layers.py: which part of superbatch a file belongs to, and what it may import.
 
-    core <- torch, jax, tensorflow, keras <- integrations, plot, recipes <- studies <- cli
+    core <- torch, jax, tensorflow, keras <- integrations, report <- plot, recipes <- studies <- cli
+
+The last five are the folders of `lab`, experiments on top of the library.
 
 A file may import its own part and the parts of the layers below. Parts of one layer do not import each other:
 one backend never needs another backend, and a plot needs no recipe.
@@ -36,10 +38,11 @@ PARTS = {
     "tensorflow": _part(1, "tensorflow"),
     "keras": _part(1, "keras", "tensorflow", "jax", "torch", "numpy"),  # one step for each of its backends
     "integrations": _part(2, "torch", "accelerate", "lightning", "transformers"),
-    "plot": _part(2, "matplotlib", "numpy"),
-    "recipes": _part(2, "torch", "sklearn", "numpy"),
-    "studies": _part(3, "torch", "jax", "optax", "tensorflow", "keras", "numpy", "scipy"),
-    "cli": _part(4, "typer", "click", "rich", "jinja2", "torch"),
+    "report": _part(2, "jinja2"),
+    "plot": _part(3, "matplotlib", "numpy"),
+    "recipes": _part(3, "torch", "sklearn", "numpy"),
+    "studies": _part(4, "torch", "jax", "optax", "tensorflow", "keras", "numpy", "scipy"),
+    "cli": _part(5, "typer", "click", "rich", "jinja2", "torch"),
 }
 
 
@@ -58,6 +61,8 @@ def part_of(module: str) -> str:
     assert names[0] == "superbatch"
     if names[1:2] == ["__main__"]:
         return "cli"
+    if names[1:2] == ["lab"]:
+        names = names[1:]
     return names[1] if len(names) > 1 and names[1] in PARTS else "core"
 
 

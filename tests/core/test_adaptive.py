@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superbatch import windows
-from superbatch.adaptive import (
+from superbatch.errors import InputError
+from superbatch.noise.meter import NoiseMeter, estimate
+from superbatch.results.noise import Noise
+from superbatch.tuning.adaptive import (
     Controller,
     cosine_test,
     expected_cosine,
@@ -20,11 +23,8 @@ from superbatch.adaptive import (
     norm_test,
     ratio_at_cosine,
 )
-from superbatch.adascale import AdaScale
-from superbatch.errors import InputError
-from superbatch.noise import NoiseMeter, estimate
-from superbatch.report.noise import Noise
-from superbatch.scaling import gain
+from superbatch.tuning.adascale import AdaScale
+from superbatch.tuning.scaling import gain
 
 
 def noise(batch_size: float | None, *, samples: float = 100.0) -> Noise:

@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superbatch.advice import Times, advise, best_steps, judge
 from superbatch.errors import InputError
-from superbatch.noise import relative_time
-from superbatch.noise_range import NoiseRange
-from superbatch.report.advice import Advice
-from superbatch.report.advice_text import (
+from superbatch.lab.report.advice_text import (
     alternative_table,
     findings,
     models_table,
     steps_table,
     verdict_text,
 )
-from superbatch.report.json import from_json, to_json
-from superbatch.report.memory import Limit
-from superbatch.report.noise import NoiseOfModel
-from superbatch.report.table import plain
-from superbatch.scaling import scale
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.table import plain
+from superbatch.noise.meter import relative_time
+from superbatch.results.advice import Advice
+from superbatch.results.memory import Limit
+from superbatch.results.noise import NoiseOfModel
+from superbatch.tuning.advice import Times, advise, best_steps, judge
+from superbatch.tuning.noise_range import NoiseRange
+from superbatch.tuning.scaling import scale
 
 ALONE = Times(microbatch=0.1, update=0.002)
 CLUSTER = Times(microbatch=0.1, update=0.05, all_reduce=1.0)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from superbatch import adaptive, adascale, advice, growing, scaling
-from superbatch.growing import grow_batch
+from superbatch.tuning import adaptive, adascale, advice, growing, scaling
+from superbatch.tuning.growing import grow_batch
 from tests.core import test_adaptive, test_advice, test_growing, test_scaling
 
 Patch = pytest.MonkeyPatch

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from superbatch import windows
 from superbatch.errors import InputError
-from superbatch.growing import GrowingBatch, grow_batch, grown_batches
-from superbatch.report.noise import Noise
+from superbatch.results.noise import Noise
+from superbatch.tuning.growing import GrowingBatch, grow_batch, grown_batches
 
 
 def cosine(total: float):

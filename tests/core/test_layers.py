@@ -48,7 +48,7 @@ def skeleton(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def core_modules() -> list[str]:
-    files = [*(ROOT / "superbatch").glob("*.py"), *(ROOT / "superbatch" / "report").glob("*.py")]
+    files = [file for file in (ROOT / "superbatch").rglob("*.py") if file.name != "__main__.py"]
     names = [layers.module_name(file, ROOT) for file in sorted(files)]
     return [name for name in names if layers.part_of(name) == "core"]
 
@@ -60,7 +60,7 @@ def test_imports_go_down_only() -> None:
 
 def test_the_core_imports_the_standard_library_only() -> None:
     modules = core_modules()
-    assert {"superbatch", "superbatch.errors", "superbatch.report"} <= set(modules)
+    assert {"superbatch", "superbatch.errors", "superbatch.results"} <= set(modules)
     assert new_packages("import " + ", ".join(modules)) == {"superbatch"}
 
 
@@ -112,16 +112,16 @@ def test_importing_every_module_changes_nothing() -> None:
         ("planted.py", "import torch", "imports torch, which core may not use"),
         ("planted.py", "def f():\n    import numpy.random", "imports numpy, which core may not use"),
         ("planted.py", "def f():\n    from . import torch", "superbatch.torch (torch): imports go down only"),
-        ("report/planted.py", "from ..torch.accumulator import x", "(torch): imports go down only"),
+        ("results/planted.py", "from ..torch.accumulator import x", "(torch): imports go down only"),
         (
             "planted.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
             "imports torch",
         ),
         ("planted.py", "import importlib\nimportlib.import_module('torch.nn')", "imports torch"),
-        ("planted.py", "from superbatch.studies.compare import x", "(studies): imports go down only"),
+        ("planted.py", "from superbatch.lab.studies.compare import x", "(studies): imports go down only"),
         ("torch/planted.py", "import scipy.stats", "imports scipy, which torch may not use"),
-        ("torch/planted.py", "from ..plot import x", "superbatch.plot.x (plot): imports go down only"),
+        ("torch/planted.py", "from ..lab.plot import x", "superbatch.lab.plot.x (plot): imports go"),
         ("torch/planted.py", "from ..jax import x", "superbatch.jax.x (jax): imports go down only"),
         ("planted.py", "from .jax import x", "superbatch.jax.x (jax): imports go down only"),
         ("planted.py", "import jax", "imports jax, which core may not use"),
@@ -130,9 +130,13 @@ def test_importing_every_module_changes_nothing() -> None:
         ("planted.py", "import tensorflow", "imports tensorflow, which core may not use"),
         ("tensorflow/planted.py", "from ..jax import x", "superbatch.jax.x (jax): imports go down only"),
         ("tensorflow/planted.py", "import keras", "imports keras, which tensorflow may not use"),
-        ("plot.py", "from .recipes import digits", "(recipes): imports go down only"),
-        ("studies/planted.py", "from ..cli import main", "superbatch.cli.main (cli): imports go down only"),
-        ("studies/planted.py", "import rich", "imports rich, which studies may not use"),
+        ("lab/plot.py", "from .recipes import digits", "(recipes): imports go down only"),
+        (
+            "lab/studies/planted.py",
+            "from ..cli import main",
+            "superbatch.lab.cli.main (cli): imports go down only",
+        ),
+        ("lab/studies/planted.py", "import rich", "imports rich, which studies may not use"),
     ],
 )
 def test_a_planted_import_is_found(skeleton: Path, file: str, code: str, message: str) -> None:

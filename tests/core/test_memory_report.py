@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superbatch.report.json import from_json, to_json
-from superbatch.report.memory import Limit, Measured, MemoryReport, Peak, Saving
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.results.memory import Limit, Measured, MemoryReport, Peak, Saving
 
 MIB = 2**20
 PEAK = Peak(

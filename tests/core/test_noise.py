@@ -14,7 +14,9 @@ import pytest
 from scipy import stats
 
 from superbatch.errors import InputError
-from superbatch.noise import (
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.noise.interval import fieller, student_quantile
+from superbatch.noise.meter import (
     Estimate,
     NoiseMeter,
     effective_samples,
@@ -23,9 +25,7 @@ from superbatch.noise import (
     noise_over_run,
     relative_time,
 )
-from superbatch.noise_interval import fieller, student_quantile
-from superbatch.report.json import from_json, to_json
-from superbatch.report.noise import Noise
+from superbatch.results.noise import Noise
 
 SIZES = (80, 15, 5)
 DIMENSIONS = 6

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from superbatch.batch.split import near_equal, split
+from superbatch.batch.tree import count_samples, plan, take
 from superbatch.errors import SplitError
-from superbatch.split import near_equal, split
-from superbatch.tree import count_samples, plan, take
 from tests.core.batches import NAMES, x
 
 LENGTHS = [3, 1, 4, 1, 5]

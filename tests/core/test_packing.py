@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from superbatch.batch.packing import Packing, near_equal_cost, pack
+from superbatch.batch.split import TokenBudget, split
+from superbatch.batch.token_budget import WELL_KNOWN, find_lengths
 from superbatch.errors import InputError, SplitError
-from superbatch.packing import Packing, near_equal_cost, pack
-from superbatch.split import TokenBudget, split
-from superbatch.token_budget import WELL_KNOWN, find_lengths
 from tests.core.batches import Encoding
 from tests.core.test_split import padded_batch, partitions
 

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superbatch.errors import InputError
-from superbatch.noise_range import noise_range
-from superbatch.report.json import from_json, to_json
-from superbatch.report.noise import Noise
-from superbatch.report.scaling import Scaling
-from superbatch.scaling import RULES, gain, half_life, scale, scale_config, scaled_beta, warmup_updates
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.results.noise import Noise
+from superbatch.results.scaling import Scaling
+from superbatch.tuning.noise_range import noise_range
+from superbatch.tuning.scaling import RULES, gain, half_life, scale, scale_config, scaled_beta, warmup_updates
 
 kappas = st.floats(1e-3, 1e3)
 ratios = st.floats(1e-3, 1e6)

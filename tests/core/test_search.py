@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superbatch.errors import InputError
-from superbatch.search import (
+from superbatch.tuning.search import (
     ENOUGH,
     MOST,
     corrected,

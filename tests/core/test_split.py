@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from superbatch.batch.split import TokenBudget, near_equal, near_equal_cost, split
 from superbatch.errors import InputError, SplitError
-from superbatch.split import TokenBudget, near_equal, near_equal_cost, split
 from tests.core.batches import Encoding
 
 NO_INTS = [True, False, 2.0, 1.5, "2", None, [2], np.float64(2), np.True_, torch.tensor([2, 3])]

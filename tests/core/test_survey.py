@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superbatch.errors import InputError
-from superbatch.report.json import from_json, to_json
-from superbatch.report.survey import Survey
-from superbatch.survey import Sweep, remarks
-from superbatch.survey_curve import PATIENCE, Curve, exploded, smoothing
-from superbatch.survey_ramp import exponential, from_axis, to_axis, values_of
-from superbatch.survey_suggestions import FIRST, LAST, by_chance, steepest, suggest, valley
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.results.survey import Survey
+from superbatch.tuning.survey import Sweep, remarks
+from superbatch.tuning.survey_curve import PATIENCE, Curve, exploded, smoothing
+from superbatch.tuning.survey_ramp import exponential, from_axis, to_axis, values_of
+from superbatch.tuning.survey_suggestions import FIRST, LAST, by_chance, steepest, suggest, valley
 
 positive = st.floats(1e-8, 1e2)
 losses_of = st.lists(st.floats(1e-3, 1e3), min_size=12, max_size=60)

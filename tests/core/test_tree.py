@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from superbatch.batch.split import near_equal, split
+from superbatch.batch.tree import Leaf, count_samples, get, leaves, map_arrays, map_leaves, plan, take
 from superbatch.errors import InputError, SplitError
-from superbatch.split import near_equal, split
-from superbatch.tree import Leaf, count_samples, get, leaves, map_arrays, map_leaves, plan, take
 from tests.core.batches import (
     NAMES,
     STRUCTURES,

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superbatch import normalize
+from superbatch.batch.split import near_equal
 from superbatch.errors import InputError
 from superbatch.schedule import as_schedule, constant, piecewise, ramp
-from superbatch.split import near_equal
 from superbatch.window import Window, windows
 
 COUNTS = st.integers(0, 60)

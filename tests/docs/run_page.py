@@ -14,7 +14,7 @@ import sys
 import types
 from pathlib import Path
 
-from superbatch.cli import main as command_line
+from superbatch.lab.cli import main as command_line
 from tests.docs import snippets
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.torch import Accumulator, samples_along
-from superbatch.torch.sample_rng import sample_stream
+from superbatch.torch.rng.sample_rng import sample_stream
 from tests.gpu import tasks
 from tests.gpu.check import Figures, Run
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from superbatch.report.comparison import Comparison
-from superbatch.studies.backends import Trained, load_backend
-from superbatch.studies.compare import Options, compare, settle
-from superbatch.studies.setting import Setting
-from superbatch.studies.training import difference
+from superbatch.lab.report.comparison import Comparison
+from superbatch.lab.studies.backends import Trained, load_backend
+from superbatch.lab.studies.compare import Options, compare, settle
+from superbatch.lab.studies.setting import Setting
+from superbatch.lab.studies.training import difference
 
 ROUNDING, SAME_RUN = 1e-10, 1e-9
 SPLITS = "5x20,20x5,80/15/5"

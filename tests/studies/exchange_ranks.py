@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from superbatch.studies import exchange
-from superbatch.torch.sync import Ranks
+from superbatch.lab.studies import exchange
+from superbatch.torch.window.sync.ranks import Ranks
 
 SLEEP = 0.05
 

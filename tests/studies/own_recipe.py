@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from superbatch.recipes import Recipe
+from superbatch.lab.recipes import Recipe
 
 
 def plane(**changes: Any) -> Recipe:

@@ -1,4 +1,4 @@
-"""`superbatch.studies.advise`: what is measured, what is given, and what is in question."""
+"""`superbatch.lab.studies.advise`: what is measured, what is given, and what is in question."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from superbatch import plot
 from superbatch.errors import InputError
-from superbatch.noise import NoiseMeter, estimate
-from superbatch.noise_range import NoiseRange
-from superbatch.report.advice import Advice
-from superbatch.report.advice_text import alternative_table, findings, models_table
-from superbatch.report.json import from_json, to_json
-from superbatch.scaling import gain
-from superbatch.studies import advise as study
-from superbatch.studies.advise import AdviceInterrupted, Options, advise
-from superbatch.studies.advise_options import Question, given_noise, question
+from superbatch.lab import plot
+from superbatch.lab.report.advice_text import alternative_table, findings, models_table
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.studies import advise as study
+from superbatch.lab.studies.advise import AdviceInterrupted, Options, advise
+from superbatch.lab.studies.advise_options import Question, given_noise, question
+from superbatch.noise.meter import NoiseMeter, estimate
+from superbatch.results.advice import Advice
+from superbatch.tuning.noise_range import NoiseRange
+from superbatch.tuning.scaling import gain
 from tests.studies import own_recipe
 
 GIVEN: dict[str, Any] = {"microbatch_size": 4, "accumulation_steps": 16, "ranks": 8, "noise": 4000.0}

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from superbatch.errors import InputError
-from superbatch.recipes import load_recipe
-from superbatch.recipes.digits_data import accuracy, digits_on, initial_weights
-from superbatch.recipes.drawing import Draws
-from superbatch.studies import backends
-from superbatch.studies.backends import PACKAGES, load_backend
-from superbatch.studies.compare import Options, compare
-from superbatch.studies.on_torch import orders, weights_of
-from superbatch.studies.setting import Setting, batches
+from superbatch.lab.recipes import load_recipe
+from superbatch.lab.recipes.digits_data import accuracy, digits_on, initial_weights
+from superbatch.lab.recipes.drawing import Draws
+from superbatch.lab.studies import backends
+from superbatch.lab.studies.backends import PACKAGES, load_backend
+from superbatch.lab.studies.compare import Options, compare
+from superbatch.lab.studies.on_torch import orders, weights_of
+from superbatch.lab.studies.setting import Setting, batches
 from tests.studies import own_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def test_a_backend_that_is_not_installed_says_what_to_install(
 def test_a_comparison_is_planned_without_a_framework() -> None:
     """What is asked for wrongly is refused before seconds of imports, and other backends need no torch."""
     code = (
-        "import sys, superbatch.studies.compare, superbatch.cli.app, superbatch.plot\n"
+        "import sys, superbatch.lab.studies.compare, superbatch.lab.cli.app, superbatch.lab.plot\n"
         "print(*(name for name in ('torch', 'jax', 'tensorflow', 'keras') if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from superbatch import plot
 from superbatch.errors import CoupledSamplesError, InputError, StatementError, SuperbatchError
-from superbatch.recipes import Recipe, load_recipe
-from superbatch.report.comparison import Arm, Comparison
-from superbatch.report.table import comparison_table
-from superbatch.report.verdict import failures, verdict
-from superbatch.studies import arms as arms_module
-from superbatch.studies import on_torch
-from superbatch.studies.arms import cut, update_function
-from superbatch.studies.compare import ComparisonInterrupted, Options, Progress, compare, settle
-from superbatch.studies.on_torch import orders, weights_of
-from superbatch.studies.setting import ArmPlan, Setting, curve_updates
-from superbatch.studies.splits import Split, default_splits, parse_split, parse_splits
-from superbatch.studies.training import difference, train_seed
+from superbatch.lab import plot
+from superbatch.lab.recipes import Recipe, load_recipe
+from superbatch.lab.report.comparison import Arm, Comparison
+from superbatch.lab.report.table import comparison_table
+from superbatch.lab.report.verdict import failures, verdict
+from superbatch.lab.studies import arms as arms_module
+from superbatch.lab.studies import on_torch
+from superbatch.lab.studies.arms import cut, update_function
+from superbatch.lab.studies.compare import ComparisonInterrupted, Options, Progress, compare, settle
+from superbatch.lab.studies.on_torch import orders, weights_of
+from superbatch.lab.studies.setting import ArmPlan, Setting, curve_updates
+from superbatch.lab.studies.splits import Split, default_splits, parse_split, parse_splits
+from superbatch.lab.studies.training import difference, train_seed
 from tests.studies import own_recipe
 
 OWN = Path(own_recipe.__file__)

@@ -16,11 +16,11 @@ import pytest
 jax = pytest.importorskip("jax", reason="jax is not installed (extra: jax)")
 pytest.importorskip("optax", reason="optax is not installed (extra: jax)")
 
-from superbatch.report.comparison import Comparison  # noqa: E402
-from superbatch.report.json import from_json  # noqa: E402
-from superbatch.report.verdict import failures  # noqa: E402
-from superbatch.studies import on_jax, without_torch  # noqa: E402
-from superbatch.studies.compare import Options  # noqa: E402
+from superbatch.lab.report.comparison import Comparison  # noqa: E402
+from superbatch.lab.report.json import from_json  # noqa: E402
+from superbatch.lab.report.verdict import failures  # noqa: E402
+from superbatch.lab.studies import on_jax, without_torch  # noqa: E402
+from superbatch.lab.studies.compare import Options  # noqa: E402
 from tests.cli import commands  # noqa: E402
 from tests.studies import backend_checks as checks  # noqa: E402
 
@@ -147,7 +147,7 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('there is no torch here')\n", encoding="utf-8")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "from superbatch.cli import main\n"
+        "from superbatch.lab.cli import main\n"
         "if __name__ == '__main__':\n"
         "    sys.exit(main(sys.argv[1:]))\n"
     )

@@ -17,11 +17,11 @@ import pytest
 keras = pytest.importorskip("keras", reason="keras, or its framework, is not installed", exc_type=ImportError)
 
 from superbatch.errors import InputError  # noqa: E402
-from superbatch.report.comparison import Comparison  # noqa: E402
-from superbatch.report.json import from_json  # noqa: E402
-from superbatch.report.verdict import failures  # noqa: E402
-from superbatch.studies import backends, on_keras, without_torch  # noqa: E402
-from superbatch.studies.compare import Options  # noqa: E402
+from superbatch.lab.report.comparison import Comparison  # noqa: E402
+from superbatch.lab.report.json import from_json  # noqa: E402
+from superbatch.lab.report.verdict import failures  # noqa: E402
+from superbatch.lab.studies import backends, on_keras, without_torch  # noqa: E402
+from superbatch.lab.studies.compare import Options  # noqa: E402
 from tests.studies import backend_checks as checks  # noqa: E402
 
 pytestmark = pytest.mark.keras

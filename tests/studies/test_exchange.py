@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from superbatch.errors import InputError
-from superbatch.report.advice import Advice
-from superbatch.report.json import from_json
-from superbatch.studies.exchange import ROUNDS, check_ranks, started_on
+from superbatch.lab.report.json import from_json
+from superbatch.lab.studies.exchange import ROUNDS, check_ranks, started_on
+from superbatch.results.advice import Advice
 from tests.studies import exchange_ranks
 
 ROOT = Path(__file__).parents[2]

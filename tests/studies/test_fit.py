@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from superbatch import plot
+from superbatch.batch.split import near_equal
 from superbatch.errors import InputError, StatementError
-from superbatch.recipes import RECIPES, Recipe, load_recipe
-from superbatch.report.fitting import Fitting
-from superbatch.report.fitting_text import findings, reach_table, savings_table, sizes_table
-from superbatch.report.json import from_json, to_json
-from superbatch.report.memory import Limit, binary_text
-from superbatch.split import near_equal
-from superbatch.studies import fit as fit_module
-from superbatch.studies.findings import Findings
-from superbatch.studies.fit import FitInterrupted, Options, Progress, fit
+from superbatch.lab import plot
+from superbatch.lab.recipes import RECIPES, Recipe, load_recipe
+from superbatch.lab.report.fitting import Fitting
+from superbatch.lab.report.fitting_text import findings, reach_table, savings_table, sizes_table
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.studies import fit as fit_module
+from superbatch.lab.studies.findings import Findings
+from superbatch.lab.studies.fit import FitInterrupted, Options, Progress, fit
+from superbatch.results.memory import Limit, binary_text
 from superbatch.torch import Accumulator
-from superbatch.torch.memory import peak_bytes
+from superbatch.torch.memory.meter import peak_bytes
 from tests.studies import own_recipe
 
 KIB = 1024
@@ -51,7 +51,7 @@ def few_rounds() -> Iterator[None]:
     """Times are not what these tests are about, but for those that bring their own clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "ROUNDS", 2)
-        patch.setattr("superbatch.studies.rehearsal.WINDOW_SECONDS", 0.001)
+        patch.setattr("superbatch.lab.studies.rehearsal.WINDOW_SECONDS", 0.001)
         yield
 
 
@@ -190,7 +190,7 @@ def test_what_would_lower_the_peak() -> None:
 
 def test_time_grows_with_the_batch_and_a_slow_size_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that says: micro-batches of 25 are the fastest, the whole batch is 1.5 times as slow."""
-    from superbatch.studies.rehearsal import Trainer
+    from superbatch.lab.studies.rehearsal import Trainer
 
     per_sample = {100: 1.5e-3, 50: 1.2e-3, 25: 1.0e-3, 13: 1.1e-3}
 
@@ -199,7 +199,7 @@ def test_time_grows_with_the_batch_and_a_slow_size_is_not_chosen(monkeypatch: py
         return samples * per_sample.get(samples, 3e-3), 0.01
 
     monkeypatch.setattr(Trainer, "time", clock)
-    monkeypatch.setattr("superbatch.studies.rehearsal.Rehearsal.peak", lambda self, samples: 1000)
+    monkeypatch.setattr("superbatch.lab.studies.rehearsal.Rehearsal.peak", lambda self, samples: 1000)
     report = fit(wide(), QUICK)
     assert report.fastest == 25
     assert "Use micro-batches of 25: the fastest that fit, 1.50x as fast as 100" in findings(report)[0]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from superbatch import plot
 from superbatch.errors import InputError
-from superbatch.noise import noise_over_run, relative_time
-from superbatch.report.json import from_json, to_json
-from superbatch.report.noise_study import NoiseAt, NoiseStudy, findings, points_table, steps_table
-from superbatch.studies import noise as module
-from superbatch.studies.noise import NoiseInterrupted, Options
-from superbatch.studies.noise import noise as study
+from superbatch.lab import plot
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.noise_study import NoiseAt, NoiseStudy, findings, points_table, steps_table
+from superbatch.lab.studies import noise as module
+from superbatch.lab.studies.noise import NoiseInterrupted, Options
+from superbatch.lab.studies.noise import noise as study
+from superbatch.noise.meter import noise_over_run, relative_time
 from tests.studies.own_recipe import plane
 
 OPTIONS = Options(updates=60, threads=1, batch_size=40)

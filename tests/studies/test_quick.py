@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from superbatch.recipes import Recipe
-from superbatch.studies import quick
-from superbatch.studies.study import Options, study
+from superbatch.lab.recipes import Recipe
+from superbatch.lab.studies import quick
+from superbatch.lab.studies.study import Options, study
 from tests.studies import own_recipe
 
 PLANE = f"{own_recipe.__file__}:plane"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from superbatch.batch.tree import count_samples
 from superbatch.errors import InputError
-from superbatch.recipes import RECIPES, Recipe, load_recipe
-from superbatch.recipes.idx import read_idx
-from superbatch.recipes.text import IGNORE, NEWLINE
-from superbatch.tree import count_samples
+from superbatch.lab.recipes import RECIPES, Recipe, load_recipe
+from superbatch.lab.recipes.idx import read_idx
+from superbatch.lab.recipes.text import IGNORE, NEWLINE
 from tests.studies import own_recipe
 
 OWN = Path(own_recipe.__file__)
@@ -145,7 +145,7 @@ def test_a_recipe_of_a_module_in_the_working_directory(
         ("nowhere.py:make", "the recipe file 'nowhere.py'. Wrong: there is no such file"),
         ("no_such_module_:make", "importing 'no_such_module_' raised ModuleNotFoundError"),
         (f"{OWN}:missing", "has no function 'missing'"),
-        (f"{OWN}:no_recipe", "its function returned int. Do: return a superbatch.recipes.Recipe"),
+        (f"{OWN}:no_recipe", "its function returned int. Do: return a superbatch.lab.recipes.Recipe"),
         (f"{OWN}:broken", "its function raised RuntimeError: no such file"),
     ],
 )

@@ -9,14 +9,20 @@ from dataclasses import replace
 
 import pytest
 
-from superbatch import plot
 from superbatch.errors import InputError
-from superbatch.report.comparison import Comparison
-from superbatch.report.json import from_json, to_json
-from superbatch.report.table import bytes_text, comparison_table, difference_text, plain, rows_with_details
-from superbatch.report.update import Update
-from superbatch.report.verdict import verdict
-from superbatch.studies.compare import Options, compare
+from superbatch.lab import plot
+from superbatch.lab.report.comparison import Comparison
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.table import (
+    bytes_text,
+    comparison_table,
+    difference_text,
+    plain,
+    rows_with_details,
+)
+from superbatch.lab.report.verdict import verdict
+from superbatch.lab.studies.compare import Options, compare
+from superbatch.results.update import Update
 from tests.studies import own_recipe
 
 

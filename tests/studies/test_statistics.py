@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from superbatch.errors import InputError
-from superbatch.studies.statistics import Summary, runs_needed, summarise, tost_paired, tost_welch
+from superbatch.lab.studies.statistics import Summary, runs_needed, summarise, tost_paired, tost_welch
 
 REAL = Summary(95.0, 0.172, 10)
 # The first source's table on MNIST, and the same experiment on digits: mean, sd, p, lower and upper end.

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from superbatch.errors import InputError
-from superbatch.growing import GrowingBatch
-from superbatch.report.json import from_json, to_json
-from superbatch.report.study import Study, StudyArm, StudyRun
-from superbatch.report.study_text import equivalence_table, study_table
-from superbatch.studies import study_critical_batch, study_grow_batch, study_momentum, study_precision
-from superbatch.studies.catalogue import STUDIES
-from superbatch.studies.study import Options, Progress, StudyInterrupted, study
-from superbatch.studies.study_common import compared, stream
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.study import Study, StudyArm, StudyRun
+from superbatch.lab.report.study_text import equivalence_table, study_table
+from superbatch.lab.studies import study_critical_batch, study_grow_batch, study_momentum, study_precision
+from superbatch.lab.studies.catalogue import STUDIES
+from superbatch.lab.studies.study import Options, Progress, StudyInterrupted, study
+from superbatch.lab.studies.study_common import compared, stream
+from superbatch.tuning.growing import GrowingBatch
 from tests.studies import own_recipe
 
 PLANE = f"{own_recipe.__file__}:plane"
@@ -306,7 +306,7 @@ def conclude_critical(factors: tuple[float, ...], **noise: Any) -> str:
 
 def test_the_noise_scale_predicts_one_number_in_words_table_and_picture(momentum: Study) -> None:
     """Seeds whose own noise scales differ by far: the mean and the median of their predictions are others."""
-    from superbatch import plot
+    from superbatch.lab import plot
 
     arms = planted_critical((1.0, 1.0, 1.01, 1.2, 1.5), signals=[0.5, 0.7, 1.5, 2.0, 0.9, 0.6])
     found = study_critical_batch.find(arms, batch=8, tolerance=0.05, samples=12_000)
@@ -329,7 +329,7 @@ def test_the_noise_scale_predicts_one_number_in_words_table_and_picture(momentum
 
 
 def test_arms_that_diverge_are_said_to_in_the_picture(momentum: Study) -> None:
-    from superbatch import plot
+    from superbatch.lab import plot
 
     metric = momentum.quantities[0].name
 
@@ -439,7 +439,7 @@ def test_surveys_are_those_of_the_survey_study() -> None:
 
 
 def test_reports_are_written_and_read_again(momentum: Study, grown: Study, precision: Study) -> None:
-    from superbatch import plot
+    from superbatch.lab import plot
 
     for report in (momentum, grown, precision):
         assert to_json(from_json(Study, to_json(report))) == to_json(report)
@@ -454,8 +454,8 @@ def test_reports_are_written_and_read_again(momentum: Study, grown: Study, preci
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_an_interruption_before_the_first_run_has_a_picture(name: str, momentum: Study) -> None:
-    from superbatch import plot
-    from superbatch.report.html import study_page
+    from superbatch.lab import plot
+    from superbatch.lab.report.html import study_page
 
     nothing = tuple(StudyArm(name=f"batch {k}", how="", facts={}, runs=()) for k in (1, 2))
     report = replace(momentum, name=name, arms=nothing, tests=(), curve_at=(1.0, 2.0), partial=True)
@@ -530,7 +530,7 @@ def test_samples_that_see_each_other_are_refused(name: str) -> None:
 
 
 def test_every_study_has_a_question_and_a_picture() -> None:
-    from superbatch.plot.studies import _DRAWINGS
+    from superbatch.lab.plot.studies import _DRAWINGS
 
     assert set(STUDIES) == set(_DRAWINGS)
     assert all(entry.question.endswith("?") for entry in STUDIES.values())

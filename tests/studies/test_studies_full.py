@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from superbatch.report.study import Study, StudyTest
-from superbatch.studies.study import Options, study
+from superbatch.lab.report.study import Study, StudyTest
+from superbatch.lab.studies.study import Options, study
 
 pytestmark = pytest.mark.studies
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.noise import NoiseMeter
-from superbatch.report.noise import Noise
+from superbatch.noise.meter import NoiseMeter
+from superbatch.results.noise import Noise
 from superbatch.torch import Accumulator, controller, windows
 
 SCALES = ([400.0, 400.0, 400.0, 90.0], [20.0, 4000.0, 15.0, 4000.0])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from superbatch.errors import OutOfMemoryError
 from superbatch.torch import Accumulator, Update
-from superbatch.torch.out_of_memory import out_of_memory
+from superbatch.torch.memory.out_of_memory import out_of_memory
 
 TEXT = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 

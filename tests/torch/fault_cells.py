@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from superbatch.noise import NoiseMeter
+from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, Update, fp32_masters
 from tests.torch.failing_allocations import Cell, Loop
 

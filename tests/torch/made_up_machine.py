@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from superbatch.report.memory import Limit, Peak
-from superbatch.split import near_equal
+from superbatch.batch.split import near_equal
+from superbatch.results.memory import Limit, Peak
 from superbatch.torch.sizes.auto import AutoSize, Mode
 from superbatch.torch.sizes.fake import PredictionError
 from superbatch.torch.sizes.instruments import Instruments

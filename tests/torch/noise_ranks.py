@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.noise import Estimate, NoiseMeter
+from superbatch.noise.meter import Estimate, NoiseMeter
 from superbatch.torch import Accumulator, Window
 from tests.torch.helpers import mlp, mse, rows, sgd
 

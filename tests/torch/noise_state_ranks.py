@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import InputError
-from superbatch.noise import Estimate, NoiseMeter
+from superbatch.noise.meter import Estimate, NoiseMeter
 from superbatch.torch import Accumulator, Window
 from tests.torch.helpers import mlp, mse, sgd
 from tests.torch.noise_ranks import ALONE, SIZES, leave, parts

@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from superbatch.batch.tree import plan
 from superbatch.torch import count_tokens, sample_weights
-from superbatch.torch.checked import Checked
-from superbatch.torch.probing.problem import Problem
-from superbatch.torch.statement import check_statement
-from superbatch.tree import plan
+from superbatch.torch.checks.checked import Checked
+from superbatch.torch.checks.declared_loss import check_statement
+from superbatch.torch.checks.probing.problem import Problem
 
 Net = Callable[[], nn.Module]
 LENGTHS = [5, 1, 2, 7, 3, 6, 4, 7]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superbatch.torch import Accumulator, sample_weights, verify
-from superbatch.torch.norm import finite_norm
-from superbatch.torch.sample_rng import sample_stream
-from superbatch.torch.snapshot import BufferKeeper
+from superbatch.torch.rng.sample_rng import sample_stream
+from superbatch.torch.window.norm import finite_norm
+from superbatch.torch.window.participants.snapshot import BufferKeeper
 from tests.torch.accelerator_stand_in import DEVICE, READS, Elsewhere, elsewhere, stand_in
 
 
@@ -262,10 +262,12 @@ def test_losses_that_a_replayed_graph_overwrites(device: None) -> None:
 
 
 def test_mutant_keeps_the_memory_of_the_graph(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("superbatch.torch.in_grad.in_shared_memory", lambda gradient: False)
+    monkeypatch.setattr(
+        "superbatch.torch.window.participants.parameter_gradients.in_shared_memory", lambda gradient: False
+    )
     *_, weight, right = _replayed(lambda x: x)
     assert not torch.allclose(weight, right, rtol=1e-2)
-    monkeypatch.setattr("superbatch.torch.losses.Losses.read", lambda self, index, loss: loss.detach())
+    monkeypatch.setattr("superbatch.torch.loss.losses.Losses.read", lambda self, index, loss: loss.detach())
     losses, expected, *_ = _replayed(lambda x: x if isinstance(x, Elsewhere) else Elsewhere(x), updates=1)
     assert losses != pytest.approx(expected, rel=1e-2)
 
@@ -275,7 +277,7 @@ def test_gradients_of_compiled_replays_are_taken_as_such(monkeypatch: pytest.Mon
     import sys
     from types import ModuleType
 
-    from superbatch.torch.gradients import in_shared_memory
+    from superbatch.torch.window.participants.gradient_sum import in_shared_memory
 
     gradient = torch.ones(2)
     assert not in_shared_memory(gradient)

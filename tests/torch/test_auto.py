@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from superbatch.split import near_equal
+from superbatch.batch.split import near_equal
 from superbatch.torch.sizes.auto import AutoSize, Mode
 from superbatch.torch.sizes.instruments import instruments_for, is_compiled
 from superbatch.torch.sizes.sizing import Smaller

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from superbatch.batch.split import near_equal, near_equal_cost, split
 from superbatch.errors import (
     InputError,
     OptimizerError,
@@ -21,7 +22,6 @@ from superbatch.errors import (
     WindowError,
 )
 from superbatch.schedule import as_schedule, constant, piecewise, ramp
-from superbatch.split import near_equal, near_equal_cost, split
 from superbatch.torch import (
     Accumulator,
     TokenBudget,

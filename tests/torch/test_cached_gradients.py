@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from superbatch.split import TokenBudget
+from superbatch.batch.split import TokenBudget
 from superbatch.torch import cached_gradients, windows
-from superbatch.torch.memory import peak_bytes
+from superbatch.torch.memory.meter import peak_bytes
 from tests.torch.embedding_tasks import (
     F64,
     Pair,

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from superbatch.batch.split import TokenBudget
 from superbatch.errors import CoupledSamplesError, InputError, OptimizerError, SplitError
-from superbatch.split import TokenBudget
 from superbatch.torch import cached_gradients
 from tests.torch.embedding_tasks import (
     F64,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import StatementError
-from superbatch.torch import Accumulator, check_schedule, class_weights, count_tokens, sample_weights
-from superbatch.torch.sample_counts import Count, Hints
+from superbatch.torch import Accumulator, class_weights, count_tokens, sample_weights
+from superbatch.torch.checks import check_schedule
+from superbatch.torch.checks.sample_counts import Count, Hints
 from tests.torch.helpers import sgd
 
 LENGTH, LABELS, PAD = 6, 40, 3

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import CoupledSamplesError, StatementError
-from superbatch.torch import Accumulator, check_schedule
+from superbatch.torch import Accumulator
+from superbatch.torch.checks import check_schedule
 from tests.torch.helpers import sgd
 
 MICROBATCHES = 16

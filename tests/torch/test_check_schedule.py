@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import CoupledSamplesError, InputError, StatementError
 from superbatch.torch import Accumulator, Window, count_tokens
-from superbatch.torch.check_schedule import CALLS
+from superbatch.torch.checks.check_schedule import CALLS
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.torch import count_tokens
-from superbatch.torch.checked import ALIKE, ALL_ZERO, NOT_CUT, NOT_REPEATABLE, WEIGHTLESS
-from superbatch.torch.probing.problem import Problem
-from superbatch.torch.statement import check_statement
+from superbatch.torch.checks.checked import ALIKE, ALL_ZERO, NOT_CUT, NOT_REPEATABLE, WEIGHTLESS
+from superbatch.torch.checks.declared_loss import check_statement
+from superbatch.torch.checks.probing.problem import Problem
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
 
 LENGTHS = [5, 1, 2, 7, 3, 6]

@@ -22,7 +22,7 @@ from superbatch.errors import (
     WindowError,
 )
 from superbatch.torch import Accumulator, TokenBudget, Window, count_tokens, fp32_masters, windows
-from superbatch.torch.virtual import recording
+from superbatch.torch.virtual.trace import recording
 from tests.torch.helpers import assert_same_parameters, sgd, start_of
 from tests.torch.states import assert_unchanged, fingerprint
 from tests.torch.test_out_of_memory import FailAt, quiet
@@ -415,7 +415,7 @@ def test_micro_batches_that_cannot_be_joined(parts: list[Any], text: str) -> Non
 
 
 def test_structures_arrays_and_names_are_joined() -> None:
-    from superbatch.torch.joining import joined
+    from superbatch.torch.window.joining import joined
 
     def part(start: int, stop: int) -> Any:
         x = torch.arange(start, stop)

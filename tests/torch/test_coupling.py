@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.errors import InputError, SplitError
-from superbatch.report.verification import Finding
-from superbatch.torch.coupling import changes_state, coupled_modules, find_coupling, probe_coupling
-from superbatch.torch.probing.problem import Problem
-from superbatch.torch.probing.separability import Probe
-from superbatch.torch.probing.untouched import untouched
+from superbatch.results.verification import Finding
+from superbatch.torch.checks.coupling import changes_state, coupled_modules, find_coupling, probe_coupling
+from superbatch.torch.checks.probing.problem import Problem
+from superbatch.torch.checks.probing.separability import Probe
+from superbatch.torch.checks.probing.untouched import untouched
 from tests.torch.verify_cases import (
     BatchRenorm,
     Branch,

@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from superbatch.errors import InputError
-from superbatch.torch import Accumulator, devices, options, virtual_batch
-from superbatch.torch.out_of_memory import release_caches
+from superbatch.torch import Accumulator, devices, virtual_batch
+from superbatch.torch.memory.out_of_memory import release_caches
 from superbatch.torch.virtual import options as virtual_options
-from superbatch.torch.virtual import randomness
+from superbatch.torch.virtual.trace import randomness
+from superbatch.torch.window import options
 
 
 class FakeModule:

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from superbatch.torch import coupled_exact
-from superbatch.torch.in_buffers import InBuffers
-from superbatch.torch.in_momentum import InMomentum
-from superbatch.torch.marks import Marks, _versions
-from superbatch.torch.recovery import restore_each
+from superbatch.torch import whole_batch
+from superbatch.torch.window.participants.buffer_gradients import InBuffers
+from superbatch.torch.window.participants.gradient_versions import Marks, _versions
+from superbatch.torch.window.participants.momentum_gradients import InMomentum
+from superbatch.torch.window.retry import restore_each
 from tests.torch.failing_allocations import TEXT, sweep
 from tests.torch.fault_cells import MODES, cell, cells
 
@@ -73,7 +73,7 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any], str]] = {
     "what was noted last is taken for the savepoint": (Marks, "rollback", _as_noted, ".grad"),
     "nothing is taken to have reached the buffers": (InBuffers, "rollback", lambda self: True, "buffers"),
     "nothing is taken to have reached the momentum": (InMomentum, "rollback", lambda self: True, "momentum"),
-    "a failure after the virtual batch": (coupled_exact, "begin_again", lambda window: None, "exact"),
+    "a failure after the virtual batch": (whole_batch, "begin_again", lambda window: None, "exact"),
 }
 
 
@@ -108,7 +108,7 @@ import gc, resource, warnings, torch
 from torch import nn
 from superbatch.errors import OutOfMemoryError
 from superbatch.torch import Accumulator
-from superbatch.torch.out_of_memory import out_of_memory
+from superbatch.torch.memory.out_of_memory import out_of_memory
 
 torch.set_num_threads(1)
 SIDE = 700  # 4 MB for each parameter
@@ -190,7 +190,7 @@ def test_a_real_allocator_finds_the_mutant() -> None:
     mutant = inspect.getsource(_as_noted)
     before = f"""
 from __future__ import annotations
-from superbatch.torch.marks import Marks, _versions
+from superbatch.torch.window.participants.gradient_versions import Marks, _versions
 {mutant}
 Marks.rollback = _as_noted
 """

@@ -13,15 +13,15 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from superbatch.adaptive import Controller
 from superbatch.errors import InputError, OptimizerError
-from superbatch.growing import grow_batch, grown_batches
-from superbatch.noise import NoiseMeter
-from superbatch.scaling import gain
+from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, windows
-from superbatch.torch.adaptive import AdaptiveBatch, AdaScaleRate, controller
-from superbatch.torch.growing import GrowBatch, rate_of
-from superbatch.torch.stopping import update_until
+from superbatch.torch.tuning.adaptive import AdaptiveBatch, AdaScaleRate, controller
+from superbatch.torch.tuning.growing import GrowBatch, rate_of
+from superbatch.torch.tuning.stopping import update_until
+from superbatch.tuning.adaptive import Controller
+from superbatch.tuning.growing import grow_batch, grown_batches
+from superbatch.tuning.scaling import gain
 
 
 def halving(seen: float) -> float:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superbatch.torch import heap
-from superbatch.torch.heap import keep_freed_memory
+from superbatch.torch.memory import heap
+from superbatch.torch.memory.heap import keep_freed_memory
 
 # 48 blocks of 1 MiB are taken, written and freed again, as activations are: before there is an accumulator or
 # a virtual batch, and when there is, or was, one.

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import OutOfMemoryError
-from superbatch.torch import Accumulator, kept_tensors, moved_state
-from superbatch.torch.kept_tensors import KeptTensor
-from superbatch.torch.moved_state import MovedState
+from superbatch.torch import Accumulator
+from superbatch.torch.window.participants import kept_tensors, moved_state
+from superbatch.torch.window.participants.kept_tensors import KeptTensor
+from superbatch.torch.window.participants.moved_state import MovedState
 
 F64 = torch.float64
 SAMPLES, ROWS = 8, 200_000  # the bank is above the size up to which all is copied

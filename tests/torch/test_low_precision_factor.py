@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.noise import NoiseMeter
+from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, Window
-from superbatch.torch.in_grad import InGrad
+from superbatch.torch.window.participants.parameter_gradients import InGrad
 from tests.torch.helpers import sgd
 
 Batch = tuple[Tensor, Tensor]

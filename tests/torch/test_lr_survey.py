@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from superbatch import InputError, OptimizerError, StatementError, WindowError
-from superbatch.survey import Sweep
 from superbatch.torch import Accumulator, Window, count_tokens, lr_survey, windows
-from superbatch.torch.surveys import dial as survey_dial
-from superbatch.torch.surveys import shadow as survey_shadow
+from superbatch.torch.tuning import dial as survey_dial
+from superbatch.torch.tuning import shadow as survey_shadow
+from superbatch.tuning.survey import Sweep
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
 from tests.torch.states import assert_unchanged, fingerprint
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from superbatch.noise import NoiseMeter
+from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, Window, fp32_masters, lr_survey, windows
-from superbatch.torch.surveys import shadow as survey_shadow
-from superbatch.torch.surveys import state as survey_state
+from superbatch.torch.tuning import shadow as survey_shadow
+from superbatch.torch.tuning import state as survey_state
 from tests.torch.helpers import mse, rows
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import InputError
 from superbatch.torch import Accumulator, accumulator, fp32_masters
-from superbatch.torch.gradients import Owned
+from superbatch.torch.window.participants.gradient_sum import Owned
 from tests.torch.helpers import mlp, mse, rows
 
 BF16 = torch.bfloat16

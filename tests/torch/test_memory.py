@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from superbatch.errors import InputError
 from superbatch.torch import virtual_batch
-from superbatch.torch.memory import peak_bytes
-from superbatch.torch.sizes.ledger import Ledger
+from superbatch.torch.memory.ledger import Ledger
+from superbatch.torch.memory.meter import peak_bytes
 
 KIB = 1024
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from superbatch.errors import InputError
-from superbatch.torch.sizes import limits
-from superbatch.torch.sizes.cgroups import cgroup_limits
-from superbatch.torch.sizes.limits import PeakMeter, memory_limit
+from superbatch.torch.memory import limits
+from superbatch.torch.memory.cgroups import cgroup_limits
+from superbatch.torch.memory.limits import PeakMeter, memory_limit
 
 MIB = 2**20
 LINUX = sys.platform.startswith("linux")
@@ -165,7 +165,7 @@ def test_rlimit_as_in_a_child_process() -> None:
     """What the limit leaves can be allocated, and not 2 MiB more."""
     found = child("""
         import json, resource, torch
-        from superbatch.torch.sizes.limits import free_in_heap, memory_limit
+        from superbatch.torch.memory.limits import free_in_heap, memory_limit
         cpu = torch.device("cpu")
         memory_limit(cpu)
         torch.empty(1 << 20, dtype=torch.uint8)
@@ -198,7 +198,7 @@ def test_what_is_found_free_in_the_heap_counts_as_used() -> None:
     free, limit, peak = child(
         """
         import json, torch
-        from superbatch.torch.sizes.limits import PeakMeter, free_in_heap, memory_limit
+        from superbatch.torch.memory.limits import PeakMeter, free_in_heap, memory_limit
         cpu = torch.device("cpu")
         def blocks(count):
             return [torch.ones(2**16, dtype=torch.uint8) for _ in range(count)]
@@ -221,7 +221,7 @@ METERED = """
     import json, sys, torch
     from torch import nn
     from torch.nn import functional
-    from superbatch.torch.sizes.limits import PeakMeter
+    from superbatch.torch.memory.limits import PeakMeter
     from superbatch.torch.sizes.predict import predict_peak
     from tests.torch.sized_models import Transformer, convnet
     torch.set_num_threads(1)

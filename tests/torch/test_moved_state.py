@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.torch import Accumulator, Window, moved_state, verify
-from superbatch.torch.kept_tensors import KeptTensor
-from superbatch.torch.reached import Reached
+from superbatch.torch import Accumulator, Window, verify
+from superbatch.torch.window.participants import moved_state
+from superbatch.torch.window.participants.kept_tensors import KeptTensor
+from superbatch.torch.window.participants.reached import Reached
 from tests.torch.moving_programs import F64, FEATURES, PROGRAMS, Program, batches, frozen, linear
 
 MOVES = "ignore:the forward changes the state"

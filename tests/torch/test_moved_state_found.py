@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.torch import Accumulator
-from superbatch.torch.kept_tensors import KeptTensor
-from superbatch.torch.moved_state import MovedState
+from superbatch.torch.window.participants.kept_tensors import KeptTensor
+from superbatch.torch.window.participants.moved_state import MovedState
 
 F64 = torch.float64
 Loss = Callable[[Tensor], Tensor]

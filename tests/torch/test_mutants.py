@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from superbatch import normalize
-from superbatch.torch import Accumulator, boundary, count_tokens, gradients, in_grad, windows
-from superbatch.torch.marks import Marks
-from superbatch.torch.norm import finite_norm
+from superbatch.torch import Accumulator, count_tokens, windows
+from superbatch.torch.window import update_rule
+from superbatch.torch.window.norm import finite_norm
+from superbatch.torch.window.participants import gradient_sum, parameter_gradients
+from superbatch.torch.window.participants.gradient_versions import Marks
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,
@@ -158,18 +160,18 @@ def sum_never_divided(patch: Patch) -> None:
 
 
 def clip_before_normalising(patch: Patch) -> None:
-    ready = boundary.ready
+    ready = update_rule.ready
 
     def clipped_first(step: Any, place: Any, ranks: Any, owned: Any, divisor: float) -> list[Tensor | None]:
         summed = ready(step, place, ranks, owned, 1.0)
-        boundary.clip(step, summed, finite_norm(summed)[0])
+        update_rule.clip(step, summed, finite_norm(summed)[0])
         return [None if gradient is None else gradient / divisor for gradient in summed]
 
-    patch.setattr(boundary, "ready", clipped_first)
+    patch.setattr(update_rule, "ready", clipped_first)
 
 
 def clip_forgotten(patch: Patch) -> None:
-    patch.setattr(boundary, "clip", lambda step, gradients, norm: None)
+    patch.setattr(update_rule, "clip", lambda step, gradient_sum, norm: None)
 
 
 def clip_per_parameter(patch: Patch) -> None:
@@ -177,12 +179,12 @@ def clip_per_parameter(patch: Patch) -> None:
         for gradient in present:
             gradient.mul_(min(1.0, step.max_grad_norm / float(gradient.norm())))
 
-    patch.setattr(boundary, "clip", each)
+    patch.setattr(update_rule, "clip", each)
 
 
 def clip_by_value_scaled(patch: Patch) -> None:
     """Clipping values of a gradient that is still multiplied by the number of micro-batches."""
-    clip = boundary.clip
+    clip = update_rule.clip
 
     def scaled(step: Any, present: list[Tensor], norm: float) -> None:
         for gradient in present:
@@ -191,11 +193,11 @@ def clip_by_value_scaled(patch: Patch) -> None:
         for gradient in present:
             gradient.div_(3)
 
-    patch.setattr(boundary, "clip", scaled)
+    patch.setattr(update_rule, "clip", scaled)
 
 
 def zero_grad_forgotten(patch: Patch) -> None:
-    right = gradients.clear
+    right = gradient_sum.clear
     for name, module in list(sys.modules.items()):
         if name.startswith("superbatch.torch.") and getattr(module, "clear", None) is right:
             patch.setattr(module, "clear", lambda owned: None)
@@ -204,7 +206,7 @@ def zero_grad_forgotten(patch: Patch) -> None:
 
 
 def scheduler_per_microbatch(patch: Patch) -> None:
-    update = boundary.update
+    update = update_rule.update
 
     def thrice(step: Any, *arguments: Any) -> None:
         update(step, *arguments)
@@ -212,30 +214,32 @@ def scheduler_per_microbatch(patch: Patch) -> None:
             for scheduler in step.schedulers:
                 scheduler.step()
 
-    patch.setattr(boundary, "update", thrice)
-    patch.setattr("superbatch.torch.slip_watch.warnings.warn", lambda *args, **kwargs: None)  # it is seen
+    patch.setattr(update_rule, "update", thrice)
+    patch.setattr(
+        "superbatch.torch.window.slip_watch.warnings.warn", lambda *args, **kwargs: None
+    )  # it is seen
 
 
 def optimizer_twice(patch: Patch) -> None:
-    update = boundary.update
+    update = update_rule.update
 
     def twice(step: Any, *arguments: Any) -> None:
         for optimizer in step.optimizers:
             optimizer.step()
         update(step, *arguments)
 
-    patch.setattr(boundary, "update", twice)
+    patch.setattr(update_rule, "update", twice)
 
 
 def last_microbatch_only(patch: Patch) -> None:
-    backward = in_grad.InGrad.backward
+    backward = parameter_gradients.InGrad.backward
 
-    def only(self: in_grad.InGrad, loss: Tensor, factor: float, **options: Any) -> None:
-        gradients.clear(self._owned)
+    def only(self: parameter_gradients.InGrad, loss: Tensor, factor: float, **options: Any) -> None:
+        gradient_sum.clear(self._owned)
         self._marks.forget()
         backward(self, loss, factor, **options)
 
-    patch.setattr(in_grad.InGrad, "backward", only)
+    patch.setattr(parameter_gradients.InGrad, "backward", only)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], Any]]] = [

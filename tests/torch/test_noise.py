@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import InputError, NonFiniteError
-from superbatch.noise import Estimate, NoiseMeter, effective_samples, estimate
+from superbatch.noise.meter import Estimate, NoiseMeter, effective_samples, estimate
 from superbatch.torch import Accumulator, Window, count_tokens, fp32_masters
-from superbatch.torch.noise.hooks import SeenGradients
+from superbatch.torch.window.participants.noise.hooks import SeenGradients
 from tests.torch import noise_ranks
 from tests.torch.helpers import TinyLM, mlp, mse, per_sample, rows, sgd, squared_sum
 from tests.torch.noise_ranks import Recorder, said_by_both

@@ -14,10 +14,10 @@ from torch.optim import SGD, Adam, AdamW, NAdam
 from torch.optim.optimizer import Optimizer
 
 from superbatch.errors import InputError
-from superbatch.noise import Estimate, NoiseMeter, estimate, power_name
-from superbatch.noise_sums import add_sums
+from superbatch.noise.meter import Estimate, NoiseMeter, estimate, power_name
+from superbatch.noise.sums import add_sums
 from superbatch.torch import Accumulator, Window, fp32_masters
-from superbatch.torch.noise import adam
+from superbatch.torch.window.participants.noise import adam
 from tests.torch.helpers import mlp, mse, rows
 from tests.torch.test_noise import PARTS, SIZES, Tied, assert_nothing_left
 

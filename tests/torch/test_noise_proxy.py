@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import InputError
-from superbatch.noise import PROXY, Estimate, NoiseMeter, estimate
+from superbatch.noise.meter import PROXY, Estimate, NoiseMeter, estimate
 from superbatch.torch import Accumulator, Window
-from superbatch.torch.noise import samples as seen_samples
-from superbatch.torch.noise.samples import SeenSamples
+from superbatch.torch.window.participants.noise import samples as seen_samples
+from superbatch.torch.window.participants.noise.samples import SeenSamples
 from tests.torch.helpers import rows
 from tests.torch.test_noise import TEXT
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from superbatch.noise import PROXY, Estimate
+from superbatch.noise.meter import PROXY, Estimate
 from tests.torch import test_noise_adam, test_noise_proxy
 from tests.torch.helpers import mse
 from tests.torch.noise_ranks import ALONE, parts, said_by_both

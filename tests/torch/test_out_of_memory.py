@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import OptimizerError, OutOfMemoryError
-from superbatch.report.memory import Limit
+from superbatch.results.memory import Limit
 from superbatch.torch import Accumulator, TokenBudget, count_tokens, windows
-from superbatch.torch.out_of_memory import out_of_memory
+from superbatch.torch.memory.out_of_memory import out_of_memory
 from tests.torch.helpers import (
     assert_same_parameters,
     mlp,
@@ -680,7 +680,7 @@ def test_a_window_cut_smaller_is_saved_and_goes_on_bit_for_bit() -> None:
 def test_onednn_without_memory_says_what_it_says_without_a_kernel(
     free: int, yes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("superbatch.torch.out_of_memory.memory_limit", lambda _: Limit(free, "a test"))
+    monkeypatch.setattr("superbatch.torch.memory.out_of_memory.memory_limit", lambda _: Limit(free, "a test"))
     assert out_of_memory(RuntimeError("could not create a primitive")) is yes
 
 
@@ -707,7 +707,7 @@ def test_long_micro_batches_go_on_from_their_own_random_state(
     short: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout: copied before each micro-batch the state is there; else the window begins again."""
-    monkeypatch.setattr("superbatch.torch.snapshot.SHORT", short)
+    monkeypatch.setattr("superbatch.torch.window.participants.snapshot.SHORT", short)
     model, calls = mlp(), []
 
     def loss(mb: Any) -> Tensor:

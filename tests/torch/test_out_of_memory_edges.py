@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import NonFiniteError, OutOfMemoryError, StatementError
 from superbatch.torch import Accumulator, windows
-from superbatch.torch.out_of_memory import out_of_memory
+from superbatch.torch.memory.out_of_memory import out_of_memory
 from tests.torch.helpers import assert_same_parameters, mlp, mse, rows, sgd, start_of
 from tests.torch.test_out_of_memory import TEXT, FailAt, quiet
 
@@ -63,7 +63,7 @@ def test_random_state_is_not_set_back_where_it_could_not_be_noted(monkeypatch: p
     def fails(*_: Any) -> Any:
         raise RuntimeError(TEXT)
 
-    monkeypatch.setattr("superbatch.torch.snapshot.torch_random_state", fails)
+    monkeypatch.setattr("superbatch.torch.window.participants.snapshot.torch_random_state", fails)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         accumulate(rows(8)[0])
     assert torch.equal(torch.get_rng_state(), before)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.split import TokenBudget, split
+from superbatch.batch.split import TokenBudget, split
+from superbatch.batch.tree import count_samples
 from superbatch.torch import Accumulator, count_tokens, windows
-from superbatch.tree import count_samples
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import InputError, OptimizerError
 from superbatch.torch import Accumulator, count_tokens, fp32_masters
-from superbatch.torch.memory import peak_bytes
+from superbatch.torch.memory.meter import peak_bytes
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,

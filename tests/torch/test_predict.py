@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from superbatch.errors import InputError
 from superbatch.torch import Accumulator, fp32_masters
-from superbatch.torch.memory import peak_bytes
+from superbatch.torch.memory.meter import peak_bytes
 from superbatch.torch.sizes.fake import PredictionError
 from superbatch.torch.sizes.predict import _on_device, predict_peak
 from tests.torch.sized_models import Checkpointed, Lstm, Own, Tied, Transformer, convnet, mlp, norms

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import NonFiniteError
-from superbatch.torch import Accumulator, snapshot
+from superbatch.torch import Accumulator
+from superbatch.torch.window.participants import snapshot
 
 DRAWS = {
     "nothing": lambda: None,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from superbatch import normalize
 from superbatch.errors import InputError, NonFiniteError, StatementError
-from superbatch.noise import NoiseMeter
+from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, Window
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, rows, sgd, start_of
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler, swa_utils
 
 from superbatch.errors import InputError, OptimizerError
-from superbatch.torch import scaling
-from superbatch.torch.scaling import rescale
+from superbatch.torch.tuning import scaling
+from superbatch.torch.tuning.scaling import rescale
 
 PARTICLES = 4000
 

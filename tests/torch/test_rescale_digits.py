@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from superbatch.recipes import OPTIMIZERS, Recipe, load_recipe
-from superbatch.studies.on_torch import orders
-from superbatch.studies.setting import Setting
+from superbatch.lab.recipes import OPTIMIZERS, Recipe, load_recipe
+from superbatch.lab.studies.on_torch import orders
+from superbatch.lab.studies.setting import Setting
 from superbatch.torch import rescale
 
 SAMPLES, SEEDS = 20_000, 4

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import InputError
-from superbatch.torch.probing.sample_layout import Call, samples_along
-from superbatch.torch.sample_rng import sample_stream
+from superbatch.torch.rng.sample_layout import Call, samples_along
+from superbatch.torch.rng.sample_rng import sample_stream
 
 SAMPLES = 12
 SPLITS = [[5, 7], [1] * 12, [4, 4, 4]]

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import InputError
 from superbatch.torch import samples_along
-from superbatch.torch.probing import sample_layout
-from superbatch.torch.sample_rng import sample_stream
+from superbatch.torch.rng import sample_layout
+from superbatch.torch.rng.sample_rng import sample_stream
 
 SAMPLES, CHANNELS = 8, 3
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import InputError, SuperbatchError, WindowError
-from superbatch.torch import Accumulator, fp32_masters, saved_checks
+from superbatch.torch import Accumulator, fp32_masters
+from superbatch.torch.window import saved_checks
 
 F64 = torch.float64
 DELETED: Any = object()

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from superbatch.report.memory import Saving
+from superbatch.results.memory import Saving
 from superbatch.torch import Accumulator
-from superbatch.torch.memory import peak_bytes
+from superbatch.torch.memory.meter import peak_bytes
 from superbatch.torch.sizes.predict import predict_peak
 from superbatch.torch.sizes.savings import repeated_blocks, savings
 from tests.torch.sized_models import Transformer, convnet

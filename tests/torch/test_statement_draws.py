@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import CoupledSamplesError, StatementError
 from superbatch.torch import Accumulator, count_tokens
-from superbatch.torch.checked import NOT_EVALUATED, NOT_REPEATABLE
-from superbatch.torch.checking import evaluation
-from superbatch.torch.checking.generators import Generators
+from superbatch.torch.checks import evaluation
+from superbatch.torch.checks.checked import NOT_EVALUATED, NOT_REPEATABLE
+from superbatch.torch.checks.generators import Generators
 from tests.torch.helpers import sgd
 from tests.torch.statement_cases import CLASSES, FEATURES, Tokens, check, row_batch, token_batch, token_mean
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from superbatch.errors import CoupledSamplesError, StatementError
-from superbatch.torch import count_tokens, statement
-from superbatch.torch.checking import agreement, evaluation, sketch
-from superbatch.torch.probing.problem import Problem
-from superbatch.torch.statement import check_statement
+from superbatch.torch import count_tokens
+from superbatch.torch.checks import agreement, declared_loss, evaluation, sketch
+from superbatch.torch.checks.declared_loss import check_statement
+from superbatch.torch.checks.probing.problem import Problem
 from tests.torch.statement_cases import (
     FEATURES,
     PRECISIONS,
@@ -244,7 +244,7 @@ def test_a_loss_over_some_samples_never_agrees_by_chance(name: str) -> None:
 
 def test_one_cut_agrees_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: a cut at a third and no other."""
-    monkeypatch.setattr(statement, "orders", lambda samples, turn: evaluation.orders(samples, turn)[:1])
+    monkeypatch.setattr(declared_loss, "orders", lambda samples, turn: evaluation.orders(samples, turn)[:1])
     assert len(missed("hardest half", range(40), 4, 4, torch.float64)) >= 8
 
 

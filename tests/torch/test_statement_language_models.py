@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.errors import CoupledSamplesError, StatementError
-from superbatch.torch import Accumulator, count_tokens, coupling
+from superbatch.torch import Accumulator, count_tokens
+from superbatch.torch.checks import coupling
 from superbatch.torch.verify import verify
 
 WORDS, TIMES = 13, 9

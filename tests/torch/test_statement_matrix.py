@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from superbatch.torch.checked import Checked
+from superbatch.torch.checks.checked import Checked
 from tests.torch.statement_cases import (
     PRECISIONS,
     ROW_LOSSES,

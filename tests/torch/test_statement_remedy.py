@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.errors import CoupledSamplesError, StatementError
-from superbatch.report.verification import Verification
-from superbatch.torch import Accumulator, class_weights, count_tokens, sample_weights, statement
-from superbatch.torch.checking import remedy, weighting
-from superbatch.torch.checking.weighting import Weighting
+from superbatch.results.verification import Verification
+from superbatch.torch import Accumulator, class_weights, count_tokens, sample_weights
+from superbatch.torch.checks import declared_loss, remedy, weighting
+from superbatch.torch.checks.weighting import Weighting
 from superbatch.torch.verify import verify
 
 WORDS, TIMES, WIDTH = 11, 8, 6
@@ -240,7 +240,7 @@ def test_a_mean_over_one_active_part_is_not_taken_for_a_sum() -> None:
 
 def test_a_sum_that_is_not_confirmed_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: agreement is enough, whether or not a mean would agree too."""
-    monkeypatch.setattr(statement, "_shows", lambda seen: True)
+    monkeypatch.setattr(declared_loss, "_shows", lambda seen: True)
     with pytest.raises(AssertionError):
         test_a_mean_over_one_active_part_is_not_taken_for_a_sum()
 
@@ -474,7 +474,7 @@ def test_remedies_that_were_not_tried_name_what_fits_one_micro_batch(monkeypatch
     assert 'sample_weights("lengths")' in str(train(words().double(), loss, given))
     tried = remedy.find_remedy
     monkeypatch.setattr(
-        statement,
+        declared_loss,
         "find_remedy",
         lambda evaluation, found, holds, others: tried(
             evaluation, found, lambda p: p.reduction == "mean", others

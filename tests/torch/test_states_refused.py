@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from superbatch.errors import InputError
-from superbatch.growing import grow_batch
 from superbatch.torch import Accumulator, rescale
+from superbatch.tuning.growing import grow_batch
 
 SIZES: dict[str, Any] = {
     "none at all": {"Fixed": {}},

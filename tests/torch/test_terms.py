@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import InputError, NonFiniteError, StatementError
 from superbatch.torch import Accumulator, Window, count_tokens, reference, verify
-from superbatch.torch.weighing import Weights
+from superbatch.torch.loss.weighing import Weights
 from tests.torch.helpers import assert_same_parameters, large_batch, sgd, start_of, tiny_lm, tokens
 
 Batch = dict[str, Tensor]
@@ -163,7 +163,7 @@ def test_a_loop_of_ones_own() -> None:
 
 
 def test_one_backward_per_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from superbatch.torch.in_grad import InGrad
+    from superbatch.torch.window.participants.parameter_gradients import InGrad
 
     calls: list[float] = []
     plain = InGrad.backward

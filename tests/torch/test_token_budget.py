@@ -11,11 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from superbatch.recipes.text import IGNORE, text
-from superbatch.split import split
+from superbatch.batch.split import split
+from superbatch.lab.recipes.text import IGNORE, text
 from superbatch.torch import Accumulator, TokenBudget, Update, count_tokens, verify
-from superbatch.torch.batches import microbatches_of
-from superbatch.torch.sample_rng import sample_stream
+from superbatch.torch.rng.sample_rng import sample_stream
+from superbatch.torch.window.batches import microbatches_of
 from tests.torch.helpers import (
     TinyLM,
     assert_same_parameters,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import OptimizerError, OutOfMemoryError
-from superbatch.torch import Accumulator, batchnorm
+from superbatch.torch import Accumulator
+from superbatch.torch.window.participants import batchnorm
 
 F64 = torch.float64
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.torch import Accumulator
-from superbatch.torch.out_of_memory import release_caches
-from superbatch.torch.transfer import Transfer, to_device
-from superbatch.torch.virtual.ahead import Ahead
-from superbatch.torch.virtual.store import Store
+from superbatch.torch.memory.out_of_memory import release_caches
+from superbatch.torch.virtual.run.ahead import Ahead
+from superbatch.torch.virtual.run.store import Store
+from superbatch.torch.window.transfer import Transfer, to_device
 
 META = torch.device("meta")
 
@@ -199,7 +199,9 @@ def test_a_copy_ahead_for_which_there_is_no_memory_is_made_later(monkeypatch: py
 def test_rows_for_the_host_are_copied_beside_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reads them waits for these copies; the computation of the next rows does not."""
     cuda = FakeCuda(monkeypatch)
-    monkeypatch.setattr("superbatch.torch.virtual.store.empty_on_host", lambda like: torch.zeros(like.shape))
+    monkeypatch.setattr(
+        "superbatch.torch.virtual.run.store.empty_on_host", lambda like: torch.zeros(like.shape)
+    )
     monkeypatch.setattr(Tensor, "copy_", lambda self, *args, **options: cuda.log.append("copy") or self)
     store = Store(META, budget=0)
     ahead = Ahead(META, store._to_host)
@@ -226,7 +228,9 @@ def test_rows_for_the_host_are_copied_beside_the_computation(monkeypatch: pytest
 def test_rows_on_their_way_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """However far the host is ahead: one tensor more is held, and the computation waits for its copy."""
     cuda = FakeCuda(monkeypatch)
-    monkeypatch.setattr("superbatch.torch.virtual.store.empty_on_host", lambda like: torch.zeros(like.shape))
+    monkeypatch.setattr(
+        "superbatch.torch.virtual.run.store.empty_on_host", lambda like: torch.zeros(like.shape)
+    )
     monkeypatch.setattr(Tensor, "copy_", lambda self, *args, **options: self)
     store, alive = Store(META, budget=0), []
     for _ in range(4):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from superbatch.batch.split import TokenBudget
 from superbatch.errors import InputError, NonFiniteError, SplitError
-from superbatch.report.verification import GradientComparison, ParameterDifference, Verification
-from superbatch.split import TokenBudget
-from superbatch.torch.out_of_memory import out_of_memory
+from superbatch.results.verification import GradientComparison, ParameterDifference, Verification
+from superbatch.torch.memory.out_of_memory import out_of_memory
 from superbatch.torch.verify import verify
 from tests.torch.verify_cases import (
     EXACT,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.torch import verify
-from superbatch.torch.probing import rounding
+from superbatch.torch.checks.probing import rounding
 
 
 class _Coarse(torch.autograd.Function):

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from superbatch.errors import InputError
 from superbatch.torch import virtual_batch
-from superbatch.torch.memory import peak_bytes
-from superbatch.torch.virtual import compiled, memo, segments, store
+from superbatch.torch.memory.meter import peak_bytes
+from superbatch.torch.virtual.run import compiled, memo, segments, store
 
 Loss = Callable[[nn.Module, Any], Tensor]
 SAMPLES, SIZE = 10, 4  # micro-batches of 4, 3 and 3

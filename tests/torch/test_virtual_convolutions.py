@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.memory import peak_bytes
-from superbatch.torch.virtual import convolution_rules, memo, rules
+from superbatch.torch.memory.meter import peak_bytes
+from superbatch.torch.virtual.rules import convolution_rules, lookup
+from superbatch.torch.virtual.run import memo
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: nn.Conv2d(2, 4, 3),
@@ -144,7 +145,7 @@ def test_a_gradient_penalty_takes_the_memory_of_a_micro_batch() -> None:
 @pytest.fixture
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> Any:
     for packet in convolution_rules.RULES:
-        monkeypatch.delitem(rules.OWN, packet)
+        monkeypatch.delitem(lookup.OWN, packet)
     memo._remembered.cache_clear()
     yield
     memo._remembered.cache_clear()

@@ -14,11 +14,13 @@ from torch.nn import functional as F
 
 from superbatch.errors import CoupledSamplesError
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual import attention_rules, memo, recurrent
-from superbatch.torch.virtual.calls import Call, Recipe
-from superbatch.torch.virtual.reductions import First
-from superbatch.torch.virtual.rules import OWN
-from superbatch.torch.virtual.table import ROWS
+from superbatch.torch.virtual.ir.calls import Call, Recipe
+from superbatch.torch.virtual.ir.reductions import First
+from superbatch.torch.virtual.rules import attention_rules
+from superbatch.torch.virtual.rules.lookup import OWN
+from superbatch.torch.virtual.rules.table import ROWS
+from superbatch.torch.virtual.run import memo
+from superbatch.torch.virtual.trace import recurrent
 from tests.torch import cuda_stand_ins
 from tests.torch.coupled.operator_case import N, OperatorCase, operator, real
 from tests.torch.cuda_stand_ins import CALLED, GRU, LSTM, MASKS, attention, layers

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 from torch.nn import functional as F
 
-from superbatch.torch import Accumulator, looking, virtual_batch
+from superbatch.torch import Accumulator, virtual_batch
+from superbatch.torch.checks import introspection
 
 N = 14
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -29,9 +30,9 @@ Kind = Callable[["Any", "list[Any]"], Any]
 @pytest.fixture(autouse=True)
 def not_yet_said() -> Iterator[None]:
     """What is said once for a process is said once for each test."""
-    looking._say_it_runs_eagerly.cache_clear()
+    introspection._say_it_runs_eagerly.cache_clear()
     yield
-    looking._say_it_runs_eagerly.cache_clear()
+    introspection._say_it_runs_eagerly.cache_clear()
 
 
 class Head(nn.Module):

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.errors import CoupledSamplesError, InputError, WindowError
-from superbatch.torch import looking, virtual_batch
-from superbatch.torch.virtual.tensor import VirtualTensor
+from superbatch.torch import virtual_batch
+from superbatch.torch.checks import introspection
+from superbatch.torch.virtual.trace.tensor import VirtualTensor
 from tests.torch.coupled import models
 
 N = 14
@@ -431,7 +432,7 @@ def test_a_parameter_that_is_written_after_its_use() -> None:
 def test_a_compiled_model_runs_eagerly() -> None:
     ours = make()
     compiled = torch.compile(ours, backend="eager")
-    looking._say_it_runs_eagerly.cache_clear()
+    introspection._say_it_runs_eagerly.cache_clear()
     said = pytest.warns(UserWarning, match="a compiled model runs eagerly")
     with said, virtual_batch(ours, 4) as batch:
         loss_of(compiled, batch(X)).backward()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from superbatch import tree
+from superbatch.batch import tree
 from superbatch.torch import virtual_batch
 from tests.torch.coupled.case import Case
 from tests.torch.coupled.cases import CASES

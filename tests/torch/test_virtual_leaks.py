@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.torch import Accumulator, virtual_batch
-from superbatch.torch.sizes.ledger import Ledger
+from superbatch.torch.memory.ledger import Ledger
 
 N, SIZE = 12, 4
 SLOWLY = pytest.param(1000, marks=pytest.mark.slow)

@@ -18,7 +18,8 @@ from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superbatch.torch import looking, virtual_batch
+from superbatch.torch import virtual_batch
+from superbatch.torch.checks import introspection
 from tests.torch.states import assert_unchanged, fingerprint
 
 pytestmark = pytest.mark.skipif(
@@ -172,12 +173,12 @@ def train(model: Net, end: str, error: BaseException | None) -> None:
 @pytest.fixture(autouse=True)
 def said() -> Iterator[None]:
     """That a compiled model runs eagerly was said before."""
-    looking._say_it_runs_eagerly.cache_clear()
+    introspection._say_it_runs_eagerly.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        looking._say_it_runs_eagerly()
+        introspection._say_it_runs_eagerly()
     yield
-    looking._say_it_runs_eagerly.cache_clear()
+    introspection._say_it_runs_eagerly.cache_clear()
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -253,7 +254,7 @@ LEFT: dict[str, Callable[[Net], Iterator[None]]] = {
     "a buffer": leave_change(lambda net: net.norm.register_buffer("left", torch.ones(1))),
     "a flag": leave_change(lambda net: net.frozen.requires_grad_()),
     "a mode of the model": leave_change(lambda net: net.eval()),
-    "a filter": leave_context(lambda: looking._Unsaid()),
+    "a filter": leave_context(lambda: introspection._Unsaid()),
     "a dispatch mode": leave_context(UnusedDispatch),
     "a function mode": leave_context(Unused),
     "a stance": leave_context(lambda: torch.compiler.set_stance("force_eager")),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual import memo
-from superbatch.torch.virtual.memo import Form
-from superbatch.torch.virtual.values import Value
+from superbatch.torch.virtual.ir.values import Value
+from superbatch.torch.virtual.run import memo
+from superbatch.torch.virtual.run.memo import Form
 
 
 class Run(NamedTuple):

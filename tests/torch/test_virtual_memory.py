@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superbatch.report.memory import Limit
+from superbatch.results.memory import Limit
 from superbatch.torch import virtual_batch
-from superbatch.torch.memory import peak_bytes
-from superbatch.torch.virtual.ahead import Ahead
-from superbatch.torch.virtual.layout import Part
-from superbatch.torch.virtual.reductions import Moments
+from superbatch.torch.memory.meter import peak_bytes
+from superbatch.torch.virtual.ir.layout import Part
+from superbatch.torch.virtual.ir.reductions import Moments
+from superbatch.torch.virtual.run.ahead import Ahead
 
 MIB = 2**20
 
@@ -136,7 +136,7 @@ def test_auto_takes_as_many_samples_as_there_is_memory_for(
     free: int, smallest: int, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = Limit(free * MIB, "a test")
-    monkeypatch.setattr("superbatch.torch.virtual.auto_size.memory_limit", lambda device: limit)
+    monkeypatch.setattr("superbatch.torch.virtual.run.auto_size.memory_limit", lambda device: limit)
     expected, _ = run(32, 8)
     ours, report = run(32, "auto")
     assert smallest <= report.microbatches <= largest
@@ -361,7 +361,7 @@ def test_auto_counts_what_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def under(limit: int) -> None:
         found = Limit(limit, "a test")
-        monkeypatch.setattr("superbatch.torch.virtual.auto_size.memory_limit", lambda device: found)
+        monkeypatch.setattr("superbatch.torch.virtual.run.auto_size.memory_limit", lambda device: found)
         counts.append(train("auto"))
 
     whole = peak_bytes(lambda: train(36))
@@ -401,8 +401,8 @@ class Noted(Ahead):
 def test_what_a_sweep_reads_next_is_under_way(train: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, report = train(32, size)
     ahead = Noted()
-    monkeypatch.setattr("superbatch.torch.virtual.store.Ahead", lambda device, to_host: ahead)
-    monkeypatch.setattr("superbatch.torch.virtual.store.ELSEWHERE", {"cpu"})
+    monkeypatch.setattr("superbatch.torch.virtual.run.store.Ahead", lambda device, to_host: ahead)
+    monkeypatch.setattr("superbatch.torch.virtual.run.store.ELSEWHERE", {"cpu"})
     found, _ = train(32, size)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert len(ahead.found) > report.microbatches, "premise"

@@ -13,11 +13,14 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual import batch_norm, index_rules, memo, randomness, reductions, shape_rules
-from superbatch.torch.virtual.calls import Call, Recipe
-from superbatch.torch.virtual.reductions import First, Moments, Sums, sum_of
-from superbatch.torch.virtual.rules import OWN
-from superbatch.torch.virtual.table import ROWS
+from superbatch.torch.virtual.ir import reductions
+from superbatch.torch.virtual.ir.calls import Call, Recipe
+from superbatch.torch.virtual.ir.reductions import First, Moments, Sums, sum_of
+from superbatch.torch.virtual.rules import index_rules, shape_rules
+from superbatch.torch.virtual.rules.lookup import OWN
+from superbatch.torch.virtual.rules.table import ROWS
+from superbatch.torch.virtual.run import memo
+from superbatch.torch.virtual.trace import batch_norm, randomness
 from tests.torch.coupled.cases import CASES
 from tests.torch.coupled.operators import OPERATORS
 from tests.torch.test_virtual_batch import check as check_case
@@ -117,7 +120,7 @@ def _without_mean_term(recording: Any, inputs: Any, weight: Any, whole: Any, lay
 
 def _per_row(call: Call) -> Recipe | None:
     """As if the softmax over the batch were one of each sample."""
-    from superbatch.torch.virtual.rules import elementwise
+    from superbatch.torch.virtual.rules.lookup import elementwise
 
     return elementwise(call)
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual import aliases, batch_norm, composites, dispatch, held, memo, recording
-from superbatch.torch.virtual.paranoia import WrongRuleError
-from superbatch.torch.virtual.recording import Recording
+from superbatch.torch.virtual.run import memo
+from superbatch.torch.virtual.trace import aliases, batch_norm, composites, dispatch, held, recording
+from superbatch.torch.virtual.trace.paranoia import WrongRuleError
+from superbatch.torch.virtual.trace.recording import Recording
 from tests.torch.coupled import data
 from tests.torch.coupled.operator_case import OperatorCase
 from tests.torch.coupled.operators import ALL_OPERATORS, OPERATORS

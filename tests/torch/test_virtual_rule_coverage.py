@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from superbatch.torch.virtual import composites, dispatch, memo, recording, rules
-from superbatch.torch.virtual.calls import Call, Recipe
+from superbatch.torch.virtual.ir.calls import Call, Recipe
+from superbatch.torch.virtual.rules import lookup
+from superbatch.torch.virtual.run import memo
+from superbatch.torch.virtual.trace import composites, dispatch, recording
 from tests.torch.coupled.operators import ALL_OPERATORS
 from tests.torch.test_virtual_operators import SAMPLES, on_virtual_tensors
 
@@ -41,9 +43,9 @@ def name_of(func: Any) -> str:
 
 def all_rules() -> set[Rule]:
     """Return every rule that this release of torch can ask for."""
-    own = {("own", name_of(func)) for func in rules.OWN}
-    rows = {("row", name_of(func), *row) for func, told in rules.ROWS.items() for row in told}
-    elementwise = {("elementwise", name_of(func)) for func in rules._ELEMENTWISE}
+    own = {("own", name_of(func)) for func in lookup.OWN}
+    rows = {("row", name_of(func), *row) for func, told in lookup.ROWS.items() for row in told}
+    elementwise = {("elementwise", name_of(func)) for func in lookup._ELEMENTWISE}
     several = {("composite", name_of(func)) for func in composites.COMPOSITES}
     lists = {("list", name_of(func)) for func in composites.LISTS}
     return own | rows | elementwise | several | lists
@@ -72,17 +74,17 @@ class Recorder:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.used: set[Rule] = set()
         self._row_of: dict[int, tuple[Rule, Recipe]] = {}
-        self._by_row, self._fit, self._elementwise = rules._by_row, rules._fit, rules.elementwise
+        self._by_row, self._fit, self._elementwise = lookup._by_row, lookup._fit, lookup.elementwise
         for kind, table, refusal in (
-            ("own", rules.OWN, None),
+            ("own", lookup.OWN, None),
             ("composite", composites.COMPOSITES, NotImplemented),
             ("list", composites.LISTS, NotImplemented),
         ):
             for func, rule in list(table.items()):
                 patch.setitem(table, func, self._noting((kind, name_of(func)), rule, refusal))
-        patch.setattr(rules, "_by_row", self.by_row)
-        patch.setattr(rules, "_fit", self.fit)
-        patch.setattr(rules, "elementwise", self.elementwise)
+        patch.setattr(lookup, "_by_row", self.by_row)
+        patch.setattr(lookup, "_fit", self.fit)
+        patch.setattr(lookup, "elementwise", self.elementwise)
         # What is whole may be cut into rows too: no rule's own case.
         patch.setattr(recording, "by_rows", lambda form: None)
 

@@ -13,8 +13,11 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual import batch_norm, calls, memo, reduce_rules
-from superbatch.torch.virtual.strides import canonical, in_order, with_canonical_strides
+from superbatch.torch.virtual.ir import calls
+from superbatch.torch.virtual.ir.strides import canonical, in_order, with_canonical_strides
+from superbatch.torch.virtual.rules import reduce_rules
+from superbatch.torch.virtual.run import memo
+from superbatch.torch.virtual.trace import batch_norm
 from tests.torch.coupled import data
 from tests.torch.coupled.operator_case import OperatorCase
 from tests.torch.coupled.operators import ALL_OPERATORS, OPERATORS

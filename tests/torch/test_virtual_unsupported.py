@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from superbatch import InputError, WindowError
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual import unsupported
+from superbatch.torch.virtual.trace import unsupported
 
 
 def ragged(layout: torch.layout = torch.jagged) -> Tensor:

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from superbatch import CoupledSamplesError
 from superbatch.torch import virtual_batch
-from superbatch.torch.memory import peak_bytes
-from superbatch.torch.virtual import by_rows, growth, wholes
-from superbatch.torch.virtual.layout import Layout
+from superbatch.torch.memory.meter import peak_bytes
+from superbatch.torch.virtual.ir.layout import Layout
+from superbatch.torch.virtual.run import by_rows, growth, wholes
 
 N, D, M = 24, 6, 4
 BYTES = N * D * 8

@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from superbatch.errors import OptimizerError
-from superbatch.torch import Accumulator, wrapped
-from superbatch.torch.before_step import BeforeStep
+from superbatch.torch import Accumulator
 from superbatch.torch.sizes import stand_ins
 from superbatch.torch.sizes.predict import predict_peak
 from superbatch.torch.sizes.reserve import Reserve
+from superbatch.torch.window import wrapped
+from superbatch.torch.window.before_step import BeforeStep
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, start_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")

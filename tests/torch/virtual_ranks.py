@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual.ranks import Across
-from superbatch.torch.virtual.store import Store
+from superbatch.torch.virtual.ranks.reducer import Across
+from superbatch.torch.virtual.run.store import Store
 from tests.torch.coupled.models import conv_net, encoder, head, resnet20
 from tests.torch.embedding_tasks import normal
 from tests.torch.states import fingerprint

@@ -11,7 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ...errors import InputError, explain
+from superbatch.errors import InputError, explain
+
 from ..weights import Weight, Where, count_tokens
 
 Normalization = Literal["FULL", "VALID", "BATCH_SIZE", "NONE"]

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...caffe import SolverConfig
-from ...caffe.config import float32
-from ...caffe.rates import rate_schedule
-from ...errors import InputError, OptimizerError, explain
+from superbatch.caffe import SolverConfig
+from superbatch.caffe.config import float32
+from superbatch.caffe.rates import rate_schedule
+from superbatch.errors import InputError, OptimizerError, explain
+
 from .rules import RULES
 
 Clip = Literal["caffe", "mean"]

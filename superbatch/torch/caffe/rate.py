@@ -7,8 +7,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...caffe import SolverConfig
-from ...caffe.rates import rate_schedule
+from superbatch.caffe import SolverConfig
+from superbatch.caffe.rates import rate_schedule
 
 
 class CaffeRate(LRScheduler):

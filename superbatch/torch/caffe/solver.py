@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...caffe import SmoothedLoss, SolverConfig
+from superbatch.caffe import SmoothedLoss, SolverConfig
+
 from .optimizer import CaffeOptimizer, Clip
 from .rate import CaffeRate
 

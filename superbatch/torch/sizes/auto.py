@@ -6,7 +6,7 @@ An update does not depend on how its batch is split, so every micro-batch of a w
   that each measured one leaves tells how large the next one may be, up to a margin below the limit
   (`trials`).
 * Time (``mode="fastest"``): sizes are tried from small to large, each a few times, until two in a row are
-  slower than the best (`superbatch.search`).
+  slower than the best (`superbatch.tuning.search`).
 
 Later on the room is measured now and then, so that sizes follow a limit that changes.
 """
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...report.memory import Measured, MemoryReport, Peak
-from ...search import fastest, fit_curve, halvings, next_trial, time_per_sample
-from ...split import near_equal
-from ...tree import plan as plan_of
+from superbatch.batch.split import near_equal
+from superbatch.batch.tree import plan as plan_of
+from superbatch.results.memory import Measured, MemoryReport, Peak
+from superbatch.tuning.search import fastest, fit_curve, halvings, next_trial, time_per_sample
+
 from .fake import PredictionError
 from .instruments import Instruments, instruments_for, is_compiled
 from .predict import predict_peak

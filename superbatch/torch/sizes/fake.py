@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ...errors import SuperbatchError, explain
-from ..gradients import _engine_backward as engine_backward
-from ..looking import run_eagerly
-from ..probing.untouched import _restore_python, _slots
-from ..snapshot import random_state, restore_random_state
-from .ledger import Ledger
+from superbatch.errors import SuperbatchError, explain
+
+from ..checks.introspection import run_eagerly
+from ..checks.probing.untouched import _restore_python, _slots
+from ..memory.ledger import Ledger
+from ..window.participants.gradient_sum import _engine_backward as engine_backward
+from ..window.participants.snapshot import random_state, restore_random_state
 
 
 class PredictionError(SuperbatchError, RuntimeError):

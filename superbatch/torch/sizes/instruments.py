@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...report.memory import Limit, Peak
-from .. import looking
-from .limits import PeakMeter, free_in_heap, memory_limit
+from superbatch.results.memory import Limit, Peak
+
+from ..checks import introspection
+from ..memory.limits import PeakMeter, free_in_heap, memory_limit
 
 
 class Meter(Protocol):
@@ -122,4 +123,4 @@ def is_compiled(models: Sequence[nn.Module]) -> bool:
         >>> is_compiled([nn.Linear(1, 1)])
         False
     """
-    return any(looking.is_compiled(module) for model in models for module in model.modules())
+    return any(introspection.is_compiled(module) for model in models for module in model.modules())

@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from ...errors import InputError, SuperbatchError, explain
-from ...report.memory import Peak
-from ...tree import count_samples
-from ..checks import as_models, as_optimizers, has_others, own_parameters
-from ..gradients import LOW_PRECISION, Gradients, Owned, clear
-from ..in_buffers import InBuffers
-from ..in_grad import InGrad
-from ..in_momentum import InMomentum
-from ..norm import norm_of
-from ..transfer import to_device
+from superbatch.batch.tree import count_samples
+from superbatch.errors import InputError, SuperbatchError, explain
+from superbatch.results.memory import Peak
+
+from ..memory.ledger import Ledger
+from ..window.norm import norm_of
+from ..window.participants.buffer_gradients import InBuffers
+from ..window.participants.gradient_sum import LOW_PRECISION, Gradients, Owned, clear
+from ..window.participants.momentum_gradients import InMomentum
+from ..window.participants.parameter_gradients import InGrad
+from ..window.transfer import to_device
+from ..window.validation import as_models, as_optimizers, has_others, own_parameters
 from .fake import GuessValues, PredictionError, faked
-from .ledger import Ledger
 from .stand_ins import stand_ins
 
 # What allocators round to: posix_memalign(64) on the CPU, 512-byte blocks of the caching allocator on CUDA.

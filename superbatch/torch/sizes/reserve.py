@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...errors import OutOfMemoryError, explain
-from ..gradients import Owned
-from ..out_of_memory import out_of_memory, release_caches
-from ..wrapped import leaves_of
+from superbatch.errors import OutOfMemoryError, explain
+
+from ..memory.ledger import Ledger
+from ..memory.out_of_memory import out_of_memory, release_caches
+from ..window.participants.gradient_sum import Owned
+from ..window.wrapped import leaves_of
 from .fake import GuessValues, faked
-from .ledger import Ledger
 from .stand_ins import stand_ins
 
 # Below, the look at the optimizer would take longer than the memory is worth.

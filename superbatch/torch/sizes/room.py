@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...report.memory import Limit
-from ...search import fit_curve
+from superbatch.results.memory import Limit
+from superbatch.tuning.search import fit_curve
+
+from ..memory.ledger import Ledger
 from .instruments import Instruments
-from .ledger import Ledger
 from .trials import Known, most_of, reach
 
 # What is left free of what there is room for. At a limit that an allocation hits, as RLIMIT_AS is hit, a

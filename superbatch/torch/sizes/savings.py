@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...errors import OptimizerError
-from ...report.memory import Peak, Saving
-from ..checks import check_momentum
-from ..gradients import LOW_PRECISION
+from superbatch.errors import OptimizerError
+from superbatch.results.memory import Peak, Saving
+
+from ..window.participants.gradient_sum import LOW_PRECISION
+from ..window.validation import check_momentum
 from .fake import PredictionError
 from .predict import predict_peak
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...containers import array_shape
-from ...tree import map_arrays
+from superbatch.batch.containers import array_shape
+from superbatch.batch.tree import map_arrays
 
 # Dtype and shape of one sample, for each array of a batch in the order of its leaves.
 Signature = tuple[tuple[str, tuple[int, ...]], ...]

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...errors import InputError, explain
-from ...split import TokenBudget
+from superbatch.batch.split import TokenBudget
+from superbatch.errors import InputError, explain
 
 if TYPE_CHECKING:
-    from ...report.memory import MemoryReport
+    from superbatch.results.memory import MemoryReport
 
 
 class Sizing(Protocol):

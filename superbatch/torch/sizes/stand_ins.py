@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..wrapped import leaves_of
+from ..window.wrapped import leaves_of
 from .fake import PredictionError
 
 _CONTAINERS = (dict, defaultdict, OrderedDict, list, tuple, set, deque)

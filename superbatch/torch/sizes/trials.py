@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...report.memory import How, Peak
-from ...search import APART, MemoryCurve, corrected, fit_curve
+from superbatch.results.memory import How, Peak
+from superbatch.tuning.search import APART, MemoryCurve, corrected, fit_curve
 
 # Nothing measured: the prediction may be wrong by so much and the micro-batch still fits.
 _UNMEASURED = 0.5

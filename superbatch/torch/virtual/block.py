@@ -10,28 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _force_original_view_tracking
 
-from ...errors import InputError, WindowError, explain
-from ...integers import positive_int
-from ...report.coupling import CouplingReport
-from ...tree import count_samples, map_arrays, map_leaves
+from superbatch.batch.tree import count_samples, map_arrays, map_leaves
+from superbatch.errors import InputError, WindowError, explain
+from superbatch.integers import positive_int
+from superbatch.results.coupling import CouplingReport
+
+from ..checks.introspection import run_eagerly
 from ..devices import accelerators
-from ..heap import keep_freed_memory
-from ..looking import run_eagerly
-from ..snapshot import BufferKeeper, random_state, restore_random_state
+from ..memory.heap import keep_freed_memory
+from ..window.participants.snapshot import BufferKeeper, random_state, restore_random_state
 from . import options
-from .aliases import current
-from .calls import blank_like
-from .layout import Layout
-from .leaves import Leaves
-from .log import Log, OnGather, paths
-from .randomness import Randomness
-from .ranks import Across
-from .recording import Recording
-from .store import Store
-from .tensor import VirtualTensor, is_hollow, refuse_hollow
-from .unsupported import RefuseVirtualData, refuse_nested, sets_data
-from .values import Sliced, Value
-from .watching import Watching
+from .ir.calls import blank_like
+from .ir.layout import Layout
+from .ir.log import Log, OnGather, paths
+from .ir.values import Sliced, Value
+from .ranks.reducer import Across
+from .run.store import Store
+from .trace.aliases import current
+from .trace.leaves import Leaves
+from .trace.randomness import Randomness
+from .trace.recording import Recording
+from .trace.tensor import VirtualTensor, is_hollow, refuse_hollow
+from .trace.unsupported import RefuseVirtualData, refuse_nested, sets_data
+from .trace.watching import Watching
 
 RandomNumbers = Literal["microbatch", "batch"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import InputError, explain
+from superbatch.errors import InputError, explain
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from superbatch import tree
+from superbatch.batch import tree
 from tests.torch.coupled.case import Case, Loss
 
 Backend = Callable[[nn.Module, Any, Loss], Tensor]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual.tensor import VirtualTensor
+from superbatch.torch.virtual.trace.tensor import VirtualTensor
 
 # What is not compared, and why.
 MEMORY_AS_FOUND = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}

@@ -1,0 +1,1 @@
+"""Batches: their structure, their samples, and how they are cut into micro-batches."""

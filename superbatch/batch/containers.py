@@ -1,0 +1,318 @@
+# pyright: strict
+"""What a batch is made of: scalars, arrays, and containers that can be taken apart and put together again.
+
+Everything is told apart by duck typing, so that no framework is imported. Three rules hold for every
+container:
+
+* `children` and `rebuilder` agree: the values that `children` lists, in its order, are what the rebuilder
+  takes.
+* A rebuilt container has the type of the original and shares no mutable storage with it.
+* What cannot be rebuilt safely is refused, never approximated.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import enum
+import numbers
+import pathlib
+import types
+import uuid
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from ..errors import SplitError, explain
+
+SCALARS: tuple[type, ...] = (
+    str,
+    int,
+    float,
+    type(None),
+    bytes,
+    bytearray,
+    complex,
+    enum.Enum,
+    pathlib.PurePath,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    uuid.UUID,
+    numbers.Number,  # Decimal, Fraction, the scalars of NumPy
+)
+
+Rebuild = Callable[[list[Any]], Any]
+
+
+def kind_of(value: Any) -> Any:
+    """The type of a value, for looking at what it can do; a type checker would know it only in part.
+
+    Args:
+        value: anything.
+
+    Returns:
+        type(value).
+
+    Examples:
+        >>> kind_of([1]).__name__
+        'list'
+    """
+    return cast("Any", type(value))
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is one piece of data that has no samples: a number, a text, a date, None.
+
+    Args:
+        value: anything.
+
+    Returns:
+        True for plain scalars.
+
+    Examples:
+        >>> is_scalar("a text"), is_scalar(None), is_scalar([1])
+        (True, True, False)
+    """
+    return isinstance(value, SCALARS)
+
+
+def array_shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of an array of any framework, or None when the value is no array.
+
+    An array has a `shape` with a length and can be indexed. A container is no array because one of its
+    entries is called "shape": mappings need `shape` on their class, and fields of tuples and dataclasses do
+    not count.
+
+    Args:
+        value: anything.
+
+    Returns:
+        The shape (empty for a 0-d array), or None.
+
+    Examples:
+        >>> array_shape(memoryview(b"abc")), array_shape([1, 2])
+        ((3,), None)
+    """
+    kind = kind_of(value)
+    if isinstance(value, (tuple, list, dict)) or not hasattr(kind, "__getitem__"):
+        return None
+    if isinstance(value, Mapping) and not hasattr(kind, "shape"):
+        return None  # its __getattr__ may answer for an entry named "shape"
+    if "shape" in getattr(kind, "__dataclass_fields__", ()):
+        return None
+    try:
+        shape = cast("Any", value).shape
+    except (AttributeError, RuntimeError):  # torch's strided NestedTensor raises RuntimeError
+        return None
+    if isinstance(shape, tuple):
+        # A TensorDict without a batch size is a mapping of arrays; with one it is sliced as an array.
+        return cast("tuple[int, ...]", shape) if shape or not isinstance(value, Mapping) else None
+    return _shape_of_other_type(shape)
+
+
+def _shape_of_other_type(shape: Any) -> tuple[int, ...] | None:
+    """TensorFlow's TensorShape is no tuple; an attribute `shape` of another meaning is no shape."""
+    try:
+        return tuple(int(size) for size in shape)
+    except TypeError:
+        return None
+
+
+def is_record(value: Any) -> bool:
+    """Whether a tuple has named fields (a namedtuple, a structseq), so that its entries are no samples.
+
+    Args:
+        value: anything.
+
+    Returns:
+        True for tuples with field names.
+
+    Examples:
+        >>> import collections
+        >>> is_record(collections.namedtuple("Pair", "x y")(1, 2)), is_record((1, 2))
+        (True, False)
+    """
+    kind = kind_of(value)
+    return isinstance(value, tuple) and (hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields"))
+
+
+def is_flat(value: Any) -> bool:
+    """Whether a list or tuple holds nothing but scalars and 0-d arrays, so that its entries are samples.
+
+    Args:
+        value: anything.
+
+    Returns:
+        True for lists and tuples (without named fields) of such entries, and for empty ones.
+
+    Examples:
+        >>> is_flat(["a", "b"]), is_flat(["a", ["b"]]), is_flat("ab")
+        (True, False, False)
+    """
+    if not isinstance(value, (list, tuple)) or is_record(value):
+        return False
+    entries = cast("list[Any]", value)
+    if all(issubclass(kind, SCALARS) for kind in set(map(type, entries))):
+        return True  # one check for each type: collated texts may be many
+    return all(is_scalar(entry) or array_shape(entry) == () for entry in entries)
+
+
+def is_list_subclass(value: Any) -> bool:
+    """Whether a value is of a type derived from list or tuple, whose slices lose that type.
+
+    Args:
+        value: anything.
+
+    Returns:
+        False for plain lists and tuples, and for everything else.
+
+    Examples:
+        >>> is_list_subclass([1]), is_list_subclass(type("Names", (list,), {})())
+        (False, True)
+    """
+    return isinstance(value, (list, tuple)) and kind_of(value) not in (list, tuple)
+
+
+def is_torch_packed_sequence(value: Any) -> bool:
+    """Whether a value is torch's PackedSequence: a namedtuple of data interleaved by time.
+
+    Args:
+        value: anything.
+
+    Returns:
+        True for PackedSequence, known by its name.
+
+    Examples:
+        >>> is_torch_packed_sequence((1, 2))
+        False
+    """
+    return isinstance(value, tuple) and kind_of(value).__name__ == "PackedSequence"
+
+
+def children(value: Any) -> list[tuple[str, Any]] | None:
+    """The entries of a container as (name, value), or None when the value is no container.
+
+    Args:
+        value: a mapping, list, tuple, namedtuple or dataclass instance, or anything else.
+
+    Returns:
+        Keys, indices or field names as text, each with its value.
+
+    Examples:
+        >>> children({"x": 1, 7: 2}), children(["a"]), children("text")
+        ([('x', 1), ('7', 2)], [('0', 'a')], None)
+    """
+    if isinstance(value, Mapping):
+        return [(str(key), entry) for key, entry in cast("Mapping[Any, Any]", value).items()]
+    if isinstance(value, tuple) and hasattr(kind_of(cast("Any", value)), "_fields"):
+        fields = cast("Any", value)._fields
+        return list(zip(fields, cast("Any", value), strict=True))
+    if isinstance(value, (list, tuple)):
+        return [(str(index), entry) for index, entry in enumerate(cast("list[Any]", value))]
+    if _is_dataclass(value):
+        return [(name, getattr(value, name)) for name in _set_fields(value)]
+    return None
+
+
+def rebuilder(value: Any, path: str) -> Rebuild:
+    """The function that makes a container like this one from new values.
+
+    Args:
+        value: a container (see `children`).
+        path: where it is, for the error text.
+
+    Returns:
+        A function of the list of new values, in the order of `children`.
+
+    Raises:
+        SplitError: by the returned function, when the container's type cannot be constructed from new values.
+
+    Examples:
+        >>> rebuilder((1, 2), "")([3, 4])
+        (3, 4)
+    """
+    kind = kind_of(value)
+    if kind is tuple:
+        return tuple
+    if kind is list:
+        return list
+    if kind is dict:
+        keys = list(value)
+        return lambda values: dict(zip(keys, values, strict=True))
+    return lambda values: _rebuild_guarded(value, values, path)
+
+
+def _rebuild_guarded(value: Any, values: list[Any], path: str) -> Any:
+    kind = kind_of(value)
+    try:
+        if isinstance(value, Mapping):
+            return _rebuild_mapping(cast("Mapping[Any, Any]", value), values)
+        if isinstance(value, tuple):
+            return kind._make(values) if hasattr(kind, "_fields") else kind(values)
+        if isinstance(value, list):
+            new = copy.copy(cast("list[Any]", value))
+            new[:] = values
+            return new
+        return _rebuild_dataclass(value, values)
+    except Exception as error:
+        raise SplitError(
+            explain(
+                f"a {kind.__module__}.{kind.__qualname__} at path {path!r}",
+                f"a new one cannot be made from its entries ({type(error).__name__}: {error})",
+                f"pass a dict, list, tuple, namedtuple or dataclass, or keep it whole with whole=({path!r},)",
+            )
+        ) from error
+
+
+def _rebuild_mapping(value: Mapping[Any, Any], values: list[Any]) -> Any:
+    kind = kind_of(value)
+    items = dict(zip(value.keys(), values, strict=True))  # iterating over a TensorDict is not over its keys
+    if not isinstance(value, (dict, UserDict)) and not hasattr(kind, "__copy__"):
+        # copy.copy would share the storage with the original, and writing would change the user's batch.
+        new = kind(items)
+        if len(new.keys()) != len(items) or any(new[key] is not entry for key, entry in items.items()):
+            raise TypeError("its constructor does not take a dict of its entries")
+        return new
+    new = copy.copy(cast("Any", value))
+    attributes = getattr(value, "__dict__", {})
+    if attributes is value:
+        new.__dict__ = new  # the copy's attributes would be the original's entries
+    for key, entry in items.items():
+        new[key] = entry
+        if key in attributes and attributes[key] is value[key]:
+            new.__dict__[key] = entry  # entries mirrored as attributes
+    return new
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _set_fields(value: Any) -> list[str]:
+    """Fields with init=False may not have been set."""
+    names = [field.name for field in dataclasses.fields(value)]
+    return [name for name in names if hasattr(value, name)]
+
+
+def _rebuild_dataclass(value: Any, values: list[Any]) -> Any:
+    """Without __init__ and __post_init__: fields with init=False and InitVars could not be passed again."""
+    kind = kind_of(value)
+    new = kind.__new__(kind)
+    for name in _slots(kind):
+        if hasattr(value, name):
+            object.__setattr__(new, name, getattr(value, name))
+    if hasattr(value, "__dict__"):
+        new.__dict__.update(value.__dict__)
+    for name, entry in zip(_set_fields(value), values, strict=True):
+        object.__setattr__(new, name, entry)  # also when frozen
+    return new
+
+
+def _slots(kind: Any) -> list[str]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if isinstance(getattr(kind, name, None), types.MemberDescriptorType)]

@@ -1,0 +1,339 @@
+# pyright: strict
+"""Packed sequences: laid end to end in one token dimension, with offsets that say where each begins.
+
+A mapping, dataclass or namedtuple is a packed group when it holds an offsets entry (`cu_seqlens`,
+`cu_seq_lens`, each also with `_q` and `_k`), as FlashAttention and Hugging Face's flattening collators write
+them. Its samples are the sequences. A micro-batch of sequences a..b holds the tokens offsets[a]..offsets[b],
+and offsets that start at 0 again. Values inside token arrays are not changed: numbers of sequences
+(`seq_idx`) tell sequences apart as before, but do not start at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from ..errors import SplitError, explain
+from .containers import array_shape, is_scalar, kind_of
+from .paths import join
+
+OFFSETS = frozenset(
+    f"{name}{suffix}" for name in ("cu_seqlens", "cu_seq_lens") for suffix in ("", "_q", "_k")
+)
+LONGEST = frozenset(f"{name}{suffix}" for name in ("max_seqlen", "max_length") for suffix in ("", "_q", "_k"))
+
+# The samples of a micro-batch: some that follow one another, or a list of positions in the batch.
+Samples = range | list[int]
+# take(samples, longest): the part of a micro-batch. `longest` is how many positions `trim` leaves it.
+Take = Callable[[Samples, int | None], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The offsets of one packed group, checked.
+
+    Args:
+        path: where the group is in the batch.
+        samples: the number of sequences.
+        offsets: for each offsets entry its values on the host, each starting with 0 and ending with its token
+            total.
+
+    Examples:
+        >>> read_packed("", {"cu_seqlens": [0, 2, 5]})
+        Packed(path='', samples=2, offsets={'cu_seqlens': (0, 2, 5)})
+    """
+
+    path: str
+    samples: int
+    offsets: Mapping[str, tuple[int, ...]]
+
+    def by_total(self) -> dict[int, tuple[int, ...]]:
+        """The offsets of each token total; unambiguous after `read_packed`."""
+        return {offsets[-1]: offsets for offsets in self.offsets.values()}
+
+
+def read_packed(path: str, entries: Mapping[str, Any]) -> Packed:
+    """Read and check the offsets of a packed group.
+
+    Args:
+        path: where the group is in the batch.
+        entries: the offsets entries by name: 1-d integer arrays or lists of ints.
+
+    Returns:
+        The checked offsets.
+
+    Raises:
+        SplitError: when offsets are not 1-d integers that start with 0 and never decrease; when two entries
+            differ in their number of sequences; when two entries have the same token total but different
+            offsets.
+
+    Examples:
+        >>> read_packed("", {"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 4, 9]}).samples
+        2
+    """
+    offsets = {name: read_offsets(join(path, name), value) for name, value in entries.items()}
+    counts = {name: len(values) - 1 for name, values in offsets.items()}
+    if len(set(counts.values())) > 1:
+        raise SplitError(
+            explain(
+                f"offsets at path {path!r} with {_listed(counts)} sequences",
+                "offsets of one packed group must have the same number of sequences",
+                "give queries and keys one entry for each sequence",
+            )
+        )
+    _refuse_ambiguous_totals(path, offsets)
+    return Packed(path, next(iter(counts.values())), offsets)
+
+
+def _refuse_ambiguous_totals(path: str, offsets: dict[str, tuple[int, ...]]) -> None:
+    first: dict[int, str] = {}
+    for name, values in offsets.items():
+        other = first.setdefault(values[-1], name)
+        if offsets[other] != values:
+            raise SplitError(
+                explain(
+                    f"{other!r} and {name!r} at path {path!r}, both with {values[-1]} tokens in total",
+                    "their offsets differ, so it is unknown which of them an array of that length follows",
+                    "put queries and keys into two mappings, each with its own offsets",
+                )
+            )
+
+
+def read_offsets(path: str, value: Any) -> tuple[int, ...]:
+    """Read one offsets entry to the host and check it.
+
+    Args:
+        path: where the entry is in the batch.
+        value: 1-d integer array, or a list or tuple of ints, of length sequences + 1.
+
+    Returns:
+        The offsets.
+
+    Raises:
+        SplitError: when they are not 1-d integers that start with 0 and never decrease.
+
+    Examples:
+        >>> read_offsets("cu_seqlens", [0, 3, 3, 7])
+        (0, 3, 3, 7)
+    """
+    shape = array_shape(value)
+    host: Any = value if shape is None else value.tolist()
+    one_dimension = type(host) in (list, tuple) and (shape is None or len(shape) == 1)
+    wrong = _wrong_offsets(host) if one_dimension else "offsets must be 1-d"
+    if wrong is None:
+        return tuple(host)
+    raise SplitError(
+        explain(
+            f"offsets of packed sequences at path {path!r}",
+            wrong,
+            "pass the cumulative lengths [0, n1, n1+n2, ...], or, if the entry means something else, "
+            f"declare whole=({path!r},) or per_sample=({path!r},)",
+        )
+    )
+
+
+def _wrong_offsets(values: Sequence[Any]) -> str | None:
+    if any(type(offset) is not int for offset in values):
+        return "offsets must be integers"
+    if len(values) < 2:
+        return "offsets need at least two values, for one sequence"
+    if values[0] != 0:
+        return f"offsets must start with 0, not {values[0]}"
+    if any(stop < start for start, stop in pairwise(values)):
+        return "offsets must never decrease"
+    return None
+
+
+def offsets_take(value: Any) -> Take:
+    """Pieces of an offsets entry, starting at 0 again, of the same type and dtype.
+
+    Args:
+        value: the offsets, as in the batch.
+
+    Returns:
+        take(samples, longest) over sequences.
+
+    Examples:
+        >>> take = offsets_take([0, 2, 5, 9])
+        >>> take(range(1, 3), None), take([2, 0], None)
+        ([0, 3, 7], [0, 4, 6])
+    """
+    if array_shape(value) is None:  # a plain list or tuple, see read_offsets
+        kind = kind_of(value)
+        return lambda samples, _: kind(accumulate((value[i + 1] - value[i] for i in samples), initial=0))
+
+    def take(samples: Samples, _: int | None) -> Any:
+        if isinstance(samples, range):
+            return value[samples.start : samples.stop + 1] - value[samples.start]
+        offsets = value[[0] * (len(samples) + 1)]  # zeros of its type and dtype, in memory of their own
+        offsets[1:] = (value[1:] - value[:-1])[samples].cumsum(0)
+        return offsets
+
+    return take
+
+
+def tokens_take(value: Any, dimension: int, offsets: Sequence[int]) -> Take:
+    """Pieces of an array in which sequences lie end to end.
+
+    Args:
+        value: the array.
+        dimension: the dimension of the tokens, 0 or 1.
+        offsets: where each sequence begins.
+
+    Returns:
+        take(samples, longest) over sequences.
+
+    Examples:
+        >>> bytes(tokens_take(memoryview(b"aabbbc"), 0, [0, 2, 5, 6])(range(1, 3), None))
+        b'bbbc'
+    """
+
+    def take(samples: Samples, _: int | None) -> Any:
+        tokens: slice | list[int]
+        if isinstance(samples, range):
+            tokens = slice(offsets[samples.start], offsets[samples.stop])
+        else:
+            tokens = [token for i in samples for token in range(offsets[i], offsets[i + 1])]
+        return value[tokens] if dimension == 0 else value[:, tokens]
+
+    return take
+
+
+def longest_take(value: Any, name: str, packed: Packed) -> Take:
+    """The longest sequence of each piece, for entries such as `max_seqlen_q`, of the same type and dtype.
+
+    Args:
+        value: the entry, as in the batch: an int or an array with one integer.
+        name: the entry's name; its suffix _q or _k chooses the offsets.
+        packed: the group's offsets.
+
+    Returns:
+        take(samples, longest) over sequences.
+
+    Examples:
+        >>> packed = read_packed("", {"cu_seqlens": [0, 2, 5, 6]})
+        >>> longest_take(3, "max_seqlen", packed)(range(1), None)
+        2
+    """
+    suffix = name[-2:]
+    chosen = [offsets for key, offsets in packed.offsets.items() if key.endswith(suffix)]
+    chosen = chosen if suffix in ("_q", "_k") and chosen else list(packed.offsets.values())
+
+    def longest(samples: Samples) -> int:
+        return max(offsets[i + 1] - offsets[i] for offsets in chosen for i in samples)
+
+    if type(value) is int:
+        return lambda samples, _: longest(samples)
+    return lambda samples, _: value * 0 + longest(samples)  # keeps an array's type, dtype and device
+
+
+def is_longest(name: str, value: Any) -> bool:
+    """Whether an entry states the longest sequence: its name says so, and it holds one integer.
+
+    Args:
+        name: the entry's name.
+        value: the entry.
+
+    Returns:
+        True when pieces must recompute it.
+
+    Examples:
+        >>> is_longest("max_seqlen", 7), is_longest("max_seqlen", None), is_longest("size", 7)
+        (True, False, False)
+    """
+    if name not in LONGEST or value is None or isinstance(value, (str, bool)):
+        return False
+    shape = array_shape(value)
+    return is_scalar(value) if shape is None else shape in ((), (1,))
+
+
+def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[int, tuple[int, ...] | None]:
+    """Which dimension of an array is cut, and by which offsets.
+
+    Args:
+        shape: the array's shape, at least 1-d.
+        path: where the array is in the batch.
+        packed: the group's offsets.
+
+    Returns:
+        (0, None) for an array with one entry for each sequence; (0, offsets) for tokens first; (1, offsets)
+        for shape[:2] == (1, tokens).
+
+    Raises:
+        SplitError: when the shape fits neither, or more than one.
+
+    Examples:
+        >>> packed = read_packed("", {"cu_seqlens": [0, 2, 5]})
+        >>> token_dimension((1, 5), "input_ids", packed), token_dimension((2,), "labels", packed)
+        ((1, (0, 2, 5)), (0, None))
+    """
+    totals = packed.by_total()
+    first, second = [*shape, -1][:2]
+    offsets, inner = totals.get(first), totals.get(second)
+    if first == 1 and inner is not None:
+        return 1, inner
+    if first == packed.samples and (inner is not None or not _same_cut(offsets)):
+        raise _fits_two(shape, path, packed)
+    if offsets is not None:
+        return 0, offsets
+    if first == packed.samples:
+        return 0, None
+    raise SplitError(
+        explain(
+            f"an array of shape {tuple(shape)} at path {path!r}, beside packed sequences at {packed.path!r}",
+            f"its length is neither that of the tokens ({_totals(packed)}) nor of the sequences "
+            f"({packed.samples})",
+            f"keep it whole with whole=({path!r},), or bring the tokens to its first dimension",
+        )
+    )
+
+
+def not_followed(packed: Packed) -> SplitError:
+    """The error for offsets that no array beside them follows.
+
+    Args:
+        packed: the group's offsets.
+
+    Returns:
+        The error.
+
+    Examples:
+        >>> packed = read_packed("", {"cu_seqlens": [0, 5]})
+        >>> "no array beside them has their 5 tokens" in str(not_followed(packed))
+        True
+    """
+    return SplitError(
+        explain(
+            f"offsets of {packed.samples} packed sequences at path {packed.path!r}",
+            f"no array beside them has their {_totals(packed)} tokens",
+            "put the token arrays and their offsets into the same mapping, or declare the offsets in "
+            "whole=(...)",
+        )
+    )
+
+
+def _same_cut(offsets: tuple[int, ...] | None) -> bool:
+    """As many tokens as sequences is no question where every sequence is one token."""
+    return offsets is None or offsets == tuple(range(len(offsets)))
+
+
+def _fits_two(shape: tuple[int, ...], path: str, packed: Packed) -> SplitError:
+    return SplitError(
+        explain(
+            f"an array of shape {tuple(shape)} at path {path!r}, beside {packed.samples} packed sequences of "
+            f"{_totals(packed)} tokens",
+            "its shape fits both the number of sequences and of tokens, so it is unknown which is cut",
+            f"keep it whole with whole=({path!r},), split it by sequences with per_sample=({path!r},), "
+            "or leave out empty sequences",
+        )
+    )
+
+
+def _totals(packed: Packed) -> str:
+    return " or ".join(str(total) for total in packed.by_total())
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name!r}: {count}" for name, count in counts.items())

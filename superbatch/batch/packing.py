@@ -1,0 +1,255 @@
+# pyright: strict
+"""Which samples share a micro-batch when they differ in length: the fewest micro-batches under a budget.
+
+* In the batch's order, and in the order of length where padding counts, a partition into consecutive samples
+  is searched. It is the best there is: for the cost samples x longest, no other grouping has fewer parts or a
+  smaller largest part than one of consecutive samples in the order of length (swap samples between two parts
+  until the longer ones are together: neither cost grows).
+* Where samples may change places and padding does not count, this is bin packing: best fit, largest first.
+  That has at most 11/9 of the fewest parts but for a constant (Johnson et al. 1974, doi:10.1137/0203025), and
+  it is used only where it has no more parts than without changing places.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from typing import Any
+
+from ..errors import InputError, SplitError, explain
+from ..integers import checked_costs, positive_int
+from .plan import Plan
+from .token_budget import TokenBudget
+
+Fill = Callable[[list[int], int], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The micro-batches of one batch: which samples, how many in each, and how long they are.
+
+    Args:
+        order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
+        sizes: the number of samples of each micro-batch.
+        reach: how many positions each sample of the batch needs (in the batch's order); None: nothing is
+            trimmed.
+
+    Examples:
+        >>> packing = Packing([2, 0, 1], [1, 2], [3, 1, 9])
+        >>> packing.longest(0, 1), packing.longest(1, 3)
+        (9, 3)
+    """
+
+    order: list[int] | None
+    sizes: list[int]
+    reach: list[int] | None = None
+
+    def longest(self, start: int, stop: int) -> int | None:
+        """How many positions trimming leaves samples start..stop of the order; None: all."""
+        if self.reach is None:
+            return None
+        return max(self.reach[i] for i in self.indices(start, stop))
+
+    def indices(self, start: int, stop: int) -> list[int]:
+        """The positions in the batch of samples start..stop of the order.
+
+        Args:
+            start: the first sample, a position in the order.
+            stop: one past the last.
+
+        Returns:
+            The positions, such as name the samples' random streams.
+
+        Examples:
+            >>> Packing([2, 0, 1], [1, 2]).indices(1, 3), Packing(None, [1, 2]).indices(1, 3)
+            ([0, 1], [1, 2])
+        """
+        return list(range(start, stop) if self.order is None else self.order[start:stop])
+
+    def take(self, planned: Plan, start: int, stop: int) -> Any:
+        """Cut samples start..stop of the order out of the batch, trimmed to the longest of them.
+
+        Args:
+            planned: the batch, planned with the budget's `trim`.
+            start: the first sample, a position in the order.
+            stop: one past the last.
+
+        Returns:
+            A micro-batch. Any range may be taken, not only those of `sizes`.
+
+        Raises:
+            SplitError: when more than padding would be cut off, or an array cannot be cut like this.
+
+        Examples:
+            >>> from superbatch.batch.plan import plan
+            >>> Packing([2, 0, 1], [1, 2]).take(plan(["a", "b", "c"]), 1, 3)
+            ['a', 'b']
+        """
+        return planned.take(start, stop, order=self.order, longest=self.longest(start, stop))
+
+
+def pack(batch: Any, samples: int, budget: TokenBudget) -> Packing:
+    """Decide which samples of a batch share a micro-batch.
+
+    Args:
+        batch: the batch, of which the budget reads the lengths.
+        samples: the number of its samples.
+        budget: how much a micro-batch may hold, and what may be done for it.
+
+    Returns:
+        Order, sizes and lengths.
+
+    Raises:
+        InputError: when the lengths are not one int for each sample.
+        SplitError: when one sample alone is above the budget.
+
+    Examples:
+        >>> pack({"lengths": [1, 9, 2, 8]}, 4, TokenBudget(18, padded=True, sort=True)).order
+        [1, 3, 2, 0]
+    """
+    tokens, reach = budget.sample_lengths(batch)
+    if len(tokens) != samples:
+        raise InputError(
+            explain(
+                f"{len(tokens)} lengths from {budget!r} for a batch of {samples} samples",
+                "a token budget needs one length for each sample",
+                "check what lengths= names or returns",
+            )
+        )
+    costs, fill = (reach, _fill_padded) if budget.padded else (tokens, _fill)
+    _refuse_above(costs, budget.tokens)
+    trimmed = reach if budget.trim else None
+    if not budget.sort:
+        return Packing(None, _even(costs, budget.tokens, fill), trimmed)
+    if budget.padded or budget.trim:
+        order = sorted(range(samples), key=lambda i: -reach[i])
+        sizes = _even([costs[i] for i in order], budget.tokens, fill)
+    else:
+        order, sizes = _bins(costs, budget.tokens)
+    return Packing(None if order == list(range(samples)) else order, sizes, trimmed)
+
+
+def near_equal_cost(costs: Sequence[int], budget: int, *, padded: bool = False) -> list[int]:
+    """Divide samples, in order, into the fewest micro-batches under a budget, the largest as small as can be.
+
+    Among all contiguous partitions with cost(part) <= budget for every part: the fewest parts; among those,
+    the smallest possible max cost(part). The cost of a part is the sum of its samples' costs; with `padded`,
+    their number times the largest.
+
+    Args:
+        costs: cost of each sample (for example its tokens), ints >= 0, at least one sample.
+        budget: most cost of a micro-batch, at least 1.
+        padded: every sample of a micro-batch costs as much as the largest.
+
+    Returns:
+        The number of samples of each micro-batch; their sum is len(costs).
+
+    Raises:
+        InputError: when costs or budget are no such ints.
+        SplitError: when one sample alone is above the budget.
+
+    Examples:
+        >>> near_equal_cost([5, 1, 1, 1, 4, 2], 8)  # costs 7 and 7, not 8 and 6
+        [3, 3]
+        >>> near_equal_cost([5, 1, 1, 1, 4, 2], 8, padded=True)  # costs 5, 3 and 8
+        [1, 3, 2]
+    """
+    budget = positive_int("budget", budget)
+    checked = checked_costs(costs)
+    _refuse_above(checked, budget)
+    return _even(checked, budget, _fill_padded if padded else _fill)
+
+
+def _refuse_above(costs: list[int], budget: int) -> None:
+    most = max(costs)
+    if most > budget:
+        raise SplitError(
+            explain(
+                f"sample {costs.index(most)} with cost {most}, and a budget of {budget} for a micro-batch",
+                "this sample alone is above the budget",
+                "raise the budget, or shorten or leave out the sample",
+            )
+        )
+
+
+def _even(costs: list[int], budget: int, fill: Fill) -> list[int]:
+    """The fewest consecutive parts under the budget, the largest as small as can be."""
+    fewest = len(fill(costs, budget))
+    low, high = max(*costs, -(-sum(costs) // fewest)), budget
+    while (
+        low < high
+    ):  # a smaller cap never needs fewer parts, so the smallest cap that keeps their number is found
+        cap = (low + high) // 2
+        low, high = (low, cap) if len(fill(costs, cap)) <= fewest else (cap + 1, high)
+    return fill(costs, low)
+
+
+def _fill(costs: list[int], cap: int) -> list[int]:
+    """Fill each part up to the cap before the next begins: the fewest parts under that cap."""
+    sizes: list[int] = []
+    size = spent = 0
+    for cost in costs:
+        if size and spent + cost > cap:
+            sizes.append(size)
+            size = spent = 0
+        size, spent = size + 1, spent + cost
+    return [*sizes, size]
+
+
+def _fill_padded(costs: list[int], cap: int) -> list[int]:
+    """The same, where each sample of a part costs as much as its longest."""
+    sizes: list[int] = []
+    size = longest = 0
+    for cost in costs:
+        longest = max(longest, cost)
+        if size and (size + 1) * longest > cap:
+            sizes.append(size)
+            size, longest = 0, cost
+        size += 1
+    return [*sizes, size]
+
+
+def _bins(costs: list[int], budget: int) -> tuple[list[int], list[int]]:
+    """Order and sizes of few parts under the budget, in any order of samples, near-equal in cost."""
+    largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
+    bins = _best_fit(costs, largest_first, budget)
+    in_order = _even(costs, budget, _fill)
+    if len(in_order) < len(bins):  # it happens, though rarely
+        return list(range(len(costs))), in_order
+    least = max(-(-sum(costs) // budget), sum(2 * cost > budget for cost in costs), 1)
+    for count in range(len(bins), least - 1, -1):
+        evened = _evened(costs, largest_first, count)
+        if max(sum(costs[i] for i in part) for part in evened) > budget:
+            break
+        bins = evened  # near-equal; and sometimes it finds room for one part less
+    bins.sort(key=lambda part: -sum(costs[i] for i in part))
+    return [i for part in bins for i in part], [len(part) for part in bins]
+
+
+def _best_fit(costs: list[int], largest_first: list[int], budget: int) -> list[list[int]]:
+    """Put each sample where it leaves the least room, and into a new part where it fits nowhere."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, part), sorted
+    for i in largest_first:
+        at = bisect_left(rooms, (costs[i], -1))
+        if at == len(rooms):
+            bins.append([])
+            room, part = budget, len(bins) - 1
+        else:
+            room, part = rooms.pop(at)
+        bins[part].append(i)
+        insort(rooms, (room - costs[i], part))
+    return bins
+
+
+def _evened(costs: list[int], largest_first: list[int], count: int) -> list[list[int]]:
+    """Put each sample into the part with the least cost so far."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, part) for part in range(count)]
+    for i in largest_first:
+        load, part = loads[0]
+        bins[part].append(i)
+        heapreplace(loads, (load + costs[i], part))
+    return bins

@@ -1,0 +1,157 @@
+# pyright: strict
+"""Paths: how a part of a nested batch is named, and found again.
+
+A path is dotted text of keys, indices and field names: "labels", "0.images", "meta.ids"; the batch itself is
+"".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from ..errors import InputError, explain
+from .containers import array_shape, children, is_flat
+
+_LISTED: Final = 30  # paths that an error text lists before it says how many more there are
+ABSENT: Final = object()  # what `find` gives when there is no such part; None may be a part
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One part of a batch that is not taken apart further.
+
+    Args:
+        path: where it is: dotted text, "" for the batch itself.
+        length: how many samples it has; None when it is kept whole.
+
+    Examples:
+        >>> Leaf("labels", 8)
+        Leaf(path='labels', length=8)
+    """
+
+    path: str
+    length: int | None
+
+
+def get(batch: Any, path: str) -> Any:
+    """Look up one part of a batch by its path.
+
+    Args:
+        batch: any nested batch.
+        path: dotted text of keys (as text), indices and field names; "" gives the batch itself. A key that
+            itself contains dots is found too; where two readings exist, the longest key wins.
+
+    Returns:
+        The part.
+
+    Raises:
+        InputError: when there is no such path; the text lists the paths there are.
+
+    Examples:
+        >>> get({"inputs": [10, 20], 7: "seven"}, "inputs.1"), get({7: "seven"}, "7")
+        (20, 'seven')
+    """
+    if type(path) is not str:
+        raise InputError(explain(f"path={path!r}", "a path is text", 'write it as in "inputs.labels"'))
+    found = find(batch, path)
+    if found is ABSENT:
+        raise InputError(
+            explain(
+                f"path {path!r}",
+                "the batch has no such part",
+                f"use one of the paths there are: {listed_paths(batch)}",
+            )
+        )
+    return found
+
+
+def join(path: str, name: str) -> str:
+    """A path one level deeper.
+
+    Args:
+        path: the container's path; "" for the batch itself.
+        name: the entry's name.
+
+    Returns:
+        The entry's path.
+
+    Examples:
+        >>> join("", "x"), join("inputs", "ids")
+        ('x', 'inputs.ids')
+    """
+    return f"{path}.{name}" if path else name
+
+
+def find(node: Any, path: str) -> Any:
+    """Look up a part as `get` does, without an error.
+
+    Args:
+        node: any nested batch.
+        path: dotted text.
+
+    Returns:
+        The part, or ABSENT.
+
+    Examples:
+        >>> find({"a.b": {"c": 1}, "a": {"b": 2}}, "a.b.c"), find({}, "a") is ABSENT
+        (1, True)
+    """
+    if not path:
+        return node
+    if type(node) is dict and path in node:  # most often it is this; and of 1 and "1" the text is meant
+        return cast("dict[Any, Any]", node)[path]
+    entries = dict(children(node) or [])
+    if path in entries:
+        return entries[path]
+    end = path.rfind(".")
+    while end > 0:
+        if path[:end] in entries and path[end + 1 :]:
+            found = find(entries[path[:end]], path[end + 1 :])
+            if found is not ABSENT:
+                return found
+        end = path.rfind(".", 0, end)
+    return ABSENT
+
+
+def all_paths(batch: Any, path: str = "") -> Iterator[str]:
+    """List the paths of a batch.
+
+    Args:
+        batch: any nested batch.
+        path: where it is, when it is itself a part.
+
+    Yields:
+        The paths, outer parts before inner ones.
+
+    Examples:
+        >>> list(all_paths({"x": [1, 2], "meta": {"ids": "a"}}))
+        ['x', 'meta', 'meta.ids']
+    """
+    if array_shape(batch) is not None or is_flat(batch):
+        return
+    for name, value in children(batch) or []:
+        yield join(path, name)
+        yield from all_paths(value, join(path, name))
+
+
+def listed_paths(batch: Any, path: str = "") -> str:
+    """List the paths of a batch for an error text; of very many the first.
+
+    Args:
+        batch: any nested batch.
+        path: where it is, when it is itself a part.
+
+    Returns:
+        The paths, outer parts before inner ones.
+
+    Examples:
+        >>> listed_paths({"x": [1, 2], "meta": {"ids": "a"}})
+        "'x', 'meta', 'meta.ids'"
+    """
+    paths = list(all_paths(batch, path))
+    if not paths:
+        return f"{path!r} itself, without parts"
+    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    return ", ".join(repr(path) for path in paths[:_LISTED]) + more

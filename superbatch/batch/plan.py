@@ -1,0 +1,346 @@
+# pyright: strict
+"""The one walk over a batch: what is cut, by which slices, and what is kept whole."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from ..errors import InputError, explain
+from .containers import (
+    Rebuild,
+    array_shape,
+    children,
+    is_flat,
+    is_list_subclass,
+    is_record,
+    is_scalar,
+    is_torch_packed_sequence,
+    kind_of,
+    rebuilder,
+)
+from .packed import (
+    OFFSETS,
+    Packed,
+    Samples,
+    Take,
+    is_longest,
+    longest_take,
+    not_followed,
+    offsets_take,
+    read_packed,
+    token_dimension,
+    tokens_take,
+)
+from .paths import Leaf, join
+from .refusals import (
+    MOST_LEVELS,
+    NOT_SLICED,
+    agreed_length,
+    listed_length,
+    refuse_hollow_lists,
+    too_deep,
+    unknown,
+    unmet,
+    unsliceable,
+)
+from .trimming import check_trimmed, check_widths, trim_take
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A batch whose structure has been walked and checked: how many samples, and how to cut them.
+
+    Args:
+        leaves: all leaves, in order.
+        samples: the number of samples, at least 1.
+        pick: pick(samples, longest) gives these samples as a micro-batch (see `packed.Take`).
+
+    Examples:
+        >>> planned = plan({"text": ["a", "b", "c"], "scale": 0.5})
+        >>> planned.samples, planned.take(1, 3)
+        (3, {'text': ['b', 'c'], 'scale': 0.5})
+    """
+
+    leaves: tuple[Leaf, ...]
+    samples: int
+    pick: Take
+
+    def take(
+        self, start: int, stop: int, *, order: Sequence[int] | None = None, longest: int | None = None
+    ) -> Any:
+        """Cut out a micro-batch; that the arguments are in range is not checked.
+
+        Args:
+            start: the first sample.
+            stop: one past the last sample.
+            order: positions of samples in the batch. Samples start..stop of this order are taken, as copies;
+                without it, of the batch, as views where the framework slices to views.
+            longest: how many positions are left of the leaves that the plan was told to trim.
+
+        Returns:
+            The micro-batch.
+
+        Raises:
+            SplitError: when an array cannot be cut like this.
+
+        Examples:
+            >>> plan(["a", "b", "c"]).take(0, 2, order=[2, 0, 1])
+            ['c', 'a']
+        """
+        return self.pick(range(start, stop) if order is None else list(order[start:stop]), longest)
+
+
+def plan(
+    batch: Any,
+    *,
+    whole: Collection[str] = (),
+    per_sample: Collection[str] = (),
+    trim: Collection[str] = (),
+) -> Plan:
+    """Walk a batch once, check it, and prepare the cutting of micro-batches.
+
+    Arrays (anything with `shape` and indexing) are cut along their first dimension; lists and tuples of plain
+    scalars are cut as samples; mappings, lists, tuples, namedtuples and dataclasses are walked; lone scalars
+    and 0-d arrays are kept whole; packed sequences (see `superbatch.batch.packed`) are cut between sequences.
+
+    Args:
+        batch: any nesting of these.
+        whole: paths of parts that every micro-batch gets whole, with everything under them.
+        per_sample: paths of lists of any objects (or arrays) with one entry for each sample.
+        trim: paths of arrays of shape (samples, length, ...) whose padding `Plan.take` may cut off.
+
+    Returns:
+        The plan.
+
+    Raises:
+        InputError: when a declared path is not in the batch, or names what cannot be trimmed.
+        SplitError: when lengths differ, when there is nothing to split or no sample, when a part is of an
+            unknown type, or when it cannot be known what belongs to which sample.
+
+    Examples:
+        >>> planned = plan((memoryview(b"abcd"), {"names": ["a", "b", "c", "d"], "lr": 0.1}))
+        >>> planned.leaves
+        (Leaf(path='0', length=4), Leaf(path='1.names', length=4), Leaf(path='1.lr', length=None))
+    """
+    walk, take = walked(batch, whole, per_sample, trim)
+    check_widths(walk.widths)
+    samples = agreed_length(walk.leaves)
+    refuse_hollow_lists(walk.hollow, samples)
+    assert take is not None  # some leaf has a length, so something is cut
+    return Plan(tuple(walk.leaves), samples, take)
+
+
+def walked(
+    batch: Any, whole: Collection[str], per_sample: Collection[str], trim: Collection[str] = ()
+) -> tuple[Walk, Take | None]:
+    """Walk a batch without asking that lengths agree.
+
+    Args:
+        batch: any nested batch (see `plan`).
+        whole: paths kept whole.
+        per_sample: paths of lists with one entry for each sample.
+        trim: paths of arrays whose padding may be cut off.
+
+    Returns:
+        What was found, and the batch's take(samples, longest), None when nothing is cut.
+
+    Raises:
+        InputError: when the declarations are no paths of the batch.
+        SplitError: when a part is of an unknown type.
+
+    Examples:
+        >>> walk, take = walked({"text": ["a", "b"]}, (), ())
+        >>> walk.leaves, take(range(1), None)
+        ([Leaf(path='text', length=2)], {'text': ['a']})
+    """
+    walk = Walk(_declared("whole", whole), _declared("per_sample", per_sample), _declared("trim", trim))
+    for argument, others in [("per_sample", walk.per_sample), ("trim", walk.trim)]:
+        for path in sorted(walk.whole & others):
+            raise InputError(
+                explain(
+                    f"path {path!r} in whole= and in {argument}=",
+                    "a part is one or the other",
+                    "declare it once",
+                )
+            )
+    take = walk.visit(batch, "", None)
+    for path in sorted((walk.whole | walk.per_sample | walk.trim) - walk.met):
+        raise unmet(batch, path)
+    return walk, take
+
+
+@dataclass(slots=True)
+class Walk:
+    """What one walk over a batch is told and what it finds.
+
+    Args:
+        whole: declared paths that are kept whole.
+        per_sample: declared paths of lists with one entry for each sample.
+        trim: declared paths of arrays whose padding may be cut off.
+        leaves: found leaves, in order.
+        met: declared paths that were found.
+        hollow: lists of containers in which nothing is cut, with their lengths.
+        followed: paths of packed groups whose offsets cut at least one array.
+        widths: the length of each array to trim, padding included.
+        depth: number of containers around the node that is visited.
+
+    Examples:
+        >>> walk = Walk(frozenset({"lookup"}), frozenset())
+        >>> walk.visit({"lookup": [1, 2]}, "", None), walk.leaves, walk.met
+        (None, [Leaf(path='lookup', length=None)], {'lookup'})
+    """
+
+    whole: frozenset[str]
+    per_sample: frozenset[str]
+    trim: frozenset[str] = frozenset()
+    leaves: list[Leaf] = field(default_factory=list[Leaf])
+    met: set[str] = field(default_factory=set[str])
+    hollow: list[Leaf] = field(default_factory=list[Leaf])
+    followed: set[str] = field(default_factory=set[str])
+    widths: dict[str, int] = field(default_factory=dict[str, int])
+    depth: int = 0
+
+    def visit(self, node: Any, path: str, packed: Packed | None) -> Take | None:
+        """Note the leaves under a node; give its take(samples, longest), None when it is kept whole."""
+        if path in self.whole:
+            self.met.add(path)
+            return self._keep(path)
+        if path in self.trim:
+            self.met.add(path)
+            self.widths[path] = check_trimmed(node, path, packed=packed is not None)
+        if path in self.per_sample:
+            self.met.add(path)
+            return self._cut(node, path, listed_length(node, path))
+        if is_scalar(node):
+            return self._keep(path)
+        shape = array_shape(node)
+        if shape is None and is_flat(node):
+            shape = (len(node),)
+        if shape is not None:
+            return self._array(node, shape, path, packed)
+        return self._container(node, path, packed)
+
+    def _keep(self, path: str) -> None:
+        self.leaves.append(Leaf(path, None))
+
+    def _cut(self, node: Any, path: str, length: int) -> Take:
+        self.leaves.append(Leaf(path, length))
+        if array_shape(node) is None and isinstance(node, (list, tuple)):
+            return _list_take(node, path)
+        if path in self.trim:
+            return trim_take(node, path, lambda array, samples: _rows(array, samples, path))
+        return lambda samples, longest: _rows(node, samples, path)
+
+    def _array(self, node: Any, shape: tuple[int, ...], path: str, packed: Packed | None) -> Take | None:
+        if not shape:
+            return self._keep(path)
+        dimension, offsets = (0, None) if packed is None else token_dimension(shape, path, packed)
+        if packed is None or offsets is None:
+            return self._cut(node, path, shape[0])
+        self.leaves.append(Leaf(path, packed.samples))
+        self.followed.add(packed.path)
+        return tokens_take(node, dimension, offsets)
+
+    def _container(self, node: Any, path: str, packed: Packed | None) -> Take | None:
+        entries = None if is_torch_packed_sequence(node) else children(node)
+        if entries is None:
+            raise unknown(node, path)
+        group = self._packed_group(entries, path)
+        first_leaf = len(self.leaves)
+        self.depth += 1
+        if self.depth > MOST_LEVELS:
+            raise too_deep(path)
+        takes = [self._entry(name, value, join(path, name), group or packed) for name, value in entries]
+        self.depth -= 1
+        if group is not None and path not in self.followed:
+            raise not_followed(group)
+        if not any(takes):
+            if isinstance(node, (list, tuple)) and not is_record(node):
+                self.hollow.append(Leaf(path, len(entries)))
+            return None
+        pieces = [take or _constant(value) for take, (_, value) in zip(takes, entries, strict=True)]
+        lengths = {leaf.length for leaf in self.leaves[first_leaf:]}
+        return _container_take(rebuilder(node, path), pieces, _encodings(node, lengths))
+
+    def _packed_group(self, entries: list[tuple[str, Any]], path: str) -> Packed | None:
+        declared = self.whole | self.per_sample
+        offsets = {
+            name: value
+            for name, value in entries
+            if name in OFFSETS and value is not None and join(path, name) not in declared
+        }
+        return read_packed(path, offsets) if offsets else None
+
+    def _entry(self, name: str, value: Any, path: str, packed: Packed | None) -> Take | None:
+        if packed is None or path in self.whole or path in self.per_sample:
+            return self.visit(value, path, packed)
+        if name in packed.offsets and path == join(packed.path, name):
+            self.leaves.append(Leaf(path, packed.samples))
+            return offsets_take(value)
+        if is_longest(name, value):
+            self.leaves.append(Leaf(path, None))
+            return longest_take(value, name, packed)
+        return self.visit(value, path, packed)
+
+
+def _rows(array: Any, samples: Samples, path: str) -> Any:
+    try:
+        return array[samples.start : samples.stop] if isinstance(samples, range) else array[samples]
+    except NOT_SLICED as error:
+        if type(error) not in NOT_SLICED:
+            raise  # out of memory is a RuntimeError of its own type, and not about the batch
+        raise unsliceable(array, path, error, ordered=not isinstance(samples, range)) from error
+
+
+def _list_take(node: Any, path: str) -> Take:
+    # A slice of a subclass is a plain list or tuple.
+    rebuild = rebuilder(node, path) if is_list_subclass(node) else kind_of(node)
+
+    def take(samples: Samples, longest: int | None) -> Any:
+        if not isinstance(samples, range):
+            return rebuild([node[i] for i in samples])
+        part = node[samples.start : samples.stop]
+        return rebuild(list(part)) if is_list_subclass(node) else part
+
+    return take
+
+
+def _constant(value: Any) -> Take:
+    return lambda samples, longest: value
+
+
+def _container_take(rebuild: Rebuild, pieces: list[Take], encodings: list[Any] | None) -> Take:
+    if encodings is None:
+        return lambda samples, longest: rebuild([piece(samples, longest) for piece in pieces])
+
+    def take(samples: Samples, longest: int | None) -> Any:
+        new = rebuild([piece(samples, longest) for piece in pieces])
+        new._encodings = [encodings[i] for i in samples]
+        return new
+
+    return take
+
+
+def _encodings(node: Any, lengths: set[int | None]) -> list[Any] | None:
+    """The list from which Hugging Face's BatchEncoding answers word_ids(i): one entry for each sample."""
+    encodings = vars(node).get("_encodings") if isinstance(node, UserDict) else None
+    if isinstance(encodings, list) and len(cast("list[Any]", encodings)) in lengths:
+        return cast("list[Any]", encodings)
+    return None
+
+
+def _declared(argument: str, paths: Any) -> frozenset[str]:
+    if isinstance(paths, (list, tuple, set, frozenset)):
+        names = cast("Collection[Any]", paths)
+        if all(type(name) is str for name in names):
+            return frozenset(names)
+    raise InputError(
+        explain(
+            f"{argument}={paths!r}",
+            "this is no list or tuple of paths",
+            f'write the paths as text in a tuple, as in {argument}=("labels",)',
+        )
+    )

@@ -1,0 +1,220 @@
+# pyright: strict
+"""A micro-batch size in tokens, and where a batch says how many tokens each sample has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final, NamedTuple, cast
+
+from ..errors import InputError, explain
+from ..integers import checked_costs, positive_int
+from .containers import array_shape
+from .packed import OFFSETS, read_offsets
+from .paths import all_paths, get, listed_paths
+
+MASK: Final = "attention_mask"
+# In the order in which they are looked for: of several, the one that cannot mean padding too comes first.
+WELL_KNOWN: Final = (
+    *("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q", MASK),
+    *("lengths", "length", "seq_lens", "seqlens", "seq_lengths", "sequence_lengths", "input_lengths"),
+    "num_tokens",
+)
+
+
+class Lengths(NamedTuple):
+    """How long the samples of a batch are.
+
+    Args:
+        tokens: the tokens of each sample.
+        reach: the positions up to its last token; more than the tokens where padding stands before them.
+    """
+
+    tokens: list[int]
+    reach: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """A micro-batch size in tokens: the fewest micro-batches under a budget, near-equal in cost.
+
+    Cost of a micro-batch: its tokens, ``sum of n_j``; with `padded`, ``samples x max n_j``. The update does
+    not depend on any of this, but for rounding.
+
+    Args:
+        tokens: most tokens (with `padded`: positions, padding included) of a micro-batch.
+        lengths: the tokens n_j of each sample. Either the path of a part of the batch (a 1-d array or list of
+            lengths; a (samples, tokens) mask of zeros and ones; offsets of packed sequences, such as
+            "cu_seqlens") or a function of the batch that returns one int for each sample. None: a part with
+            a well-known name, such as "attention_mask", "lengths" or "cu_seqlens", is looked for.
+        padded: count what padding costs: every sample of a micro-batch is as long as its longest.
+        sort: let samples of one batch change places (never across batches): samples of like length share a
+            micro-batch where there is padding (`padded` or `trim`), the longest first; else those that fill
+            micro-batches evenly. With ``sample_rng=True`` each sample keeps its own random stream.
+        trim: paths of arrays of shape (samples, length, ...), such as ``("input_ids", "labels",
+            "attention_mask")``, of which each micro-batch gets only the positions up to the end of its
+            longest sample. Only padding is cut off (of a mask, what is behind the last one). For models to
+            whose result padding at the end adds nothing.
+
+    Raises:
+        InputError: when tokens is no positive int, lengths neither a path nor a function, or another argument
+            has the wrong type.
+
+    Examples:
+        >>> TokenBudget(1024).sample_tokens({"lengths": [500, 300]})
+        [500, 300]
+        >>> from superbatch import split
+        >>> texts = ["aaaa", "b", "cccc", "d"]
+        >>> budget = TokenBudget(8, lambda texts: [len(text) for text in texts], padded=True, sort=True)
+        >>> split(texts, budget)  # in this order they would fill three
+        [['aaaa', 'cccc'], ['b', 'd']]
+    """
+
+    tokens: int
+    lengths: str | Callable[[Any], Sequence[int]] | None = None
+    padded: bool = field(default=False, kw_only=True)
+    sort: bool = field(default=False, kw_only=True)
+    trim: tuple[str, ...] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", positive_int("tokens", self.tokens))
+        if not (self.lengths is None or isinstance(cast("Any", self.lengths), str) or callable(self.lengths)):
+            raise InputError(
+                explain(
+                    f"lengths={self.lengths!r}",
+                    "this is neither a path nor a function",
+                    'pass a path such as "lengths", or a function of the batch that returns a list of ints',
+                )
+            )
+        for name, value in [("padded", self.padded), ("sort", self.sort)]:
+            if type(cast("Any", value)) is not bool:
+                raise InputError(explain(f"{name}={value!r}", "it is on or off", "pass True or False"))
+        paths: Any = self.trim
+        if not isinstance(paths, (tuple, list)) or any(
+            type(path) is not str for path in cast("list[Any]", paths)
+        ):
+            raise InputError(
+                explain(
+                    f"trim={paths!r}",
+                    "this is no tuple of paths",
+                    'write the paths as text in a tuple, as in trim=("input_ids", "labels")',
+                )
+            )
+        object.__setattr__(self, "trim", tuple(self.trim))
+
+    def sample_tokens(self, batch: Any) -> list[int]:
+        """The tokens of each sample of a batch.
+
+        Args:
+            batch: a batch.
+
+        Returns:
+            One int for each sample.
+
+        Raises:
+            InputError: when `lengths` gives something else than ints >= 0, or nothing is found.
+
+        Examples:
+            >>> TokenBudget(8, "cu_seqlens").sample_tokens({"cu_seqlens": [0, 3, 7]})
+            [3, 4]
+        """
+        return self.sample_lengths(batch).tokens
+
+    def sample_lengths(self, batch: Any) -> Lengths:
+        """The tokens of each sample of a batch, and how far it reaches.
+
+        Args:
+            batch: a batch.
+
+        Returns:
+            Both, one int for each sample. They differ only in a mask with padding before tokens, and only
+            where padding matters (`padded` or `trim`).
+
+        Raises:
+            InputError: as `sample_tokens`.
+
+        Examples:
+            >>> TokenBudget(8, "lengths").sample_lengths({"lengths": [3, 4]})
+            Lengths(tokens=[3, 4], reach=[3, 4])
+        """
+        lengths = find_lengths(batch) if self.lengths is None else self.lengths
+        if not isinstance(lengths, str):
+            tokens = checked_costs(lengths(batch))
+            return Lengths(tokens, tokens)
+        part = get(batch, lengths)
+        shape = array_shape(part)
+        if lengths.rpartition(".")[2] in OFFSETS:
+            offsets = read_offsets(lengths, part)
+            tokens = [stop - start for start, stop in pairwise(offsets)]
+        elif shape is not None and len(shape) == 2:
+            return _of_mask(part, lengths, reach=self.padded or bool(self.trim))
+        else:
+            tokens = checked_costs(part)
+        return Lengths(tokens, tokens)
+
+
+def find_lengths(batch: Any) -> str:
+    """Find the part of a batch that says how long its samples are, by its name.
+
+    Args:
+        batch: any nested batch.
+
+    Returns:
+        Its path.
+
+    Raises:
+        InputError: when there is none, or when two parts have the name.
+
+    Examples:
+        >>> find_lengths({"meta": {"lengths": [3, 4]}, "input_ids": [[1, 2, 3], [4, 5, 6, 7]]})
+        'meta.lengths'
+    """
+    found: dict[str, list[str]] = {}
+    for path in all_paths(batch):
+        name = path.rpartition(".")[2]
+        if name in WELL_KNOWN and _may_be_lengths(name, get(batch, path)):
+            found.setdefault(name, []).append(path)
+    chosen: list[str] = next((found[name] for name in WELL_KNOWN if name in found), list[str]())
+    if len(chosen) == 1:
+        return chosen[0]
+    where = " and ".join(map(repr, chosen))
+    wrong = (
+        f"there are lengths at {where}"
+        if chosen
+        else f"no part of the batch has a well-known name ({', '.join(WELL_KNOWN)}) and holds lengths"
+    )
+    raise InputError(
+        explain(
+            "a TokenBudget without lengths=",
+            wrong,
+            "name one of the paths there are, or pass a function of the batch that returns one int for each "
+            f"sample: {listed_paths(batch)}",
+        )
+    )
+
+
+def _may_be_lengths(name: str, part: Any) -> bool:
+    """Whether a part has a shape that its name promises; a mask may be None, or of four dimensions."""
+    shape = array_shape(part)
+    if name == MASK:
+        return shape is not None and len(shape) == 2
+    return isinstance(part, (list, tuple)) if shape is None else len(shape) == 1
+
+
+def _of_mask(mask: Any, path: str, *, reach: bool) -> Lengths:
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError(
+            explain(
+                f"lengths={path!r}, which names an array of shape {tuple(mask.shape)}",
+                "a 2-d array of lengths must be a mask of zeros and ones",
+                'name the lengths, the mask (such as "attention_mask") or the offsets of the samples',
+            )
+        )
+    tokens = [int(count) for count in mask.sum(-1).tolist()]
+    if not reach:
+        return Lengths(tokens, tokens)
+    counted = mask.cumsum(1)
+    # As many positions as lie before the last token, and that one.
+    before = (counted < counted[:, -1:]).sum(-1).tolist()
+    return Lengths(tokens, [int(n) + 1 if count else 0 for n, count in zip(before, tokens, strict=True)])

@@ -1,0 +1,1 @@
+"""Experiments on top of the library: recipes, studies, reports, plots and the command line."""

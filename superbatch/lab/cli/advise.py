@@ -1,0 +1,210 @@
+"""`superbatch advise [RECIPE]`: does accumulation pay, and what else could be done?"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..recipes import RECIPES
+from .printing import check_folder, print_sentences, print_table
+from .progress import progress
+from .publish import publish
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help
+    from superbatch.results.advice import Advice
+
+    from ..studies.advise import Options
+
+INTERRUPTED = 130
+OUT = Path("superbatch-advise")
+NAMES = ", ".join(RECIPES)
+
+
+def _option(text: str, *flags: str) -> Any:
+    """An option whose default is said in its help, if at all."""
+    return typer.Option(*flags, help=text, show_default=False)
+
+
+Recipe = Annotated[
+    str | None,
+    typer.Argument(
+        help=f"{NAMES}; or your own package.module:function or file.py:function; none: all numbers are given",
+        show_default=False,
+    ),
+]
+MicrobatchSize = Annotated[
+    int | None, _option("samples of a micro-batch on one rank; the recipe's batch, if it fits, if left out")
+]
+AccumulationSteps = Annotated[int | None, _option("micro-batches per update in question")]
+BatchSize = Annotated[
+    int | None, _option("samples of the update in question, on all ranks; if left out, eight micro-batches")
+]
+Ranks = Annotated[int, typer.Option(help="that work at the same time")]
+Noise = Annotated[float | None, _option("noise scale in samples; measured on the recipe if left out")]
+NoiseLow = Annotated[float | None, _option("lower end of its interval")]
+NoiseHigh = Annotated[float | None, _option("upper end of its interval")]
+MicroSeconds = Annotated[float | None, _option("time of a micro-batch; measured if left out")]
+UpdateSeconds = Annotated[float | None, _option("time of the optimizer's update; measured if left out")]
+AllReduceSeconds = Annotated[
+    float | None, _option("time of the exchange of gradients; measured under torchrun if left out")
+]
+Parameters = Annotated[float | None, _option("of the model, such as 1.3e9; the recipe's if left out")]
+Optimizer = Annotated[str | None, _option("sgd, momentum, adam, adamw: one that the recipe offers")]
+LearningRate = Annotated[
+    float | None,
+    _option(
+        "for the batch in question if that is stated (else for the recipe's); the recipe's if left out",
+        "--lr",
+    ),
+]
+Beta2 = Annotated[float | None, _option("of Adam, for the same batch as the rate")]
+WeightDecay = Annotated[float | None, _option("for the same batch as the rate")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Threads = Annotated[int | None, _option("torch threads; as many as torch takes if left out")]
+Updates = Annotated[int | None, _option("over which noise is measured; the recipe's if left out")]
+Seconds = Annotated[float, typer.Option(help="for measuring the noise, roughly")]
+Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
+Out = Annotated[Path | None, _option(f"folder for report.json and plot.png; {OUT} if left out")]
+AsJson = Annotated[
+    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
+]
+
+
+def advise(
+    recipe: Recipe = None,
+    microbatch_size: MicrobatchSize = None,
+    accumulation_steps: AccumulationSteps = None,
+    batch_size: BatchSize = None,
+    ranks: Ranks = 1,
+    noise: Noise = None,
+    noise_low: NoiseLow = None,
+    noise_high: NoiseHigh = None,
+    micro_seconds: MicroSeconds = None,
+    update_seconds: UpdateSeconds = None,
+    all_reduce_seconds: AllReduceSeconds = None,
+    parameters: Parameters = None,
+    optimizer: Optimizer = None,
+    lr: LearningRate = None,
+    beta2: Beta2 = None,
+    weight_decay: WeightDecay = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    updates: Updates = None,
+    seconds: Seconds = 60.0,
+    data: Data = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether accumulation pays: helps, wasteful or undetermined, by time to the same loss.
+
+    Measures times and the noise scale on a recipe, or takes them as options, so that one can ask about a
+    cluster. Shows the best number of micro-batches and the settings without accumulation; writes a JSON
+    report and a plot. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
+    """
+    folder = out if out is not None or as_json else OUT
+    if folder is not None:
+        check_folder(folder)
+    from ..studies.advise import Options
+
+    options = Options(
+        microbatch_size=microbatch_size,
+        accumulation_steps=accumulation_steps,
+        batch_size=batch_size,
+        ranks=ranks,
+        noise=noise,
+        noise_low=noise_low,
+        noise_high=noise_high,
+        microbatch_seconds=micro_seconds,
+        update_seconds=update_seconds,
+        all_reduce_seconds=all_reduce_seconds,
+        parameters=_count(parameters),
+        optimizer=optimizer,
+        learning_rate=lr,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        device=device,
+        threads=threads,
+        updates=updates,
+        seconds=seconds,
+        data=data,
+    )
+    if _further_rank(recipe, options):
+        return
+    report = measure(recipe, options)
+    _publish(report, folder, as_json=as_json)
+    raise typer.Exit(INTERRUPTED if report.partial else 0)
+
+
+def _further_rank(recipe: str | None, options: Options) -> bool:
+    """Of several ranks the first one reports; do another one's part, and say whether this is one."""
+    from ..studies.exchange import started_on, take_part
+
+    rank, _ = started_on()
+    if rank and recipe is not None:
+        take_part(recipe, options)
+    return rank > 0
+
+
+def _count(value: float | None) -> Any:
+    """A count that may be written as 1.3e9; what is none is refused with the other options."""
+    return round(value) if value is not None and math.isfinite(value) else value
+
+
+def measure(recipe: str | None, options: Options) -> Advice:
+    """Run the study and show its progress.
+
+    Args:
+        recipe: its name, or None.
+        options: what was asked.
+
+    Returns:
+        The report; after Ctrl-C a partial one.
+    """
+    from ..studies.advise import AdviceInterrupted, Progress
+    from ..studies.advise import advise as study
+
+    with progress(f"advise {'' if recipe is None else Path(recipe).name}".strip()) as show:
+
+        def receive(event: Progress) -> None:
+            show(event.done, event.total, event.finished)
+
+        try:
+            return study(recipe, options, progress=receive)
+        except AdviceInterrupted as stopped:
+            return stopped.report
+
+
+def show_report(report: Advice, console: Console) -> None:
+    """Print the tables of an advice, and below them what they come to: there a terminal is read first.
+
+    Args:
+        report: whole or partial.
+        console: where to.
+    """
+    from ..report.advice_text import alternative_table, findings, models_table, steps_table
+
+    for table in (steps_table(report), models_table(report), alternative_table(report)):
+        if table.rows:
+            print_table(table, console)
+            print(file=console.file)
+    print_sentences(findings(report), console)
+
+
+def _publish(report: Advice, folder: Path | None, *, as_json: bool) -> None:
+    publish(
+        report,
+        folder,
+        as_json=as_json,
+        show=lambda console: show_report(report, console),
+        draw=lambda: _draw(report),
+    )
+
+
+def _draw(report: Advice) -> dict[str, bytes]:
+    from .. import plot
+
+    return {"plot.png": plot.png(plot.advice(report))}

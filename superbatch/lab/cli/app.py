@@ -1,0 +1,100 @@
+"""The application: which commands there are, and what becomes of errors.
+
+Exit codes: 0 done; 1 a check failed; 2 wrong input, told in one line; 130 interrupted by Ctrl-C.
+Commands import torch and matplotlib when they run, so that ``superbatch --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from superbatch._version import __version__
+from superbatch.errors import SuperbatchError, explain
+
+from .advise import advise
+from .caffe import caffe
+from .compare import compare
+from .fit import fit
+from .noise import noise
+from .study import study
+from .survey import survey
+from .verify import verify
+
+WRONG_INPUT, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="superbatch",
+    help="Exact gradient accumulation: the update of the real large batch, on the memory you have.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# One line per command; each lies in a file of its own.
+app.command("advise")(advise)
+app.command("caffe")(caffe)
+app.command("compare")(compare)
+app.command("fit")(fit)
+app.command("noise")(noise)
+app.command("study")(study)
+app.command("survey")(survey)
+app.command("verify")(verify)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"superbatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    pass
+
+
+# What typer raises for an unknown option or a value of the wrong type; it has no public name in all releases.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command, and turn errors into one line and an exit code.
+
+    Args:
+        arguments: without the program's name.
+
+    Returns:
+        The exit code.
+
+    Examples:
+        >>> main(["--version"])
+        superbatch ...
+        0
+    """
+    try:
+        return app(args=list(arguments), prog_name="superbatch", standalone_mode=False) or 0
+    except SuperbatchError as error:
+        return _fail(str(error))
+    except _UsageError as error:
+        return _fail(_usage(arguments, error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("superbatch: interrupted before anything was measured", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _usage(arguments: Sequence[str], error: Any) -> str:
+    wrong = " ".join(error.format_message().split()).rstrip(".")
+    command = getattr(getattr(error, "ctx", None), "command_path", "superbatch")
+    return explain(f"superbatch {' '.join(arguments)}".strip(), wrong, f"see {command} --help")
+
+
+def _fail(text: str) -> int:
+    print(f"superbatch: {text}", file=sys.stderr)
+    return WRONG_INPUT

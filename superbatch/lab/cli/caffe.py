@@ -1,0 +1,82 @@
+"""`superbatch caffe solver.prototxt`: what does a Caffe solver file mean today?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .printing import check_folder, print_sentences, print_table
+from .publish import publish
+
+if TYPE_CHECKING:
+    from superbatch.results.caffe import CaffeExplained
+
+OUT = Path("superbatch-caffe")
+
+
+def _option(text: str, *flags: str) -> Any:
+    """An option whose default is said in its help, if at all."""
+    return typer.Option(*flags, help=text, show_default=False)
+
+
+Solver = Annotated[Path, typer.Argument(help="the solver file, such as solver.prototxt")]
+BatchSize = Annotated[int | None, _option("samples of a micro-batch: the batch_size of the net's data layer")]
+Out = Annotated[Path | None, _option(f"folder for report.json, plot.png and train.py; {OUT} if left out")]
+AsJson = Annotated[
+    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
+]
+
+
+def caffe(
+    solver: Solver,
+    batch_size: BatchSize = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a Caffe solver file: batch, updates, learning rate, and where its traps are.
+
+    Shows each field in PyTorch's terms and what may surprise; writes the learning-rate curve as a plot, a
+    JSON report, and a program in plain PyTorch that trains as the file says. Exit code: 0 done, 2 wrong
+    input, with line and column.
+    """
+    folder = out if out is not None or as_json else OUT
+    if folder is not None:
+        check_folder(folder)
+    from superbatch.caffe import explain_solver, read_solver
+
+    asked = {"solver": str(solver)}
+    if batch_size is not None:
+        asked["batch_size"] = str(batch_size)
+    report = explain_solver(
+        read_solver(solver), source=solver.name, microbatch_size=batch_size, command=asked
+    )
+    publish(
+        report,
+        folder,
+        as_json=as_json,
+        show=lambda console: show_report(report, console),
+        draw=lambda: _draw(report),
+    )
+
+
+def show_report(report: CaffeExplained, console: Console) -> None:
+    """Print the table of a solver, and below it what may surprise.
+
+    Args:
+        report: from `superbatch.caffe.explain_solver`.
+        console: where to.
+    """
+    from ..report.caffe_text import findings, settings_table
+
+    print_table(settings_table(report), console)
+    print(file=console.file)
+    print_sentences(findings(report), console)
+
+
+def _draw(report: CaffeExplained) -> dict[str, str | bytes]:
+    from .. import plot
+
+    return {"plot.png": plot.png(plot.caffe_rate(report)), "train.py": report.code}

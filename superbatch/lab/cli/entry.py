@@ -1,0 +1,40 @@
+"""Where the installed command starts: it must be able to say which package is missing, so it imports none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from superbatch.errors import explain
+
+WRONG_INPUT = 2
+OPTIONAL = ("torch", "typer", "rich", "scipy", "matplotlib", "numpy", "sklearn")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; by default the process's.
+
+    Returns:
+        The exit code: 0 done; 1 a check failed; 2 wrong input, told in one line; 130 interrupted by Ctrl-C.
+
+    Examples:
+        >>> main(["--version"])
+        superbatch ...
+        0
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        from .app import main as run
+
+        return run(arguments)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in OPTIONAL:
+            raise
+        given = " ".join(["superbatch", *arguments])
+        wrong = f"the package {package} is not installed"
+        print(f"superbatch: {explain(given, wrong, 'install superbatch[torch,cli]')}", file=sys.stderr)
+        return WRONG_INPUT

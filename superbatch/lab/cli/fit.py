@@ -1,0 +1,149 @@
+"""`superbatch fit RECIPE`: which micro-batch fits, which is fastest, and what batches are within reach?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..recipes import RECIPES
+from .printing import check_folder, print_sentences, print_table
+from .progress import progress
+from .publish import publish
+from .quantities import parse_bytes, parse_sizes
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help
+    from ..report.fitting import Fitting
+    from ..studies.fit import Options
+
+INTERRUPTED = 130
+OUT = Path("superbatch-fit")
+NAMES = ", ".join(RECIPES)
+
+
+def _option(text: str, *flags: str) -> Any:
+    """An option whose default is said in its help, if at all."""
+    return typer.Option(*flags, help=text, show_default=False)
+
+
+Recipe = Annotated[
+    str, typer.Argument(help=f"{NAMES}; or your own package.module:function or file.py:function")
+]
+BatchSize = Annotated[int | None, _option("samples of one update; the recipe's if left out")]
+LimitOption = Annotated[
+    str | None,
+    _option("memory beyond what is in use, such as 2GiB or 500MB; what the machine has if left out"),
+]
+Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
+Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16")]
+Sizes = Annotated[
+    str | None,
+    _option("micro-batches to look at, such as 8,16,32; the largest that fits and its halves if left out"),
+]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Threads = Annotated[int | None, _option("torch threads; as many as torch takes if left out")]
+Seconds = Annotated[float, typer.Option(help="for measuring, roughly; the rest stays predicted")]
+Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
+Out = Annotated[Path | None, _option(f"folder for report.json and plot.png; {OUT} if left out")]
+AsJson = Annotated[
+    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
+]
+
+
+def fit(
+    recipe: Recipe,
+    batch_size: BatchSize = None,
+    limit: LimitOption = None,
+    optimizer: Optimizer = None,
+    dtype: Dtype = "float32",
+    sizes: Sizes = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    seconds: Seconds = 30.0,
+    data: Data = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the micro-batch: memory predicted and measured, time measured, for several sizes.
+
+    Shows the largest that fits, the fastest, the effective batches within reach and what would lower the
+    peak; writes a JSON report and a plot. Nothing is trained: the weights stay what they are. Exit code:
+    0 done, 2 wrong input, 130 interrupted (a partial report is written).
+    """
+    bytes_ = None if limit is None else parse_bytes(limit, flag="--limit")
+    asked = None if sizes is None else parse_sizes(sizes, flag="--sizes")
+    folder = out if out is not None or as_json else OUT
+    if folder is not None:
+        check_folder(folder)
+    from ..studies.fit import Options
+
+    options = Options(
+        batch_size=batch_size,
+        limit=bytes_,
+        optimizer=optimizer,
+        dtype=dtype,
+        sizes=asked,
+        device=device,
+        threads=threads,
+        seconds=seconds,
+        data=data,
+    )
+    report = measure(recipe, options)
+    publish(
+        report,
+        folder,
+        as_json=as_json,
+        show=lambda console: show_report(report, console),
+        draw=lambda: _draw(report),
+    )
+    raise typer.Exit(INTERRUPTED if report.partial else 0)
+
+
+def measure(recipe: str, options: Options) -> Fitting:
+    """Run the fit and show its progress.
+
+    Args:
+        recipe: its name.
+        options: what was asked.
+
+    Returns:
+        The report; after Ctrl-C a partial one.
+    """
+    from ..studies.fit import FitInterrupted, Progress
+    from ..studies.fit import fit as study
+
+    with progress(f"fit {Path(recipe).name}") as show:
+
+        def receive(event: Progress) -> None:
+            show(event.done, event.total, event.finished)
+
+        try:
+            return study(recipe, options, progress=receive)
+        except FitInterrupted as stopped:
+            return stopped.report
+
+
+def show_report(report: Fitting, console: Console) -> None:
+    """Print the tables of a fit, and below them what they show: there a terminal is read first.
+
+    Args:
+        report: whole or partial.
+        console: where to.
+    """
+    from ..report.fitting_text import findings, reach_table, savings_table, sizes_table
+
+    tables = [
+        table for table in (sizes_table(report), reach_table(report), savings_table(report)) if table.rows
+    ]
+    for table in tables:
+        print_table(table, console)
+        print(file=console.file)
+    print_sentences(findings(report), console)
+
+
+def _draw(report: Fitting) -> dict[str, bytes]:
+    from .. import plot
+
+    return {"plot.png": plot.png(plot.fitting(report))}

@@ -1,0 +1,133 @@
+"""`superbatch noise RECIPE`: how noisy is the gradient, and is a larger batch worth it?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..recipes import RECIPES
+from .printing import check_folder, print_sentences, print_table
+from .progress import progress
+from .publish import publish
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help
+    from ..report.noise_study import NoiseStudy
+    from ..studies.noise import Options
+
+INTERRUPTED = 130
+OUT = Path("superbatch-noise")
+NAMES = ", ".join(RECIPES)
+
+
+def _option(text: str, *flags: str) -> Any:
+    """An option whose default is said in its help, if at all."""
+    return typer.Option(*flags, help=text, show_default=False)
+
+
+Recipe = Annotated[
+    str, typer.Argument(help=f"{NAMES}; or your own package.module:function or file.py:function")
+]
+BatchSize = Annotated[int | None, _option("samples of one update; the recipe's if left out")]
+MicrobatchSize = Annotated[
+    int | None, _option("samples of a micro-batch; an eighth of the batch if left out")
+]
+Updates = Annotated[int | None, _option("length of the run; the recipe's if left out")]
+Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
+Rate = Annotated[float | None, _option("the recipe's for the optimizer if left out", "--lr")]
+Seed = Annotated[int, typer.Option(help="of the initial weights and the order of samples")]
+Threads = Annotated[int | None, _option("torch threads; as many as torch takes if left out")]
+Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
+Out = Annotated[Path | None, _option(f"folder for report.json and plot.png; {OUT} if left out")]
+AsJson = Annotated[
+    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
+]
+
+
+def noise(
+    recipe: Recipe,
+    batch_size: BatchSize = None,
+    microbatch_size: MicrobatchSize = None,
+    updates: Updates = None,
+    optimizer: Optimizer = None,
+    learning_rate: Rate = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    data: Data = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a recipe and measure how noisy its gradient is: is a larger batch worth it?
+
+    Shows the noise scale over the training with its interval, or why there is none, and the time to a target
+    loss against the number of micro-batches per update; writes a JSON report and a plot. Exit code: 0 done,
+    2 wrong input, 130 interrupted (a partial report is written).
+    """
+    folder = out if out is not None or as_json else OUT
+    if folder is not None:
+        check_folder(folder)
+    from ..studies.noise import Options
+
+    options = Options(
+        batch_size=batch_size,
+        microbatch_size=microbatch_size,
+        updates=updates,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        seed=seed,
+        threads=threads,
+        data=data,
+    )
+    report = measure(recipe, options)
+    publish(
+        report,
+        folder,
+        as_json=as_json,
+        show=lambda console: show_report(report, console),
+        draw=lambda: _draw(report),
+    )
+    raise typer.Exit(INTERRUPTED if report.partial else 0)
+
+
+def measure(recipe: str, options: Options) -> NoiseStudy:
+    """Run the study and show its progress.
+
+    Args:
+        recipe: its name.
+        options: what was asked.
+
+    Returns:
+        The report; after Ctrl-C a partial one.
+    """
+    from ..studies.noise import NoiseInterrupted
+    from ..studies.noise import noise as study
+
+    with progress(f"noise {Path(recipe).name}") as show:
+        try:
+            return study(recipe, options, progress=show)
+        except NoiseInterrupted as stopped:
+            return stopped.report
+
+
+def show_report(report: NoiseStudy, console: Console) -> None:
+    """Print the tables of a study, and below them what they show: there a terminal is read first.
+
+    Args:
+        report: whole or partial.
+        console: where to.
+    """
+    from ..report.noise_study import findings, points_table, steps_table
+
+    for table in (points_table(report), steps_table(report)):
+        if table.rows:
+            print_table(table, console)
+            print(file=console.file)
+    print_sentences(findings(report), console)
+
+
+def _draw(report: NoiseStudy) -> dict[str, bytes]:
+    from .. import plot
+
+    return {"plot.png": plot.png(plot.noise(report))}

@@ -1,0 +1,81 @@
+"""Tables on the terminal, plain text elsewhere; files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from superbatch.errors import InputError, explain
+
+from ..report.table import Table, plain
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table: lines and colours on a terminal, aligned text of any width elsewhere.
+
+    Args:
+        table: what to print.
+        console: where to.
+    """
+    if not console.is_terminal:
+        print(plain(table), file=console.file)
+        return
+    # On a narrow terminal cells are folded, never cut: half a number would be a wrong one.
+    rich = RichTable(
+        title=table.title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for number, column in enumerate(table.columns):
+        rich.add_column(Text(column.heading), style="bold" if number == 0 else "", overflow="fold")
+    for row in table.rows:
+        rich.add_row(*map(Text, row))
+    console.print(rich)
+
+
+def print_sentences(sentences: Iterable[str], console: Console) -> None:
+    """Print sentences, one below the other: folded on a terminal, a line each elsewhere.
+
+    Args:
+        sentences: taken as text, not as markup.
+        console: where to.
+    """
+    for sentence in sentences:
+        console.print(sentence, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written to before any work is done; make none yet.
+
+    Args:
+        folder: where files will be written.
+
+    Raises:
+        InputError: it is a file, or lies where nothing can be written.
+    """
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        wrong = "nothing can be written there" if there.is_dir() else f"{str(there)!r} is a file"
+        raise InputError(explain(f"--out {folder}", wrong, "give a folder that can be made or written to"))
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file in one piece: after an interruption the old one or the new one is there, never a half.
+
+    Args:
+        path: of the file; its folder is made.
+        content: text is written as UTF-8.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+    unfinished.replace(path)

@@ -1,0 +1,179 @@
+"""`superbatch study NAME [RECIPE]`: the open questions of the sources, answered on this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..recipes import RECIPES
+from ..report.table import Column, Table
+from ..studies.catalogue import STUDIES, entry_of
+from .printing import check_folder, print_sentences, print_table
+from .progress import progress
+from .publish import publish
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help
+    from ..report.study import Study
+    from ..studies.study import Options
+
+INTERRUPTED = 130
+OUT = Path("superbatch-study")
+
+
+def _option(text: str, *flags: str) -> Any:
+    """An option whose default is said in its help, if at all."""
+    return typer.Option(*flags, help=text, show_default=False)
+
+
+Name = Annotated[
+    str | None, typer.Argument(help=f"{', '.join(STUDIES)}; a list if left out", show_default=False)
+]
+Recipe = Annotated[
+    str,
+    typer.Argument(help=f"{', '.join(RECIPES)}; or your own package.module:function or file.py:function"),
+]
+Quick = Annotated[bool, _option("shorter runs and fewer seeds: under a minute", "--quick")]
+Runs = Annotated[int | None, _option("seeds; the study's own number if left out")]
+Samples = Annotated[int | None, _option("that each run sees; the study's own number if left out")]
+BatchSize = Annotated[
+    int | None,
+    _option(
+        "momentum: the large batch; grow-batch, critical-batch: the first one; splits, survey: the whole one"
+    ),
+]
+LearningRate = Annotated[
+    float | None, _option("at that batch (momentum: at batch 1); the study's if left out", "--lr")
+]
+Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
+Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
+Tolerance = Annotated[
+    float | None, _option("a relative difference of the loss that does not matter, such as 0.02")
+]
+Threads = Annotated[int, typer.Option(help="torch threads of each process")]
+Workers = Annotated[int | None, _option("processes; 2 if left out, where the machine has two cores")]
+Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
+Out = Annotated[
+    Path | None, _option(f"folder for report.json, plot.png and report.html; {OUT}/NAME if left out")
+]
+AsJson = Annotated[
+    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
+]
+
+
+def study(
+    name: Name = None,
+    recipe: Recipe = "digits",
+    quick: Quick = False,
+    runs: Runs = None,
+    samples: Samples = None,
+    batch_size: BatchSize = None,
+    lr: LearningRate = None,
+    optimizer: Optimizer = None,
+    margin: Margin = None,
+    tolerance: Tolerance = None,
+    threads: Threads = 1,
+    workers: Workers = None,
+    data: Data = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer one of the sources' open questions about batches on a recipe.
+
+    Shows a table, tests and a conclusion in one sentence; writes a JSON report, a plot and a page. Exit code:
+    0 done, 2 wrong input, 130 interrupted (a partial report is written).
+    """
+    if name is None:
+        show_studies(Console())
+        return
+    entry_of(name)
+    folder = out if out is not None else None if as_json else OUT / name
+    if folder is not None:
+        check_folder(folder)
+    from ..studies.study import Options
+
+    options = Options(
+        runs=runs,
+        samples=samples,
+        batch_size=batch_size,
+        learning_rate=lr,
+        optimizer=optimizer,
+        margin=margin,
+        tolerance=tolerance,
+        quick=quick,
+        threads=threads,
+        workers=min(2, os.cpu_count() or 1) if workers is None else workers,
+        data=data,
+    )
+    report = measure(name, recipe, options)
+    publish(
+        report,
+        folder,
+        as_json=as_json,
+        show=lambda console: show_report(report, console),
+        draw=lambda: _draw(report),
+    )
+    raise typer.Exit(INTERRUPTED if report.partial else 0)
+
+
+def measure(name: str, recipe: str, options: Options) -> Study:
+    """Run a study and show its progress.
+
+    Args:
+        name: of the study.
+        recipe: its name.
+        options: what was asked.
+
+    Returns:
+        The report; after Ctrl-C a partial one.
+    """
+    from ..studies.study import Progress, StudyInterrupted
+    from ..studies.study import study as run
+
+    with progress(f"study {name}") as show:
+
+        def receive(event: Progress) -> None:
+            show(event.done, event.total, event.finished)
+
+        try:
+            return run(name, recipe, options, progress=receive)
+        except StudyInterrupted as stopped:
+            return stopped.report
+
+
+def show_studies(console: Console) -> None:
+    """Print which studies there are.
+
+    Args:
+        console: where to.
+    """
+    columns = (Column("study", "its name"), Column("question", "that it answers"))
+    rows = tuple((name, entry.question) for name, entry in STUDIES.items())
+    print_table(Table("superbatch study NAME [RECIPE]", columns, rows), console)
+
+
+def show_report(report: Study, console: Console) -> None:
+    """Print the tables of a study, and below them what it shows.
+
+    Args:
+        report: whole or partial.
+        console: where to.
+    """
+    from ..report.study_text import equivalence_table, study_table
+
+    for table in (study_table(report), equivalence_table(report)):
+        if table.rows:
+            print_table(table, console)
+            print(file=console.file)
+    print_sentences([report.conclusion], console)
+
+
+def _draw(report: Study) -> dict[str, str | bytes]:
+    from .. import plot
+    from ..report.html import study_page
+
+    light, dark = (plot.png(plot.study(report, dark=dark)) for dark in (False, True))
+    return {"report.html": study_page(report, light=light, dark=dark), "plot.png": light}

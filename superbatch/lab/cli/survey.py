@@ -1,0 +1,179 @@
+"""`superbatch survey [RECIPE]`: which learning rate, and do virtual batches survey like real ones?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from superbatch.errors import InputError, explain
+
+from ..recipes import RECIPES
+from .printing import check_folder, print_sentences, print_table
+from .progress import progress
+from .publish import publish
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help
+    from ..report.surveys import Surveys
+    from ..studies.survey import Options
+
+CHECK_FAILED, INTERRUPTED = 1, 130
+OUT = Path("superbatch-survey")
+NAMES = ", ".join(RECIPES)
+WHAT = ("lr", "momentum", "weight_decay")
+
+
+def _option(text: str, *flags: str) -> Any:
+    """An option whose default is said in its help, if at all."""
+    return typer.Option(*flags, help=text, show_default=False)
+
+
+Recipe = Annotated[
+    str, typer.Argument(help=f"{NAMES}; or your own package.module:function or file.py:function")
+]
+Splits = Annotated[
+    str | None,
+    _option("KxM or sizes such as 80/15/5, separated by commas; 10x10,20x5 for a batch of 100 if left out"),
+]
+Repeats = Annotated[int, typer.Option(help="surveys of every arm, each from a seed of its own")]
+Updates = Annotated[int, typer.Option(help="points of the ramp, one update each")]
+WhatOption = Annotated[str, typer.Option(help="what grows: lr, momentum or weight_decay")]
+Low = Annotated[float | None, _option("first value; 1e-6 for SGD's rate, 1e-7 for others' if left out")]
+High = Annotated[float | None, _option("last value; 10 for SGD's rate, 1 for others' if left out")]
+Dtype = Annotated[str, typer.Option(help="float32 or float64")]
+Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
+LearningRate = Annotated[float | None, _option("learning rate, where something else is surveyed", "--lr")]
+BatchSize = Annotated[int | None, _option("samples of one update; the recipe's if left out")]
+IncludeWrong = Annotated[
+    bool,
+    _option("add a missing 1/K and batches of other sizes, which should be told apart", "--include-wrong"),
+]
+Threads = Annotated[int, typer.Option(help="torch threads")]
+Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
+Out = Annotated[Path | None, _option(f"folder for report.json and plot.png; {OUT} if left out")]
+AsJson = Annotated[
+    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
+]
+Check = Annotated[bool, _option("exit code 1 unless paired curves agree to rounding", "--check")]
+
+
+def survey(
+    recipe: Recipe = "digits",
+    splits: Splits = None,
+    repeats: Repeats = 20,
+    updates: Updates = 100,
+    what: WhatOption = "lr",
+    low: Low = None,
+    high: High = None,
+    dtype: Dtype = "float32",
+    optimizer: Optimizer = None,
+    lr: LearningRate = None,
+    batch_size: BatchSize = None,
+    include_wrong: IncludeWrong = False,
+    threads: Threads = 1,
+    data: Data = None,
+    out: Out = None,
+    as_json: AsJson = False,
+    check: Check = False,
+) -> None:
+    """Survey learning rates with the real batch and with each split of it, and compare the curves.
+
+    Every point of a survey is one update, with a rate that grows from point to point. Shows what is
+    suggested and whether splits can be told from the real batch; writes a JSON report and a plot. Exit code:
+    0 done, 1 --check failed, 2 wrong input, 130 interrupted (a partial report is written).
+    """
+    if what not in WHAT:
+        raise InputError(
+            explain(f"--what {what}", "that cannot be surveyed", f"give one of {', '.join(WHAT)}")
+        )
+    folder = out if out is not None or as_json else OUT
+    if folder is not None:
+        check_folder(folder)
+    from ..studies.survey import Options
+
+    options = Options(
+        splits=splits,
+        repeats=repeats,
+        updates=updates,
+        what=what,  # pyright: ignore[reportArgumentType]  (one of WHAT)
+        low=low,
+        high=high,
+        dtype=dtype,
+        optimizer=optimizer,
+        learning_rate=lr,
+        batch_size=batch_size,
+        include_wrong=include_wrong,
+        threads=threads,
+        data=data,
+    )
+    report = measure(recipe, options)
+    publish(
+        report,
+        folder,
+        as_json=as_json,
+        show=lambda console: show_report(report, console),
+        draw=lambda: _draw(report),
+    )
+    raise typer.Exit(_exit_code(report, check=check))
+
+
+def measure(recipe: str, options: Options) -> Surveys:
+    """Run the surveys and show their progress.
+
+    Args:
+        recipe: its name.
+        options: what was asked.
+
+    Returns:
+        The report; after Ctrl-C a partial one.
+    """
+    from ..studies.survey import Progress, SurveyInterrupted
+    from ..studies.survey import survey as study
+
+    with progress(f"survey {Path(recipe).name}") as show:
+
+        def receive(event: Progress) -> None:
+            text = None
+            if event.finished is not None:
+                seed, arm, suggestion = event.finished
+                found = "no suggestion" if suggestion is None else f"{suggestion:.3g}"
+                text = f"seed {seed}, {arm}: {found}"
+            show(event.done, event.total, text)
+
+        try:
+            return study(recipe, options, progress=receive)
+        except SurveyInterrupted as stopped:
+            return stopped.report
+
+
+def show_report(report: Surveys, console: Console) -> None:
+    """Print the table of a study, and below it what it shows.
+
+    Args:
+        report: whole or partial.
+        console: where to.
+    """
+    from ..report.survey_text import conclusions, suggestion, surveys_table
+
+    print_table(surveys_table(report), console)
+    print_sentences([suggestion(report), *conclusions(report)], console)
+
+
+def _draw(report: Surveys) -> dict[str, bytes]:
+    from .. import plot
+
+    return {"plot.png": plot.png(plot.surveys(report))}
+
+
+def _exit_code(report: Surveys, *, check: bool) -> int:
+    from ..report.survey_text import failures
+
+    if report.partial:
+        return INTERRUPTED
+    found = failures(report) if check else []
+    for sentence in found:
+        print(f"superbatch: check failed: {sentence}", file=sys.stderr)
+    return CHECK_FAILED if found else 0

@@ -1,0 +1,167 @@
+"""`superbatch verify RECIPE`: is the accumulated gradient that of the whole batch?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from superbatch.errors import InputError, explain
+
+from ..report.table import Column, Table
+from .printing import print_table
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help
+    from superbatch.results.verification import Verification
+
+EXACT, NOT_EXACT = 0, 1  # 2, wrong input, is told by the application
+
+
+def verify(
+    recipe: Annotated[
+        str, typer.Argument(help="a built-in recipe, package.module:function, or file.py:function")
+    ],
+    microbatch_size: Annotated[
+        int | None,
+        typer.Option(help="samples of a micro-batch; a third of the batch, rounded up, if left out"),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="samples of the batch; the recipe's if left out")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="of the initial weights and the choice of samples")] = 0,
+    dtype: Annotated[str, typer.Option(help="own (the model's), float64, or both")] = "both",
+    against: Annotated[
+        str, typer.Option(help="batch, splits (two splits), or auto (splits where the batch does not fit)")
+    ] = "auto",
+    sample_rng: Annotated[
+        bool, typer.Option("--sample-rng", help="give every sample its own random numbers")
+    ] = False,
+    data: Annotated[Path | None, typer.Option(help="a folder of data, for recipes that read one")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+) -> None:
+    """Compare the accumulated gradient with that of the whole batch, and name what breaks exactness.
+
+    Exit code: 0 exact, 1 not exact, 2 wrong input.
+    """
+    report = verify_recipe(
+        recipe,
+        microbatch_size=microbatch_size,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
+        against=against,
+        sample_rng=sample_rng,
+        data=data,
+    )
+    if as_json:
+        print(json.dumps(_finite(report.to_dict()), indent=2, allow_nan=False))
+    else:
+        show(report, Console())
+    raise typer.Exit(EXACT if report.exact else NOT_EXACT)
+
+
+def verify_recipe(
+    name: str,
+    *,
+    microbatch_size: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    dtype: str = "both",
+    against: str = "auto",
+    sample_rng: bool = False,
+    data: Path | None = None,
+) -> Verification:
+    """Verify a recipe's model, loss and statements on one batch of its samples.
+
+    Args:
+        name: of the recipe.
+        microbatch_size: samples of a micro-batch; None: a third of the batch, rounded up.
+        batch_size: samples of the batch; None: the recipe's.
+        seed: of the initial weights and of which samples are taken.
+        dtype: as in `superbatch.torch.verify`.
+        against: as in `superbatch.torch.verify`.
+        sample_rng: as in `superbatch.torch.verify`.
+        data: a folder of data, for the recipes that read one.
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: there is no such recipe, or an option cannot be used.
+
+    Examples:
+        >>> report = verify_recipe("digits", batch_size=12)
+        >>> report.exact, report.comparisons[0].split
+        (True, (4, 4, 4))
+    """
+    import torch
+
+    from superbatch.torch.verify import verify as verify_problem
+
+    from ..recipes import load_recipe
+
+    recipe = load_recipe(name, data=data)
+    batch_size = recipe.batch_size if batch_size is None else batch_size
+    if not 2 <= batch_size <= recipe.samples:
+        raise InputError(
+            explain(
+                f"--batch-size {batch_size}",
+                f"a batch of the recipe {name!r} that can be split has 2 to {recipe.samples} samples",
+                "pass a number in this range",
+            )
+        )
+    model = recipe.model(seed)
+    order = torch.randperm(recipe.samples, generator=torch.Generator().manual_seed(seed))
+    return verify_problem(
+        model,
+        recipe.loss_fn(model),
+        recipe.batch(order[:batch_size]),
+        microbatch_size=-(-batch_size // 3) if microbatch_size is None else microbatch_size,
+        reduction=recipe.reduction,
+        weight=recipe.weight,
+        sample_rng=sample_rng,
+        batchnorm="frozen" if recipe.batchnorm == "frozen" else "per_microbatch",
+        against=against,  # pyright: ignore[reportArgumentType] - it checks the text itself
+        dtype=dtype,  # pyright: ignore[reportArgumentType] - it checks the text itself
+    )
+
+
+def show(report: Verification, console: Console) -> None:
+    """Print a report: in colour on a terminal, else as plain text.
+
+    Args:
+        report: what to print.
+        console: where to.
+
+    Examples:
+        >>> from superbatch.results.verification import Verification
+        >>> show(Verification(True, 4, (), (), (), ()), Console(force_terminal=False))
+        exact: accumulated gradients equal the batch's (4 samples)
+    """
+    if not console.is_terminal:
+        print(report, file=console.file)
+        return
+    headline, *explanations = report.lines()
+    console.print(Text(headline, style="bold green" if report.exact else "bold red"))
+    for line in explanations:
+        console.print(Text(line))
+    header, rows = report.rows()
+    columns = tuple(Column(heading, "relative difference of the gradient") for heading in header)
+    print_table(Table("relative difference of each gradient", columns, tuple(rows)), console)
+
+
+def _finite(value: object) -> object:
+    """JSON knows no NaN and no infinity: null and text stand for them."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and value != value:
+        return None
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return str(value)
+    return value

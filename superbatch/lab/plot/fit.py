@@ -1,0 +1,149 @@
+"""The picture of a fit: peak memory and time per sample against the micro-batch."""
+
+# matplotlib leaves the types of its keyword arguments open:
+# pyright: standard
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import blended_transform_factory
+
+from superbatch.results.memory import binary_text
+
+from ..report.fitting import Fitting
+from ..report.fitting_text import findings, seconds_text, title_of
+from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
+
+FAR_ABOVE = 8
+"""A limit beyond so many times the largest peak is named at the top, not drawn: the curve would be flat."""
+
+
+def fitting(report: Fitting, *, dark: bool = False) -> Figure:
+    """Draw a fit: predicted and measured peak with the limit, and below it the time per sample.
+
+    Args:
+        report: of a fit, whole or partial.
+        dark: light on dark instead of dark on light.
+
+    Returns:
+        A figure, 10 inches wide; save it with `png` or ``figure.savefig``.
+
+    Examples:
+        >>> from superbatch.lab.studies.fit import Options, fit
+        >>> figure = fitting(fit("digits", Options(seconds=1)))
+        >>> figure.axes[1].get_xlabel()
+        'samples of a micro-batch'
+    """
+    theme = DARK if dark else LIGHT
+    figure = Figure(figsize=(10, 8), facecolor=theme.paper, layout="constrained")
+    memory, speed = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (5, 4)})
+    for axes in (memory, speed):
+        plain_axes(axes, theme)
+        axes.set_xscale("log", base=2)
+        _choice(axes, report, theme, names=axes is memory)
+    _memory(memory, report, theme)
+    _speed(speed, report, theme)
+    partial = " (interrupted: partial)" if report.partial else ""
+    figure.suptitle(
+        f"{title_of(report)}{partial}\n{findings(report)[0]}", color=theme.ink, fontsize=12, wrap=True
+    )
+    return figure
+
+
+def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
+    predicted = [(size.samples, size.predicted) for size in report.sizes if size.predicted is not None]
+    measured = [(size.samples, size.measured) for size in report.sizes if size.measured is not None]
+    if predicted:
+        axes.plot(*zip(*predicted, strict=True), color=BLUE, linewidth=2, label="predicted")
+    if measured:
+        style = {"color": theme.ink, "markersize": 7, "fillstyle": "none", "label": "measured"}
+        axes.plot(*zip(*measured, strict=True), "o", **style)
+    axes.set_yscale("log", base=2)
+    _limit(axes, report, [value for _, value in (*predicted, *measured)])
+    axes.yaxis.set_major_formatter(lambda value, _: binary_text(round(value)))
+    axes.set_ylabel("peak memory")
+    axes.set_title(
+        "Memory beyond the model: gradients, optimizer state, activations",
+        fontsize=10,
+        loc="left",
+        color=theme.ink,
+    )
+    axes.legend(
+        frameon=False, labelcolor=theme.ink, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1, 1)
+    )
+
+
+def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
+    """Where the limit is near, the forbidden part is shaded; where it is far, it is said how far."""
+    if not peaks:
+        return
+    limit, text = report.usable, f"limit: {binary_text(report.limit.bytes)} ({report.limit.by})"
+    low, high = min(peaks) / 1.5, max(peaks) * 1.8
+    if limit > FAR_ABOVE * max(peaks):
+        axes.set_ylim(low, high)
+        axes.text(0.01, 0.96, f"↑ {text}", transform=axes.transAxes, va="top", fontsize=9, color=VERMILION)
+        return
+    low, high = min(low, limit / 2), max(high, limit * 2.2)
+    axes.set_ylim(low, high)
+    axes.axhspan(limit, high, color=VERMILION, alpha=0.12, linewidth=0)
+    axes.axhline(limit, color=VERMILION, linewidth=1.6)
+    where = blended_transform_factory(axes.transAxes, axes.transData)
+    axes.text(0.01, limit * 1.06, text, transform=where, va="bottom", fontsize=9, color=VERMILION)
+
+
+def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
+    timed = [size for size in report.sizes if size.seconds is not None]
+    axes.set_xlabel("samples of a micro-batch")
+    axes.set_ylabel("time per sample")
+    axes.set_title(
+        "Forward and backward; band: lower to upper quartile of the windows",
+        fontsize=10,
+        loc="left",
+        color=theme.ink,
+    )
+    samples = [size.samples for size in report.sizes]
+    axes.set_xticks(samples, [str(each) for each in samples])
+    axes.tick_params(axis="x", which="minor", bottom=False)
+    if not timed:
+        axes.text(0.5, 0.5, "nothing was timed", transform=axes.transAxes, ha="center", color=theme.ink)
+        return
+    samples = [size.samples for size in timed]
+    seconds = [size.seconds or 0.0 for size in timed]
+    slow = [size.high or 0.0 for size in timed]
+    axes.fill_between(samples, seconds, slow, color=GREEN, alpha=0.2, linewidth=0)
+    axes.plot(samples, seconds, "o-", color=GREEN, linewidth=2, markersize=6)
+    axes.set_yscale("log")
+    named = "25" if max(slow) > 30 * min(seconds) else "23457"
+    axes.yaxis.set_major_formatter(lambda value, _: seconds_text(value))
+    axes.yaxis.set_minor_formatter(lambda value, _: seconds_text(value) if f"{value:.0e}"[0] in named else "")
+    axes.grid(which="minor", axis="y", color=theme.faint, linewidth=0.4, alpha=0.4)
+
+
+def _choice(axes: Axes, report: Fitting, theme: Theme, *, names: bool) -> None:
+    """Lines through both panels at the fastest and the largest size that fit."""
+    sizes = [size.samples for size in report.sizes]
+    fitting = [size.samples for size in report.sizes if size.fits]
+    marks: dict[int, list[str]] = {}
+    if report.fastest is not None and report.refused is None:
+        marks.setdefault(report.fastest, []).append("fastest")
+    if fitting:
+        marks.setdefault(max(fitting), []).append("largest that fits")
+    where = blended_transform_factory(axes.transData, axes.transAxes)
+    for row, (samples, words) in enumerate(marks.items()):
+        colour = GREEN if "fastest" in words else theme.ink
+        axes.axvline(samples, color=colour, linewidth=1.2, linestyle=(0, (4, 2)))
+        if names:
+            axes.text(
+                samples,
+                # One above the other: the two lines may be close.
+                0.1 - 0.06 * row,
+                f" {' and '.join(words)}: {samples} ",
+                transform=where,
+                fontsize=10,
+                weight="bold",
+                color=colour,
+                ha="left" if samples**2 < sizes[0] * sizes[-1] else "right",
+            )

@@ -1,0 +1,79 @@
+"""The picture of a growing batch: its size, the rate that is left over, and the updates that it saves."""
+
+# matplotlib leaves the types of its keyword arguments open:
+# pyright: standard
+
+from __future__ import annotations
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from superbatch.tuning.growing import GrowingBatch
+
+from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
+
+
+def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figure:
+    """Draw a schedule over the samples of a run.
+
+    Args:
+        schedule: from `superbatch.tuning.growing.grow_batch`.
+        samples: of the run.
+        dark: light on dark instead of dark on light.
+
+    Returns:
+        A figure, 10 inches wide.
+
+    Examples:
+        >>> from superbatch.tuning.growing import grow_batch
+        >>> schedule = grow_batch(lambda seen: 0.5 ** (seen // 640), batch=64, microbatch=32)
+        >>> figure = growing(schedule, samples=2000)
+        >>> figure.axes[1].get_xlabel()
+        'samples seen'
+    """
+    theme = DARK if dark else LIGHT
+    figure = Figure(figsize=(10, 6.4), facecolor=theme.paper, layout="constrained")
+    sizes, rates = figure.subplots(2, 1, sharex=True)
+    updates = range(schedule.updates(samples))
+    seen = [schedule.samples(update) for update in updates]
+    _sizes(sizes, schedule, seen, theme)
+    _rates(rates, schedule, seen, theme)
+    before = samples / schedule.batch
+    share = 100 * len(updates) / before
+    figure.suptitle(
+        f"{len(updates)} updates instead of {before:.0f} ({share:.0f} %), the same noise",
+        color=theme.ink,
+        fontsize=12,
+    )
+    return figure
+
+
+def _sizes(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) -> None:
+    plain_axes(axes, theme)
+    batches = [schedule.batch_of(update) for update in range(len(seen))]
+    axes.step(seen, batches, where="post", color=BLUE, linewidth=2)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if schedule.cap.samples < 2 * max(batches):
+        axes.axhline(schedule.cap.samples, color=VERMILION, linewidth=1.2, linestyle=(0, (4, 2)))
+        axes.text(
+            seen[0], schedule.cap.samples, f"cap: {schedule.cap.by}", color=VERMILION, va="bottom", fontsize=9
+        )
+    axes.set_ylabel("samples of an update")
+
+
+def _rates(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) -> None:
+    plain_axes(axes, theme)
+    updates = range(len(seen))
+    asked = [schedule.temperature(update) for update in updates]
+    left = [schedule.rate(update) for update in updates]
+    axes.plot(
+        seen, asked, color=theme.ink, linewidth=1.6, linestyle=(0, (4, 2)), label="rate that was asked for"
+    )
+    axes.step(
+        seen, left, where="post", color=GREEN, linewidth=2, label="rate that is left, with the batch above"
+    )
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("factor of the rate")
+    axes.set_xlabel("samples seen")
+    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="lower left")

@@ -1,0 +1,161 @@
+"""The picture of a noise study: the noise scale over the training, and time to target against K."""
+
+# matplotlib leaves the types of its keyword arguments open:
+# pyright: standard
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ..report.noise_study import NoiseStudy, band_of, findings, title_of
+from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
+
+
+def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
+    """Draw a noise study.
+
+    Args:
+        report: whole or partial.
+        dark: light on dark instead of dark on light.
+
+    Returns:
+        A figure, 10 inches wide; save it with `png` or ``figure.savefig``.
+
+    Examples:
+        >>> from superbatch.lab.studies.noise import Options
+        >>> from superbatch.lab.studies.noise import noise as study
+        >>> figure = noise(study("digits", Options(updates=60)))
+        >>> figure.axes[0].get_xlabel()
+        'updates'
+    """
+    theme = DARK if dark else LIGHT
+    figure = Figure(figsize=(10, 8), facecolor=theme.paper, layout="constrained")
+    over_run, against_k = figure.subplots(2, 1, gridspec_kw={"height_ratios": (5, 4)})
+    for axes in (over_run, against_k):
+        plain_axes(axes, theme)
+    _over_run(over_run, report, theme)
+    _against_k(against_k, report, theme)
+    partial = " (interrupted: partial)" if report.partial else ""
+    figure.suptitle(
+        f"{title_of(report)}{partial}\n{findings(report)[0]}", color=theme.ink, fontsize=11, wrap=True
+    )
+    return figure
+
+
+def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
+    axes.set_xlabel("updates")
+    axes.set_ylabel("samples")
+    axes.set_yscale("log")
+    axes.set_xlim(0, max(1, report.updates) * 1.01)
+    axes.set_title("Noise scale of the gradient, 95 % interval", fontsize=10, loc="left", color=theme.ink)
+    known = [each for each in report.points if each.batch_size]
+    unknown = [each for each in report.points if each.batch_size is None]
+    named = [each.batch_size or 1.0 for each in known]
+    lows = [each.low for each in report.points if each.low > 0]
+    heights = [value for each in report.points for value in each.by_model if value]
+    heights += [*named, *lows, *(each.high for each in known if math.isfinite(each.high)), report.batch_size]
+    bottom, top = min(heights) / 2, max(heights) * 3
+    axes.set_ylim(bottom, top)
+    if unknown:
+        half = report.updates / max(1, len(report.points)) / 2
+        for number, each in enumerate(unknown):
+            axes.axvspan(
+                each.update - 2 * half,
+                each.update,
+                color=theme.faint,
+                alpha=0.35,
+                linewidth=0,
+                label=None if number else "not determined",
+            )
+        bounded = [each for each in unknown if each.low > 0]
+        axes.plot(
+            [each.update - half for each in bounded],
+            [each.low for each in bounded],
+            linestyle="none",
+            marker="^",
+            color=VERMILION,
+            markersize=6,
+            label="at least (no upper end)" if bounded else None,
+        )
+    if known:
+        updates = [each.update for each in known]
+        below = [max(bottom, each.low) for each in known]
+        axes.vlines(
+            updates, below, [min(top, each.high) for each in known], color=BLUE, alpha=0.35, linewidth=5
+        )
+        axes.plot(updates, named, "o", color=BLUE, markersize=5, label="noise scale")
+    _band(axes, [(each.update, band_of(each.by_model)) for each in report.points], BLUE)
+    axes.axhline(report.batch_size, color=theme.ink, linewidth=1.2, linestyle=(0, (4, 2)))
+    axes.text(
+        0.995,
+        report.batch_size,
+        f"the batch: {report.batch_size} ",
+        transform=axes.get_yaxis_transform(),
+        ha="right",
+        va="bottom",
+        fontsize=9,
+        color=theme.ink,
+    )
+    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, ncols=3, loc="lower right")
+
+
+def _band(axes: Axes, points: Sequence[tuple[int, tuple[float, float] | None]], colour: str) -> None:
+    """What Adam's models span, where there are several."""
+    gap = (math.nan, math.nan)
+    if any(band for _, band in points):
+        axes.fill_between(
+            [x for x, _ in points],
+            [(band or gap)[0] for _, band in points],
+            [(band or gap)[1] for _, band in points],
+            facecolor="none",
+            edgecolor=colour,
+            hatch="///",
+            alpha=0.5,
+            linewidth=0,
+            label="band of Adam's models, q = 0, 1, 2",
+        )
+
+
+def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
+    axes.set_xlabel(f"micro-batches of {report.microbatch_size} samples per update, K")
+    axes.set_ylabel("time to target, W(K) / W(1)")
+    title = "Time to the same loss, by measured times and the noise scale of the run"
+    axes.set_title(title, fontsize=10, loc="left", color=theme.ink)
+    if not report.steps:
+        axes.text(0.5, 0.5, "nothing was timed", transform=axes.transAxes, ha="center", color=theme.ink)
+        return
+    k = [each.accumulation_steps for each in report.steps]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(k, [str(each) for each in k])
+    axes.tick_params(axis="x", which="minor", bottom=False)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    lows, highs = [each.low for each in report.steps], [each.high for each in report.steps]
+    axes.fill_between(
+        k, lows, highs, color=GREEN, alpha=0.2, linewidth=0, label="interval of the noise scale"
+    )
+    _band(axes, [(each.accumulation_steps, band_of(each.by_model)) for each in report.steps], GREEN)
+    axes.set_ylim(min(0.5, *(low / 1.2 for low in lows)), max(2.0, *(high * 1.2 for high in highs)))
+    axes.axhline(1, color=theme.ink, linewidth=1)
+    best = report.best
+    if best is None:
+        said = "the noise scale is not determined: anywhere in the band"
+        axes.text(0.02, 0.9, said, transform=axes.transAxes, color=VERMILION, fontsize=10)
+    else:
+        times = [each.time or 0.0 for each in report.steps]
+        axes.plot(k, times, "o-", color=GREEN, linewidth=2, markersize=6, label="time to target")
+        axes.plot([best.accumulation_steps], [best.time or 0.0], "o", color=VERMILION, markersize=10)
+        axes.annotate(
+            f"K = {best.accumulation_steps}",
+            (best.accumulation_steps, best.time or 0.0),
+            textcoords="offset points",
+            xytext=(0, -18),
+            ha="center",
+            color=VERMILION,
+            weight="bold",
+        )
+    axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, loc="upper left", bbox_to_anchor=(0.0, 0.86))

@@ -1,0 +1,292 @@
+"""The pictures of the studies: one function each, from the same panels."""
+
+# matplotlib leaves the types of its keyword arguments open:
+# pyright: standard
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import fill
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import blended_transform_factory
+
+from ..report.study import Study, StudyArm
+from .style import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, SKY, VERMILION, Theme, plain_axes
+
+COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+FAR = 8
+"""Margins from the reference beyond which an arm is named at the edge, not drawn."""
+
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (2, 1.5)), (0, (6, 2, 1, 2)), (0, (1, 1)))
+
+
+def study(report: Study, *, dark: bool = False) -> Figure:
+    """Draw a study.
+
+    Args:
+        report: whole or partial.
+        dark: light on dark instead of dark on light.
+
+    Returns:
+        A figure, 10 inches wide.
+
+    Examples:
+        >>> from superbatch.lab.studies.study import Options, study as run
+        >>> figure = study(run("precision", options=Options(runs=1, quick=True)))
+        >>> figure.axes[0].get_xlabel()
+        'gradients in the sum, K'
+    """
+    theme = DARK if dark else LIGHT
+    draw = _DRAWINGS[report.name]
+    figure = Figure(figsize=(10, 5.5), facecolor=theme.paper, layout="constrained")
+    draw(figure, report, theme)
+    for axes in figure.axes:
+        plain_axes(axes, theme)
+        axes.title.set_fontsize(10)
+        if (legend := axes.get_legend()) is not None:
+            for text in legend.get_texts():
+                text.set_color(theme.ink)
+    partial = " (interrupted: partial)" if report.partial else ""
+    figure.suptitle(
+        f"{report.question}{partial}\n{report.conclusion}", color=theme.ink, fontsize=11, wrap=True
+    )
+    return figure
+
+
+def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
+    metric, noise = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 4)})
+    _dots(metric, report, report.quantities[0].name, theme)
+    excess, theory = "noise excess", "lr/(B(1-m)), relative"
+    found = [value for value in report.arms[0].values(excess) if math.isfinite(value)]
+    anchor = statistics.fmean(found) if found and statistics.fmean(found) > 0 else None
+    for index, arm in enumerate(report.arms):
+        found = [value for value in arm.values(excess) if math.isfinite(value)]
+        values = [value for value in found if value > 0]
+        colour, marker = COLOURS[index % 7], MARKERS[index % 7]
+        spread = [index + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
+        noise.scatter(spread, values, s=12, color=colour, alpha=0.4, linewidths=0)
+        if found and (mean := statistics.fmean(found)) > 0:
+            noise.plot(index, mean, marker, color=colour, markersize=8)
+        said: list[str] = []
+        if len(values) < len(found):  # a logarithmic axis has no place for them
+            said.append(f"{len(found) - len(values)} of {len(found)}\n≤ 0")
+        if len(found) < len(arm.runs):  # their losses were not finite
+            ends = [run.values.get(excess, math.nan) for run in arm.runs]
+            said.append(_diverged(ends).replace(" diverged", "\ndiverged"))
+        _below(noise, index, "\n".join(said), theme)
+        expected = arm.mean(theory)
+        if anchor is not None and expected is not None:
+            noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
+    if anchor is not None:
+        noise.set_yscale("log")
+        low, high = noise.get_ylim()
+        noise.set_ylim(low / 5, high)  # room for what is said below
+    noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
+    noise.set_ylabel("noise excess of the training loss")
+    noise.set_title("Runs as dots, mean; bar: A's x lr / (batch (1 - m))")
+
+
+def _below(axes: Axes, place: float, text: str, theme: Theme) -> None:
+    where = blended_transform_factory(axes.transData, axes.transAxes)
+    axes.text(place, 0.01, text, transform=where, ha="center", va="bottom", fontsize=8, color=theme.ink)
+
+
+def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
+    samples, updates = figure.subplots(1, 2, sharey=True)
+    for index, arm in enumerate(report.arms):
+        _curve(samples, arm, report.curve_at, index)
+        _curve(updates, arm, arm.curve_updates, index)
+    samples.set_yscale("log")
+    samples.set_xlabel("samples seen")
+    updates.set_xlabel("updates made")
+    samples.set_ylabel("training loss, mean over seeds; band: range")
+    samples.set_title("Against samples")
+    updates.set_title("Against updates")
+    _legend(samples)
+
+
+def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
+    loss, needed = figure.subplots(1, 2)
+    for index, arm in enumerate(report.arms):
+        _curve(loss, arm, report.curve_at, index)
+    loss.set_yscale("log")
+    loss.set_xlabel("samples since the checkpoint")
+    loss.set_ylabel("smoothed training loss, mean over seeds")
+    loss.set_title("Branches of one checkpoint: the same samples in the same order")
+    _legend(loss)
+    points = [(_number(arm.name), arm.values("samples needed, x")) for arm in report.arms]
+    points = [(batch, values) for batch, values in points if values]
+    for batch, values in points:
+        near = [value for value in values if math.isfinite(value)]
+        needed.scatter([batch] * len(near), near, s=12, color=BLUE, alpha=0.35, linewidths=0)
+    medians = [(batch, statistics.median(values)) for batch, values in points]
+    medians = [(batch, value) for batch, value in medians if math.isfinite(value)]
+    _line(needed, medians, color=BLUE, marker="o", label="measured: each dot a seed, the line their median")
+    predicted = [(_number(arm.name), arm.facts.get("by the noise scale, x")) for arm in report.arms]
+    known = [(batch, value) for batch, value in predicted if value is not None]
+    label = "predicted by the noise scale at the checkpoint, of all seeds"
+    _line(needed, known, color=VERMILION, marker="D", label=label)
+    needed.set_xscale("log", base=2)
+    needed.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    needed.set_xlabel("batch")
+    needed.set_ylabel("samples needed, relative to the smallest batch")
+    needed.set_title("What the larger batch costs in samples")
+    _legend(needed)
+
+
+def _line(axes: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
+    if points:
+        axes.plot([x for x, _ in points], [y for _, y in points], **style)
+
+
+def _number(name: str) -> float:
+    """The batch of an arm of that name: ``"batch 64"``."""
+    return float(name.rpartition(" ")[2])
+
+
+def _curve(axes: Axes, arm: StudyArm, at: Sequence[float], index: int) -> None:
+    curves = [run.curve for run in arm.runs]
+    columns = [[value for value in each if math.isfinite(value)] for each in zip(*curves, strict=True)]
+    points = [(x, values) for x, values in zip(at, columns, strict=False) if values]
+    if not points:
+        return
+    xs, colour = [x for x, _ in points], COLOURS[index % 7]
+    means = [statistics.fmean(values) for _, values in points]
+    style = {"color": colour, "linestyle": DASHES[index % 5], "linewidth": 2.2, "label": arm.name}
+    axes.plot(xs, means, **style)
+    low, high = [min(values) for _, values in points], [max(values) for _, values in points]
+    axes.fill_between(xs, low, high, color=colour, alpha=0.08, linewidth=0)
+
+
+def _precision(figure: Figure, report: Study, theme: Theme) -> None:
+    axes = figure.add_subplot()
+    for index, arm in enumerate(report.arms):
+        curves = list(zip(*(run.curve for run in arm.runs), strict=True))
+        if not curves:
+            continue
+        axes.plot(
+            report.curve_at,
+            [statistics.fmean(at) for at in curves],
+            color=COLOURS[index % 7],
+            marker=MARKERS[index % 7],
+            linestyle=DASHES[index // 7 * 2],
+            linewidth=1.8,
+            markersize=6,
+            label=arm.name,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(report.curve_at, [f"{count:g}" for count in report.curve_at])
+    axes.set_xlabel("gradients in the sum, K")
+    axes.set_ylabel("relative error of the sum")
+    _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _survey(figure: Figure, report: Study, theme: Theme) -> None:
+    curves, rates = figure.subplots(1, 2, gridspec_kw={"width_ratios": (3, 2)})
+    for index, arm in enumerate(report.arms):
+        _curve(curves, arm, report.curve_at, index)
+    curves.set_xscale("log")
+    curves.set_yscale("log")
+    curves.set_xlabel("value surveyed")
+    curves.set_ylabel("smoothed training loss, mean over surveys")
+    curves.set_title("Band: range over surveys")
+    _legend(curves)
+    _dots(rates, report, report.quantities[0].name, theme, log=True)
+    rates.set_title("What each survey suggests")
+    rates.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    rates.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "2357" else "")
+
+
+def _splits(figure: Figure, report: Study, theme: Theme) -> None:
+    metric, apart = figure.subplots(1, 2)
+    _dots(metric, report, report.quantities[0].name, theme)
+    _dots(apart, report, "weights differ by", theme, log=True)
+    apart.set_title("Weights at the end, against the real batch of the same seed")
+
+
+def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False) -> None:
+    """One row per arm: each run a dot, mean and sd; the margin of the tests as a band."""
+    rows = [float(-index) for index in range(len(report.arms))]
+    for index, (arm, y) in enumerate(zip(report.arms, rows, strict=True)):
+        _row(axes, arm, quantity, y, COLOURS[index % 7], MARKERS[index % 7], log=log)
+    tests = [test for test in report.tests if test.quantity == quantity and not test.ratio]
+    middle = report.arm(tests[0].second).mean(quantity) if tests and not log else None
+    if middle is not None and math.isfinite(middle):
+        margin = tests[0].margin
+        axes.axvspan(middle - margin, middle + margin, color=theme.faint, alpha=0.4, linewidth=0)
+        axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
+        _cut(axes, report, quantity, middle, FAR * margin, theme)
+    names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
+    axes.set_yticks(rows, names)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_ylim(rows[-1] - 0.6, 0.6)
+    axes.set_xlabel(quantity)
+    if log:
+        axes.set_xscale("log")
+
+
+def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:
+    """Leave out what is far away, and say where it is: one arm that failed would flatten all others."""
+    near = [each for arm in report.arms for each in arm.values(quantity) if abs(each - middle) <= most]
+    pad = 0.05 * (max(near) - min(near) + most)
+    axes.set_xlim(min(near) - pad, max(near) + pad)
+    for index, arm in enumerate(report.arms):
+        mean = arm.mean(quantity)
+        if mean is None or abs(mean - middle) <= most:
+            continue
+        left = mean < middle
+        said = f"← {mean:.3g}" if left else f"{mean:.3g} →"
+        axes.text(
+            0.02 if left else 0.98,
+            -index,
+            said if math.isfinite(mean) else _diverged(arm.values(quantity)),
+            transform=axes.get_yaxis_transform(),
+            ha="left" if left else "right",
+            va="center",
+            color=theme.ink,
+            fontsize=9,
+        )
+
+
+def _diverged(values: Sequence[float]) -> str:
+    """How many of the runs of an arm have no finite value."""
+    lost = sum(not math.isfinite(value) for value in values)
+    return "diverged" if lost == len(values) else f"{lost} of {len(values)} diverged"
+
+
+def _row(axes: Axes, arm: StudyArm, quantity: str, y: float, colour: str, marker: str, *, log: bool) -> None:
+    values = [value for value in arm.values(quantity) if math.isfinite(value) and (value > 0 or not log)]
+    if not values:
+        return
+    spread = [y + 0.5 * (i / max(1, len(values) - 1) - 0.5) for i in range(len(values))]
+    axes.scatter(values, spread, s=12, color=colour, alpha=0.4, linewidths=0)
+    sd = statistics.stdev(values) if len(values) > 1 and not log else None
+    mean = _geometric(values) if log else statistics.fmean(values)
+    axes.errorbar(mean, y, xerr=sd, fmt=marker, color=colour, markersize=7, capsize=4, linewidth=1.6)
+
+
+def _legend(axes: Axes, **where: Any) -> None:
+    """A legend, where anything was drawn that has a name: an interrupted study may have nothing."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9, **where)
+
+
+def _geometric(values: Sequence[float]) -> Any:
+    return math.exp(statistics.fmean(map(math.log, values))) if values else None
+
+
+_DRAWINGS: Mapping[str, Callable[[Figure, Study, Theme], None]] = {
+    "momentum": _momentum,
+    "grow-batch": _grow_batch,
+    "critical-batch": _critical_batch,
+    "survey": _survey,
+    "precision": _precision,
+    "splits": _splits,
+}

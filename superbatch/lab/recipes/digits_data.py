@@ -1,0 +1,152 @@
+"""The digits task without a framework: samples, initial weights and accuracy as numpy arrays.
+
+`digits` trains it with torch, `superbatch.lab.studies.on_jax` and its neighbours on other backends:
+the same samples, the same weights at the start, the same measure at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from superbatch.errors import InputError, explain
+
+from .drawing import Draws
+from .recipe import Recipe
+
+NAME = "digits"
+DESCRIPTION = "a 64-32-10 perceptron with ReLU on scikit-learn's digits"
+LEARNING_RATE = 0.06
+MARGIN = 0.5
+BATCH_SIZE = 100
+
+
+class Images(NamedTuple):
+    """Labelled images: training and test. Images float32 of shape (n, 64), labels int64 of shape (n,)."""
+
+    images: np.ndarray
+    labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+def load_images() -> Images:
+    """Read scikit-learn's digits and split off 500 stratified test samples.
+
+    Returns:
+        Images with values in [0, 1].
+
+    Raises:
+        InputError: scikit-learn is not installed.
+
+    Examples:
+        >>> [part.shape for part in load_images()]
+        [(1297, 64), (1297,), (500, 64), (500,)]
+    """
+    try:
+        from sklearn import datasets, model_selection
+    except ImportError as error:
+        raise InputError(
+            explain(
+                "a recipe on digits",
+                "scikit-learn, which carries the data, is not installed",
+                "install superbatch[cli]",
+            )
+        ) from error
+    images, labels = datasets.load_digits(return_X_y=True)
+    train, test, train_labels, test_labels = model_selection.train_test_split(
+        images / 16, labels, test_size=500, random_state=0, stratify=labels
+    )
+    return Images(
+        np.asarray(train, np.float32),
+        np.asarray(train_labels, np.int64),
+        np.asarray(test, np.float32),
+        np.asarray(test_labels, np.int64),
+    )
+
+
+def learning_rates(sgd: float = LEARNING_RATE) -> dict[str, float]:
+    """The optimizers that the task allows and the learning rate of each, the default first.
+
+    Args:
+        sgd: of plain SGD.
+
+    Returns:
+        Learning rates by optimizer.
+
+    Examples:
+        >>> list(learning_rates())
+        ['sgd', 'momentum', 'adam', 'adamw']
+    """
+    return {"sgd": sgd, "momentum": sgd / 10, "adam": 2e-3, "adamw": 2e-3}
+
+
+def initial_weights(seed: int) -> dict[str, np.ndarray]:
+    """The perceptron's weights as torch draws them from a seed, by torch's names.
+
+    Args:
+        seed: at least 0.
+
+    Returns:
+        Name -> float32 values; a weight has the shape (outputs, inputs).
+
+    Examples:
+        >>> {name: values.shape for name, values in initial_weights(0).items()}
+        {'0.weight': (32, 64), '0.bias': (32,), '2.weight': (10, 32), '2.bias': (10,)}
+    """
+    draws = Draws(seed)
+    (first, first_bias), (second, second_bias) = draws.linear(64, 32), draws.linear(32, 10)
+    return {"0.weight": first, "0.bias": first_bias, "2.weight": second, "2.bias": second_bias}
+
+
+def accuracy(weights: Mapping[str, np.ndarray], images: np.ndarray, labels: np.ndarray) -> float:
+    """Share of correct predictions of the perceptron in percent.
+
+    Args:
+        weights: as `initial_weights` has them, in any floating-point dtype.
+        images: shape (n, 64).
+        labels: shape (n,).
+
+    Returns:
+        Percent.
+    """
+    hidden = np.maximum(images @ weights["0.weight"].T + weights["0.bias"], 0)
+    scores = hidden @ weights["2.weight"].T + weights["2.bias"]
+    return 100.0 * int((scores.argmax(1) == labels).sum()) / len(labels)
+
+
+def digits_on(loss_fn: Callable[[Any], Callable[[Any], Any]]) -> Recipe:
+    """The digits task for a backend that is not torch: models are the named arrays of `initial_weights`.
+
+    Args:
+        loss_fn: of the backend: weights -> the loss function of a batch or micro-batch.
+
+    Returns:
+        The recipe. `batch` takes and gives numpy arrays.
+
+    Examples:
+        >>> recipe = digits_on(lambda weights: lambda batch: 0.0)
+        >>> recipe.samples, recipe.evaluate(recipe.model(0)) < 30
+        (1297, True)
+    """
+    data = load_images()
+    # What torch takes as its model, batch and tensors are names and numpy arrays here.
+    functions: dict[str, Any] = {
+        "model": initial_weights,
+        "batch": lambda indices: (data.images[indices], data.labels[indices]),
+        "evaluate": lambda weights: accuracy(weights, data.test_images, data.test_labels),
+    }
+    return Recipe(
+        name=NAME,
+        description=DESCRIPTION,
+        samples=len(data.labels),
+        loss_fn=loss_fn,
+        metric="test accuracy",
+        unit="%",
+        margin=MARGIN,
+        batch_size=BATCH_SIZE,
+        learning_rates=learning_rates(),
+        **functions,
+    )

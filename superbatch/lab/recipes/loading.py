@@ -1,0 +1,156 @@
+"""Find a recipe by its name, or load the user's own by import path."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from superbatch.errors import InputError, SuperbatchError, explain
+
+from .recipe import Recipe
+
+RECIPES: Mapping[str, tuple[str, str]] = {
+    "digits": ("superbatch.lab.recipes.digits:digits", "perceptron on scikit-learn's digits"),
+    "digits-bn": ("superbatch.lab.recipes.digits:digits_bn", "the same with BatchNorm (coupled)"),
+    "digits-conv": ("superbatch.lab.recipes.digits:digits_conv", "small convolutional net on the digits"),
+    "digits-conv-bn": ("superbatch.lab.recipes.digits:digits_conv_bn", "the same with BatchNorm (coupled)"),
+    "text": ("superbatch.lab.recipes.text:text", "byte language model, mean over tokens"),
+    "pairs": ("superbatch.lab.recipes.pairs:pairs", "contrastive pairs of digits (coupled)"),
+    "mnist": ("superbatch.lab.recipes.mnist:mnist", "perceptron on a folder of IDX files (--data)"),
+}
+"""Built-in recipes: name -> where it is made, and what it is in a few words."""
+
+NEEDS_DATA = ("mnist",)
+
+
+def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
+    """Make a recipe: built in, or ``package.module:function`` or ``file.py:function`` of the user's own.
+
+    The function is called without arguments and returns a `Recipe`. While the user's module is imported, the
+    folder of the file, or the working directory for a module, can be imported from; nothing stays on
+    ``sys.path``.
+
+    Args:
+        name: of the recipe.
+        data: a folder of data, for the recipes that read one (``mnist``).
+
+    Returns:
+        The recipe.
+
+    Raises:
+        InputError: there is no such recipe, it cannot be made, or `data` means nothing to it.
+
+    Examples:
+        >>> load_recipe("digits").metric
+        'test accuracy'
+        >>> load_recipe("superbatch.lab.recipes.digits:digits_conv").name
+        'digits-conv'
+    """
+    if data is not None and name not in NEEDS_DATA:
+        raise InputError(
+            explain(
+                f"data={str(data)!r} with the recipe {name!r}",
+                "this recipe reads no folder",
+                f"leave it out, or use one of the recipes that do: {', '.join(NEEDS_DATA)}",
+            )
+        )
+    if name in RECIPES:
+        make = _function(RECIPES[name][0])
+        return make(data) if name in NEEDS_DATA else make()
+    if ":" not in name:
+        raise InputError(
+            explain(
+                f"the recipe {name!r}",
+                "there is none of that name",
+                f"use one of {', '.join(RECIPES)}, or your own package.module:function or file.py:function",
+            )
+        )
+    return _own(name)
+
+
+def _own(name: str) -> Recipe:
+    try:
+        recipe = _function(name)()
+    except SuperbatchError:
+        raise
+    except Exception as error:  # whatever the user's own code raises; the cause stays attached
+        raise _failed(name, f"its function raised {type(error).__name__}: {error}") from error
+    if not isinstance(recipe, Recipe):
+        raise InputError(
+            explain(
+                f"the recipe {name!r}",
+                f"its function returned {type(recipe).__name__}",
+                "return a superbatch.lab.recipes.Recipe",
+            )
+        )
+    return recipe
+
+
+def _function(name: str) -> Callable[..., Any]:
+    where, attribute = name.rsplit(":", 1)
+    try:
+        module = _file(Path(where)) if where.endswith(".py") else _module(where)
+    except SuperbatchError:
+        raise
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise _failed(name, f"importing {where!r} raised {type(error).__name__}: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise InputError(
+            explain(
+                f"the recipe {name!r}",
+                f"{where!r} has no function {attribute!r}",
+                "name a function that takes no argument and returns a superbatch.lab.recipes.Recipe",
+            )
+        )
+    return function
+
+
+def _module(name: str) -> ModuleType:
+    with _importable(Path.cwd()):
+        return importlib.import_module(name)
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InputError(
+            explain(
+                f"the recipe file {str(path)!r}", "there is no such file", "give the path of a Python file"
+            )
+        )
+    name = f"superbatch_recipe_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickles of the file's own classes look their module up by name.
+    sys.modules[name] = module
+    with _importable(path.resolve().parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if entry in sys.path:  # the user's code may have changed sys.path itself
+            sys.path.remove(entry)
+
+
+def _failed(name: str, wrong: str) -> InputError:
+    return InputError(
+        explain(
+            f"the recipe {name!r}",
+            " ".join(wrong.split()),  # one line, whatever the user's error text looks like
+            "mend it; superbatch.lab.recipes.load_recipe shows the traceback",
+        )
+    )

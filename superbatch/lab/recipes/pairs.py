@@ -1,0 +1,115 @@
+"""Contrastive pairs: two noisy, shifted views of a digit must find each other among the batch (InfoNCE).
+
+The loss of a pair depends on all other pairs of the batch: samples are *coupled*, and micro-batches taken one
+by one have other negatives than the batch. So the loss is computed on the whole batch (``coupled="exact"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize, pad
+
+from .digits import Classification, load_digits
+from .models import dtype_of, seeded
+from .recipe import Recipe
+
+TEMPERATURE = 0.2
+
+
+def pairs() -> Recipe:
+    """Representations of digits learnt from pairs of views; measured by the nearest neighbour's label.
+
+    The model is smooth (GELU): at the kinks of ReLU a difference of float32 rounding can grow to percents of
+    the weights, since Adam makes steps of full size from the smallest gradient.
+
+    Returns:
+        The recipe.
+
+    Examples:
+        >>> batch = pairs().batch(torch.arange(4))
+        >>> batch["first"].shape, bool((batch["first"] == batch["second"]).all())
+        (torch.Size([4, 64]), False)
+    """
+    data = load_digits()
+    generator = torch.Generator().manual_seed(0)
+    first, second = view(data.images, generator), view(data.images, generator)
+
+    def loss_fn(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        return lambda batch: info_nce(model(batch["first"]), model(batch["second"]))
+
+    return Recipe(
+        name="pairs",
+        description="representations of scikit-learn's digits from pairs of views (samples see each other)",
+        model=seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16))),
+        samples=len(data.labels),
+        batch=lambda indices: {"first": first[indices], "second": second[indices]},
+        loss_fn=loss_fn,
+        evaluate=lambda model: nearest_neighbour_accuracy(model, data),
+        metric="nearest-neighbour accuracy",
+        unit="%",
+        margin=0.5,
+        learning_rates={"adam": 2e-3, "adamw": 2e-3, "sgd": 0.06, "momentum": 0.006},
+        updates=300,
+        coupled="exact",
+    )
+
+
+def view(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Shift each 8 x 8 image by up to one pixel each way and add noise of standard deviation 0.1.
+
+    Args:
+        images: shape (n, 64).
+        generator: where the shifts and the noise are drawn from.
+
+    Returns:
+        Shape (n, 64).
+
+    Examples:
+        >>> view(torch.zeros(2, 64), torch.Generator().manual_seed(0)).shape
+        torch.Size([2, 64])
+    """
+    padded = pad(images.unflatten(1, (8, 8)), (1, 1, 1, 1))
+    shifts = torch.randint(3, (len(images), 2), generator=generator).tolist()
+    moved = torch.stack([image[y : y + 8, x : x + 8] for image, (y, x) in zip(padded, shifts, strict=True)])
+    return moved.flatten(1) + 0.1 * torch.randn(images.shape, generator=generator)
+
+
+def info_nce(first: Tensor, second: Tensor) -> Tensor:
+    """Symmetric InfoNCE: each representation must pick its partner among all of the batch.
+
+    ``mean of -log softmax(cos(z_i, z'_j) / 0.2)[i, i]`` over rows and columns.
+
+    Args:
+        first: shape (n, d).
+        second: shape (n, d).
+
+    Returns:
+        A scalar.
+
+    Examples:
+        >>> round(info_nce(torch.eye(2), torch.eye(2)).item(), 4)
+        0.0067
+    """
+    scores = normalize(first, dim=1) @ normalize(second, dim=1).T / TEMPERATURE
+    partner = torch.arange(len(scores), device=scores.device)
+    return (cross_entropy(scores, partner) + cross_entropy(scores.T, partner)) / 2
+
+
+@torch.no_grad()
+def nearest_neighbour_accuracy(model: nn.Module, data: Classification) -> float:
+    """Percent of test images whose nearest training image, in the model's representation, has the same label.
+
+    Args:
+        model: images -> representations.
+        data: training and test images with labels.
+
+    Returns:
+        Percent.
+    """
+    dtype = dtype_of(model)
+    train, test = (normalize(model(x.to(dtype)), dim=1) for x in (data.images, data.test_images))
+    nearest = (test @ train.T).argmax(1)
+    return 100.0 * int((data.labels[nearest] == data.test_labels).sum()) / len(data.test_labels)

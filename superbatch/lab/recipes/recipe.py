@@ -1,0 +1,127 @@
+"""A recipe: one task with everything that an experiment needs to train it - model, data, loss and measure.
+
+A recipe says *what* is trained. Which samples meet in which batch, the seed of the initial weights, the
+splits and the number of updates are the study's, so that all arms of a comparison share them by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from superbatch.errors import InputError, explain
+
+from .optimizers import OPTIMIZERS, OptimizerFactory
+
+if TYPE_CHECKING:  # a recipe can be described, listed and refused without importing torch
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A task: model, data, loss, optimizer and measure.
+
+    Attributes:
+        name: a short name, as the user would type it.
+        description: one sentence: what is trained on what.
+        model: seed -> a new model with initial weights drawn from that seed, float32, on the CPU.
+        samples: how many training samples there are.
+        batch: indices, an int64 tensor of shape (n,) with values in [0, samples) -> the batch of these
+            samples (any structure that the accumulator splits), floating-point leaves in float32.
+        loss_fn: model -> the loss function of a batch or micro-batch, a closure over the model.
+        evaluate: model -> the metric on held-out data, in `unit`.
+        metric: what `evaluate` measures, such as ``"test accuracy"``.
+        unit: its unit, such as ``"%"``.
+        margin: a difference of the metric, in `unit`, that does not matter (equivalence margin).
+        learning_rates: the optimizers that the recipe allows and the learning rate of each; the first is
+            the default.
+        optimizers: how each is made: (parameters, learning rate) -> optimizer.
+        batch_size: samples of one update.
+        updates: length of a run.
+        reduction: what `loss_fn` returns: a ``"mean"`` or a ``"sum"``.
+        weight: how much a micro-batch counts, as `superbatch.torch.Accumulator` takes it; None: its samples.
+        counts: what the weight counts, in words.
+        batchnorm: what happens to BatchNorm in training, as `superbatch.torch.Accumulator` takes it; with
+            ``coupled="exact"``: what accumulation without it does, which is shown beside it.
+        coupled: what happens to samples that see each other, as the Accumulator takes it.
+
+    Raises:
+        InputError: a value cannot be used.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+        >>> def model(seed):
+        ...     torch.manual_seed(seed)
+        ...     return torch.nn.Linear(3, 1)
+        >>> recipe = Recipe(
+        ...     name="plane", description="a plane through points", model=model, samples=60,
+        ...     batch=lambda indices: (x[indices], x[indices].sum(1)),
+        ...     loss_fn=lambda model: lambda batch: (model(batch[0])[:, 0] - batch[1]).square().mean(),
+        ...     evaluate=lambda model: (model(x)[:, 0] - x.sum(1)).square().mean().item(),
+        ...     metric="squared error", unit="", margin=0.1, learning_rates={"sgd": 0.1}, batch_size=12,
+        ...     updates=20,
+        ... )
+        >>> recipe.default_optimizer
+        'sgd'
+    """
+
+    name: str
+    description: str
+    model: Callable[[int], nn.Module]
+    samples: int
+    batch: Callable[[Tensor], Any]
+    loss_fn: Callable[[nn.Module], Callable[[Any], Any]]
+    evaluate: Callable[[nn.Module], float]
+    metric: str
+    unit: str
+    margin: float
+    learning_rates: Mapping[str, float]
+    optimizers: Mapping[str, OptimizerFactory] = field(default_factory=lambda: dict(OPTIMIZERS))
+    batch_size: int = 100
+    updates: int = 1000
+    reduction: Literal["mean", "sum"] = "mean"
+    weight: Callable[[Any], int | float] | Literal["returned"] | None = None
+    counts: str = "samples"
+    batchnorm: Literal["error", "per_microbatch", "frozen"] = "error"
+    coupled: Literal["error", "exact"] = "error"
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size", "updates"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(
+                    explain(
+                        f"recipe {self.name!r} with {name}={value!r}",
+                        "it counts something",
+                        "give an int >= 1",
+                    )
+                )
+        if self.batch_size > self.samples:
+            raise InputError(
+                explain(
+                    f"recipe {self.name!r} with batch_size={self.batch_size}",
+                    f"there are {self.samples} training samples only",
+                    "give a smaller batch_size",
+                )
+            )
+        unknown = sorted(set(self.learning_rates) - set(self.optimizers))
+        if unknown or not self.learning_rates:
+            raise InputError(
+                explain(
+                    f"recipe {self.name!r} with learning_rates={dict(self.learning_rates)!r}",
+                    f"no way is known to make {unknown}" if unknown else "at least one optimizer is needed",
+                    f"use names of {sorted(self.optimizers)} or add yours to `optimizers`",
+                )
+            )
+
+    @property
+    def default_optimizer(self) -> str:
+        """The first of `learning_rates`."""
+        return next(iter(self.learning_rates))
+
+    @property
+    def statement(self) -> str:
+        """What the loss is, in words: its reduction and what a micro-batch counts."""
+        return f"the loss is a {self.reduction} over {self.counts}"

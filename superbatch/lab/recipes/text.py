@@ -1,0 +1,190 @@
+"""A byte language model on the text of Python's standard library: variable lengths, padding, token weights.
+
+A sample is one line of source. The loss is a mean over *tokens*, so micro-batches with the same number of
+lines weigh differently, and a mean of their means is not the loss of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from superbatch.errors import InputError, explain
+from superbatch.torch import count_tokens
+
+from .models import seeded
+from .recipe import Recipe
+
+IGNORE = -100
+"""Label of padding: positions that the loss leaves out."""
+
+NEWLINE = 10
+"""The byte that ends the line before: what the first byte of a line is predicted from."""
+
+LONGEST = 48
+"""Bytes of a line that are used; the rest of a longer line is left out."""
+
+TEST_LINES = 256
+
+
+def text(*, lines: int = 8192) -> Recipe:
+    """A small byte-level transformer on lines of the standard library's own source.
+
+    Args:
+        lines: how many lines are used, spread evenly over the files.
+
+    Returns:
+        The recipe; its metric is the test loss in bits per byte (smaller is better).
+
+    Raises:
+        InputError: this Python has no standard library in source form.
+
+    Examples:
+        >>> recipe = text(lines=400)
+        >>> batch = recipe.batch(torch.arange(8))
+        >>> batch["ids"].shape == batch["labels"].shape, recipe.weight(batch) < batch["labels"].numel()
+        (True, True)
+    """
+    corpus = read_lines(lines)
+    # A fixed permutation: neighbouring lines of a file are alike, the test lines must not be one file's.
+    order = torch.randperm(len(corpus), generator=torch.Generator().manual_seed(0)).tolist()
+    test, train = ([corpus[i] for i in part] for part in (order[:TEST_LINES], order[TEST_LINES:]))
+
+    def loss_fn(model: nn.Module) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        return lambda batch: _token_mean(model, batch)
+
+    return Recipe(
+        name="text",
+        description="a byte-level transformer on lines of Python's standard library, loss: mean over tokens",
+        model=seeded(ByteModel),
+        samples=len(train),
+        batch=lambda indices: collate([train[i] for i in indices.tolist()]),
+        loss_fn=loss_fn,
+        evaluate=lambda model: _bits_per_byte(model, collate(test)),
+        metric="test loss",
+        unit="bits/byte",
+        margin=0.05,
+        learning_rates={"adam": 5e-3, "adamw": 5e-3, "sgd": 0.5, "momentum": 0.05},
+        batch_size=32,
+        updates=200,
+        weight=count_tokens("labels", ignore_index=IGNORE),
+        counts="tokens",
+    )
+
+
+class ByteModel(nn.Module):
+    """Bytes -> scores of the next byte: a transformer of one block, without dropout.
+
+    A position sees itself and those before it, so the padding after a line's end changes nothing before it.
+
+    Args:
+        width: of the embedding.
+        heads: of the attention.
+
+    Examples:
+        >>> ByteModel()(torch.zeros(2, 5, dtype=torch.long)).shape
+        torch.Size([2, 5, 256])
+    """
+
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(LONGEST, width)
+        self.attention_norm = nn.LayerNorm(width)
+        # No bias: softmax does not feel one of the keys. Its gradient would be rounding alone, which Adam
+        # turns into updates of full size.
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.attended = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids int64 of shape (samples, length), length <= 48 -> scores of shape (samples, length, 256)."""
+        x = self.bytes(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        x = x + self._attend(self.attention_norm(x))
+        x = x + self.mlp(x)
+        return self.head(x)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        # (samples, length, 3 * width) -> three of (samples, heads, length, width / heads)
+        parts = self.query_key_value(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.attended(seen.transpose(1, 2).flatten(2))
+
+
+def read_lines(count: int) -> list[bytes]:
+    """Lines of the modules directly in the standard library's folder, spread evenly, in a fixed order.
+
+    Args:
+        count: how many.
+
+    Returns:
+        Lines of 2 to `LONGEST` bytes, without white space at their end.
+
+    Raises:
+        InputError: there are fewer.
+
+    Examples:
+        >>> lines = read_lines(1000)
+        >>> len(lines), max(map(len, lines)) <= LONGEST
+        (1000, True)
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    lines = [
+        line.rstrip()[:LONGEST]
+        for file in sorted(folder.glob("*.py"))
+        for line in file.read_bytes().splitlines()
+        if len(line.rstrip()) >= 2
+    ]
+    if len(lines) < count:
+        raise InputError(
+            explain(
+                f"the recipe text with {count} lines",
+                f"the standard library's folder {str(folder)!r} has {len(lines)} lines of source",
+                "use a Python that carries its library as .py files, or another recipe",
+            )
+        )
+    return [lines[i * len(lines) // count] for i in range(count)]
+
+
+def collate(lines: list[bytes]) -> dict[str, Tensor]:
+    """Pad lines to the longest: what the model reads, and what it predicts.
+
+    Args:
+        lines: at least one, none empty.
+
+    Returns:
+        ``ids`` (padded with 0) and ``labels`` (padded with `IGNORE`), int64 of shape (lines, longest).
+
+    Examples:
+        >>> {name: leaf.tolist() for name, leaf in collate([b"ab", b"c"]).items()}
+        {'ids': [[10, 97], [10, 0]], 'labels': [[97, 98], [99, -100]]}
+    """
+    longest = max(map(len, lines))
+    labels = torch.full((len(lines), longest), IGNORE)
+    ids = torch.zeros_like(labels)
+    for row, line in enumerate(lines):
+        bytes_ = torch.frombuffer(bytearray(line), dtype=torch.uint8).long()
+        labels[row, : len(line)] = bytes_
+        ids[row, 1 : len(line)] = bytes_[:-1]
+    ids[:, 0] = NEWLINE
+    return {"ids": ids, "labels": labels}
+
+
+def _token_mean(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE)
+
+
+@torch.no_grad()
+def _bits_per_byte(model: nn.Module, batch: Mapping[str, Tensor]) -> float:
+    return _token_mean(model, batch).item() / math.log(2)

@@ -1,0 +1,227 @@
+"""A fit in words: its tables, and sentences that say what they show."""
+
+from __future__ import annotations
+
+from superbatch.results.memory import binary_text
+
+# pyright: strict
+from .fitting import DRAWN_ON, Fitting, Reach, Size
+from .table import Column, Table
+
+NOT_KNOWN = "–"
+
+_PHASES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
+
+
+def sizes_table(report: Fitting) -> Table:
+    """The table of a fit: one row per size of micro-batch.
+
+    Args:
+        report: of a fit, whole or partial.
+
+    Returns:
+        Text; a dash stands for what was not measured.
+    """
+    columns = (
+        Column("micro-batch", "samples; the marks name the choice"),
+        Column(f"batch of {report.batch_size}", f"micro-batches that make the batch of {report.batch_size}"),
+        Column("predicted", "peak memory beyond the model and the batch on the host"),
+        Column("measured", "the same of real micro-batches"),
+        Column("per sample", "forward and backward"),
+        Column("per update", f"of the batch of {report.batch_size}"),
+    )
+    return Table(title_of(report), columns, tuple(_row(size, report) for size in report.sizes))
+
+
+def title_of(report: Fitting) -> str:
+    """A fit in one line: the recipe, the batch, the optimizer, the dtype and the device."""
+    threads = (
+        f", {report.threads} thread{'s' if report.threads > 1 else ''}" if report.device == "cpu" else ""
+    )
+    return (
+        f"{report.recipe}: a batch of {report.batch_size} samples, {report.optimizer}, {report.dtype}, "
+        f"{report.device}{threads}"
+    )
+
+
+def reach_table(report: Fitting) -> Table:
+    """Effective batches within reach: what they take in micro-batches and in one piece.
+
+    Args:
+        report: of a fit.
+
+    Returns:
+        One row per batch; none where nothing fits.
+    """
+    columns = (
+        Column("effective batch", "samples of one update"),
+        Column("micro-batches", "of so many samples"),
+        Column("peak memory", "with these micro-batches"),
+        Column("in one piece", "what the batch would need without accumulation, by the curve"),
+        Column("per update", "time"),
+    )
+    peak = None if report.fastest is None else report.of(report.fastest).peak
+    rows = tuple(
+        (
+            str(each.batch),
+            f"{each.microbatches} x {each.samples}",
+            NOT_KNOWN if peak is None else binary_text(peak),
+            _whole(each, report),
+            _seconds(each.seconds),
+        )
+        for each in report.reach
+    )
+    return Table("Effective batches within reach", columns, rows)
+
+
+def savings_table(report: Fitting) -> Table:
+    """What would lower the peak, largest first.
+
+    Args:
+        report: of a fit.
+
+    Returns:
+        One row per means; none where nothing is known.
+    """
+    columns = (
+        Column("saves about", "bytes, each by itself"),
+        Column("what", "the means"),
+        Column("how", "in code"),
+    )
+    rows = tuple((binary_text(each.bytes), each.name, each.how) for each in report.savings)
+    samples = report.fastest or max((size.samples for size in report.sizes if size.fits), default=0)
+    return Table(f"What would lower the peak of micro-batches of {samples}", columns, rows)
+
+
+def findings(report: Fitting) -> list[str]:
+    """Say what a fit has shown: the choice first.
+
+    Args:
+        report: of a fit, whole or partial.
+
+    Returns:
+        Sentences.
+    """
+    limit = f"{binary_text(report.limit.bytes)} ({report.limit.by})"
+    choice = _choice(report) if report.refused is None else _kept_whole(report)
+    sentences = [choice, _largest(report, limit), *_phases(report)]
+    if errors := [abs(size.error) for size in report.sizes if size.error is not None]:
+        sentences.append(
+            f"Predicted from {report.how}, without computing: within {100 * max(errors):.1f} % of what was "
+            "measured."
+        )
+    return [sentence for sentence in (*sentences, *report.notes) if sentence]
+
+
+def _choice(report: Fitting) -> str:
+    timed = [size for size in report.sizes if size.seconds is not None]
+    if report.fastest is None or len(timed) < 2:
+        return "Which size is fastest is not known: fewer than two were timed." if report.largest else ""
+    fastest, top = report.of(report.fastest), timed[-1]
+    assert fastest.seconds is not None and top.seconds is not None
+    untimed = any(size.fits and size.seconds is None for size in report.sizes)
+    which, top_is = ("of those timed", "largest timed") if untimed else ("that fit", "largest")
+    said = f"Use micro-batches of {report.fastest}: the fastest {which}"
+    if fastest is top:
+        return f"{said}, and the {top_is}."
+    return f"{said}, {top.seconds / fastest.seconds:.2f}x as fast as {top.samples}, the {top_is}."
+
+
+def _kept_whole(report: Fitting) -> str:
+    return (
+        "Keep the batch whole: its samples influence each other, so superbatch does not split it "
+        "(`superbatch verify` names what does it)."
+    )
+
+
+def _largest(report: Fitting, limit: str) -> str:
+    if not report.largest:
+        return f"Not even one sample fits in {limit}."
+    if report.largest < report.batch_size:
+        return f"At most {report.largest} samples fit in {limit}."
+    said = f"The whole batch fits in {limit}"
+    if report.beyond is None:
+        return f"{said}."
+    if report.beyond >= DRAWN_ON * report.batch_size:
+        return f"{said}; so would one {DRAWN_ON} times as large, and more."
+    return f"{said}; so would a batch of about {_round(report.beyond)} samples."
+
+
+def _phases(report: Fitting) -> list[str]:
+    """When the peak is, where that was predicted: by one phase for all sizes, or by ranges of sizes."""
+    ranges: list[tuple[int, int, str]] = []
+    for size in report.sizes:
+        if size.probe is None:
+            continue
+        if ranges and ranges[-1][2] == size.probe.phase:
+            ranges[-1] = (ranges[-1][0], size.samples, size.probe.phase)
+        else:
+            ranges.append((size.samples, size.samples, size.probe.phase))
+    if not ranges:
+        return []
+    if len(ranges) == 1:
+        return [f"Most memory is in use in the {_PHASES[ranges[0][2]]}."]
+    said = [
+        f"in the {_PHASES[phase]} with {first if first == last else f'{first} to {last}'} samples"
+        for first, last, phase in ranges
+    ]
+    return [f"Most memory is in use {', '.join(said)}."]
+
+
+def _round(count: int) -> str:
+    """A count that is extrapolated: two digits, and the thousands apart."""
+    power = 10 ** max(0, len(str(count)) - 2)
+    return f"{count // power * power:,}".replace(",", " ")
+
+
+def _row(size: Size, report: Fitting) -> tuple[str, ...]:
+    return (
+        f"{size.samples}{_mark(size, report)}",
+        f"{size.microbatches} x {size.samples}",
+        NOT_KNOWN if size.predicted is None else binary_text(size.predicted),
+        NOT_KNOWN if size.measured is None else binary_text(size.measured),
+        _seconds(size.seconds),
+        _seconds(size.update_seconds),
+    )
+
+
+def _mark(size: Size, report: Fitting) -> str:
+    if not size.fits:
+        return " too large"
+    if size.samples == report.fastest and report.refused is None:
+        return " fastest"
+    largest = max(each.samples for each in report.sizes if each.fits)
+    return " largest" if size.samples == largest else ""
+
+
+def _whole(each: Reach, report: Fitting) -> str:
+    if each.whole is None:
+        return NOT_KNOWN
+    return binary_text(each.whole) + ("" if each.whole <= report.usable else " > limit")
+
+
+def _seconds(value: float | None) -> str:
+    """Seconds to three digits, with a unit that a person reads at once."""
+    return NOT_KNOWN if value is None else seconds_text(value)
+
+
+def seconds_text(seconds: float) -> str:
+    """A time, to three digits.
+
+    Args:
+        seconds: not negative.
+
+    Returns:
+        Text with a unit.
+
+    Examples:
+        >>> seconds_text(1.234e-5), seconds_text(0.0456), seconds_text(7.8), seconds_text(4000)
+        ('12.3 µs', '45.6 ms', '7.80 s', '67 min')
+    """
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min"
+    value, unit = (
+        (seconds * 1e6, "µs") if seconds < 1e-3 else (seconds * 1e3, "ms") if seconds < 1 else (seconds, "s")
+    )
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {unit}"

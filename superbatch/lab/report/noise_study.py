@@ -1,0 +1,292 @@
+"""What `superbatch noise` found out: the noise scale over a training, and time to target against K."""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from superbatch.results.noise import ASSUMED
+
+from .fitting_text import seconds_text
+from .table import Column, Table
+
+DASH = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseAt:
+    """The noise scale as it was known after so many updates.
+
+    Attributes:
+        update: number of updates made.
+        samples: seen until then.
+        loss: mean over the updates since the last point.
+        batch_size: ``B_noise`` in samples; None: not determined.
+        low: lower end of the 95 % interval.
+        high: upper end; infinite when there is none.
+        reason: why it is not determined; None: it is.
+        by_model: the noise scale under models of Adam's preconditioner, the powers 0 (`batch_size`), 1 and 2
+            (see `superbatch.results.noise.NoiseOfModel`), None where one is not determined; empty without
+            Adam.
+    """
+
+    update: int
+    samples: int
+    loss: float
+    batch_size: float | None
+    low: float
+    high: float
+    reason: str | None
+    by_model: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtSteps:
+    """What K micro-batches per update mean for the time to a target loss.
+
+    Attributes:
+        accumulation_steps: K.
+        batch: samples of one update.
+        time: ``W(K) / W(1)`` at the noise scale of the run; None where that is not known.
+        low: the same at the upper end of its interval, where larger batches cost least.
+        high: the same at the lower end.
+        by_model: the time under each of `NoiseStudy.models`; None where that has no noise scale.
+    """
+
+    accumulation_steps: int
+    batch: int
+    time: float | None
+    low: float
+    high: float
+    by_model: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseStudy:
+    """How noisy a recipe's gradient is while it is trained.
+
+    Attributes:
+        recipe: its name.
+        description: what is trained on what.
+        optimizer: its name.
+        learning_rate: constant over the run.
+        batch_size: samples of one update.
+        microbatch_size: samples of a micro-batch at most.
+        updates: made.
+        seed: of the weights and of the order of samples.
+        threads: of torch.
+        data_size: samples that batches are drawn from without replacement.
+        points: along the run.
+        noise: ``B_noise`` of the whole run, the progress-weighted harmonic mean of the points that are
+            determined; None if none is.
+        low: the same of the lower ends.
+        high: the same of the upper ends.
+        microbatch_seconds: forward and backward of a micro-batch; median.
+        update_seconds: of what follows the last of them; median.
+        steps: ascending.
+        seconds: wall time of all this.
+        partial: it was interrupted before the end.
+        versions: of what it ran on: name -> version.
+        command: what the user asked for: name of a flag -> value.
+        notes: what a reader should know beside the numbers.
+        models: ``B_noise`` of the whole run under models of Adam's preconditioner, as `NoiseAt.by_model`.
+    """
+
+    recipe: str
+    description: str
+    optimizer: str
+    learning_rate: float
+    batch_size: int
+    microbatch_size: int
+    updates: int
+    seed: int
+    threads: int
+    data_size: int
+    points: tuple[NoiseAt, ...]
+    noise: float | None
+    low: float
+    high: float
+    microbatch_seconds: float
+    update_seconds: float
+    steps: tuple[AtSteps, ...]
+    seconds: float
+    partial: bool
+    versions: dict[str, str]
+    command: dict[str, str]
+    notes: tuple[str, ...]
+    models: tuple[float | None, ...] = ()
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """The smallest and the largest noise scale under `models`; None where fewer than two have one."""
+        return band_of(self.models)
+
+    @property
+    def best(self) -> AtSteps | None:
+        """The K with the shortest time to target; None where the noise scale is not known."""
+        known = [each for each in self.steps if each.time is not None]
+        return min(known, key=lambda each: each.time or 0.0) if known else None
+
+
+def band_of(models: Sequence[float | None]) -> tuple[float, float] | None:
+    """The smallest and the largest number that there is; None where there are fewer than two.
+
+    Examples:
+        >>> band_of((3.0, None, 9.0)), band_of((3.0, None))
+        ((3.0, 9.0), None)
+    """
+    known = [each for each in models if each is not None]
+    return (min(known), max(known)) if len(known) > 1 else None
+
+
+def title_of(report: NoiseStudy) -> str:
+    """A study in one line."""
+    return (
+        f"{report.recipe}: {report.updates} updates of {report.batch_size} samples in micro-batches of "
+        f"{report.microbatch_size}, {report.optimizer} lr {report.learning_rate:g}"
+    )
+
+
+def points_table(report: NoiseStudy, rows: int = 12) -> Table:
+    """The noise scale along the run.
+
+    Args:
+        report: whole or partial.
+        rows: at most, the last point among them.
+
+    Returns:
+        Text; where there is no number, the reason.
+    """
+    columns = (
+        Column("updates", "made so far"),
+        Column("loss", "mean since the row before"),
+        Column("noise scale", "samples of a batch with as much noise as signal"),
+        Column("95 % interval", "Fieller's; it may have no upper end"),
+        *(
+            Column(f"q = {power}", f"noise scale if {assumed}: a power of Adam's preconditioner")
+            for power, assumed in list(ASSUMED.items())[1 : len(report.models)]
+        ),
+        Column("remark", "why there is no number"),
+    )
+    every = max(1, math.ceil(len(report.points) / rows))
+    shown = report.points[::-every][::-1]
+    lines = tuple(
+        (
+            str(each.update),
+            f"{each.loss:.4g}",
+            DASH if each.batch_size is None else number(each.batch_size),
+            interval(each.low, each.high),
+            *(DASH if value is None else number(value) for value in each.by_model[1:]),
+            *(DASH,) * (len(report.models[1:]) - len(each.by_model[1:])),
+            each.reason or "",
+        )
+        for each in shown
+    )
+    return Table(title_of(report), columns, lines)
+
+
+def steps_table(report: NoiseStudy) -> Table:
+    """Time to target against K."""
+    columns = (
+        Column("micro-batches", f"K, of {report.microbatch_size} samples"),
+        Column("batch", "samples of one update"),
+        Column("time to target", "relative to one micro-batch per update"),
+        Column("range", "over the interval of the noise scale"),
+    )
+    rows = tuple(
+        (
+            str(each.accumulation_steps),
+            str(each.batch),
+            DASH if each.time is None else f"{each.time:.2f}",
+            f"{each.low:.2f} to {each.high:.2f}",
+        )
+        for each in report.steps
+    )
+    return Table("Time to the same loss, against one micro-batch per update", columns, rows)
+
+
+def findings(report: NoiseStudy) -> list[str]:
+    """Say what a study has shown, the answer first.
+
+    Args:
+        report: whole or partial.
+
+    Returns:
+        Sentences.
+    """
+    if report.noise is None:
+        known = max((each.low for each in report.points if each.reason), default=0.0)
+        least = f"; it is above about {number(known)} samples" if known >= 1 else ""
+        first = (
+            f"The noise scale is not determined{least}: give more --updates, or a larger --batch-size, which "
+            "shows more of the signal."
+        )
+        return [first, *report.notes]
+    ratio = report.noise / report.batch_size
+    side = "more noise than signal" if ratio > 1 else "more signal than noise"
+    sentences = [
+        f"Over this run the noise scale was {number(report.noise)} samples "
+        f"({interval(report.low, report.high)}): a batch of {report.batch_size} has {side} "
+        f"({ratio:.2g} to 1).",
+    ]
+    sentences += _models(report)
+    if report.best is not None:
+        sentences += _times(report, report.best)
+    return [*sentences, *report.notes]
+
+
+def _models(report: NoiseStudy) -> list[str]:
+    if not report.models:
+        return []
+    unknown = [f"q = {power}" for power, each in enumerate(report.models) if each is None]
+    left = f" ({' and '.join(unknown)}: not determined)" if unknown else ""
+    said = "no model of Adam is better than a factor of about 3"
+    if report.band is None:
+        return [f"How much hangs on what is assumed of Adam's preconditioner is not known{left}; {said}."]
+    low, high = map(number, report.band)
+    return [
+        f"By what is assumed of Adam's preconditioner (q = 0, 1, 2) it is {low} to {high}{left}; q = 0, the "
+        f"plain gradient, is used, and {said}."
+    ]
+
+
+def _times(report: NoiseStudy, best: AtSteps) -> list[str]:
+    said = (
+        f"A micro-batch takes {seconds_text(report.microbatch_seconds)} and an update "
+        f"{seconds_text(report.update_seconds)}"
+    )
+    fastest = f"K = {best.accumulation_steps} (a batch of {best.batch}) is fastest"
+    return [
+        f"{said}: one micro-batch per update is fastest, accumulation costs time here."
+        if best.accumulation_steps == 1
+        else f"{said}: {fastest}, in {best.time:.2f} of the time of one micro-batch per update.",
+        "The time to target is a lower bound: good to about a quarter up to the noise scale, and too low by "
+        "1.5 to 2 times beyond it.",
+    ]
+
+
+def number(value: float) -> str:
+    """A count that is an estimate: two digits, three from a hundred on.
+
+    Examples:
+        >>> number(1234.5), number(99.7), number(7.123), number(0.0)
+        ('1230', '100', '7.1', '0')
+    """
+    if value < 99.5:
+        return f"{value:.2g}"
+    power = 10 ** max(0, len(str(int(value))) - 3)
+    return str(int(round(value / power) * power))
+
+
+def interval(low: float, high: float) -> str:
+    """An interval of batch sizes, that may have no upper end.
+
+    Examples:
+        >>> interval(10.0, 40.0), interval(10.0, math.inf), interval(0.0, math.inf)
+        ('10 to 40', '10 or more', '–')
+    """
+    if math.isinf(high):
+        return f"{number(low)} or more" if low > 0 else DASH
+    return f"{number(low)} to {number(high)}"

@@ -1,0 +1,113 @@
+"""A study as tables of text: the arms, and the tests between them."""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+
+from .study import Quantity, Study, StudyArm, StudyTest
+from .table import Column, Table
+
+
+def study_table(report: Study) -> Table:
+    """The table of a study: one row per arm, one column per quantity.
+
+    Args:
+        report: whole or partial.
+
+    Returns:
+        Text; a dash stands for what was not measured.
+    """
+    columns = (Column("arm", "what was compared"), *(Column(q.name, q.meaning) for q in report.quantities))
+    rows = tuple((arm.name, *(_cell(arm, each) for each in report.quantities)) for arm in report.arms)
+    return Table(title_of(report), columns, rows)
+
+
+def equivalence_table(report: Study) -> Table:
+    """The tests of a study: differences or ratios, their intervals, margins and verdicts.
+
+    Args:
+        report: whole or partial.
+
+    Returns:
+        One row per test; none where there are too few runs.
+    """
+    columns = (
+        Column("equivalence (TOST)", "the two arms; paired where their runs share seeds"),
+        Column("of", "the quantity that is compared"),
+        Column("difference", "of the means, or the ratio of the geometric means (x)"),
+        Column("90 % interval", "equivalent means: it lies inside the margin"),
+        Column("margin", "the largest difference that does not matter"),
+        Column("equivalent", "two one-sided tests; p below 0.05 says yes"),
+    )
+    return Table("Tests", columns, tuple(map(_test, report.tests)))
+
+
+def title_of(report: Study) -> str:
+    """A study in one line.
+
+    Args:
+        report: whole or partial.
+
+    Returns:
+        Its name, the recipe, and how many runs were finished.
+    """
+    runs = max((len(arm.runs) for arm in report.arms), default=0)
+    count = f"{runs} of {len(report.seeds)} seeds" if report.partial else f"{runs} seeds"
+    return f"{report.name}: {report.recipe}, {count}" + "".join(
+        f", {name} {value}" for name, value in report.setting.items()
+    )
+
+
+def number(value: float, form: str = ".4g") -> str:
+    """A number as people read it.
+
+    Args:
+        value: any float.
+        form: a format specification.
+
+    Returns:
+        Text; words where it is not finite.
+
+    Examples:
+        >>> number(2500.0, ",.0f"), number(float("nan")), number(float("inf"))
+        ('2,500', 'not a number', 'infinite')
+    """
+    if math.isfinite(value):
+        return format(value, form)
+    return "not a number" if math.isnan(value) else "infinite"
+
+
+def signed(difference: float) -> str:
+    """A difference with its sign, to two digits; zero where it is rounding.
+
+    Examples:
+        >>> signed(0.0432), signed(-1.0), signed(7e-15)
+        ('+0.043', '-1', '0')
+    """
+    return "0" if abs(difference) < 1e-9 else f"{difference:+.2g}"
+
+
+def _cell(arm: StudyArm, quantity: Quantity) -> str:
+    mean, sd = arm.mean(quantity.name), arm.sd(quantity.name)
+    if mean is None:
+        return "–"
+    text = number(mean, quantity.form)
+    return text if not sd or not math.isfinite(sd) else f"{text} ± {number(sd, quantity.form)}"
+
+
+def _test(test: StudyTest) -> tuple[str, ...]:
+    kind, sign = ("x ", "") if test.ratio else ("", "+")
+    p = "p < 0.001" if test.result.p_value < 0.001 else f"p = {test.result.p_value:.3f}"
+    low, middle, high = (
+        kind + number(value, f"{sign}.3g") for value in (test.low, test.difference, test.high)
+    )
+    margin = f"x {1 / test.margin:.3g} … x {test.margin:.3g}" if test.ratio else f"±{test.margin:g}"
+    return (
+        f"{test.first} – {test.second}" if not test.ratio else f"{test.first} / {test.second}",
+        test.quantity,
+        middle,
+        f"{low} … {high}",
+        margin,
+        f"{'yes' if test.result.equivalent else 'not shown'}, {p}",
+    )

@@ -1,0 +1,108 @@
+"""What a comparison says, in sentences: for the reader, and for a CI that must fail."""
+
+from __future__ import annotations
+
+# pyright: strict
+from collections.abc import Sequence
+
+from .comparison import Arm, Comparison
+from .table import difference_text, margin_text
+
+
+def verdict(report: Comparison) -> list[str]:
+    """Say what a comparison has shown.
+
+    Args:
+        report: of a comparison, whole or partial.
+
+    Returns:
+        One sentence for the exact arms together, one for arms that are not exact, one for each wrong arm.
+    """
+    exact = _arms(report, "exact")
+    sentences: list[str] = []
+    if exact:
+        sentences.append(_exact(report, exact))
+    if inexact := _arms(report, "inexact"):
+        least, most = (difference_text(bound(map(_apart, inexact))) for bound in (min, max))
+        which = "Plain accumulation does" if exact else "The splits do"
+        claim = "does not claim to: its weights" if exact else "do not claim to: they"
+        sentences.append(
+            f"{which} not give the real batch's weights, and {claim} are {least} to {most} apart."
+        )
+    for arm in _arms(report, "wrong"):
+        right = next((other for other in exact if other.sizes == arm.sizes), None)
+        beside = "" if right is None else f"; the exact update of {right.name} is {_said(right)} away"
+        sentences.append(f"{arm.name}: the weights are {_said(arm)} off{beside}.")
+    if not sentences:
+        sentences.append("Interrupted before the first pair of runs was finished: nothing has been compared.")
+    return sentences
+
+
+def failures(report: Comparison) -> list[str]:
+    """Say where an arm that claims to be exact is not: what ``superbatch compare --check`` looks at.
+
+    Args:
+        report: of a comparison.
+
+    Returns:
+        One sentence per failure; none if every exact arm agrees with the real batch within rounding and is
+        equivalent to it. A report without an exact arm, or without its runs, fails: it has shown nothing.
+    """
+    exact = [arm for arm in report.arms if arm.claim == "exact"]
+    found = [sentence for arm in exact for sentence in _failures_of(arm, report)]
+    if not exact:
+        found.append(f"no arm of {report.recipe} claims to be exact: there is nothing to check")
+    if report.partial:
+        found.append("the comparison was interrupted")
+    return found
+
+
+def _failures_of(arm: Arm, report: Comparison) -> list[str]:
+    found: list[str] = []
+    apart = arm.weight_difference
+    # `not <=` instead of `>`: a NaN must fail.
+    if apart is None or not apart <= report.tolerance:
+        found.append(f"{arm.name}: weights differ by {apart}, rounding explains {report.tolerance:g}")
+    if arm.paired is not None and not arm.paired.equivalent:
+        found.append(
+            f"{arm.name}: {report.metric} is not shown to be equivalent within {margin_text(report)} "
+            f"(p = {arm.paired.p_value:.3g})"
+        )
+    return found
+
+
+def _exact(report: Comparison, arms: Sequence[Arm]) -> str:
+    largest = max(map(_apart, arms))
+    rounding = f"rounding in {report.dtype} explains up to {report.tolerance:g}"
+    if not largest <= report.tolerance:
+        return (
+            f"NOT EXACT: a split's weights are {difference_text(largest)} from the real batch's; {rounding}."
+        )
+    said = f"Every split trains like the real batch: weights within {difference_text(largest)} ({rounding})"
+    pairs = [arm.paired for arm in arms if arm.paired is not None]
+    groups = [arm.welch for arm in arms if arm.welch is not None]
+    if not pairs or not groups:
+        return f"{said}; {report.metric} needs at least 2 runs for a test of equivalence."
+    shown = "equivalent" if all(test.equivalent for test in pairs) else "NOT shown to be equivalent"
+    paired, welch = (max(test.p_value for test in tests) for tests in (pairs, groups))
+    return (
+        f"{said}, {report.metric} {shown} within {margin_text(report)} (TOST on pairs: p {_p(paired)}; "
+        f"as if the arms were independent: p {_p(welch)})."
+    )
+
+
+def _arms(report: Comparison, claim: str) -> list[Arm]:
+    return [arm for arm in report.arms if arm.claim == claim and arm.weight_difference is not None]
+
+
+def _apart(arm: Arm) -> float:
+    assert arm.weight_difference is not None
+    return arm.weight_difference
+
+
+def _said(arm: Arm) -> str:
+    return difference_text(arm.weight_difference)
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"= {value:.3f}"

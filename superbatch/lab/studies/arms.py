@@ -1,0 +1,201 @@
+"""The arms of a comparison: each a way to make one update of one batch.
+
+* ``real``: the batch in one piece, by a loop written out in plain PyTorch. It is the reference, so it shares
+  no code with the accumulator.
+* ``exact``: `superbatch.torch.Accumulator`, where samples see each other with ``coupled="exact"``.
+* ``inexact``: the same where samples see each other and micro-batches are taken one by one all the same.
+* ``wrong``: two loops that are often written, kept to show what they cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.batch.tree import count_samples, plan
+from superbatch.torch import Accumulator
+from superbatch.window import Window
+
+from ..recipes import Recipe
+from .setting import WRONG, ArmPlan, Way
+from .splits import Split
+
+UpdateFunction = Callable[[Any], float]
+"""Makes one update with a batch and returns the batch's mean loss before it."""
+
+HOW: Mapping[Way, str] = {
+    "real batch": "the whole batch at once, plain PyTorch",
+    "accumulator": "superbatch.torch.Accumulator",
+    "plain accumulation": "micro-batches one by one, weighted by their samples, though these see each other",
+    **WRONG,
+}
+
+
+def update_function(
+    arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> UpdateFunction:
+    """Make the function that makes an arm's updates.
+
+    Args:
+        arm: which.
+        recipe: its loss, reduction and weight.
+        model: to be trained.
+        optimizer: of the model's parameters.
+
+    Returns:
+        A function: batch -> mean loss of the batch before the update.
+    """
+    if arm.way == "real batch":
+        return _real(recipe, model, optimizer)
+    if arm.way == "accumulator":
+        return _accumulator(arm.split, recipe, model, optimizer)
+    if arm.way == "plain accumulation":
+        return _accumulator(arm.split, without_coupling(recipe), model, optimizer, check=False)
+    return _wrong(arm, recipe, model, optimizer)
+
+
+def without_coupling(recipe: Recipe) -> Recipe:
+    """A recipe as loops train it that know nothing of samples that see each other.
+
+    Args:
+        recipe: with ``coupled="exact"``.
+
+    Returns:
+        The same with micro-batches taken one by one: BatchNorm with the statistics of each.
+    """
+    frozen = recipe.batchnorm == "frozen"
+    return replace(recipe, coupled="error", batchnorm="frozen" if frozen else "per_microbatch")
+
+
+def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """Cut a batch into consecutive micro-batches.
+
+    Args:
+        batch: any structure that the accumulator splits.
+        sizes: samples of each micro-batch; they sum to the batch's.
+
+    Returns:
+        The micro-batches, views where the framework slices to views.
+
+    Examples:
+        >>> [part.tolist() for part in cut(torch.arange(4), (3, 1))]
+        [[0, 1, 2], [3]]
+    """
+    take = plan(batch).take
+    return [take(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def _real(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> UpdateFunction:
+    loss_fn = recipe.loss_fn(model)
+
+    def update(batch: Any) -> float:
+        loss, _ = mean_and_weight(recipe, loss_fn, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return update
+
+
+def _accumulator(
+    split: Split,
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    check: bool = True,
+) -> UpdateFunction:
+    make_update = accumulator_of(split, recipe, model, optimizer, check=check)
+    if split.equal:
+        return lambda batch: make_update(batch).loss
+    return lambda batch: make_update(Window(cut(batch, split.sizes_of(count_samples(batch))))).loss
+
+
+def accumulator_of(
+    split: Split, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, *, check: bool = True
+) -> Accumulator:
+    """Make the accumulator of an arm, by the recipe's own statement.
+
+    Args:
+        split: near-equal micro-batches of its first size; unequal ones are given to it as a `Window`.
+        recipe: its loss, reduction, weight and coupling.
+        model: to be trained.
+        optimizer: of the model's parameters.
+        check: the statement, on the first window.
+
+    Returns:
+        The accumulator.
+    """
+    whole = recipe.coupled == "exact"
+    return Accumulator(
+        model,
+        optimizer,
+        recipe.loss_fn(model),
+        microbatch_size=split.sizes[0] if split.equal else None,
+        reduction=recipe.reduction,
+        weight=recipe.weight,
+        batchnorm="error" if whole and recipe.batchnorm == "per_microbatch" else recipe.batchnorm,
+        coupled=recipe.coupled,
+        sample_rng=whole,  # what the real batch draws
+        check=check,
+    )
+
+
+def _wrong(
+    arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> UpdateFunction:
+    loss_fn = recipe.loss_fn(model)
+    full_window = len(arm.split.sizes)
+
+    def update(batch: Any) -> float:
+        microbatches = cut(batch, arm.split.sizes_of(count_samples(batch)))
+        # A weight that only the loss function knows is asked for with a forward pass of its own: this loop
+        # shows a wrong divisor, not a fast one.
+        weights = [_weight(recipe, loss_fn, microbatch) for microbatch in microbatches]
+        total, reported = sum(weights), 0.0
+        for microbatch, weight in zip(microbatches, weights, strict=True):
+            if arm.way == "mean of means":
+                scale = 1 / len(microbatches)
+            else:  # right in a full window; in a shorter one too small by the missing micro-batches' share
+                scale = weight / total * len(microbatches) / full_window
+            loss, _ = mean_and_weight(recipe, loss_fn, microbatch)
+            (loss * scale).backward()
+            reported += loss.item() * weight / total
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return reported
+
+    return update
+
+
+def mean_and_weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> tuple[Tensor, float]:
+    """The mean loss of a batch or micro-batch, and its weight, by the recipe's own statement.
+
+    Args:
+        recipe: says what `loss_fn` returns and what a micro-batch counts.
+        loss_fn: of a model.
+        batch: what the loss is of.
+
+    Returns:
+        The mean loss, a scalar with its graph, and the weight.
+    """
+    result = loss_fn(batch)
+    if recipe.weight == "returned":
+        loss, weight = result
+        weight = float(weight)
+    else:
+        loss, weight = result, count_samples(batch) if recipe.weight is None else recipe.weight(batch)
+    return (loss / weight if recipe.reduction == "sum" else loss), weight
+
+
+@torch.no_grad()
+def _weight(recipe: Recipe, loss_fn: Callable[[Any], Any], microbatch: Any) -> float:
+    if recipe.weight == "returned":
+        return mean_and_weight(recipe, loss_fn, microbatch)[1]
+    return count_samples(microbatch) if recipe.weight is None else recipe.weight(microbatch)

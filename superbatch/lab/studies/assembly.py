@@ -1,0 +1,126 @@
+"""Put the runs of an arm together: means, differences, tests, and what a reader must know beside them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from ..recipes import Recipe
+from ..report.comparison import Arm, Run
+from .backends import Backend
+from .setting import ArmPlan, Setting
+from .statistics import summarise, tost_paired, tost_welch
+
+PAIRED = (
+    "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order, so their "
+    "difference is free of the variation between seeds. The Welch test beside it treats the arms as "
+    "independent groups, as published tables must."
+)
+COUPLED = (
+    "This model has BatchNorm, which makes the samples of a micro-batch influence each other: a micro-batch "
+    "of 20 is normalised by 20 samples, the real batch by all. No accumulation of micro-batches taken one by "
+    "one can give the real batch's weights, and these arms do not claim to."
+)
+BESIDE = (
+    "Samples of a batch see each other here. The splits that stand alone compute the loss of the whole "
+    'batch, in micro-batches of their size (coupled="exact"). Plain accumulation takes them one by one: '
+    "BatchNorm normalises by the samples of a micro-batch, and a contrastive loss has the negatives of one. "
+    "That is another objective, and these arms do not claim to give the real batch's weights."
+)
+ROUNDING = (
+    "In float32 the arms add the same numbers in another order. Differences of about 1e-7 are rounding; a "
+    "unit that falls on the other side of a ReLU's kink can make it 1e-5 later in a run. --dtype float64 "
+    "tells rounding from error."
+)
+
+
+def arm_report(
+    arm: ArmPlan,
+    recipe: Recipe,
+    setting: Setting,
+    backend: Backend,
+    runs: Sequence[Run],
+    real: Sequence[Run],
+    peak_bytes: int | None,
+    margin: float,
+) -> Arm:
+    """Summarise the finished runs of an arm.
+
+    Args:
+        arm: which.
+        recipe: what was trained.
+        setting: how.
+        backend: what trained it.
+        runs: of this arm.
+        real: of the real batch.
+        peak_bytes: of one update.
+        margin: of the equivalence tests.
+
+    Returns:
+        The arm's record; what needs more runs than there are is None.
+    """
+    runs = sorted(runs, key=lambda run: run.seed)
+    metrics = [run.metric for run in runs]
+    of_seed = {run.seed: run.metric for run in real}
+    pairs = [run.metric - of_seed[run.seed] for run in runs if run.seed in of_seed]
+    compared = arm.claim != "real"
+    how = backend.how[arm.way]
+    if arm.way == "accumulator" and recipe.coupled == "exact":
+        how += ', coupled="exact"'
+    elif arm.claim == "inexact" and recipe.batchnorm != "error":
+        how += f", batchnorm={recipe.batchnorm!r}"
+    apart = [run.weight_difference for run in runs if run.weight_difference is not None]
+    return Arm(
+        name=arm.name,
+        sizes=arm.split.sizes,
+        claim=arm.claim,
+        how=how,
+        runs=tuple(runs),
+        mean=statistics.fmean(metrics) if metrics else None,
+        sd=summarise(metrics).sd if len(metrics) > 1 else None,
+        updates=setting.updates,
+        seconds=statistics.fmean(run.seconds for run in runs) if runs else None,
+        peak_bytes=peak_bytes,
+        weight_difference=max(apart, default=None),
+        median_difference=statistics.median(apart) if apart else None,
+        worst_difference=max((d for run in runs if (d := run.worst_difference) is not None), default=None),
+        paired=tost_paired(pairs, margin=margin) if compared and len(pairs) > 1 else None,
+        welch=tost_welch(summarise(metrics), summarise(list(of_seed.values())), margin=margin)
+        if compared and len(metrics) > 1 and len(of_seed) > 1
+        else None,
+    )
+
+
+def notes_on(arms: Sequence[Arm], setting: Setting, backend: Backend, workers: int) -> tuple[str, ...]:
+    """What a reader must know to read the numbers right.
+
+    Args:
+        arms: of the report.
+        setting: of all runs.
+        backend: what trained them.
+        workers: processes that trained side by side.
+
+    Returns:
+        One text per thing.
+    """
+    notes = [PAIRED]
+    if setting.dtype == "float32":
+        notes.append(ROUNDING)
+    claims = {arm.claim for arm in arms}
+    if "inexact" in claims:
+        notes.append(BESIDE if "exact" in claims else COUPLED)
+    if setting.tail is not None:
+        notes.append(
+            f"Now and then the data ends with a tail of {setting.tail} instead of {setting.batch_size} "
+            "samples, in every arm: that is where a fixed divisor goes wrong."
+        )
+    needed = max((arm.welch.runs_needed or 0 for arm in arms if arm.welch is not None), default=0)
+    if needed > max((len(arm.runs) for arm in arms), default=0):
+        notes.append(
+            f"To show equivalence of independent arms with 80 % power, {needed} runs per arm are needed at "
+            "this variation between seeds."
+        )
+    notes.extend(backend.notes)
+    if workers > 1:
+        notes.append(f"Times were taken with up to {workers} processes side by side on the same machine.")
+    return tuple(notes)

@@ -1,0 +1,170 @@
+"""What trains: torch, or another framework that makes the same update of the same batch.
+
+A backend is one file beside this one (`on_torch`, `on_jax`, ...) that ends with its `Backend`. It is imported
+when it is asked for, so that a comparison on one framework needs no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from superbatch.errors import InputError, explain
+
+from ..recipes import Recipe
+from .setting import ArmPlan, Setting, Way
+
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "jax": ("jax", "optax"),
+    "tensorflow": ("tensorflow",),
+    "keras": ("keras",),
+}
+"""Names of the backends, and the packages that each needs; the extra to install has the backend's name."""
+FRAMEWORKS_OF_KERAS = ("tensorflow", "jax", "torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One arm, trained from one seed.
+
+    Attributes:
+        losses: mean loss of each update's batch, before the update.
+        seconds: time spent in updates, without data, compilation and evaluation.
+        metric: on held-out data, after the last update.
+        weights: after the last update, float64, by name.
+    """
+
+    losses: list[float]
+    seconds: float
+    metric: float
+    weights: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """How one framework trains the arms of a comparison.
+
+    Attributes:
+        title: its name for a reader.
+        load: the recipe of a name, and a folder of data or None.
+        check: refuses, with an InputError, a setting that it cannot train.
+        train: (recipe, setting, seed, tick) -> every arm, trained, in their order; `tick` is told after each
+            update how many micro-batches it had.
+        peak_of_update: bytes that one update of an arm allocates at its peak; None where it is not known.
+        how: what it does in each way, in words.
+        versions: of what it runs on.
+        threads: a context with so many threads.
+        notes: what a reader must know of its numbers.
+    """
+
+    title: str
+    load: Callable[[str, str | Path | None], Recipe]
+    check: Callable[[Setting], None] = lambda setting: None
+    train: Callable[[Recipe, Setting, int, Callable[[int], None]], Iterator[Trained]]
+    peak_of_update: Callable[[Recipe, Setting, ArmPlan], int | None]
+    how: Mapping[Way, str]
+    versions: Callable[[], dict[str, str]]
+    threads: Callable[[int], AbstractContextManager[None]]
+    notes: tuple[str, ...] = ()
+
+
+def load_backend(name: str) -> Backend:
+    """Import a backend.
+
+    Args:
+        name: of `PACKAGES`.
+
+    Returns:
+        The backend.
+
+    Raises:
+        InputError: there is none of that name, or a package that it needs is not installed.
+        ModuleNotFoundError: a package that these need in turn is not installed.
+
+    Examples:
+        >>> load_backend("torch").title
+        'torch'
+    """
+    check_installed(name)
+    try:
+        return importlib.import_module(f"superbatch.lab.studies.on_{name}").BACKEND
+    except ModuleNotFoundError as error:  # Keras, which is installed, needs a framework that is not
+        wanted = (error.name or "").split(".")[0]
+        if name != "keras" or wanted not in FRAMEWORKS_OF_KERAS:
+            raise
+        raise InputError(
+            explain(
+                "backend='keras'",
+                f"Keras is set to {wanted}, which is not installed",
+                f"install it, or set KERAS_BACKEND to one of {', '.join(FRAMEWORKS_OF_KERAS)} that is",
+            )
+        ) from error
+
+
+def check_installed(name: str) -> None:
+    """Refuse a backend that cannot be loaded, without importing anything.
+
+    Args:
+        name: of the backend.
+
+    Raises:
+        InputError: there is none of that name, or a package that it needs is not installed.
+
+    Examples:
+        >>> check_installed("numpy")
+        Traceback (most recent call last):
+        superbatch.errors.InputError: Given: backend='numpy'. Wrong: there is none of that name. ...
+    """
+    if name not in PACKAGES:
+        raise InputError(
+            explain(f"backend={name!r}", "there is none of that name", f"use one of {', '.join(PACKAGES)}")
+        )
+    missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
+    if missing:
+        which = f"package {missing[0]} is" if len(missing) == 1 else f"packages {' and '.join(missing)} are"
+        raise InputError(
+            explain(f"backend={name!r}", f"the {which} not installed", f"install superbatch[{name},cli]")
+        )
+
+
+def check_backend(name: str, recipe: str | Recipe, *, data: object, threads: int) -> None:
+    """Refuse what only torch can do: another recipe than digits, a folder of data, a number of threads.
+
+    Args:
+        name: of the backend.
+        recipe: what was asked for.
+        data: the same; None: nothing.
+        threads: the same.
+
+    Raises:
+        InputError: with what was given, what is wrong with it and what to do.
+    """
+    if name == "torch" or name not in PACKAGES:
+        return
+    if recipe != "digits":
+        given = recipe if isinstance(recipe, str) else recipe.name
+        raise InputError(
+            explain(
+                f"backend={name!r} with the recipe {given!r}",
+                f"on {name} the digits task is compared, and no other",
+                "use the recipe digits, or the backend torch",
+            )
+        )
+    if data is not None:
+        raise InputError(
+            explain(f"data={str(data)!r} with backend={name!r}", "digits reads no folder", "leave it out")
+        )
+    if threads != 1:
+        raise InputError(
+            explain(
+                f"backend={name!r} with threads={threads}",
+                f"it is torch whose threads are set; {name} reads its own when it starts",
+                f"leave it out, and set the threads of {name} in its environment",
+            )
+        )

@@ -1,0 +1,89 @@
+"""The studies that there are: name, question, and where each one is. It imports none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from superbatch.errors import InputError, explain
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One study.
+
+    Attributes:
+        question: that it answers, in one line.
+        where: ``module:function``; (recipe, its name or itself, options, progress) -> report.
+        takes: the options that mean something to it, beside the recipe, runs, workers and threads.
+        runs: seeds by default.
+        quick_runs: seeds with ``--quick``.
+    """
+
+    question: str
+    where: str
+    takes: tuple[str, ...]
+    runs: int = 10
+    quick_runs: int = 3
+
+
+STUDIES: Mapping[str, Entry] = {
+    "momentum": Entry(
+        "Does a high momentum with batch 1 replace a large batch?",
+        "superbatch.lab.studies.study_momentum:run",
+        ("samples", "batch_size", "learning_rate", "margin"),
+    ),
+    "grow-batch": Entry(
+        "Decay the learning rate, or grow the batch: the same loss with fewer updates?",
+        "superbatch.lab.studies.study_grow_batch:run",
+        ("samples", "batch_size", "learning_rate", "margin"),
+    ),
+    "survey": Entry(
+        "Do virtual batches survey learning rates like real ones?",
+        "superbatch.lab.studies.study_survey:run",
+        ("batch_size", "optimizer"),
+        runs=20,
+        quick_runs=4,
+    ),
+    "critical-batch": Entry(
+        "How large may the batch be before samples are wasted, and does the noise scale tell?",
+        "superbatch.lab.studies.study_critical_batch:run",
+        ("samples", "batch_size", "learning_rate", "optimizer", "tolerance"),
+    ),
+    "precision": Entry(
+        "How much does a sum of K gradients in bfloat16 lose?",
+        "superbatch.lab.studies.study_precision:run",
+        (),
+        runs=5,
+        quick_runs=2,
+    ),
+    "splits": Entry(
+        "Does a batch in K micro-batches train like the batch in one piece?",
+        "superbatch.lab.studies.study_splits:run",
+        ("samples", "batch_size", "learning_rate", "optimizer", "margin"),
+    ),
+}
+"""Name -> study."""
+
+
+def entry_of(name: str) -> Entry:
+    """The study of that name.
+
+    Args:
+        name: of a study.
+
+    Returns:
+        Its entry.
+
+    Raises:
+        InputError: there is none.
+
+    Examples:
+        >>> entry_of("precision").question
+        'How much does a sum of K gradients in bfloat16 lose?'
+    """
+    if name not in STUDIES:
+        raise InputError(
+            explain(f"the study {name!r}", "there is none of that name", f"use one of {', '.join(STUDIES)}")
+        )
+    return STUDIES[name]

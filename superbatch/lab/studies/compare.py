@@ -1,0 +1,290 @@
+"""Does accumulation train like the real batch? One recipe, the real batch, each split of it, several seeds.
+
+All arms of a seed start from the same weights and see the same samples in the same order, for the same number
+of updates. So the weights themselves can be compared, which is a far sharper question than accuracy.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from superbatch._version import __version__
+from superbatch.errors import InputError, explain
+
+from ..recipes import Recipe
+from ..report.comparison import Comparison, Run
+from .assembly import arm_report, notes_on
+from .backends import Backend, load_backend
+from .compare_options import Options as Options
+from .compare_options import asked, check_options
+from .setting import ArmPlan, Setting, curve_updates
+from .splits import Split, default_splits, parse_split, parse_splits
+from .workers import Advanced, Event, train_here, train_spread
+
+DEFAULTS = Options()
+TAIL = 0.4
+"""Share of the batch that an epoch's short last batch has, where there is one."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a comparison is.
+
+    Attributes:
+        done: micro-batches worked through.
+        total: micro-batches of the whole comparison.
+        finished: the run that has just been completed, as (seed, name of the arm, metric); None between runs.
+    """
+
+    done: int
+    total: int
+    finished: tuple[int, str, float] | None = None
+
+
+class ComparisonInterrupted(KeyboardInterrupt):
+    """A comparison was interrupted by Ctrl-C; what it had measured by then is in `report`.
+
+    Args:
+        report: with the runs that were finished, marked as partial.
+    """
+
+    def __init__(self, report: Comparison) -> None:
+        self.report = report
+
+
+def compare(
+    recipe: str | Recipe,
+    options: Options = DEFAULTS,
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Comparison:
+    """Train a recipe with the real batch and with each split, and compare what comes out.
+
+    Args:
+        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
+        options: what differs from the recipe's own values.
+        progress: called now and then, in this thread.
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: an option cannot be used.
+        SuperbatchError: the accumulator refuses the recipe (before any training), or a loss is not finite.
+        ComparisonInterrupted: on Ctrl-C; it carries the partial report.
+
+    Examples:
+        >>> report = compare("digits", Options(splits="5x20", updates=3, runs=2, dtype="float64"))
+        >>> [arm.name for arm in report.arms]
+        ['1x100', '5x20']
+        >>> report.arms[1].weight_difference < 1e-12
+        True
+    """
+    start = time.monotonic()
+    check_options(recipe, options)
+    backend = load_backend(options.backend)
+    loaded = backend.load(recipe, options.data) if isinstance(recipe, str) else recipe
+    setting = settle(loaded, options)
+    backend.check(setting)
+    seeds = tuple(range(options.runs))
+    finished: list[list[Run]] = [[] for _ in setting.arms]
+    peaks: list[int | None] = [None] * len(setting.arms)
+    receive = _receiver(setting, seeds, finished, progress)
+
+    def report(*, partial: bool) -> Comparison:
+        seconds = time.monotonic() - start
+        return _report(loaded, options, setting, backend, seeds, finished, peaks, seconds, partial=partial)
+
+    try:
+        with backend.threads(options.threads):
+            for index, arm in enumerate(setting.arms):
+                peaks[index] = backend.peak_of_update(loaded, setting, arm)
+            if options.workers == 1 or options.runs == 1 or not isinstance(recipe, str):
+                train_here(loaded, setting, seeds, receive)
+            else:
+                train_spread(
+                    recipe,
+                    setting,
+                    seeds,
+                    receive,
+                    workers=min(options.workers, options.runs),
+                    threads=options.threads,
+                    data=options.data,
+                    backend=options.backend,
+                )
+    except KeyboardInterrupt:
+        raise ComparisonInterrupted(report(partial=True)) from None
+    return report(partial=False)
+
+
+def settle(recipe: Recipe, options: Options) -> Setting:
+    """Fill in what the options leave to the recipe, and refuse what cannot be.
+
+    Args:
+        recipe: what is trained.
+        options: what was asked.
+
+    Returns:
+        The setting of all runs.
+
+    Raises:
+        InputError: with what was given, what is wrong with it and what to do.
+    """
+    splits = parse_splits(options.splits) if options.splits is not None else None
+    size = options.batch_size or (sum(splits[0].sizes) if splits else recipe.batch_size)
+    splits = splits or default_splits(size)
+    if sum(splits[0].sizes) != size:
+        raise InputError(
+            explain(
+                f"batch_size={size} with the split {splits[0].name}",
+                f"that split makes batches of {sum(splits[0].sizes)} samples",
+                "leave one of the two out",
+            )
+        )
+    if size > recipe.samples:
+        raise InputError(
+            explain(
+                f"a batch of {size} samples",
+                f"the recipe {recipe.name!r} has {recipe.samples} training samples",
+                "use a smaller batch",
+            )
+        )
+    tail = max(1, round(TAIL * size)) if options.include_wrong else None
+    if tail is not None and size + tail > recipe.samples:
+        raise InputError(
+            explain(
+                f"include_wrong with a batch of {size} samples",
+                f"an epoch with a tail needs {size + tail} samples, the recipe has {recipe.samples}",
+                "use a smaller batch",
+            )
+        )
+    optimizer, learning_rate = _optimizer(recipe, options)
+    return Setting(
+        arms=tuple(_arms(recipe, splits, include_wrong=options.include_wrong)),
+        updates=options.updates or recipe.updates,
+        batch_size=size,
+        tail=tail,
+        dtype=options.dtype,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        backend=options.backend,
+    )
+
+
+def _optimizer(recipe: Recipe, options: Options) -> tuple[str, float]:
+    name = options.optimizer or recipe.default_optimizer
+    if name not in recipe.learning_rates:
+        raise InputError(
+            explain(
+                f"optimizer={name!r}",
+                f"the recipe {recipe.name!r} does not offer it",
+                f"use one of {', '.join(recipe.learning_rates)}",
+            )
+        )
+    return name, options.learning_rate or recipe.learning_rates[name]
+
+
+def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> list[ArmPlan]:
+    size = sum(splits[0].sizes)
+    parts = [split for split in splits if len(split.sizes) > 1]
+    if not parts:
+        raise InputError(
+            explain(
+                f"a batch of {size} samples in one piece only",
+                "there is nothing to compare the real batch with",
+                "add a split, such as 5x20 of a batch of 100",
+            )
+        )
+    wrong: list[ArmPlan] = []
+    if include_wrong:
+        unequal = next((split for split in parts if not split.equal), _uneven(size))
+        uneven = unequal if recipe.weight is None else parts[0]
+        equal = next((split for split in parts if split.equal), parse_split(f"{size}x1"))
+        wrong = [ArmPlan(uneven, "mean of means", "wrong"), ArmPlan(equal, "fixed tail divisor", "wrong")]
+        parts = list(dict.fromkeys([*parts, uneven, equal]))
+    coupled = recipe.coupled == "exact"
+    claim = "exact" if coupled or recipe.batchnorm == "error" else "inexact"
+    real = ArmPlan(Split(f"1x{size}", (size,)), "real batch", "real")
+    plain = [ArmPlan(split, "plain accumulation", "inexact") for split in parts if coupled]
+    return [real, *(ArmPlan(split, "accumulator", claim) for split in parts), *plain, *wrong]
+
+
+def _uneven(size: int) -> Split:
+    """80/15/5 percent of a batch: micro-batches as unequal as a loader with a short last one makes them."""
+    third = max(1, round(0.05 * size))
+    second = max(1, round(0.15 * size))
+    if size < 4:  # 2/1 and 1/1: the last is equal, so that a mean of means is right there
+        return parse_split(f"{size - 1}/1")
+    return parse_split(f"{size - second - third}/{second}/{third}")
+
+
+def _receiver(
+    setting: Setting,
+    seeds: Sequence[int],
+    finished: list[list[Run]],
+    progress: Callable[[Progress], None],
+) -> Callable[[Event], None]:
+    total = len(seeds) * setting.updates * sum(len(arm.split.sizes) for arm in setting.arms)
+    done = 0
+
+    def receive(event: Event) -> None:
+        nonlocal done
+        if isinstance(event, Advanced):
+            done += event.microbatches
+            progress(Progress(done, total))
+        else:
+            finished[event.arm].append(event.run)
+            name = setting.arms[event.arm].name
+            progress(Progress(done, total, (event.seed, name, event.run.metric)))
+
+    return receive
+
+
+def _report(
+    recipe: Recipe,
+    options: Options,
+    setting: Setting,
+    backend: Backend,
+    seeds: tuple[int, ...],
+    finished: Sequence[Sequence[Run]],
+    peaks: Sequence[int | None],
+    seconds: float,
+    *,
+    partial: bool,
+) -> Comparison:
+    margin = options.margin or recipe.margin
+    arms = tuple(
+        arm_report(arm, recipe, setting, backend, runs, finished[0], peak, margin)
+        for arm, runs, peak in zip(setting.arms, finished, peaks, strict=True)
+    )
+    return Comparison(
+        recipe=recipe.name,
+        backend=backend.title,
+        description=recipe.description,
+        statement=recipe.statement,
+        metric=recipe.metric,
+        unit=recipe.unit,
+        dtype=setting.dtype,
+        optimizer=setting.optimizer,
+        learning_rate=setting.learning_rate,
+        batch_size=setting.batch_size,
+        updates=setting.updates,
+        seeds=seeds,
+        margin=margin,
+        tail=setting.tail,
+        arms=arms,
+        curve_updates=curve_updates(setting.updates),
+        seconds=seconds,
+        partial=partial,
+        versions={
+            "superbatch": __version__,
+            **backend.versions(),
+            "python": platform.python_version(),
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+        command=asked(options),
+        notes=notes_on(arms, setting, backend, options.workers),
+    )

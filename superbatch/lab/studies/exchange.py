@@ -1,0 +1,180 @@
+"""How long the exchange of gradients takes: measured where a command was started on several ranks.
+
+``torchrun --nproc-per-node 2 -m superbatch advise digits`` starts it twice. All ranks make the exchange that
+a window of the `Accumulator` makes; then the first one goes on alone, so that the others do not disturb it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from superbatch.errors import InputError, explain
+from superbatch.torch.window.sync.ranks import Ranks
+from superbatch.tuning.search import time_per_sample
+
+from ..recipes import Recipe, load_recipe
+from .advise_options import Options, question
+
+ROUNDS = 20
+"""Exchanges that are timed."""
+
+
+def started_on() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, as torchrun states them; ``(0, 1)`` alone.
+
+    Raises:
+        InputError: they are no numbers.
+
+    Examples:
+        >>> started_on()
+        (0, 1)
+    """
+    if "MASTER_ADDR" not in os.environ:  # a batch system may set the other two for a single process, too
+        return 0, 1
+    rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdigit() and count.isdigit() and int(rank) < int(count)):
+        raise InputError(
+            explain(
+                f"RANK={rank!r} and WORLD_SIZE={count!r} beside MASTER_ADDR",
+                "they do not say which of how many processes this one is",
+                "start the command with torchrun, or unset MASTER_ADDR to run it alone",
+            )
+        )
+    return int(rank), int(count)
+
+
+def check_ranks(stated: int, count: int) -> int:
+    """Return how many ranks an advice is about.
+
+    Args:
+        stated: by the user; 1 is the default.
+        count: that the command was started on.
+
+    Raises:
+        InputError: they differ, and both are more than one.
+
+    Examples:
+        >>> check_ranks(8, 1), check_ranks(1, 2), check_ranks(2, 2)
+        (8, 2, 2)
+    """
+    if 1 not in (stated, count) and stated != count:
+        raise InputError(
+            explain(
+                f"ranks={stated} in a command that was started on {count}",
+                "the exchange of gradients over so many is not that over the others",
+                "leave --ranks out, or start the command once and give --all-reduce-seconds",
+            )
+        )
+    return stated if count == 1 else count
+
+
+def this_rank(device: str) -> torch.device:
+    """Return the device of this rank: of several GPUs the one that torchrun has given it.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"``, or one that is numbered, which is left as it is.
+
+    Examples:
+        >>> this_rank("cpu")
+        device(type='cpu')
+    """
+    if device != "cuda":
+        return torch.device(device)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...]]:
+    """Measure the exchange, unless its time was given or there is only one rank.
+
+    Args:
+        recipe: whose model's gradients are exchanged.
+        options: of an advice, with the ranks that it is about.
+
+    Returns:
+        The options with the time, and what is to be said of it.
+
+    Examples:
+        >>> from superbatch.lab.recipes import load_recipe
+        >>> options, notes = exchanged(load_recipe("digits"), Options(ranks=8))
+        >>> print(*notes)
+        The exchange of gradients over 8 ranks was not measured and counts as nothing: ...
+    """
+    count = started_on()[1]
+    if options.all_reduce_seconds is not None or options.ranks == 1:
+        return options, ()
+    if count == 1:
+        start = f"torchrun --nproc-per-node {options.ranks} -m superbatch advise"
+        note = (
+            f"The exchange of gradients over {options.ranks} ranks was not measured and counts as nothing: "
+            f"start the command on them ({start}), or give --all-reduce-seconds."
+        )
+        return options, (note,)
+    device = this_rank(options.device)
+    with torch.random.fork_rng(), all_ranks(device) as ranks:
+        seconds = exchange_seconds(recipe.model(0).to(device), ranks)
+    note = f"The exchange of gradients was timed over {count} ranks, as a window makes it, {ROUNDS} times."
+    return replace(options, all_reduce_seconds=seconds), (note,)
+
+
+def take_part(recipe: str, options: Options) -> None:
+    """Do a further rank's part of an advice: exchange gradients as often as the first one does.
+
+    Args:
+        recipe: as for the first rank.
+        options: likewise.
+
+    Raises:
+        InputError: as on the first rank.
+    """
+    loaded = load_recipe(recipe, data=options.data)
+    options = replace(options, ranks=check_ranks(options.ranks, started_on()[1]))
+    question(loaded, options)
+    exchanged(loaded, options)
+
+
+def exchange_seconds(model: nn.Module, ranks: Ranks) -> float:
+    """Time the exchange of a model's gradients over ranks, every one of which must call this.
+
+    Args:
+        model: on the ranks' device; its gradients are taken to be dense.
+        ranks: of a process group.
+
+    Returns:
+        Seconds: the lower quartile of `ROUNDS` exchanges, on the slowest rank.
+
+    Examples:
+        >>> 0 <= exchange_seconds(nn.Linear(3, 1), Ranks(())) < 1  # this process alone: nothing to exchange
+        True
+    """
+    gradients = [torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
+    seconds: list[float] = []
+    for _ in range(ROUNDS):
+        ranks.sum([0.0])  # all begin together
+        start = time.perf_counter()
+        ranks.sum_gradients([*gradients], lambda index: gradients[index])
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize(ranks.device)
+        seconds.append(time.perf_counter() - start)
+    return max(ranks.gather(time_per_sample(seconds)))
+
+
+@contextmanager
+def all_ranks(device: torch.device) -> Iterator[Ranks]:
+    """Return a context in which all processes of the command are one group: gloo on the CPU, NCCL on GPUs.
+
+    Args:
+        device: of this rank.
+    """
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Ranks((), group=dist.group.WORLD, device=device)
+    finally:
+        dist.destroy_process_group()

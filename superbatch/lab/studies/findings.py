@@ -1,0 +1,209 @@
+"""What a fit knows at any moment, and the report that can be made of it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from superbatch.batch.split import near_equal
+from superbatch.results.memory import Limit, Peak, Saving
+from superbatch.tuning.search import MemoryCurve, corrected, fastest, fit_curve, halvings, time_per_sample
+
+from ..report.fitting import DRAWN_ON, Reach, Size
+
+BATCHES = (1, 4, 16, 64, 256)
+"""Effective batches that are shown, as multiples of the batch."""
+
+
+@dataclass
+class Findings:
+    """What has been found out so far.
+
+    Attributes:
+        limit: bytes, and who sets them.
+        batch_size: samples of one update; no micro-batch is larger.
+        margin: share of the limit that is kept free.
+        planned: sizes that are looked at.
+        how: how peaks were predicted.
+        probes: predicted, by samples.
+        measured: peaks in bytes, by samples.
+        timings: seconds per sample of windows, by samples; the first of each is a rehearsal.
+        updates: seconds of what follows the last micro-batch of a window.
+        savings: what would lower the peak.
+        refused: why the accumulator splits no batch of this recipe.
+        impossible: sizes with which the loss function raises an error.
+        notes: for the reader.
+
+    Examples:
+        >>> found = Findings(limit=Limit(1000, "a test"), batch_size=100)
+        >>> found.measured = {1: 110, 10: 200}
+        >>> found.plan()
+        >>> found.largest, found.top, found.planned
+        (90, 50, (1, 2, 4, 7, 13, 25, 50, 100))
+    """
+
+    limit: Limit
+    batch_size: int
+    margin: float = 0.0
+    planned: tuple[int, ...] = ()
+    how: str = ""
+    probes: dict[int, Peak] = field(default_factory=dict)
+    measured: dict[int, int] = field(default_factory=dict)
+    timings: dict[int, list[float]] = field(default_factory=dict)
+    updates: list[float] = field(default_factory=list)
+    savings: tuple[Saving, ...] = ()
+    refused: str | None = None
+    impossible: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the limit that a peak may take."""
+        return int(self.limit.bytes * (1 - self.margin))
+
+    @property
+    def predicted(self) -> MemoryCurve | None:
+        """The curve through the predicted sizes; None without any."""
+        points = [(samples, peak.bytes) for samples, peak in self.probes.items()]
+        return fit_curve(points) if points else None
+
+    @property
+    def curve(self) -> MemoryCurve | None:
+        """The prediction, bent through what was measured; what was measured, without a prediction."""
+        points, predicted = sorted(self.measured.items()), self.predicted
+        if predicted is None:
+            return fit_curve(points) if points else None
+        return corrected(predicted, points)
+
+    @property
+    def largest(self) -> int:
+        """The largest micro-batch that fits, at most the batch; 0 for none."""
+        return 0 if self.curve is None else self.curve.largest(self.usable, self.batch_size)
+
+    @property
+    def top(self) -> int:
+        """The largest micro-batch of the batch's near-equal split under the limit; 0 if none fits."""
+        return near_equal(self.batch_size, self.largest)[0] if self.largest else 0
+
+    @property
+    def beyond(self) -> int | None:
+        """The largest that would fit, were the batch larger; None where that is not known.
+
+        The curve is drawn on as a line, as it is for samples that do not meet in the loss: a loss over all
+        pairs of a batch grows faster. It is drawn to `DRAWN_ON` times the batch: a number from
+        farther off would say more than is known.
+        """
+        if self.curve is None or self.refused is not None:
+            return None
+        return self.curve.largest(self.usable, DRAWN_ON * self.batch_size)
+
+    @property
+    def timed(self) -> dict[int, list[float]]:
+        """Timings of the sizes that have one beside their rehearsal."""
+        return {samples: seconds for samples, seconds in self.timings.items() if len(seconds) > 1}
+
+    @property
+    def fastest(self) -> int | None:
+        """The fastest size; a larger one wins unless it is slower by more than 3 %."""
+        return fastest(self.timed) if self.timed else None
+
+    @property
+    def update(self) -> float:
+        """Seconds of what follows the last micro-batch of a window."""
+        return median(self.updates) if self.updates else 0.0
+
+    def fits(self, samples: int) -> bool:
+        """Whether micro-batches of a size are within the limit, by all that is known."""
+        return self.curve is not None and self.curve.at(samples) <= self.usable
+
+    def plan(self, asked: Sequence[int] = ()) -> None:
+        """Settle which sizes are looked at: those asked for, else the largest that fits and its halves.
+
+        Each occurs in training: it is the largest micro-batch of a near-equal split of the batch. Sizes above
+        the limit come with them, to be seen.
+
+        Args:
+            asked: sizes that the user wants to see.
+        """
+        whole = halvings(self.batch_size)
+        if asked:
+            self.planned = tuple(sorted({*asked}))
+        elif not 0 < self.largest < self.batch_size:
+            self.planned = tuple(whole)
+        else:
+            below = {near_equal(self.batch_size, samples)[0] for samples in halvings(self.top)}
+            self.planned = (*sorted(below), *(samples for samples in whole if samples > self.largest))
+
+    def sizes(self) -> tuple[Size, ...]:
+        """The report of each size."""
+        return tuple(
+            self._size(samples)
+            for samples in sorted({*(self.planned or self.probes), *self.measured} - self.impossible)
+        )
+
+    def seconds_per_sample(self, samples: int) -> float | None:
+        """Seconds per sample of micro-batches of any size: between two timed sizes a straight line.
+
+        Args:
+            samples: of a micro-batch.
+
+        Returns:
+            Seconds; those of the nearest size outside of the timed ones; None if none was timed.
+
+        Examples:
+            >>> found = Findings(limit=Limit(1, ""), batch_size=8)
+            >>> found.timings = {2: [9.0, 4.0], 4: [9.0, 2.0]}
+            >>> found.seconds_per_sample(1), found.seconds_per_sample(3), found.seconds_per_sample(8)
+            (4.0, 3.0, 2.0)
+        """
+        known = sorted((size, time_per_sample(seconds)) for size, seconds in self.timed.items())
+        if not known:
+            return None
+        right = min(max(bisect_left(known, (samples, -math.inf)), 1), len(known) - 1)
+        (n0, s0), (n1, s1) = known[max(0, right - 1)], known[right]
+        share = min(1.0, max(0.0, (samples - n0) / (n1 - n0))) if n1 > n0 else 0.0
+        return s0 + share * (s1 - s0)
+
+    def reach(self) -> tuple[Reach, ...]:
+        """Effective batches with micro-batches of the fastest size; none where batches are not split."""
+        samples = self.fastest or self.largest
+        if not samples or self.refused is not None:
+            return ()
+        return tuple(self._reach(times * self.batch_size, samples) for times in BATCHES)
+
+    def _reach(self, batch: int, samples: int) -> Reach:
+        parts = near_equal(batch, samples)
+        return Reach(
+            batch=batch,
+            microbatches=len(parts),
+            samples=parts[0],
+            whole=None if self.curve is None else self.curve.at(batch),
+            seconds=self._update_seconds(batch, parts[0]),
+        )
+
+    def _update_seconds(self, batch: int, samples: int) -> float | None:
+        each = self.seconds_per_sample(samples)
+        return None if each is None else batch * each + self.update
+
+    def _size(self, samples: int) -> Size:
+        predicted, measured = self.predicted, self.measured.get(samples)
+        seconds = self.timed.get(samples)
+        peak = measured if measured is not None else None if self.curve is None else self.curve.at(samples)
+        return Size(
+            samples=samples,
+            microbatches=len(near_equal(self.batch_size, samples)),
+            predicted=None if predicted is None else predicted.at(samples),
+            probe=self.probes.get(samples),
+            measured=measured,
+            fits=peak is not None and peak <= self.usable,
+            seconds=time_per_sample(seconds) if seconds else None,
+            high=_upper_quartile(seconds[1:]) if seconds else None,
+            update_seconds=self._update_seconds(self.batch_size, samples) if seconds else None,
+        )
+
+
+def _upper_quartile(values: list[float]) -> float:
+    return sorted(values)[3 * (len(values) - 1) // 4]

@@ -1,0 +1,384 @@
+"""How noisy is this recipe's gradient, and is a larger batch worth it? Train it while measuring.
+
+1. Train with an accumulator that measures every window; note its noise scale some forty times.
+2. Time micro-batches and updates of the same sizes, on weights that are thrown away.
+3. Combine both: the time to a target loss with K micro-batches per update, against one.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+
+from superbatch._version import __version__
+from superbatch.errors import InputError, explain
+from superbatch.noise.meter import NoiseMeter, noise_over_run, relative_time
+from superbatch.torch import Accumulator
+from superbatch.tuning.noise_range import noise_range_of
+
+from ..recipes import Recipe, load_recipe
+from ..report.noise_study import AtSteps, NoiseAt, NoiseStudy
+from .fit import busy
+from .on_torch import orders, torch_threads
+from .rehearsal import prepare
+from .setting import Setting
+
+POINTS = 40
+MICROBATCHES = 8
+"""Micro-batches of a window, unless their size is stated."""
+
+MOST_STEPS = 64
+TIMED_WINDOWS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What can be asked of a study; None stands for the recipe's own value.
+
+    Attributes:
+        batch_size: samples of one update.
+        microbatch_size: samples of a micro-batch; None: an eighth of the batch.
+        updates: length of the run.
+        optimizer: one that the recipe allows.
+        learning_rate: None: the recipe's for that optimizer.
+        seed: of the weights and of the order of samples.
+        threads: of torch; None: as many as torch takes.
+        data: folder of data, for a recipe that reads one.
+
+    Examples:
+        >>> Options(updates=100).updates
+        100
+    """
+
+    batch_size: int | None = None
+    microbatch_size: int | None = None
+    updates: int | None = None
+    optimizer: str | None = None
+    learning_rate: float | None = None
+    seed: int = 0
+    threads: int | None = None
+    data: str | Path | None = None
+
+
+DEFAULTS = Options()
+
+
+class NoiseInterrupted(KeyboardInterrupt):
+    """A study was interrupted by Ctrl-C; what it had found out by then is in `report`.
+
+    Args:
+        report: marked as partial.
+    """
+
+    def __init__(self, report: NoiseStudy) -> None:
+        self.report = report
+
+
+@dataclass
+class _Found:
+    """What is known so far."""
+
+    points: list[NoiseAt] = field(default_factory=list)
+    updates: int = 0
+    microbatch_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+
+def noise(
+    recipe: str | Recipe,
+    options: Options = DEFAULTS,
+    *,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
+) -> NoiseStudy:
+    """Train a recipe while measuring how noisy its gradient is.
+
+    Args:
+        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
+        options: what differs from the recipe's own values.
+        progress: called now and then with (done, total, what has just been finished).
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: an option cannot be used.
+        SuperbatchError: the accumulator refuses the recipe.
+        NoiseInterrupted: on Ctrl-C; it carries the partial report. (A plain KeyboardInterrupt before anything
+            is known.)
+
+    Examples:
+        >>> report = noise("digits", Options(updates=60, seed=1))
+        >>> len(report.points), report.steps[0].time in (1.0, None)
+        (30, True)
+    """
+    start = time.monotonic()
+    loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
+    setting, size = _checked(loaded, options)
+    notes = busy()
+    found = _Found()
+    with torch_threads(options.threads or torch.get_num_threads()), torch.random.fork_rng():
+        try:
+            _train(loaded, setting, size, options.seed, found, progress)
+            _time(loaded, setting, size, found)
+        except KeyboardInterrupt:
+            if not found.points:
+                raise
+            seconds = time.monotonic() - start
+            report = _report(loaded, setting, size, options, found, notes, seconds=seconds, partial=True)
+            raise NoiseInterrupted(report) from None
+        seconds = time.monotonic() - start
+        return _report(loaded, setting, size, options, found, notes, seconds=seconds, partial=False)
+
+
+def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
+    """How to train, and the samples of a micro-batch."""
+    if recipe.coupled == "exact":
+        raise InputError(
+            explain(
+                f"the recipe {recipe.name!r}, whose samples see each other",
+                "noise is told from the gradients of micro-batches, and there a micro-batch has none of its "
+                "own",
+                "give a recipe of separate samples: a model without BatchNorm, a loss without pairs",
+            )
+        )
+    for name in ("batch_size", "microbatch_size", "updates", "threads"):
+        value = getattr(options, name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(explain(f"{name}={value!r}", "it counts something", "give a positive integer"))
+    batch = options.batch_size or recipe.batch_size
+    if batch < 2 or batch > recipe.samples:
+        raise InputError(
+            explain(
+                f"a batch of {batch} samples",
+                f"it is drawn from {recipe.samples} samples and cut into two micro-batches or more",
+                f"give a batch size between 2 and {recipe.samples}",
+            )
+        )
+    size = options.microbatch_size or math.ceil(batch / min(batch, MICROBATCHES))
+    if size >= batch:
+        raise InputError(
+            explain(
+                f"micro-batches of {size} samples in a batch of {batch}",
+                "noise is seen by the differences between micro-batches, of which there must be two",
+                "give a smaller microbatch size, or a larger batch",
+            )
+        )
+    optimizer = options.optimizer or recipe.default_optimizer
+    if optimizer not in recipe.learning_rates:
+        raise InputError(
+            explain(
+                f"the optimizer {optimizer!r}",
+                f"recipe {recipe.name!r} has no learning rate for it",
+                f"give one of {', '.join(recipe.learning_rates)}",
+            )
+        )
+    rate = recipe.learning_rates[optimizer] if options.learning_rate is None else options.learning_rate
+    if not 0 < rate < math.inf:
+        raise InputError(explain(f"learning_rate={rate!r}", "it is a positive number", "give one"))
+    if not -(2**63) <= options.seed < 2**64:
+        raise InputError(
+            explain(f"seed={options.seed}", "it is a number of 64 bits", "give a smaller one, such as 0")
+        )
+    setting = Setting(
+        arms=(),
+        updates=options.updates or recipe.updates,
+        batch_size=batch,
+        tail=None,
+        dtype="float32",
+        optimizer=optimizer,
+        learning_rate=rate,
+    )
+    return setting, size
+
+
+def _train(
+    recipe: Recipe,
+    setting: Setting,
+    size: int,
+    seed: int,
+    found: _Found,
+    progress: Callable[[int, int, str], None],
+) -> None:
+    model = recipe.model(seed)
+    torch.manual_seed(seed)
+    # The average remembers about a tenth of the run, and 20 windows at least.
+    beta = max(0.9, 1 - 20 / (setting.updates + 10))
+    accumulate = Accumulator(
+        model,
+        recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate),
+        recipe.loss_fn(model),
+        microbatch_size=size,
+        reduction=recipe.reduction,
+        weight=recipe.weight,
+        batchnorm=recipe.batchnorm,
+        coupled=recipe.coupled,
+        noise=NoiseMeter(beta, every=1, data_size=recipe.samples, preconditioned=True),
+    )
+    losses: list[float] = []
+    every = math.ceil(setting.updates / POINTS)
+    for indices in orders(recipe.samples, setting, seed):
+        losses.append(accumulate(recipe.batch(indices)).loss)
+        found.updates += 1
+        if found.updates % every and found.updates < setting.updates:
+            continue
+        now = accumulate.noise
+        assert now is not None
+        found.points.append(
+            NoiseAt(
+                update=found.updates,
+                samples=found.updates * setting.batch_size,
+                loss=statistics.fmean(losses),
+                batch_size=now.batch_size,
+                low=now.low,
+                high=now.high,
+                reason=now.reason,
+                by_model=tuple(noise_range_of(each).value for each in now.models),
+            )
+        )
+        losses.clear()
+        progress(found.updates, setting.updates, f"update {found.updates}")
+
+
+def _time(recipe: Recipe, setting: Setting, size: int, found: _Found) -> None:
+    rehearsal = prepare(
+        recipe, optimizer=setting.optimizer, dtype="float32", device="cpu", samples=setting.batch_size
+    )
+    trainer = rehearsal.trainer()
+    window = rehearsal.window_of(size, count=max(2, setting.batch_size // size))
+    times = [trainer.time(window) for _ in range(2 + TIMED_WINDOWS)][2:]
+    found.microbatch_seconds, found.update_seconds = map(statistics.median, zip(*times, strict=True))
+
+
+def _over_run(found: _Found, batch_size: int) -> tuple[float | None, float, float]:
+    """One noise scale for the run, and its interval.
+
+    Where the signal was lost again the noise scale is mostly larger than where it was seen: such points have
+    no number, but the upper end must not leave them out.
+    """
+    known = [each for each in found.points if each.batch_size]
+    if not known:
+        return None, max((each.low for each in found.points), default=0.0), math.inf
+
+    def mean(values: list[float]) -> float:
+        return noise_over_run([max(value, 1e-9) for value in values], batch_size=batch_size)
+
+    since = found.points[found.points.index(known[0]) :]
+    low, high = mean([each.low for each in known]), mean([each.high for each in since])
+    return mean([each.batch_size or 0.0 for each in known]), low, high
+
+
+def _by_model(found: _Found, batch_size: int, run: float | None) -> tuple[float | None, ...]:
+    """The noise scale of the run under each model of Adam's preconditioner.
+
+    As much above the plain one as at the points that have both: those that have one differ.
+    """
+    count = max((len(each.by_model) for each in found.points), default=0)
+
+    def scale(model: int) -> float | None:
+        both = [(each.by_model[0], each.by_model[model]) for each in found.points if each.by_model]
+        known = [(plain, own) for plain, own in both if plain and own]
+        if run is None or not known:
+            return None
+        plain, own = (noise_over_run(each, batch_size=batch_size) for each in zip(*known, strict=True))
+        return run * own / plain
+
+    return tuple(map(scale, range(count)))
+
+
+def _steps(
+    found: _Found,
+    size: int,
+    run: tuple[float | None, float, float],
+    models: tuple[float | None, ...],
+    *,
+    ranks: int = 1,
+) -> tuple[AtSteps, ...]:
+    if not found.microbatch_seconds:
+        return ()
+
+    def time_with(k: int, noise: float) -> float:
+        return relative_time(
+            k,
+            noise=noise,
+            microbatch_size=size,
+            microbatch_seconds=found.microbatch_seconds,
+            update_seconds=found.update_seconds,
+            ranks=ranks,
+        )
+
+    scale, low, high = run
+    return tuple(
+        AtSteps(
+            accumulation_steps=k,
+            batch=k * size,
+            time=None if scale is None else time_with(k, scale),
+            low=time_with(k, high),
+            high=time_with(k, low),
+            by_model=tuple(None if each is None else time_with(k, each) for each in models),
+        )
+        for k in (1 << power for power in range(MOST_STEPS.bit_length()))
+    )
+
+
+def _report(
+    recipe: Recipe,
+    setting: Setting,
+    size: int,
+    options: Options,
+    found: _Found,
+    notes: list[str],
+    *,
+    seconds: float,
+    partial: bool,
+) -> NoiseStudy:
+    run = _over_run(found, setting.batch_size)
+    models = _by_model(found, setting.batch_size, run[0])
+    unknown = sum(each.batch_size is None for each in found.points)
+    if unknown and unknown < len(found.points):
+        notes = [
+            *notes,
+            f"At {unknown} of {len(found.points)} points of the run the noise scale was not determined: the "
+            "number for the whole run is of the others; its upper end takes those that came later as without "
+            "end.",
+        ]
+    return NoiseStudy(
+        recipe=recipe.name,
+        description=recipe.description,
+        optimizer=setting.optimizer,
+        learning_rate=setting.learning_rate,
+        batch_size=setting.batch_size,
+        microbatch_size=size,
+        updates=found.updates,
+        seed=options.seed,
+        threads=options.threads or torch.get_num_threads(),
+        data_size=recipe.samples,
+        points=tuple(found.points),
+        noise=run[0],
+        low=run[1],
+        high=run[2],
+        microbatch_seconds=found.microbatch_seconds,
+        update_seconds=found.update_seconds,
+        steps=_steps(found, size, run, models),
+        models=models,
+        seconds=seconds,
+        partial=partial,
+        versions={
+            "superbatch": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+        command={
+            each.name: str(getattr(options, each.name))
+            for each in fields(options)
+            if getattr(options, each.name) is not None
+        },
+        notes=tuple(notes),
+    )

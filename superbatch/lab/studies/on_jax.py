@@ -1,0 +1,232 @@
+# JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""A comparison on JAX: the digits task, each update one compiled program with the micro-batches inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from superbatch.jax import value_and_grad
+
+from ..recipes import Recipe
+from ..recipes.digits_data import digits_on
+from .backends import Backend, Trained
+from .setting import WRONG, ArmPlan, Setting, Way
+from .without_torch import run_updates
+
+OPTIMIZERS: Mapping[str, Callable[[float], Any]] = {
+    "sgd": optax.sgd,
+    "momentum": partial(optax.sgd, momentum=0.9),
+    "adam": optax.adam,
+    "adamw": partial(optax.adamw, weight_decay=0.01),  # torch's default
+}
+HOW: Mapping[Way, str] = {
+    "real batch": "the whole batch at once, jax.value_and_grad",
+    "accumulator": "superbatch.jax.value_and_grad",
+    **WRONG,
+}
+MEMORY = (
+    "Peak memory is what XLA plans for one update's temporary buffers when it compiles it "
+    "(memory_analysis().temp_size_in_bytes), copies of micro-batches included. Micro-batches of unequal size "
+    "are padded to the largest."
+)
+
+
+def losses_of(weights: Any, images: Any, labels: Any) -> Any:
+    """The cross entropy of each image under the perceptron.
+
+    Args:
+        weights: as `superbatch.lab.recipes.digits_data.initial_weights` names them.
+        images: shape (..., 64).
+        labels: integers, shape (...).
+
+    Returns:
+        The shape of the labels.
+    """
+    hidden = jax.nn.relu(images @ weights["0.weight"].T + weights["0.bias"])
+    scores = hidden @ weights["2.weight"].T + weights["2.bias"]
+    return optax.softmax_cross_entropy_with_integer_labels(scores, labels)
+
+
+def mean_loss(weights: Any, batch: Any) -> Any:
+    """The mean cross entropy of a batch or micro-batch of (images, labels)."""
+    return losses_of(weights, *batch).mean()
+
+
+def gradient_function(arm: ArmPlan, samples: int) -> Callable[[Any, Any], Any]:
+    """Make the function that works through one batch as an arm does.
+
+    Args:
+        arm: which.
+        samples: of the batch: a tail has fewer than the others.
+
+    Returns:
+        (weights, batch) -> (mean loss, gradient), of a batch that `prepared` made.
+    """
+    if arm.way == "real batch":
+        return jax.value_and_grad(mean_loss)
+    if arm.split.equal:
+        size = arm.split.sizes[0]
+        right = value_and_grad(mean_loss, microbatch_size=size)
+        if arm.way == "accumulator":
+            return right
+        share = len(arm.split.sizes_of(samples)) / len(arm.split.sizes)
+        return lambda weights, batch: _scaled(right(weights, batch), share)
+    if arm.way == "accumulator":
+        return value_and_grad(_mean_of_parts, microbatch_size=1, weight=_count)
+    unweighted = value_and_grad(_mean_of_parts, microbatch_size=1)  # each micro-batch counts as one row
+    return lambda weights, batch: (_mean_of_parts(weights, batch), unweighted(weights, batch)[1])
+
+
+def prepared(arm: ArmPlan, images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Lay out a batch as an arm works through it.
+
+    Args:
+        arm: which.
+        images: shape (n, 64).
+        labels: shape (n,).
+
+    Returns:
+        The two; where micro-batches differ in size the two and a mask, shapes (K, longest, ...): one row is
+        one micro-batch, padded to the longest.
+    """
+    if arm.way == "real batch" or arm.split.equal:
+        return images, labels
+    sizes = arm.split.sizes_of(len(labels))
+    real = np.arange(max(sizes)) < np.array(sizes)[:, None]
+    padded = np.zeros((*real.shape, images.shape[1]), images.dtype), np.zeros(real.shape, labels.dtype)
+    for whole, parts in zip((images, labels), padded, strict=True):
+        parts[real] = whole  # the rows of the first micro-batch, then those of the second, ...
+    return *padded, real.astype(images.dtype)
+
+
+@partial(jax.jit, static_argnames=("arm", "optimizer", "learning_rate"))
+def update(
+    weights: Any, state: Any, batch: Any, *, arm: ArmPlan, optimizer: str, learning_rate: float
+) -> Any:
+    """Make one update; compiled once for each arm, size of the batch and dtype, whatever the seed.
+
+    Args:
+        weights: to be changed.
+        state: of the optimizer.
+        batch: as `prepared` made it.
+        arm: how the batch is worked through.
+        optimizer: of `OPTIMIZERS`.
+        learning_rate: of the update.
+
+    Returns:
+        New weights, new state, the batch's mean loss before the update.
+    """
+    loss, gradient = gradient_function(arm, len(batch[1]))(weights, batch)
+    changes, state = OPTIMIZERS[optimizer](learning_rate).update(gradient, state, weights)
+    return optax.apply_updates(weights, changes), state, loss
+
+
+def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
+    """Train every arm from one seed, with the initial weights and the order of samples of the run on torch.
+
+    Args:
+        recipe: the digits task.
+        setting: how.
+        seed: of the initial weights and the order of the samples.
+        tick: called after each update with its number of micro-batches.
+
+    Yields:
+        The arms, the real batch first.
+    """
+    for arm in setting.arms:
+        with jax.enable_x64(setting.dtype == "float64"):
+            trained = _train(recipe, setting, arm, seed, tick)
+        yield trained
+
+
+def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
+    """Ask the compiler how much memory one update of an arm needs.
+
+    Args:
+        recipe: the digits task.
+        setting: how.
+        arm: whose update.
+
+    Returns:
+        Bytes of temporary buffers: activations, gradients and what lies between.
+    """
+    with jax.enable_x64(setting.dtype == "float64"):
+        weights, state = _initial(recipe, setting, 0)
+        batch = _batch(recipe, np.arange(setting.batch_size), setting, arm)
+        program: Any = update
+        compiled = program.lower(weights, state, batch, **_static(setting, arm)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+
+def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
+    static = _static(setting, arm)
+    weights, state = _initial(recipe, setting, seed)
+    for size in {setting.batch_size, setting.tail or setting.batch_size}:  # compiled before the clock runs
+        jax.block_until_ready(update(weights, state, _batch(recipe, np.arange(size), setting, arm), **static))
+
+    def one_update(batch: Any) -> float:
+        nonlocal weights, state
+        weights, state, loss = update(weights, state, batch, **static)
+        return float(loss)
+
+    return run_updates(
+        recipe,
+        setting,
+        arm,
+        seed,
+        tick,
+        prepare=lambda indices: _batch(recipe, indices, setting, arm),
+        update=one_update,
+        weights=lambda: {name: np.asarray(values) for name, values in weights.items()},
+    )
+
+
+def _initial(recipe: Recipe, setting: Setting, seed: int) -> tuple[Any, Any]:
+    drawn: Any = recipe.model(seed)
+    weights = {name: jnp.asarray(values, setting.dtype) for name, values in drawn.items()}
+    return weights, OPTIMIZERS[setting.optimizer](setting.learning_rate).init(weights)
+
+
+def _static(setting: Setting, arm: ArmPlan) -> dict[str, Any]:
+    return {"arm": arm, "optimizer": setting.optimizer, "learning_rate": setting.learning_rate}
+
+
+def _batch(recipe: Recipe, indices: Any, setting: Setting, arm: ArmPlan) -> Any:
+    images, labels = recipe.batch(indices)
+    ready = prepared(arm, images.astype(setting.dtype), labels.astype(np.int32))
+    return tuple(map(jnp.asarray, ready))
+
+
+def _mean_of_parts(weights: Any, parts: Any) -> Any:
+    images, labels, real = parts
+    return (losses_of(weights, images, labels) * real).sum() / real.sum()
+
+
+def _count(part: Any) -> Any:
+    return part[2].sum()
+
+
+def _scaled(found: Any, share: float) -> Any:
+    loss, gradient = found
+    return loss, jax.tree.map(lambda leaf: share * leaf, gradient)
+
+
+BACKEND = Backend(
+    title="jax",
+    load=lambda name, data: digits_on(lambda weights: partial(mean_loss, weights)),
+    train=train,
+    peak_of_update=peak_of_update,
+    how=HOW,
+    versions=lambda: {"jax": jax.__version__, "optax": optax.__version__},
+    threads=lambda count: nullcontext(),
+    notes=(MEMORY,),
+)

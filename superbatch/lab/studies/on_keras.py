@@ -1,0 +1,210 @@
+# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""A comparison on Keras, with the framework it is set to: the digits task, one `train_on_batch` an update."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from superbatch.errors import InputError, explain
+from superbatch.keras import accumulate
+
+from ..recipes import Recipe
+from ..recipes.digits_data import digits_on, initial_weights
+from .backends import Backend, Trained
+from .setting import ArmPlan, Setting, Way
+from .without_torch import run_updates
+
+OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
+    "sgd": keras.optimizers.SGD,
+    "momentum": partial(keras.optimizers.SGD, momentum=0.9),
+    "adam": keras.optimizers.Adam,
+    "adamw": partial(keras.optimizers.AdamW, weight_decay=0.01),  # torch's default
+}
+HOW: Mapping[Way, str] = {
+    "real batch": "the whole batch at once, Keras' own train step",
+    "accumulator": "superbatch.keras.accumulate",
+}
+MEMORY = "Peak memory is left out: Keras does not say what an update allocates."
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled model; used for one run after the other, so that nothing is compiled again.
+
+    Attributes:
+        model: 64-32-10, with its optimizer.
+        start: values of the optimizer's variables before the first update.
+    """
+
+    model: Any
+    start: list[Any]
+
+    def begin(self, seed: int) -> None:
+        """Go back to before the first update, with the initial weights of a seed."""
+        drawn = initial_weights(seed)
+        self.model.set_weights([values.T for values in drawn.values()])
+        for variable, value in zip(self.model.optimizer.variables, self.start, strict=True):
+            variable.assign(value)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The weights by torch's names, in torch's shapes: a kernel is the transpose of a weight."""
+        return {
+            name: np.array(values).T
+            for name, values in zip(initial_weights(0), self.model.get_weights(), strict=True)
+        }
+
+
+@cache
+def program(microbatch_size: int | None, optimizer: str, learning_rate: float, dtype: str) -> Program:
+    """Make and compile the model of an arm.
+
+    Args:
+        microbatch_size: of `superbatch.keras.accumulate`; None: Keras' own train step.
+        optimizer: of `OPTIMIZERS`.
+        learning_rate: of the updates.
+        dtype: of weights, data and loss.
+
+    Returns:
+        The program; a second call with the same arguments returns the same.
+    """
+    layers = keras.layers
+    model: Any = keras.Sequential(
+        [
+            layers.Input((64,), dtype=dtype),
+            layers.Dense(32, activation="relu", dtype=dtype),
+            layers.Dense(10, dtype=dtype),
+        ]
+    )
+    # Keras keeps a number in float32; what a function returns it takes as it is.
+    rate = lambda: keras.ops.convert_to_tensor(learning_rate, dtype)  # noqa: E731  (one line says it)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype=dtype)
+    model.compile(OPTIMIZERS[optimizer](learning_rate=rate), loss)
+    model.optimizer.build(model.trainable_variables)
+    start = [variable.numpy() for variable in model.optimizer.variables]
+    if microbatch_size is not None:
+        model = accumulate(model, microbatch_size=microbatch_size)
+    return Program(model, start)
+
+
+def check(setting: Setting) -> None:
+    """Refuse what cannot be: micro-batches of any size, wrong ways, and float64 where Keras has none.
+
+    Args:
+        setting: of the comparison.
+
+    Raises:
+        InputError: with what was given, what is wrong with it and what to do.
+    """
+    if setting.tail is not None:
+        raise InputError(
+            explain(
+                "backend='keras' with include_wrong",
+                "the wrong ways are loops, and Keras has no loop to write them in",
+                "leave it out, or use the backend torch, jax or tensorflow",
+            )
+        )
+    if keras.backend.backend() == "torch" and setting.dtype != "float32":
+        raise InputError(
+            explain(
+                f"backend='keras' on torch with dtype={setting.dtype!r}",
+                "Keras multiplies matrices in float32 there, whatever the dtype of the model",
+                "use float32, or set KERAS_BACKEND to tensorflow or jax",
+            )
+        )
+    for arm in setting.arms:
+        *most, last = arm.split.sizes
+        if len(set(most)) > 1 or (most and last > most[0]):
+            raise InputError(
+                explain(
+                    f"backend='keras' with the split {arm.split.name}",
+                    "it splits a batch by one size, of which only the last micro-batch can be smaller",
+                    "give splits such as 5x20 or 40/40/20",
+                )
+            )
+
+
+def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
+    """Train every arm from one seed, with the initial weights and the order of samples of the run on torch.
+
+    Args:
+        recipe: the digits task.
+        setting: how.
+        seed: of the initial weights and the order of the samples.
+        tick: called after each update with its number of micro-batches.
+
+    Yields:
+        The arms, the real batch first.
+    """
+    for arm in setting.arms:
+        with _dtype(setting.dtype):
+            trained = _train(recipe, setting, arm, seed, tick)
+        yield trained
+
+
+def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
+    size = None if arm.way == "real batch" else arm.split.sizes[0]
+    of_arm = program(size, setting.optimizer, setting.learning_rate, setting.dtype)
+
+    def prepare(indices: Any) -> tuple[Any, Any]:
+        images, labels = recipe.batch(indices)
+        return images.astype(setting.dtype), labels.astype(np.int32)
+
+    def update(batch: tuple[Any, Any]) -> float:
+        return float(np.ravel(of_arm.model.train_on_batch(*batch))[0])
+
+    of_arm.begin(seed)
+    update(prepare(np.arange(setting.batch_size)))  # compiled before the clock runs
+    of_arm.begin(seed)
+    return run_updates(
+        recipe, setting, arm, seed, tick, prepare=prepare, update=update, weights=of_arm.weights
+    )
+
+
+@contextmanager
+def _dtype(dtype: str) -> Iterator[None]:
+    """Keras makes its inputs, losses and gradients of one dtype, which is the process's: set it, and back."""
+    before = keras.config.floatx()
+    wide = nullcontext()
+    if keras.backend.backend() == "jax":
+        wide = importlib.import_module("jax").enable_x64(dtype == "float64")
+    keras.config.set_floatx(dtype)
+    try:
+        with wide:
+            yield
+    finally:
+        keras.config.set_floatx(before)
+
+
+def _threads(count: int) -> AbstractContextManager[None]:
+    """Of torch, where Keras is set to it: tiny matrices take longer on several."""
+    if keras.backend.backend() != "torch":
+        return nullcontext()
+    return importlib.import_module("superbatch.lab.studies.on_torch").torch_threads(count)
+
+
+def _loss_of(weights: Any) -> Callable[[Any], Any]:
+    return lambda batch: program(None, "sgd", 0.0, "float32").model.test_on_batch(*batch)
+
+
+BACKEND = Backend(
+    title=f"keras ({keras.backend.backend()})",
+    load=lambda name, data: digits_on(_loss_of),
+    check=check,
+    train=train,
+    peak_of_update=lambda recipe, setting, arm: None,
+    how=HOW,
+    versions=lambda: {
+        name: importlib.import_module(name).__version__ for name in ("keras", keras.backend.backend())
+    },
+    threads=_threads,
+    notes=(MEMORY,),
+)

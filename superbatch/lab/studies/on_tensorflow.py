@@ -1,0 +1,220 @@
+# TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
+# pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
+"""A comparison on TensorFlow: the digits task, each update a `tf.function` that loops over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from superbatch.errors import InputError, explain
+from superbatch.tensorflow import Accumulator
+
+from ..recipes import Recipe
+from ..recipes.digits_data import digits_on, initial_weights
+from .backends import Backend, Trained
+from .setting import WRONG, ArmPlan, Setting, Way
+from .without_torch import run_updates
+
+OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
+    "sgd": tf.keras.optimizers.SGD,
+    "momentum": partial(tf.keras.optimizers.SGD, momentum=0.9),
+    "adam": tf.keras.optimizers.Adam,
+    "adamw": partial(tf.keras.optimizers.AdamW, weight_decay=0.01),  # torch's default
+}
+HOW: Mapping[Way, str] = {
+    "real batch": "the whole batch at once, tf.GradientTape",
+    "accumulator": "superbatch.tensorflow.Accumulator",
+    **WRONG,
+}
+MEMORY = "Peak memory is left out: TensorFlow does not say what an update allocates on the CPU."
+
+
+@dataclass(frozen=True)
+class Program:
+    """What makes the updates of one way; used for one run after the other, so that nothing is traced again.
+
+    Attributes:
+        weights: the variables by name.
+        optimizer: of these variables.
+        update: (images, labels, ends of the micro-batches, share of the window) -> the batch's mean loss.
+        start: values of the optimizer's variables before the first update.
+    """
+
+    weights: dict[str, Any]
+    optimizer: Any
+    update: Any
+    start: list[Any]
+
+    def begin(self, seed: int) -> None:
+        """Go back to before the first update, with the initial weights of a seed."""
+        for name, values in initial_weights(seed).items():
+            self.weights[name].assign(tf.cast(values, self.weights[name].dtype))
+        for variable, value in zip(self.optimizer.variables, self.start, strict=True):
+            variable.assign(value)
+
+
+def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
+    """The mean cross entropy of a batch or micro-batch under the perceptron.
+
+    Args:
+        weights: as `superbatch.lab.recipes.digits_data.initial_weights` names them.
+        images: shape (n, 64).
+        labels: integers, shape (n,).
+
+    Returns:
+        A scalar.
+    """
+    hidden = tf.nn.relu(tf.matmul(images, weights["0.weight"], transpose_b=True) + weights["0.bias"])
+    scores = tf.matmul(hidden, weights["2.weight"], transpose_b=True) + weights["2.bias"]
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores))
+
+
+@cache
+def program(way: Way, optimizer: str, learning_rate: float, dtype: str) -> Program:
+    """Make the variables, the optimizer and the function that makes the updates of a way.
+
+    Args:
+        way: how.
+        optimizer: of `OPTIMIZERS`.
+        learning_rate: of the updates.
+        dtype: of the weights.
+
+    Returns:
+        The program; a second call with the same arguments returns the same.
+    """
+    weights = {name: tf.Variable(tf.cast(values, dtype)) for name, values in initial_weights(0).items()}
+    # Keras keeps a number in float32; what a function returns it takes as it is.
+    rule = OPTIMIZERS[optimizer](learning_rate=lambda: tf.constant(learning_rate, dtype))
+    rule.build(list(weights.values()))
+    make = _whole if way == "real batch" else partial(_in_parts, way=way)
+    shapes = [
+        tf.TensorSpec([None, 64], dtype),
+        tf.TensorSpec([None], tf.int32),
+        tf.TensorSpec([None], tf.int32),
+        tf.TensorSpec([], dtype),
+    ]
+    update = tf.function(make(weights, rule), input_signature=shapes)
+    return Program(weights, rule, update, [variable.numpy() for variable in rule.variables])
+
+
+def _whole(weights: dict[str, Any], optimizer: Any) -> Callable[..., Any]:
+    def update(images: Any, labels: Any, ends: Any, share: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = mean_loss(weights, images, labels)
+        variables = list(weights.values())
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    return update
+
+
+def _in_parts(weights: dict[str, Any], optimizer: Any, *, way: Way) -> Callable[..., Any]:
+    variables = list(weights.values())
+    accumulator = Accumulator(variables)
+
+    def update(images: Any, labels: Any, ends: Any, share: Any) -> Any:
+        total = tf.zeros((), images.dtype)
+        for index in tf.range(tf.size(ends) - 1):
+            rows = slice(ends[index], ends[index + 1])
+            count = ends[index + 1] - ends[index]
+            with tf.GradientTape() as tape:
+                loss = mean_loss(weights, images[rows], labels[rows])
+            gradients = tape.gradient(loss, variables)
+            if way == "fixed tail divisor":
+                gradients = [share * gradient for gradient in gradients]
+            accumulator.add(gradients, weight=tf.ones_like(count) if way == "mean of means" else count)
+            total += loss * tf.cast(count, loss.dtype)
+        accumulator.apply(optimizer)
+        return total / tf.cast(ends[-1], total.dtype)
+
+    return update
+
+
+def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
+    """Train every arm from one seed, with the initial weights and the order of samples of the run on torch.
+
+    Args:
+        recipe: the digits task.
+        setting: how.
+        seed: of the initial weights and the order of the samples.
+        tick: called after each update with its number of micro-batches.
+
+    Yields:
+        The arms, the real batch first.
+    """
+    for arm in setting.arms:
+        yield _train(recipe, setting, arm, seed, tick)
+
+
+def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
+    of_arm = program(arm.way, setting.optimizer, setting.learning_rate, setting.dtype)
+    of_arm.begin(seed)
+    of_arm.update(*_arguments(recipe, setting, arm, np.arange(setting.batch_size)))  # traced off the clock
+    of_arm.begin(seed)
+    return run_updates(
+        recipe,
+        setting,
+        arm,
+        seed,
+        tick,
+        prepare=lambda indices: _arguments(recipe, setting, arm, indices),
+        update=lambda arguments: float(of_arm.update(*arguments)),
+        weights=lambda: {name: variable.numpy() for name, variable in of_arm.weights.items()},
+    )
+
+
+def _arguments(recipe: Recipe, setting: Setting, arm: ArmPlan, indices: Any) -> tuple[Any, ...]:
+    images, labels = recipe.batch(indices)
+    sizes = arm.split.sizes_of(len(labels))
+    return (
+        tf.constant(images, setting.dtype),
+        tf.constant(labels, tf.int32),
+        tf.constant([0, *accumulate(sizes)], tf.int32),
+        tf.constant(len(sizes) / len(arm.split.sizes), setting.dtype),
+    )
+
+
+def load(name: str, data: str | Path | None) -> Recipe:
+    """Make the digits task.
+
+    Args:
+        name: of the recipe; there is one.
+        data: nothing.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        InputError: Keras, which has the optimizers, is set to another backend.
+    """
+    keras = tf.keras.backend.backend()
+    if keras != "tensorflow":
+        raise InputError(
+            explain(
+                f"backend='tensorflow' with KERAS_BACKEND={keras}",
+                "TensorFlow's optimizers are those of Keras, which is set to another framework",
+                "unset KERAS_BACKEND, or use the backend keras",
+            )
+        )
+    return digits_on(lambda weights: lambda batch: mean_loss(weights, *batch))
+
+
+BACKEND = Backend(
+    title="tensorflow",
+    load=load,
+    train=train,
+    peak_of_update=lambda recipe, setting, arm: None,
+    how=HOW,
+    versions=lambda: {"tensorflow": tf.__version__, "keras": tf.keras.__version__},
+    threads=lambda count: nullcontext(),
+    notes=(MEMORY,),
+)

@@ -1,0 +1,166 @@
+"""A comparison on torch: any recipe, every way of `superbatch.lab.studies.arms`."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.batch.tree import map_arrays
+from superbatch.torch.memory.meter import peak_bytes
+
+from ..recipes import Recipe, load_recipe
+from .arms import HOW, update_function
+from .backends import Backend, Trained
+from .setting import ArmPlan, Setting, batches
+
+Tick = Callable[[int], None]
+
+
+def orders(samples: int, setting: Setting, seed: int) -> Iterator[Tensor]:
+    """Draw the samples of each batch: permutation after permutation, as `setting.batches`.
+
+    Args:
+        samples: of the training set.
+        setting: says how many batches, how large, and whether epochs end with a tail.
+        seed: of the permutations.
+
+    Yields:
+        Indices, int64 of shape (batch,).
+
+    Examples:
+        >>> setting = Setting(
+        ...     arms=(), updates=4, batch_size=4, tail=2, dtype="float32", optimizer="sgd", learning_rate=0.1
+        ... )
+        >>> [len(batch) for batch in orders(11, setting, seed=0)]
+        [4, 2, 4, 2]
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draws = batches(lambda: torch.randperm(samples, generator=generator).numpy(), samples, setting)
+    yield from map(torch.from_numpy, draws)
+
+
+def train(recipe: Recipe, setting: Setting, seed: int, tick: Tick) -> Iterator[Trained]:
+    """Train every arm from one seed.
+
+    Args:
+        recipe: what is trained.
+        setting: how.
+        seed: of the initial weights and the order of the samples.
+        tick: called after each update with its number of micro-batches.
+
+    Yields:
+        The arms, the real batch first.
+    """
+    initial = recipe.model(seed).to(getattr(torch, setting.dtype))
+    for arm in setting.arms:
+        # A copy, not a second call: the initial weights are the same whatever the recipe's function does.
+        model = copy.deepcopy(initial)
+        losses, seconds = _train(recipe, setting, arm, model, seed, tick)
+        yield Trained(
+            losses=losses, seconds=seconds, metric=float(recipe.evaluate(model)), weights=weights_of(model)
+        )
+
+
+def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
+    """Measure the memory that one update of an arm allocates, on a model that is thrown away.
+
+    The first update is made but not measured: it creates the optimizer's state, and the accumulator's checks
+    run in it - a recipe that it refuses is refused here, before any training.
+
+    Args:
+        recipe: what is trained.
+        setting: how.
+        arm: whose update.
+
+    Returns:
+        Bytes at the peak: gradients, activations and temporary tensors.
+    """
+    model = recipe.model(0).to(getattr(torch, setting.dtype))
+    update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
+    batch = cast_batch(recipe.batch(torch.arange(setting.batch_size)), setting.dtype)
+    with torch.random.fork_rng(devices=[]):
+        update(batch)
+        return peak_bytes(lambda: update(batch))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of a model's parameters in float64 on the CPU.
+
+    Args:
+        model: any.
+
+    Returns:
+        Name -> values.
+    """
+    return {name: parameter.detach().cpu().double().clone() for name, parameter in model.named_parameters()}
+
+
+def _train(
+    recipe: Recipe, setting: Setting, arm: ArmPlan, model: nn.Module, seed: int, tick: Tick
+) -> tuple[list[float], float]:
+    update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
+    losses: list[float] = []
+    seconds = 0.0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # a model that draws (dropout) starts every arm from the same state
+        for indices in orders(recipe.samples, setting, seed):
+            batch = cast_batch(recipe.batch(indices), setting.dtype)
+            start = time.perf_counter()
+            losses.append(update(batch))
+            seconds += time.perf_counter() - start
+            tick(len(arm.split.sizes))
+    return losses, seconds
+
+
+def _optimizer(recipe: Recipe, setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
+    return recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
+
+
+def cast_batch(batch: Any, dtype: str) -> Any:
+    """A batch with its floating-point leaves in another dtype.
+
+    Args:
+        batch: any structure that the accumulator splits, floating-point leaves in float32.
+        dtype: name of a torch dtype.
+
+    Returns:
+        The batch itself for float32, else a copy.
+    """
+    wanted = getattr(torch, dtype)
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return batch if wanted is torch.float32 else map_arrays(cast, batch)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Set the number of threads that torch uses, and set it back.
+
+    Args:
+        count: at least 1.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+BACKEND = Backend(
+    title="torch",
+    load=lambda name, data: load_recipe(name, data=data),
+    train=train,
+    peak_of_update=peak_of_update,
+    how=HOW,
+    versions=lambda: {"torch": torch.__version__},
+    threads=torch_threads,
+)

@@ -1,0 +1,261 @@
+"""Real windows of a recipe with micro-batches of any size, to be measured: their memory and their time.
+
+The windows are those of training - `superbatch.torch.Accumulator`, the recipe's loss, the optimizer - but for
+two things: the learning rate is so small that the weights stay what they are, and each micro-batch is taken
+from one batch, again and again where that is too short.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.batch.tree import map_arrays, plan
+from superbatch.errors import CoupledSamplesError
+from superbatch.torch import Accumulator
+from superbatch.torch.memory.ledger import Ledger
+from superbatch.torch.memory.meter import peak_bytes
+from superbatch.torch.window.participants.gradient_sum import LOW_PRECISION
+from superbatch.window import Window
+
+from ..recipes import Recipe
+from ..recipes.models import dtype_of
+
+RATE = 1e-12
+"""Learning rate: an optimizer works as hard as with any other, and the weights do not wander off."""
+
+WINDOW_SECONDS = 0.01
+"""A window that is timed lasts about so long at least: a clock's ticks and a call's start vanish in it."""
+
+MOST_MICROBATCHES = 64
+
+CPU_BLOCK = 64
+"""Bytes that the allocator of the CPU rounds to, as predictions do; that of CUDA counts for itself."""
+
+LONG = 0.25
+"""Seconds of a micro-batch from which one is enough for a window that is timed."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A recipe, ready to make windows of any size.
+
+    Args:
+        recipe: what is trained.
+        optimizer: one of the recipe's.
+        model: in its dtype, on its device. There is one only: a copy might be what does not fit.
+        batch: what micro-batches are taken from, on the host.
+        samples: of the batch.
+        coupled: whether the accumulator must be kept from refusing the recipe.
+
+    Examples:
+        >>> from superbatch.lab.recipes import load_recipe
+        >>> digits = load_recipe("digits")
+        >>> rehearsal = prepare(digits, optimizer="sgd", dtype="float32", device="cpu", samples=8)
+        >>> len(rehearsal.window_of(4, count=3)), rehearsal.peak(4) > 4 * 2410  # gradients, and more
+        (3, True)
+    """
+
+    recipe: Recipe
+    optimizer: str
+    model: nn.Module
+    batch: Any
+    samples: int
+    coupled: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return next(self.model.parameters()).device
+
+    def as_coupled(self) -> Rehearsal:
+        """The same, with what the accumulator refuses for the sake of exactness allowed."""
+        return replace(self, coupled=True)
+
+    def take(self, samples: int, *, start: int = 0) -> Any:
+        """Take a micro-batch of the batch.
+
+        Args:
+            samples: of the micro-batch, at most those of the batch.
+            start: where it begins; it is moved back where the batch ends too early.
+
+        Returns:
+            The micro-batch, on the host.
+        """
+        start = min(start, self.samples - samples)
+        return plan(self.batch).take(start, start + samples)
+
+    def window_of(self, samples: int, *, count: int) -> Window:
+        """Make a window.
+
+        Args:
+            samples: of each micro-batch.
+            count: of micro-batches; they repeat where the batch has fewer.
+
+        Returns:
+            The window.
+        """
+        available = max(1, self.samples // samples)
+        return Window([self.take(samples, start=i % available * samples) for i in range(count)])
+
+    def trainer(self) -> Trainer:
+        """Make an optimizer that has no state yet, and what trains with it."""
+        self.model.zero_grad(set_to_none=True)
+        optimizer = self.recipe.optimizers[self.optimizer](self.model.parameters(), RATE)
+        return Trainer(self.recipe, self.model, optimizer, coupled=self.coupled)
+
+    def peak(self, samples: int) -> int:
+        """Measure the peak of a training that begins: a window of one micro-batch, then one of two.
+
+        The first window makes the optimizer's state. In the second one it lies beside the activations and,
+        for its second micro-batch, beside the gradients, as in all that follow.
+
+        Args:
+            samples: of each micro-batch.
+
+        Returns:
+            Bytes beyond the model and the batch on the host.
+        """
+        trainer = self.trainer()
+
+        def begin() -> None:
+            for count in (1, 2):
+                trainer.time(self.window_of(samples, count=count))
+
+        if self.device.type != "cpu":
+            return peak_bytes(begin, device=self.device)
+        with Ledger(self.device, rounded=CPU_BLOCK) as ledger:
+            begin()
+        return ledger.peak
+
+
+class Trainer:
+    """A model that is being trained, with the times of its windows."""
+
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: Any, *, coupled: bool) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.loss_fn: Callable[[Any], Any] = recipe.loss_fn(model)
+        self._returned = recipe.weight == "returned"
+        self._accumulator = Accumulator(
+            model,
+            optimizer,
+            self.loss_fn,
+            reduction=recipe.reduction,
+            weight=recipe.weight,
+            batchnorm="per_microbatch" if coupled else recipe.batchnorm,
+            # Two micro-batches stand for many: low precision is then summed in float32.
+            accumulator_dtype=torch.float32 if dtype_of(model) in LOW_PRECISION else None,
+            check=False,  # it runs the loss more often on the first window; `refusal` has asked already
+        )
+
+    def time(self, window: Window) -> tuple[float, float]:
+        """Make an update.
+
+        Args:
+            window: its micro-batches.
+
+        Returns:
+            Seconds of one micro-batch (the mean over the window: first gradients are assigned, later ones
+            added) and seconds of what follows the last one: the update.
+        """
+        with self._accumulator.window(window) as open_window:
+            start = time.perf_counter()
+            for microbatch in open_window:
+                loss = self.loss_fn(microbatch)
+                if self._returned:
+                    open_window.backward(*loss)
+                else:
+                    open_window.backward(loss)
+                del loss
+            self._wait()
+            end = time.perf_counter()
+        self._wait()
+        return (end - start) / len(window), time.perf_counter() - end
+
+    def _wait(self) -> None:
+        device = next(self.model.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def prepare(
+    recipe: Recipe, *, optimizer: str, dtype: str, device: str | torch.device, samples: int
+) -> Rehearsal:
+    """Make a recipe ready.
+
+    Args:
+        recipe: what is trained.
+        optimizer: one of the recipe's.
+        dtype: name of a torch dtype, for weights and floating-point data.
+        device: for the model; micro-batches are moved there one by one.
+        samples: of the batch; samples of the recipe repeat where it has fewer.
+
+    Returns:
+        The rehearsal.
+    """
+    wanted = getattr(torch, dtype)
+    batch = recipe.batch(torch.arange(samples) % recipe.samples)
+    if wanted is not torch.float32:
+        batch = map_arrays(
+            lambda leaf: leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
+            batch,
+        )
+    return Rehearsal(recipe, optimizer, recipe.model(0).to(device=device, dtype=wanted), batch, samples)
+
+
+def refusal(rehearsal: Rehearsal) -> str | None:
+    """Ask the accumulator whether it takes a recipe: one update of a few samples.
+
+    Args:
+        rehearsal: of the recipe.
+
+    Returns:
+        Why it does not, where samples are coupled; None if it does.
+
+    Raises:
+        SuperbatchError: it does not, for any other reason: the recipe must be mended.
+
+    Examples:
+        >>> from superbatch.lab.recipes import load_recipe
+        >>> pairs = prepare(load_recipe("pairs"), optimizer="adam", dtype="float32", device="cpu", samples=8)
+        >>> print(refusal(pairs))
+        No weight explains the loss, so samples influence each other... Instead use coupled="exact" ...
+    """
+    recipe, few, model = rehearsal.recipe, min(4, rehearsal.samples), rehearsal.model
+    accumulate = Accumulator(
+        model,
+        recipe.optimizers[rehearsal.optimizer](model.parameters(), RATE),
+        recipe.loss_fn(model),
+        microbatch_size=-(-few // 2),
+        reduction=recipe.reduction,
+        weight=recipe.weight,
+        batchnorm=recipe.batchnorm,
+    )
+    try:
+        accumulate(rehearsal.take(few))
+    except CoupledSamplesError as error:
+        return str(error)
+    return None
+
+
+def microbatches_to_time(seconds: float) -> int:
+    """How many micro-batches a window has that is timed.
+
+    Args:
+        seconds: of one micro-batch, roughly.
+
+    Returns:
+        1 to 64; 2 at least, unless they take long.
+
+    Examples:
+        >>> [microbatches_to_time(seconds) for seconds in (1.0, 0.1, 0.001, 0.0)]
+        [1, 2, 10, 64]
+    """
+    if seconds * MOST_MICROBATCHES <= WINDOW_SECONDS:
+        return MOST_MICROBATCHES
+    return max(1 if seconds > LONG else 2, round(WINDOW_SECONDS / seconds))

@@ -1,0 +1,121 @@
+"""What all runs of a comparison share, whatever trains: the arms, the updates, the order of the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..report.comparison import Claim
+from .splits import Split
+
+CURVE_POINTS = 50
+TAILS_IN_A_RUN = 10
+"""At least so many tails, so that even a short run shows what they do."""
+
+Way = Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
+WRONG: Mapping[Way, str] = {
+    "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
+    "fixed tail divisor": "wrong: divides by the K of a full window where a window is shorter",
+}
+"""What the wrong ways do, in words."""
+
+
+@dataclass(frozen=True)
+class ArmPlan:
+    """A split and the way its updates are made.
+
+    Examples:
+        >>> from superbatch.lab.studies.splits import parse_split
+        >>> ArmPlan(parse_split("80/15/5"), "mean of means", "wrong").name
+        '80/15/5 mean of means'
+    """
+
+    split: Split
+    way: Way
+    claim: Claim
+
+    @property
+    def name(self) -> str:
+        """The split, and the way where it is not the right one."""
+        right = self.way in ("real batch", "accumulator")
+        return self.split.name if right else f"{self.split.name} {self.way}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs of a comparison share. It can be sent to another process.
+
+    Attributes:
+        arms: the real batch first.
+        updates: of each run.
+        batch_size: samples of one update.
+        tail: samples of the short batch at the end of each epoch; None: epochs run into each other.
+        dtype: ``"float32"`` or ``"float64"``; on torch any name of a dtype.
+        optimizer: one of the recipe's.
+        learning_rate: constant over the run.
+        backend: what trains.
+    """
+
+    arms: tuple[ArmPlan, ...]
+    updates: int
+    batch_size: int
+    tail: int | None
+    dtype: str
+    optimizer: str
+    learning_rate: float
+    backend: str = "torch"
+
+
+def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> Iterator[np.ndarray]:
+    """Cut permutation after permutation into the batches of a run.
+
+    Without a tail the permutations are concatenated and cut into batches. With one, each permutation is used
+    up to a short last batch, and the samples beyond it are left out; at least ten such ends fall into a run.
+
+    Args:
+        draw: the next permutation of the samples.
+        samples: of the training set.
+        setting: says how many batches, how large, and whether epochs end with a tail.
+
+    Yields:
+        Indices, int64 of shape (batch,).
+
+    Examples:
+        >>> setting = Setting(
+        ...     arms=(), updates=4, batch_size=4, tail=2, dtype="float32", optimizer="sgd", learning_rate=0.1
+        ... )
+        >>> [batch.tolist() for batch in batches(lambda: np.arange(11), 11, setting)]
+        [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
+    """
+    size, tail, left = setting.batch_size, setting.tail, setting.updates
+    pending = np.empty(0, np.int64)
+    often = max(1, setting.updates // TAILS_IN_A_RUN - 1)
+    while left > 0:
+        pending = np.concatenate([pending, draw()])
+        full = len(pending) // size if tail is None else min((samples - tail) // size, often)
+        found = [pending[start : start + size] for start in range(0, full * size, size)]
+        if tail is not None:
+            found.append(pending[full * size : full * size + tail])
+        pending = pending[full * size :] if tail is None else pending[:0]
+        yield from found[:left]
+        left -= len(found)
+
+
+def curve_updates(updates: int) -> tuple[int, ...]:
+    """The last update of each of up to 50 near-equal stretches of a run.
+
+    Args:
+        updates: of the run.
+
+    Returns:
+        Increasing numbers of updates, the last is `updates`.
+
+    Examples:
+        >>> curve_updates(3), curve_updates(1000)[:3]
+        ((1, 2, 3), (20, 40, 60))
+    """
+    points = min(CURVE_POINTS, updates)
+    return tuple((point + 1) * updates // points for point in range(points))

@@ -1,0 +1,153 @@
+"""Splits as a user writes them: ``5x20`` is 5 micro-batches of 20 samples, ``80/15/5`` names each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from superbatch.batch.split import near_equal
+from superbatch.errors import InputError, explain
+
+FORMS = "write KxM for K micro-batches of M samples (5x20), or each size (80/15/5)"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How many samples each micro-batch of a full batch has.
+
+    Attributes:
+        name: as the user wrote it.
+        sizes: samples of each micro-batch, in order.
+
+    Examples:
+        >>> parse_split("2x50").sizes
+        (50, 50)
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all micro-batches of a full batch have the same size."""
+        return len(set(self.sizes)) == 1
+
+    def sizes_of(self, samples: int) -> tuple[int, ...]:
+        """The sizes for a batch that may be shorter: near-equal, or in the split's proportions.
+
+        Args:
+            samples: of the batch.
+
+        Returns:
+            Positive sizes that sum to `samples`.
+
+        Examples:
+            >>> parse_split("5x20").sizes_of(40)
+            (20, 20)
+            >>> parse_split("80/15/5").sizes_of(40)
+            (32, 6, 2)
+        """
+        if samples == sum(self.sizes):
+            return self.sizes
+        if self.equal:
+            return tuple(near_equal(samples, self.sizes[0]))
+        total, ends, done = sum(self.sizes), [], 0
+        for size in self.sizes:
+            done += size
+            ends.append(done * samples // total)
+        sizes = (end - start for start, end in zip([0, *ends], ends, strict=False))
+        return tuple(size for size in sizes if size)
+
+
+def parse_split(text: str) -> Split:
+    """Read one split.
+
+    Args:
+        text: ``KxM`` or sizes separated by ``/``.
+
+    Returns:
+        The split, named as it was written.
+
+    Raises:
+        InputError: it is neither, or a size is zero.
+
+    Examples:
+        >>> parse_split("3/1").sizes
+        (3, 1)
+    """
+    text = text.strip()
+    if match := re.fullmatch(r"(\d+)x(\d+)", text):
+        count, size = map(int, match.groups())
+        sizes = (size,) * count
+    elif re.fullmatch(r"\d+(/\d+)+", text):
+        sizes = tuple(map(int, text.split("/")))
+    else:
+        raise InputError(explain(f"the split {text!r}", "it cannot be read", FORMS))
+    if not sizes or not all(sizes):
+        raise InputError(explain(f"the split {text!r}", "a micro-batch needs at least one sample", FORMS))
+    return Split(text, sizes)
+
+
+def parse_splits(texts: str | Sequence[str]) -> list[Split]:
+    """Read splits that must be of the same batch.
+
+    Args:
+        texts: separated by commas, or a sequence.
+
+    Returns:
+        The splits, without repetition.
+
+    Raises:
+        InputError: one cannot be read, there is none, or they sum to different batches.
+
+    Examples:
+        >>> [split.name for split in parse_splits("1x100,5x20")]
+        ['1x100', '5x20']
+    """
+    pieces = texts.split(",") if isinstance(texts, str) else list(texts)
+    splits = list(dict.fromkeys(parse_split(piece) for piece in pieces))
+    if not splits:
+        raise InputError(explain("no split", "there is nothing to compare", FORMS))
+    first = splits[0]
+    for split in splits:
+        if sum(split.sizes) != sum(first.sizes):
+            raise InputError(
+                explain(
+                    f"the splits {first.name} and {split.name}",
+                    f"they make batches of {sum(first.sizes)} and {sum(split.sizes)} samples",
+                    "give splits of one batch: all arms must make the same update",
+                )
+            )
+    return splits
+
+
+def default_splits(batch_size: int) -> list[Split]:
+    """The first source's splits 5x20, 10x10, 20x5 of a batch of 100, or the nearest thing for another batch.
+
+    Args:
+        batch_size: samples of one update.
+
+    Returns:
+        The real batch and up to three splits into equal micro-batches; near-equal ones for a prime number.
+
+    Examples:
+        >>> [split.name for split in default_splits(100)]
+        ['1x100', '5x20', '10x10', '20x5']
+        >>> [split.name for split in default_splits(32)]
+        ['1x32', '4x8', '8x4', '16x2']
+        >>> [split.name for split in default_splits(7)]
+        ['1x7', '4/3', '7x1']
+    """
+    counts = {
+        min(
+            (k for k in range(2, batch_size + 1) if batch_size % k == 0),
+            key=lambda k: abs(k - wanted),
+            default=1,
+        )
+        for wanted in (5, 10, 20)
+    }
+    names = [f"{count}x{batch_size // count}" for count in sorted(counts | {1})]
+    if counts == {batch_size} and batch_size > 3:  # a prime number: add a split into two parts
+        names.insert(1, f"{batch_size - batch_size // 2}/{batch_size // 2}")
+    return parse_splits(names)

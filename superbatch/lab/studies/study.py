@@ -1,0 +1,397 @@
+"""Run a study: a recipe in several arms, from several seeds, and what the arms say together.
+
+A study's own file says what the arms are, how one seed is trained, and what is concluded. Everything else -
+seeds, processes, progress, interruption, the report - is here, once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superbatch._version import __version__
+from superbatch.errors import InputError, explain
+
+from ..recipes import Recipe, load_recipe
+from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from . import quick
+from .catalogue import entry_of
+from .on_torch import torch_threads
+from .workers import Advanced, Event, Train, train_here, train_spread
+
+SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance")
+"""Options that not every study takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What can be asked of a study; None stands for the study's own value.
+
+    Attributes:
+        runs: seeds 0, 1, ...
+        samples: that each run sees.
+        batch_size: in samples: the large batch of momentum, the first one of grow-batch and critical-batch,
+            the whole one of splits and survey.
+        learning_rate: at that batch; of momentum at batch 1.
+        optimizer: one that the recipe allows.
+        margin: a difference of the metric that does not matter, in its unit.
+        tolerance: a relative difference of the loss that does not matter.
+        quick: shorter runs and fewer seeds: under a minute, and often too few to show anything.
+        threads: of torch, in each process.
+        workers: processes; 1 trains in this one.
+        data: folder of data, for a recipe that reads one.
+
+    Examples:
+        >>> Options(runs=2, quick=True).samples is None
+        True
+    """
+
+    runs: int | None = None
+    samples: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    optimizer: str | None = None
+    margin: float | None = None
+    tolerance: float | None = None
+    quick: bool = False
+    threads: int = 1
+    workers: int = 1
+    data: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a study is.
+
+    Attributes:
+        done: work that is done, in units of the study's own.
+        total: of the whole study.
+        finished: what has just been completed; None between runs.
+    """
+
+    done: int
+    total: int
+    finished: str | None = None
+
+
+class StudyInterrupted(KeyboardInterrupt):
+    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`.
+
+    Args:
+        report: with the runs that were finished, marked as partial.
+    """
+
+    def __init__(self, report: Study) -> None:
+        self.report = report
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmSetting:
+    """An arm before it is trained: its name, how in words, and what is known without training."""
+
+    name: str
+    how: str
+    facts: dict[str, float]
+    curve_updates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What is made of the runs: the tests, one sentence, and what to know beside it.
+
+    Attributes:
+        tests: between arms.
+        conclusion: in one sentence.
+        notes: what to know beside it.
+        facts: name of an arm -> quantities of it that only all runs together tell.
+    """
+
+    tests: tuple[StudyTest, ...]
+    conclusion: str
+    notes: tuple[str, ...]
+    facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """What is a study's own.
+
+    Attributes:
+        arms: in the order of `setting.arms`.
+        setting: what a worker process needs, with the attribute ``arms``.
+        train: trains every arm from one seed.
+        ticks: units of work of one seed.
+        quantities: columns of the table.
+        headline: the quantity that is shown while it runs.
+        fixed: what was held fixed, in words.
+        find: arms with their runs -> tests, conclusion, notes. There may be no run at all.
+        curve_at: where the points of the runs' curves lie.
+        samples: that a run sees, by which it is made shorter; 0 where that cannot be.
+        shortest: run that says anything, in samples.
+    """
+
+    arms: tuple[ArmSetting, ...]
+    setting: Any
+    train: Train
+    ticks: int
+    quantities: tuple[Quantity, ...]
+    headline: str
+    fixed: dict[str, str]
+    find: Callable[[tuple[StudyArm, ...]], Findings]
+    curve_at: tuple[float, ...] = ()
+    samples: int = 0
+    shortest: int = 0
+
+
+MakeDesign = Callable[..., Design]
+"""(recipe, options=) -> the study's own part."""
+
+Show = Callable[[Progress], None]
+
+
+def study(
+    name: str,
+    recipe: str | Recipe = "digits",
+    options: Options = Options(),
+    *,
+    progress: Show = lambda _: None,
+) -> Study:
+    """Answer one of the sources' open questions with a recipe.
+
+    Args:
+        name: of the study, one of `superbatch.lab.studies.catalogue.STUDIES`.
+        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
+        options: what differs from the study's own values.
+        progress: called now and then, in this thread.
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: there is no such study, or an option cannot be used with it.
+        StudyInterrupted: on Ctrl-C; it carries the partial report.
+
+    Examples:
+        >>> report = study("precision", options=Options(runs=1, quick=True))
+        >>> report.arm("naive sum, bfloat16").mean("K = 256") > 1e-2
+        True
+    """
+    entry = entry_of(name)
+    _check(name, recipe, options)
+    module, function = entry.where.split(":")
+    run = getattr(importlib.import_module(module), function)
+    with torch_threads(options.threads):
+        return run(recipe, options, progress)
+
+
+def seeds_of(name: str, options: Options) -> tuple[int, ...]:
+    """The seeds of a study.
+
+    Args:
+        name: of the study.
+        options: what was asked.
+
+    Returns:
+        0, 1, ...
+    """
+    entry = entry_of(name)
+    return tuple(range(options.runs or (entry.quick_runs if options.quick else entry.runs)))
+
+
+def loaded(recipe: str | Recipe, options: Options) -> Recipe:
+    """The recipe itself.
+
+    Args:
+        recipe: a name or a recipe.
+        options: with the folder of its data.
+
+    Returns:
+        The recipe.
+    """
+    return load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
+
+
+def run_design(
+    name: str, recipe: str | Recipe, options: Options, design: MakeDesign, progress: Show
+) -> Study:
+    """Train all arms from all seeds, here or in several processes, and make the report.
+
+    Args:
+        name: of the study.
+        recipe: a name or a recipe.
+        options: what was asked.
+        design: makes the study's own part, of the loaded recipe and the options.
+        progress: told what happens.
+
+    Returns:
+        The report.
+
+    Raises:
+        StudyInterrupted: on Ctrl-C; it carries the partial report.
+    """
+    start = time.monotonic()
+    what = loaded(recipe, options)
+    seeds = seeds_of(name, options)
+    plan, notes = _designed(what, options, design, turns=turns_of(recipe, options, seeds))
+    finished: list[list[StudyRun]] = [[] for _ in plan.arms]
+    receive = _receiver(plan, len(seeds) * plan.ticks, finished, progress)
+
+    def report(*, partial: bool) -> Study:
+        arms = tuple(
+            StudyArm(
+                name=a.name,
+                how=a.how,
+                facts={key: float(value) for key, value in a.facts.items()},
+                runs=tuple(sorted(runs, key=lambda run: run.seed)),
+                curve_updates=a.curve_updates,
+            )
+            for a, runs in zip(plan.arms, finished, strict=True)
+        )
+        found = plan.find(arms)
+        return Study(
+            name=name,
+            question=entry_of(name).question,
+            recipe=what.name,
+            description=what.description,
+            setting=plan.fixed,
+            quantities=plan.quantities,
+            arms=tuple(replace(arm, facts={**arm.facts, **found.facts.get(arm.name, {})}) for arm in arms),
+            tests=found.tests,
+            conclusion=found.conclusion,
+            curve_at=plan.curve_at,
+            seeds=seeds,
+            seconds=time.monotonic() - start,
+            partial=partial,
+            versions=versions(),
+            command=asked(options),
+            notes=(*found.notes, *notes),
+        )
+
+    try:
+        if turns_of(recipe, options, seeds) == len(seeds) or not isinstance(recipe, str):
+            train_here(what, plan.setting, seeds, receive, train=plan.train)
+        else:
+            train_spread(
+                recipe,
+                plan.setting,
+                seeds,
+                receive,
+                workers=min(options.workers, len(seeds)),
+                threads=options.threads,
+                data=options.data,
+                train=plan.train,
+            )
+    except KeyboardInterrupt:
+        raise StudyInterrupted(report(partial=True)) from None
+    return report(partial=False)
+
+
+def turns_of(recipe: str | Recipe, options: Options, seeds: Sequence[int]) -> int:
+    """How many seeds come one after the other; the others are trained beside them.
+
+    Args:
+        recipe: a name, or a recipe, which other processes cannot load.
+        options: with the number of processes.
+        seeds: of the study.
+
+    Examples:
+        >>> turns_of("digits", Options(workers=2), (0, 1, 2))
+        2
+    """
+    return math.ceil(len(seeds) / options.workers) if isinstance(recipe, str) else len(seeds)
+
+
+def _designed(
+    recipe: Recipe, options: Options, design: MakeDesign, *, turns: int
+) -> tuple[Design, tuple[str, ...]]:
+    """The study's own part, made shorter where a quick study would take longer than it may; and a note."""
+    plan = design(recipe, options=options)
+    if not options.quick or options.samples is not None or not plan.samples:
+        return plan, ()
+
+    def cost(samples: int) -> float:
+        short = design(recipe, options=replace(options, samples=samples))
+        return quick.seconds_of(lambda: list(short.train(recipe, short.setting, 0, tick=lambda _: None)))
+
+    samples, fits = quick.affordable(cost, least=plan.shortest, most=plan.samples, turns=turns)
+    if samples == plan.samples:
+        return plan, ()
+    shorter = design(recipe, options=replace(options, samples=samples))
+    return shorter, (quick.note(f"{samples:,} samples", fits=fits),)
+
+
+def versions() -> dict[str, str]:
+    """What a study ran on: name -> version."""
+    return {
+        "superbatch": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def asked(options: Options) -> dict[str, str]:
+    """The options that were given, as text."""
+    values = {each.name: getattr(options, each.name) for each in fields(options)}
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def _receiver(
+    plan: Design, total: int, finished: Sequence[list[StudyRun]], progress: Show
+) -> Callable[[Event], None]:
+    done = 0
+
+    def receive(event: Event) -> None:
+        nonlocal done
+        if isinstance(event, Advanced):
+            done += event.microbatches
+            progress(Progress(min(done, total), total))
+        else:
+            finished[event.arm].append(event.run)
+            value = event.run.values.get(plan.headline, math.nan)
+            text = f"seed {event.seed}, {plan.arms[event.arm].name}: {value:.4g}"
+            progress(Progress(min(done, total), total, text))
+
+    return receive
+
+
+def _check(name: str, recipe: str | Recipe, options: Options) -> None:
+    """Refuse what this study cannot take."""
+    entry = entry_of(name)
+    given = [option for option in SELDOM if getattr(options, option) is not None]
+    if useless := [option for option in given if option not in entry.takes]:
+        raise InputError(
+            explain(
+                f"{useless[0]}={getattr(options, useless[0])!r} with the study {name!r}",
+                "it means nothing there",
+                f"leave it out; this study takes {', '.join(entry.takes) or 'runs only'}",
+            )
+        )
+    for option in ("runs", "samples", "batch_size", "threads", "workers"):
+        value = getattr(options, option)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(
+                explain(f"{option}={value!r}", "it counts something", "give an integer of at least 1")
+            )
+    for option in ("learning_rate", "margin", "tolerance"):
+        value = getattr(options, option)
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise InputError(
+                explain(f"{option}={value!r}", "it must be a size above zero", "give a positive number")
+            )
+    if options.workers > 1 and not isinstance(recipe, str):
+        raise InputError(
+            explain(
+                f"workers={options.workers} with a Recipe object",
+                "a worker process loads the recipe by its name",
+                "pass the name, such as package.module:function or file.py:function, or workers=1",
+            )
+        )

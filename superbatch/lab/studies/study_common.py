@@ -1,0 +1,225 @@
+"""What the studies that train share: the order of samples, the training loss, and tests on pairs of runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import InputError, explain
+
+from ..recipes import Recipe
+from ..report.study import StudyArm, StudyTest
+from .arms import mean_and_weight
+from .statistics import tost_paired
+
+LOSS_SAMPLES, QUICK_LOSS_SAMPLES = 2048, 256
+"""Training samples, at most, that a training loss is the mean over."""
+
+CHUNK = 512
+
+RATES = {"digits": 0.02}
+"""Recipe -> a good rate of plain SGD with batch 1, where its own rate is no guide."""
+
+
+def rate_of(recipe: Recipe, batch: int) -> float:
+    """The rate of plain SGD for a small batch, where none is given.
+
+    The recipe's own rate times the square root of the batch over its own, which is on the safe side. The
+    digits' own rate is the first source's and far below what the data allow: there it is 0.02 per sample.
+
+    Args:
+        recipe: its rate of ``"sgd"``, or of its first optimizer.
+        batch: in samples.
+
+    Returns:
+        A learning rate.
+
+    Examples:
+        >>> from superbatch.lab.recipes import load_recipe
+        >>> rate_of(load_recipe("digits"), 16), rate_of(load_recipe("text"), 8)
+        (0.32, 0.25)
+    """
+    if recipe.name in RATES:
+        return RATES[recipe.name] * batch
+    own = recipe.learning_rates.get("sgd", recipe.learning_rates[recipe.default_optimizer])
+    return own * math.sqrt(batch / recipe.batch_size)
+
+
+def diverged(learning_rate: float) -> InputError:
+    """What to say of a training that has no finite loss any more.
+
+    Examples:
+        >>> print(diverged(3.0))
+        Given: lr 3. Wrong: training diverges: its loss is not finite. Do: give a smaller learning rate ...
+    """
+    return InputError(
+        explain(
+            f"lr {learning_rate:.3g}",
+            "training diverges: its loss is not finite",
+            "give a smaller learning rate (--lr)",
+        )
+    )
+
+
+def mean_loss(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> Tensor:
+    """The mean loss of a batch; its weight is looked for only where it is needed.
+
+    Args:
+        recipe: says what `loss_fn` returns.
+        loss_fn: of a model.
+        batch: what the loss is of.
+
+    Returns:
+        A scalar with its graph.
+    """
+    if recipe.reduction == "mean" and recipe.weight != "returned":
+        return loss_fn(batch)
+    return mean_and_weight(recipe, loss_fn, batch)[0]
+
+
+def stream(samples: int, count: int, seed: int) -> Tensor:
+    """Draw indices of samples: permutation after permutation.
+
+    Args:
+        samples: of the training set.
+        count: how many indices.
+        seed: of the permutations; a longer stream begins like a shorter one.
+
+    Returns:
+        int64 of shape (count,).
+
+    Examples:
+        >>> sorted(stream(4, 6, seed=0)[:4].tolist())
+        [0, 1, 2, 3]
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rounds = [torch.randperm(samples, generator=generator) for _ in range(-(-count // samples))]
+    return torch.cat(rounds)[:count]
+
+
+@torch.no_grad()
+def training_loss(recipe: Recipe, model: nn.Module, samples: int = LOSS_SAMPLES) -> float:
+    """The mean loss over the training set, or over some samples of it, always the same ones.
+
+    Args:
+        recipe: its data, loss and weights.
+        model: as it is; its mode is not changed.
+        samples: at most.
+
+    Returns:
+        The loss; NaN or infinite where the model has diverged.
+    """
+    used = stream(recipe.samples, min(recipe.samples, samples), seed=0)
+    loss_fn, total, weights = recipe.loss_fn(model), 0.0, 0.0
+    for indices in used.split(CHUNK):
+        loss, weight = mean_and_weight(recipe, loss_fn, recipe.batch(indices))
+        total, weights = total + loss.item() * weight, weights + weight
+    return total / weights
+
+
+def parameters_apart(model: nn.Module) -> Iterator[Tensor]:
+    """The trainable parameters, detached: to be averaged or copied."""
+    return (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
+    """A debiased moving average of losses, with a half-life in samples.
+
+    Args:
+        losses: one per update.
+        batch: samples of an update.
+        half_life: in samples.
+
+    Returns:
+        One value per update.
+
+    Examples:
+        >>> smooth([4.0, 4.0, 4.0], batch=8, half_life=16)[-1]
+        4.0
+    """
+    keep = 2 ** (-batch / half_life)
+    total = weight = 0.0
+    found: list[float] = []
+    for loss in losses:
+        total, weight = keep * total + (1 - keep) * loss, keep * weight + 1 - keep
+        found.append(total / weight)
+    return found
+
+
+def compared(
+    first: StudyArm, second: StudyArm, quantity: str, *, margin: float, ratio: bool = False
+) -> StudyTest | None:
+    """Test that two arms are equivalent, on pairs of runs of the same seed.
+
+    Args:
+        first: the arm in question.
+        second: the arm it is compared with.
+        quantity: that both have.
+        margin: of the difference; of a ratio, the factor above 1 that does not matter.
+        ratio: test the ratio: logarithms of a positive quantity.
+
+    Returns:
+        The test; None with fewer than two pairs.
+
+    Examples:
+        >>> from superbatch.lab.report.study import StudyRun
+        >>> arms = [
+        ...     StudyArm(name=name, how="", facts={}, runs=tuple(
+        ...         StudyRun(seed=seed, values={"loss": factor * (1 + seed)}) for seed in range(3)))
+        ...     for name, factor in (("A", 1.0), ("B", 1.05))
+        ... ]
+        >>> test = compared(arms[1], arms[0], "loss", margin=1.1, ratio=True)
+        >>> round(test.difference, 3), test.result.equivalent
+        (1.05, True)
+    """
+    of_seed = {run.seed: run.values.get(quantity, math.nan) for run in second.runs}
+    pairs = [
+        (run.values.get(quantity, math.nan), of_seed[run.seed]) for run in first.runs if run.seed in of_seed
+    ]
+    if len(pairs) < 2:
+        return None
+    read = _log if ratio else float
+    result = tost_paired([read(a) - read(b) for a, b in pairs], margin=math.log(margin) if ratio else margin)
+    return StudyTest(first=first.name, second=second.name, quantity=quantity, ratio=ratio, result=result)
+
+
+def present(tests: Sequence[StudyTest | None]) -> tuple[StudyTest, ...]:
+    """The tests that could be made."""
+    return tuple(test for test in tests if test is not None)
+
+
+def separable(recipe: Recipe, study: str) -> Recipe:
+    """Refuse a recipe whose samples see each other: with another batch it would be another objective.
+
+    Args:
+        recipe: in question.
+        study: name of the study.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        InputError: its samples see each other.
+    """
+    if recipe.coupled == "exact" or recipe.batchnorm == "per_microbatch":
+        raise InputError(
+            explain(
+                f"the study {study!r} with the recipe {recipe.name!r}",
+                "its samples see each other, so that another batch size is another objective",
+                "use a recipe without BatchNorm or contrastive loss, such as digits or text",
+            )
+        )
+    return recipe
+
+
+def quantity_of_metric(recipe: Recipe) -> str:
+    """The heading of the recipe's own measure."""
+    return f"{recipe.metric}, {recipe.unit}" if recipe.unit else recipe.metric
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 and math.isfinite(value) else math.nan

@@ -1,0 +1,139 @@
+"""Do virtual batches survey learning rates like real ones? The other source's figure.
+
+This is `superbatch.lab.studies.survey` and nothing else, put into the form of a study. ``superbatch survey``
+shows more: other ranges, momentum and weight decay, and wrong ways beside the right one. It works in one
+process.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..recipes import Recipe
+from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from ..report.survey_text import conclusions
+from ..report.surveys import SeededSurvey, SurveyArm, Surveys
+from . import survey as surveying
+from .catalogue import entry_of
+from .study import Options, Progress, Show, StudyInterrupted, asked, seeds_of
+
+NAME = "survey"
+RATE, PAIRS, CURVES = "suggested lr", "pairs differ by", "curves alike, p"
+
+
+def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
+    """Survey with the real batch and with its splits.
+
+    Args:
+        recipe: a name or a recipe.
+        options: what was asked.
+        progress: told what happens.
+
+    Returns:
+        The report.
+
+    Raises:
+        StudyInterrupted: on Ctrl-C; it carries the partial report.
+    """
+    wanted = surveying.Options(
+        repeats=len(seeds_of(NAME, options)),
+        optimizer=options.optimizer,
+        batch_size=options.batch_size,
+        threads=options.threads,
+        data=options.data,
+    )
+
+    def receive(event: surveying.Progress) -> None:
+        text = None
+        if event.finished is not None:
+            seed, arm, rate = event.finished
+            text = f"seed {seed}, {arm}: {'no suggestion' if rate is None else f'{rate:.3g}'}"
+        progress(Progress(event.done, event.total, text))
+
+    try:
+        return as_study(surveying.survey(recipe, wanted, progress=receive), options)
+    except surveying.SurveyInterrupted as stopped:
+        raise StudyInterrupted(as_study(stopped.report, options)) from None
+
+
+def as_study(report: Surveys, options: Options) -> Study:
+    """Surveys in the form of a study.
+
+    Args:
+        report: whole or partial.
+        options: what was asked.
+
+    Returns:
+        The same numbers.
+    """
+    share = report.factor - 1
+    return Study(
+        name=NAME,
+        question=entry_of(NAME).question,
+        recipe=report.recipe,
+        description=report.description,
+        setting={
+            "lr": f"{report.low:g} to {report.high:g} in {report.updates} updates",
+            "batch": str(report.batch_size),
+            "optimizer": report.optimizer,
+            "dtype": report.dtype,
+        },
+        quantities=(
+            Quantity(name=RATE, meaning="the middle of the curve's longest descent", form=".3g"),
+            Quantity(
+                name=PAIRS,
+                meaning="largest relative difference of the curve from the real batch's with the same "
+                "weights and samples, up to its lowest point",
+                form=".1e",
+            ),
+            Quantity(
+                name=CURVES,
+                meaning=f"equivalence within {share:.0%} at every point up to 2/3 of where the first arm's "
+                "curve is lowest, arms with seeds of their own: the largest p-value, below 0.05 says yes",
+                form=".2g",
+            ),
+        ),
+        arms=tuple(map(_arm, report.arms)),
+        tests=tuple(test for arm in report.arms if (test := _test(arm, report.arms[0])) is not None),
+        conclusion=conclusions(report)[0],
+        curve_at=max((run.survey.values for arm in report.arms for run in arm.runs), key=len, default=()),
+        seeds=tuple(range(report.repeats)),
+        seconds=report.seconds,
+        partial=report.partial,
+        versions=report.versions,
+        command=asked(options),
+        notes=(
+            *report.notes,
+            "Each arm has seeds of its own, so its tests are not paired; superbatch survey shows more of "
+            "the same.",
+        ),
+    )
+
+
+def _arm(arm: SurveyArm) -> StudyArm:
+    facts: dict[str, float] = {}
+    if arm.pairs:
+        facts[PAIRS] = max(arm.pairs)
+    if arm.curve is not None:
+        facts[CURVES] = arm.curve.p_value
+    return StudyArm(name=arm.name, how=arm.how, facts=facts, runs=tuple(map(_run, arm.runs)))
+
+
+def _run(run: SeededSurvey) -> StudyRun:
+    found = run.survey
+    # A survey that stopped early has no curve behind that point; all curves of a study are of one length.
+    rest = (math.nan,) * (found.updates - len(found.smooth))
+    values = {} if found.suggestion is None else {RATE: found.suggestion}
+    return StudyRun(seed=run.seed, values=values, curve=(*found.smooth, *rest))
+
+
+def _test(arm: SurveyArm, first: SurveyArm) -> StudyTest | None:
+    """The test of the suggestions: decades there, natural logarithms here."""
+    if arm.suggested is None:
+        return None
+    test, e = arm.suggested, math.log(10)
+    result = replace(
+        test, difference=e * test.difference, low=e * test.low, high=e * test.high, margin=e * test.margin
+    )
+    return StudyTest(first=arm.name, second=first.name, quantity=RATE, ratio=True, result=result)

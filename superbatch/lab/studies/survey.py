@@ -1,0 +1,361 @@
+"""Do virtual batches survey like real ones? One recipe, the real batch, each split of it, several seeds each.
+
+Two questions, two kinds of seeds. From the *same* weights and samples the curves must agree to rounding: for
+a few seeds of every split the real batch is surveyed too. From *different* ones they agree as well as chance
+lets them: every arm has seeds of its own, and two tests of equivalence compare it with the first.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superbatch._version import __version__
+from superbatch.errors import InputError, explain
+from superbatch.results.survey import What
+from superbatch.torch.tuning.dial import Dial, range_of
+from superbatch.tuning.survey_ramp import from_axis, values_of
+
+from ..recipes import Recipe, load_recipe
+from ..report.surveys import PAIRED_TOLERANCES, SeededSurvey, SurveyArm, Surveys
+from .on_torch import torch_threads
+from .splits import Split, parse_splits
+from .survey_arms import HOW, SurveyArmPlan, SurveySetting, SurveyWay, survey_seed
+from .survey_tests import DECADES, FACTOR, curve_test, decades_of, paired_difference, suggestion_test
+
+PAIRS = 2
+"""Seeds of each split for which the real batch is surveyed from the same weights and samples."""
+
+CAVEAT = (
+    "Coinciding curves are weak evidence. With a fixed number of points a curve depends on the size of the "
+    "batch through noise alone, so that half the batch looks much the same. The pairs are the real test."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What can be asked of a survey study; None stands for the recipe's own value, or the optimizer's.
+
+    Attributes:
+        splits: ``"10x10,20x5"`` or a sequence of such; the real batch is added where it is missing.
+        repeats: surveys of each arm.
+        updates: points of the ramp.
+        what: ``"lr"``, ``"momentum"`` or ``"weight_decay"``.
+        low: first value of the ramp.
+        high: last value of the ramp.
+        dtype: ``"float32"`` or ``"float64"``.
+        optimizer: one that the recipe allows.
+        learning_rate: where another option is surveyed.
+        batch_size: samples of one update; by default what the splits make.
+        include_wrong: add arms that must be told apart.
+        threads: of torch.
+        data: folder of data, for a recipe that reads one.
+
+    Examples:
+        >>> Options(repeats=3).updates
+        100
+    """
+
+    splits: str | Sequence[str] | None = None
+    repeats: int = 20
+    updates: int = 100
+    what: What = "lr"
+    low: float | None = None
+    high: float | None = None
+    dtype: str = "float32"
+    optimizer: str | None = None
+    learning_rate: float | None = None
+    batch_size: int | None = None
+    include_wrong: bool = False
+    threads: int = 1
+    data: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a study is.
+
+    Attributes:
+        done: points surveyed, or left out where a survey stopped early.
+        total: points of all surveys.
+        finished: the survey that has just been completed: (seed, arm, suggestion); None between.
+    """
+
+    done: int
+    total: int
+    finished: tuple[int, str, float | None] | None = None
+
+
+class SurveyInterrupted(KeyboardInterrupt):
+    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`.
+
+    Args:
+        report: with the surveys that were finished, marked as partial.
+    """
+
+    def __init__(self, report: Surveys) -> None:
+        self.report = report
+
+
+def survey(
+    recipe: str | Recipe,
+    options: Options = Options(),
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Surveys:
+    """Survey a recipe with the real batch and with each split, and say whether they can be told apart.
+
+    Args:
+        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
+        options: what differs from the defaults.
+        progress: called after every point.
+
+    Returns:
+        The report.
+
+    Raises:
+        InputError: an option cannot be used.
+        SuperbatchError: the accumulator refuses the recipe.
+        SurveyInterrupted: on Ctrl-C; it carries the partial report.
+
+    Examples:
+        >>> report = survey("digits", Options(splits="10x10", repeats=2, updates=20, dtype="float64"))
+        >>> [arm.name for arm in report.arms]
+        ['1x100', '1x100 again', '10x10']
+        >>> max(report.arms[2].pairs) <= report.tolerance
+        True
+    """
+    start = time.monotonic()
+    loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
+    setting, plans = settle(loaded, options)
+    runs: list[list[SeededSurvey]] = [[] for _ in plans]
+    pairs: list[list[float]] = [[] for _ in plans]
+    count = _Count(_surveys(plans, options) * options.updates, options.updates, progress)
+
+    def report(*, partial: bool) -> Surveys:
+        arms = _arms(plans, runs, pairs)
+        return _report(loaded, options, setting, arms, time.monotonic() - start, partial=partial)
+
+    try:
+        with torch_threads(options.threads):
+            # Seed by seed, so that an interrupted study has as many surveys of every arm.
+            for repeat in range(options.repeats):
+                for index, arm in enumerate(plans):
+                    seed = index * options.repeats + repeat
+                    found = survey_seed(loaded, setting, arm, seed, tick=count.tick)
+                    runs[index].append(SeededSurvey(seed=seed, survey=found))
+                    count.finish(seed, arm.name, found.suggestion)
+                    if arm.way == "accumulator" and repeat < PAIRS:
+                        real = survey_seed(loaded, setting, plans[0], seed, tick=count.tick)
+                        pairs[index].append(paired_difference(found, real))
+                        count.finish(seed, plans[0].name, real.suggestion)
+    except KeyboardInterrupt:
+        raise SurveyInterrupted(report(partial=True)) from None
+    return report(partial=False)
+
+
+def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[SurveyArmPlan]]:
+    """Fill in what the options leave open, and refuse what cannot be.
+
+    Args:
+        recipe: what is trained.
+        options: what was asked.
+
+    Returns:
+        The setting of all surveys, and the arms.
+
+    Raises:
+        InputError: with what was given, what is wrong with it and what to do.
+    """
+    _check(options)
+    splits = parse_splits(options.splits) if options.splits is not None else None
+    size = options.batch_size or (sum(splits[0].sizes) if splits else recipe.batch_size)
+    if splits and sum(splits[0].sizes) != size:
+        raise InputError(
+            explain(
+                f"batch_size={size} with the split {splits[0].name}",
+                f"that split makes batches of {sum(splits[0].sizes)} samples",
+                "leave one of the two out",
+            )
+        )
+    if size > recipe.samples:
+        raise InputError(
+            explain(
+                f"a batch of {size} samples",
+                f"the recipe {recipe.name!r} has {recipe.samples} training samples",
+                "use a smaller batch",
+            )
+        )
+    name = options.optimizer or recipe.default_optimizer
+    if name not in recipe.learning_rates:
+        raise InputError(
+            explain(
+                f"optimizer={name!r}",
+                f"the recipe {recipe.name!r} does not offer it",
+                f"use one of {', '.join(recipe.learning_rates)}",
+            )
+        )
+    rate = options.learning_rate or recipe.learning_rates[name]
+    optimizer = recipe.optimizers[name](recipe.model(0).parameters(), rate)
+    Dial([optimizer], options.what)  # refuses an optimizer without the option
+    low, high = range_of([optimizer], options.what)
+    low, high = low if options.low is None else options.low, high if options.high is None else options.high
+    values_of(options.what, low, high, options.updates)  # refuses what is no ramp
+    setting = SurveySetting(options.what, low, high, options.updates, options.dtype, name, rate)
+    return setting, _plans(recipe, splits or _some_splits(size), include_wrong=options.include_wrong)
+
+
+def _check(options: Options) -> None:
+    for name in ("repeats", "updates", "threads", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(
+                explain(f"{name}={value!r}", "it counts something", "give an integer of at least 1")
+            )
+    if options.dtype not in PAIRED_TOLERANCES:
+        raise InputError(
+            explain(
+                f"dtype={options.dtype!r}",
+                "paired curves are held to the rounding of their dtype",
+                f"use one of {', '.join(PAIRED_TOLERANCES)}",
+            )
+        )
+    rate = options.learning_rate
+    if rate is not None and not (math.isfinite(rate) and rate > 0):
+        raise InputError(
+            explain(f"learning_rate={rate!r}", "it must be above zero", "give a positive number")
+        )
+
+
+def _some_splits(size: int) -> list[Split]:
+    """Into 10 and 20 micro-batches, or as many samples."""
+    counts = [count for count in (10, 20) if count <= size and size % count == 0] or [size]
+    return parse_splits([f"{count}x{size // count}" for count in counts])
+
+
+def _plans(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> list[SurveyArmPlan]:
+    size = sum(splits[0].sizes)
+    real = _whole(size)
+    parts = [split for split in splits if len(split.sizes) > 1]
+    exact = recipe.coupled == "exact" or recipe.batchnorm == "error"
+    plans = [
+        SurveyArmPlan(real, "real batch", "real"),
+        SurveyArmPlan(real, "real batch again", "again"),
+        *(SurveyArmPlan(split, "accumulator", "exact" if exact else "inexact") for split in parts),
+    ]
+    if include_wrong:
+        longest = max(parts, key=lambda split: len(split.sizes), default=Split(f"{size}x1", (1,) * size))
+        if len(longest.sizes) > 1:
+            plans.append(SurveyArmPlan(longest, "missing 1/K", "wrong"))
+        others: list[tuple[int, SurveyWay]] = [(size // 10, "another batch"), (size // 2, "another batch")]
+        plans += [
+            SurveyArmPlan(_whole(other), way, "wrong" if other < size // 2 else "other")
+            for other, way in others
+            if other >= 1
+        ]
+    return plans
+
+
+def _whole(size: int) -> Split:
+    return Split(f"1x{size}", (size,))
+
+
+def _surveys(plans: Sequence[SurveyArmPlan], options: Options) -> int:
+    paired = sum(arm.way == "accumulator" for arm in plans) * min(PAIRS, options.repeats)
+    return len(plans) * options.repeats + paired
+
+
+class _Count:
+    """Points done; a survey that stops early counts as whole."""
+
+    def __init__(self, total: int, updates: int, progress: Callable[[Progress], None]) -> None:
+        self._total, self._updates, self._progress = total, updates, progress
+        self._surveys = self._points = 0
+
+    def tick(self) -> None:
+        self._points += 1
+        self._progress(Progress(self._done(), self._total))
+
+    def finish(self, seed: int, arm: str, suggestion: float | None) -> None:
+        self._surveys, self._points = self._surveys + 1, 0
+        self._progress(Progress(self._done(), self._total, (seed, arm, suggestion)))
+
+    def _done(self) -> int:
+        return self._surveys * self._updates + self._points
+
+
+def _arms(
+    plans: Sequence[SurveyArmPlan], runs: Sequence[Sequence[SeededSurvey]], pairs: Sequence[Sequence[float]]
+) -> tuple[SurveyArm, ...]:
+    baseline = [run.survey for run in runs[0]]
+    arms: list[SurveyArm] = []
+    for plan, own, differences in zip(plans, runs, pairs, strict=True):
+        surveys = [run.survey for run in own]
+        decades = [value for value in decades_of(surveys) if value is not None]
+        compared = plan.claim != "real" and min(len(surveys), len(baseline)) > 1
+        arms.append(
+            SurveyArm(
+                name=plan.name,
+                sizes=plan.split.sizes,
+                claim=plan.claim,
+                how=HOW[plan.way],
+                runs=tuple(own),
+                rate=from_axis(surveys[0].what, 10 ** statistics.fmean(decades)) if decades else None,
+                decades=statistics.stdev(decades) if len(decades) > 1 else None,
+                pairs=tuple(differences),
+                curve=curve_test(surveys, baseline) if compared else None,
+                suggested=suggestion_test(surveys, baseline) if compared else None,
+            )
+        )
+    return tuple(arms)
+
+
+def _report(
+    recipe: Recipe,
+    options: Options,
+    setting: SurveySetting,
+    arms: tuple[SurveyArm, ...],
+    seconds: float,
+    *,
+    partial: bool,
+) -> Surveys:
+    return Surveys(
+        recipe=recipe.name,
+        description=recipe.description,
+        what=setting.what,
+        optimizer=setting.optimizer,
+        learning_rate=None if setting.what == "lr" else setting.learning_rate,
+        dtype=setting.dtype,
+        batch_size=sum(arms[0].sizes),
+        low=setting.low,
+        high=setting.high,
+        updates=setting.updates,
+        repeats=options.repeats,
+        factor=FACTOR,
+        margin=DECADES,
+        arms=arms,
+        seconds=seconds,
+        partial=partial,
+        versions={
+            "superbatch": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+        command=_asked(options),
+        notes=(CAVEAT,),
+    )
+
+
+def _asked(options: Options) -> dict[str, Any]:
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    values["splits"] = options.splits if isinstance(options.splits, str | None) else ",".join(options.splits)
+    return {name: str(value) for name, value in values.items() if value is not None}

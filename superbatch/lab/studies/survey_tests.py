@@ -1,0 +1,155 @@
+"""Are two bundles of survey curves alike? Paired, where they can be; else equivalence, point by point.
+
+*Paired*: two surveys from the same weights and samples must agree to rounding. This is the real test.
+
+*Unpaired*: independent surveys differ by chance. Two one-sided tests (TOST) of the log loss at every point up
+to 2/3 of where the baseline is lowest, all of which must pass (an intersection-union test needs no
+correction), and one of the suggested values in decades. That a test for a *difference* finds none would say
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from superbatch.results.survey import Survey
+from superbatch.tuning.survey_ramp import to_axis
+from superbatch.tuning.survey_suggestions import FIRST, LAST
+
+from ..report.comparison import Equivalence
+from ..report.surveys import CurveTest
+from .statistics import ALPHA, summarise, tost_welch
+
+FACTOR = 1.10
+"""Losses within 10 % of each other are alike."""
+
+DECADES = 0.15
+"""Suggested rates within a factor of 1.41 of each other are alike."""
+
+SHARE = 2 / 3
+"""Curves are compared up to this share of the value where the baseline is lowest."""
+
+
+def paired_difference(survey: Survey, real: Survey) -> float:
+    """The largest relative difference of two curves, up to the lowest point of the real one.
+
+    Args:
+        survey: in question.
+        real: from the same weights and samples.
+
+    Returns:
+        ``max |l - r| / |r|``; infinite where one ends before that point and the other does not.
+
+    Examples:
+        >>> from superbatch.tuning.survey import Sweep
+        >>> sweeps = [Sweep("lr", 1e-3, 1.0, 20) for _ in range(2)]
+        >>> _ = [sweep.add(loss) for sweep, loss in zip(sweeps * 2, (2.0, 2.1, 1.0, 1.0))]
+        >>> round(paired_difference(sweeps[1].report(), sweeps[0].report()), 3)
+        0.05
+    """
+    end = 1 + real.smooth.index(min(real.smooth)) if real.smooth else 0
+    if not end or len(survey.losses) < end:
+        return math.inf
+    pairs = zip(survey.losses[:end], real.losses[:end], strict=True)
+    return max(0.0 if a == b else abs(a - b) / abs(b) if b else math.inf for a, b in pairs)
+
+
+def curve_test(
+    surveys: Sequence[Survey], baseline: Sequence[Survey], *, factor: float = FACTOR
+) -> CurveTest | None:
+    """Test that the loss is the baseline's within a factor, at every point before the lowest.
+
+    Args:
+        surveys: in question, at least two.
+        baseline: what they are compared with, at least two, on the same ramp.
+        factor: above 1.
+
+    Returns:
+        The test; None where a loss is not positive, so that it has no logarithm, and where a baseline ended
+        so early that no point counts.
+    """
+    logs, reference = _logs(surveys), _logs(baseline)
+    if logs is None or reference is None or min(map(len, reference)) <= FIRST:
+        return None
+    longest = max(baseline, key=lambda survey: len(survey.values))
+    values = longest.values
+    last = _last_point(baseline, [to_axis(longest.what, value) for value in values])
+    # Where a survey in question ended before that, its loss had exploded there: it is not the baseline's.
+    found = [
+        _point(
+            [log[i] for log in logs if i < len(log)],
+            [log[i] for log in reference if i < len(log)],
+            factor,
+            complete=all(i < len(log) for log in logs),
+        )
+        for i in range(last + 1)
+    ]
+    worst = max(range(last + 1), key=lambda i: found[i][0])
+    return CurveTest(
+        points=last + 1,
+        upto=values[last],
+        factor=factor,
+        p_value=found[worst][0],
+        at=values[worst],
+        ratio=found[worst][1],
+        equivalent=found[worst][0] < ALPHA,
+    )
+
+
+def suggestion_test(
+    surveys: Sequence[Survey], baseline: Sequence[Survey], *, margin: float = DECADES
+) -> Equivalence | None:
+    """Test that the suggested values are the baseline's within some decades.
+
+    Args:
+        surveys: in question, at least two.
+        baseline: what they are compared with, at least two.
+        margin: in decades.
+
+    Returns:
+        The test; None where a survey suggests nothing.
+    """
+    logs, reference = decades_of(surveys), decades_of(baseline)
+    if None in logs or None in reference:
+        return None
+    sample, other = ([value for value in part if value is not None] for part in (logs, reference))
+    return tost_welch(summarise(sample), summarise(other), margin=margin)
+
+
+def decades_of(surveys: Sequence[Survey]) -> list[float | None]:
+    """Decimal logarithms of the suggestions; of a momentum, those of the updates it averages over.
+
+    Args:
+        surveys: any.
+
+    Returns:
+        One per survey, None where it suggests nothing.
+    """
+    return [None if s.suggestion is None else math.log10(to_axis(s.what, s.suggestion)) for s in surveys]
+
+
+def _logs(surveys: Sequence[Survey]) -> list[list[float]] | None:
+    if any(loss <= 0 for survey in surveys for loss in survey.losses):
+        return None
+    return [[math.log(loss) for loss in survey.losses] for survey in surveys]
+
+
+def _last_point(baseline: Sequence[Survey], axis: Sequence[float]) -> int:
+    """The last point at most at 2/3 of where the mean of the smoothed curves is lowest."""
+    shared = min(len(survey.smooth) for survey in baseline)
+    means = [statistics.fmean(survey.smooth[i] for survey in baseline) for i in range(shared)]
+    kept = range(min(FIRST, shared - 1), max(shared - LAST, FIRST + 1, 1))
+    lowest = min((i for i in kept if i < shared), key=lambda i: means[i])
+    return max(i for i in range(lowest + 1) if i == 0 or axis[i] <= SHARE * axis[lowest])
+
+
+def _point(
+    logs: Sequence[float], reference: Sequence[float], factor: float, *, complete: bool
+) -> tuple[float, float]:
+    """The p-value at one point, and the ratio of the geometric means."""
+    if not complete or len(logs) < 2 or len(reference) < 2:
+        return 1.0, math.nan
+    test = tost_welch(summarise(logs), summarise(reference), margin=math.log(factor))
+    return test.p_value, math.exp(test.difference)

@@ -1,0 +1,233 @@
+"""Train the seeds of a comparison, in this process or spread over several.
+
+Worker processes are *spawned* (a forked framework can hang), find the recipe by its name, and keep torch's
+threads to what was asked. They ignore Ctrl-C, which reaches the whole process group: the parent stops them,
+so that runs that are already finished can be kept. A worker whose parent is gone ends by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from superbatch.errors import SuperbatchError, explain
+
+from ..recipes import Recipe
+from .backends import load_backend
+from .training import train_seed
+
+REPORT_EVERY = 0.2
+"""Seconds between two messages about progress."""
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """Some micro-batches were worked through."""
+
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run is complete; `run` is the record that the training function made of it."""
+
+    seed: int
+    arm: int
+    run: Any
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker met an error."""
+
+    error: BaseException
+
+
+Event = Advanced | Finished
+Receive = Callable[[Event], None]
+Load = tuple[str, str, str | Path | None]
+"""Backend, recipe and data, for a worker to load them."""
+
+
+class Arms(Protocol):
+    """How seeds are trained; it can be sent to another process."""
+
+    @property
+    def arms(self) -> Sequence[Any]:
+        """What each seed is trained with; the index tells one from another."""
+        ...
+
+
+class Train(Protocol):
+    """Trains every arm from one seed: a function of a module, so that other processes find it."""
+
+    def __call__(
+        self, recipe: Recipe, setting: Any, seed: int, *, tick: Callable[[int], None]
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield (index of the arm, its run); tell `tick` of the work done."""
+        ...
+
+
+def train_here(
+    recipe: Recipe, setting: Arms, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
+) -> None:
+    """Train the seeds one after the other in this process.
+
+    Args:
+        recipe: what is trained.
+        setting: how.
+        seeds: one set of runs each.
+        receive: told what happens.
+        train: trains every arm from one seed.
+    """
+    tick, flush = _gathered(receive)
+    for seed in seeds:
+        for arm, run in train(recipe, setting, seed, tick=tick):
+            flush()
+            receive(Finished(seed, arm, run))
+
+
+def train_spread(
+    recipe: str,
+    setting: Arms,
+    seeds: Sequence[int],
+    receive: Receive,
+    *,
+    workers: int,
+    threads: int,
+    data: str | Path | None = None,
+    backend: str = "torch",
+    train: Train = train_seed,
+) -> None:
+    """Train the seeds in processes of their own; each takes the next seed when it has finished one.
+
+    Args:
+        recipe: its name, which each process loads.
+        setting: how.
+        seeds: one set of runs each.
+        receive: told what happens, in this process.
+        workers: how many processes.
+        threads: of the backend in each.
+        data: folder, for a recipe that reads one.
+        backend: which loads the recipe.
+        train: trains every arm from one seed.
+
+    Raises:
+        SuperbatchError: what a worker met, or that one died.
+    """
+    context = multiprocessing.get_context("spawn")
+    load = (backend, recipe, data)
+    todo, events = context.Queue(), context.Queue()
+    for seed in (*seeds, *[None] * workers):
+        todo.put(seed)
+    processes = [
+        context.Process(target=_work, args=(load, setting, train, threads, todo, events), daemon=True)
+        for _ in range(workers)
+    ]
+    try:
+        with _interrupts_ignored_by_children():
+            for process in processes:
+                process.start()
+        _listen(processes, events, receive, runs=len(seeds) * len(setting.arms))
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
+        for each in (todo, events):
+            each.cancel_join_thread()
+            each.close()
+
+
+def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: int) -> None:
+    while runs:
+        try:
+            event = events.get(timeout=1.0)
+        except queue.Empty:
+            if any(process.exitcode not in (None, 0) for process in processes):
+                codes = [process.exitcode for process in processes]
+                raise SuperbatchError(
+                    explain(
+                        f"{len(processes)} worker processes",
+                        f"one ended before it could say why (exit codes {codes}); memory may have run out",
+                        "use fewer workers, or 1 to train in this process",
+                    )
+                ) from None
+            continue
+        if isinstance(event, Failed):
+            raise event.error
+        runs -= isinstance(event, Finished)
+        receive(event)
+
+
+def _work(load: Load, setting: Arms, train: Train, threads: int, todo: Any, events: Any) -> None:
+    """What a worker process runs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        name, recipe_name, data = load
+        backend = load_backend(name)
+        with backend.threads(threads):
+            recipe = backend.load(recipe_name, data)
+            while (seed := todo.get()) is not None:
+                train_here(recipe, setting, [seed], _put_while_parent_lives(events), train=train)
+    except Exception as error:  # noqa: BLE001  (it is raised again where the user is)
+        events.put(Failed(error if isinstance(error, SuperbatchError) else _described(error)))
+
+
+def _put_while_parent_lives(events: Any) -> Receive:
+    parent = multiprocessing.parent_process()
+
+    def put(event: Event) -> None:
+        if parent is not None and not parent.is_alive():
+            sys.exit(1)
+        events.put(event)
+
+    return put
+
+
+def _described(error: Exception) -> SuperbatchError:
+    # An exception of a user's own class may not survive the way to the parent; its text does.
+    return SuperbatchError(" ".join(f"a worker process met {type(error).__name__}: {error}".split()))
+
+
+def _gathered(receive: Receive) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """A tick for `train_seed` that passes on sums now and then, and a function that passes on the rest."""
+    pending, last = 0, time.monotonic()
+
+    def tick(microbatches: int) -> None:
+        nonlocal pending
+        pending += microbatches
+        if time.monotonic() - last > REPORT_EVERY:
+            flush()
+
+    def flush() -> None:
+        nonlocal pending, last
+        receive(Advanced(pending))
+        pending, last = 0, time.monotonic()
+
+    return tick, flush
+
+
+@contextmanager
+def _interrupts_ignored_by_children() -> Iterator[None]:
+    """Block SIGINT: children inherit the mask, so Ctrl-C never makes one print a traceback.
+
+    An interrupt in the meantime is delivered here afterwards, not lost.
+    """
+    if os.name != "posix":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

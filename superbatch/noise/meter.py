@@ -1,0 +1,312 @@
+"""How noisy is a gradient? Estimators of the gradient noise scale, and an average of them over windows.
+
+A window has micro-batches ``i = 1..K`` (of all ranks) with gradients ``g_i``, weights ``w_i`` that sum to
+one, and ``n_i`` samples; ``g = sum w_i g_i`` is the gradient of the batch. Two scalars are enough::
+
+    A2 = sum w_i^2 |g_i|^2,  b2 = |g|^2,  Q = sum w_i^2
+    |G|^2     = (b2 - A2) / (1 - Q)          unbiased, if the g_i are independent and have one mean G
+    tr Cov(g) = (A2 - Q b2) / (1 - Q)        likewise; no model of how the variance depends on n_i
+
+The noise scale ``B = T / |G|^2``, ``T = N_eff tr Cov(g)``, ``N_eff = 1 / sum(w_i^2 / n_i)``, is taken as a
+ratio of two averages over windows. An average of ratios, or of parts that were clamped to be positive, is
+biased by factors: nothing is clamped here before the very end.
+
+Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162; for unequal weights as derived above.
+"""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import InputError, explain
+from ..results.noise import Noise, NoiseOfGroup, NoiseOfModel, NoiseProxy
+from .estimates import Estimate as Estimate
+from .estimates import effective_samples as effective_samples
+from .estimates import estimate as estimate
+from .estimates import homogeneous_estimate as homogeneous_estimate
+from .interval import Moments, Ratio, worth
+from .over_run import noise_over_run as noise_over_run
+from .over_run import relative_time as relative_time
+
+POWERS = (1, 2)
+"""Powers of Adam's preconditioner that are measured beside 0, which is the plain gradient."""
+
+PROXY, PROXY_BESIDE = "proxy", "proxy, beside the gradient"
+"""Averages of what single samples' gradients say: in all windows, and in those that also say the rest."""
+
+FEWEST_WINDOWS = 8
+"""Windows from which an interval is given: below, Student's t is so wide that it says nothing."""
+
+LEAST_SPREAD = 0.05
+"""A window is measured where ``1 - Q`` is at least this: below, one micro-batch has nearly all the weight."""
+
+
+class NoiseMeter:
+    """Averages what windows say about the noise of their gradients: ``Accumulator(noise=NoiseMeter(...))``.
+
+    Numerator and denominator are averaged apart, by exponentially decaying weights (debiased), and divided
+    only when asked. Windows of different size are averaged rightly: the numerator is the variance of *one*
+    sample's gradient. The interval comes from the differences between successive windows, so that a gradient
+    that shrinks along the training is not taken for an uncertain one.
+
+    Args:
+        beta: how much of the average the next window leaves: 0.98 remembers about 100 windows.
+        every: measure one window in so many. None: each, but for tiny models one in 20: there a call costs
+            more than its arithmetic, and to measure each window would take a quarter of its time.
+        data_size: samples that batches are drawn from *without replacement*. The noise scale is then that of
+            the gradient of these data; None: they are as good as endless, as in one pass over a stream.
+        preconditioned: with Adam (torch), measure it also by powers of its preconditioner: see
+            `superbatch.results.noise.NoiseOfModel`. It costs some passes over each gradient.
+        proxy: measure also the noise of the scales and shifts of LayerNorm and RMSNorm (torch) from the
+            gradients of single samples, which tells something of a window of one micro-batch: see
+            `superbatch.results.noise.NoiseProxy`.
+
+    Raises:
+        InputError: an option is out of range.
+
+    Examples:
+        >>> import random
+        >>> meter, normal = NoiseMeter(), random.Random(0).gauss
+        >>> for _ in range(200):  # |G|^2 = 1, a variance of 30 per sample, two micro-batches of 10
+        ...     one, other = ([1 + normal(0, 1)] + [normal(0, 1) for _ in range(2)] for _ in range(2))
+        ...     half = [(x + y) / 2 for x, y in zip(one, other)]
+        ...     a2 = sum(x * x for x in one + other) / 4
+        ...     meter.add({"all": estimate(a2, sum(x * x for x in half), 0.5)}, samples=20)
+        >>> noise = meter.estimate()
+        >>> noise.low < 30 < noise.high, noise.determined
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.98,
+        *,
+        every: int | None = None,
+        data_size: int | None = None,
+        preconditioned: bool = False,
+        proxy: bool = False,
+    ) -> None:
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller without types)
+            raise InputError(explain(f"beta={beta!r}", "an average remembers a part", "pass 0 < beta < 1"))
+        for name, value in (("every", every), ("data_size", data_size)):
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  (a caller without types)
+                raise InputError(explain(f"{name}={value!r}", "it is a count", "pass a positive int"))
+        self.beta, self.every, self.data_size = beta, every, data_size
+        self.preconditioned, self.proxy = bool(preconditioned), bool(proxy)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.passed = 0  # updates, measured or not
+        self._windows = 0
+        self._seen: dict[str, int] = {}  # windows that were not measured, by the reason
+        self._seen_proxy: dict[str, int] = {}
+        self._samples = 0.0
+        self._groups: dict[str, Moments] = {}
+        self._total = Moments()
+        self._beside: dict[str, Moments] = {}  # what else was measured in some of the windows
+
+    @property
+    def due(self) -> bool:
+        """Whether the next window is one to be measured."""
+        return self.passed % (self.every or 1) == 0
+
+    @property
+    def windows(self) -> int:
+        """Number of windows measured."""
+        return self._windows
+
+    def add(self, estimates: Mapping[str, Estimate], *, samples: float) -> None:
+        """Take in one window.
+
+        Args:
+            estimates: of each parameter group, from `estimate`; the same groups in every window.
+            samples: the window's `effective_samples`.
+
+        Raises:
+            InputError: the groups are others than before, or a number is not finite.
+        """
+        if self._windows and estimates.keys() != self._groups.keys():
+            raise InputError(
+                explain(
+                    f"a window with the groups {sorted(estimates)}",
+                    f"those before had {sorted(self._groups)}",
+                    "make a new NoiseMeter when parameter groups change",
+                )
+            )
+        numbers = [samples, *(number for one in estimates.values() for number in one)]
+        if not estimates or samples <= 0 or not all(map(math.isfinite, numbers)):
+            raise InputError(
+                explain(
+                    f"a window with {dict(estimates)} from {samples} samples",
+                    "one that is not finite would never leave the average",
+                    "leave it out",
+                )
+            )
+        self._windows += 1
+        self._samples = self._moved(self._samples, samples)
+        for name, one in estimates.items():
+            self._groups.setdefault(name, Moments()).add(one.variance * samples, one.signal, self.beta)
+        signal, variance = (math.fsum(one[part] for one in estimates.values()) for part in (0, 1))
+        self._total.add(variance * samples, signal, self.beta)
+
+    def add_beside(self, name: str, one: Estimate, *, samples: float) -> None:
+        """Take in what else a window says: nothing where it is not finite.
+
+        Args:
+            name: of the average.
+            one: from `estimate`.
+            samples: the window's `effective_samples`.
+        """
+        if all(map(math.isfinite, (*one, samples))):
+            self._beside.setdefault(name, Moments()).add(one.variance * samples, one.signal, self.beta)
+
+    def expect(self, groups: Iterable[str], *, anew: bool = False) -> None:
+        """Begin anew if the parameter groups are others than before: it would be another noise scale.
+
+        Args:
+            groups: their names.
+            anew: their parameters are others, whatever their names.
+        """
+        if anew or (self._windows and set(groups) != self._groups.keys()):
+            self._begin()
+
+    def leave_out(self, reason: str, *, proxy: bool = False) -> None:
+        """Note a window that could not be measured.
+
+        Args:
+            reason: why.
+            proxy: it is the proxy that could not.
+        """
+        seen = self._seen_proxy if proxy else self._seen
+        seen[reason] = seen.get(reason, 0) + 1
+
+    def estimate(self) -> Noise:
+        """Return the noise scale as it is known now.
+
+        Examples:
+            >>> NoiseMeter().estimate().reason
+            '0 windows measured; 8 needed'
+        """
+        debias = 1 - self.beta**self._windows
+        few = self._windows < FEWEST_WINDOWS
+        total = self._ratio(self._total)
+        groups = tuple(
+            NoiseOfGroup(name=name, **self._ratio(moments).as_fields())
+            for name, moments in self._groups.items()
+        )
+        return Noise(
+            **total.as_fields(),
+            windows=self._windows,
+            effective_windows=worth(self.beta, self._windows),
+            samples_per_window=self._samples / debias if debias else 0.0,
+            groups=groups,
+            reason=_too_few(self._windows, self._seen) if few else total.reason,
+            data_size=self.data_size,
+            models=self._models(total),
+            proxy=self._proxy(total) if self.proxy else None,
+        )
+
+    def _ratio(self, moments: Moments) -> Ratio:
+        found = moments.of(self.beta, self.data_size)
+        if moments.count >= FEWEST_WINDOWS:
+            return found
+        return found._replace(batch_size=None, low=0.0, high=math.inf, reason=None)
+
+    def _models(self, total: Ratio) -> tuple[NoiseOfModel, ...]:
+        """The plain one and the others, where these are measured."""
+        others = [(power, self._beside.get(power_name(power), Moments())) for power in POWERS]
+        if not any(moments.count for _, moments in others):
+            return ()
+        return (
+            NoiseOfModel(power=0, windows=self._windows, **total.as_fields()),
+            *(
+                NoiseOfModel(power=power, windows=moments.count, **self._ratio(moments).as_fields())
+                for power, moments in others
+            ),
+        )
+
+    def _proxy(self, total: Ratio) -> NoiseProxy:
+        moments = self._beside.get(PROXY, Moments())
+        found = self._ratio(moments)
+        beside = self._ratio(self._beside.get(PROXY_BESIDE, Moments())).batch_size
+        reason = found.reason
+        if moments.count < FEWEST_WINDOWS:
+            reason = _too_few(moments.count, self._seen_proxy)
+        return NoiseProxy(
+            **found.as_fields(),
+            windows=moments.count,
+            factor=total.batch_size / beside if total.batch_size and beside else None,
+            reason=reason,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been averaged so far: plain containers of numbers."""
+        return {
+            "version": 1,
+            "beta": self.beta,
+            "passed": self.passed,
+            "windows": self._windows,
+            "left_out": dict(self._seen),
+            "samples": self._samples,
+            "total": list(self._total.values),
+            "groups": {name: list(moments.values) for name, moments in self._groups.items()},
+            "proxy_left_out": dict(self._seen_proxy),
+            "beside": {name: [m.count, *m.values] for name, m in self._beside.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, bit for bit.
+
+        Args:
+            state: from `state_dict`, of a meter with the same `beta`.
+
+        Raises:
+            InputError: it is no such state; nothing has changed.
+        """
+        if state.get("version") != 1 or state.get("beta") != self.beta:
+            raise InputError(
+                explain(
+                    f"a saved average with beta={state.get('beta')!r}",
+                    f"this one has beta={self.beta!r}, and two memories do not mix",
+                    "make the NoiseMeter with the same beta, or load no state into it",
+                )
+            )
+        try:
+            passed, windows, samples = int(state["passed"]), int(state["windows"]), float(state["samples"])
+            seen, total = dict(state["left_out"]), Moments(state["total"], windows)
+            groups = {name: Moments(values, windows) for name, values in state["groups"].items()}
+            # Neither is in a state of an earlier version.
+            seen_proxy, others = dict(state.get("proxy_left_out", {})), state.get("beside", {})
+            beside = {name: Moments(values, int(count)) for name, (count, *values) in others.items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                explain(
+                    f"a saved average that is not whole ({error!r})",
+                    "it cannot be gone on from",
+                    "load what `state_dict()` returned",
+                )
+            ) from None
+        self.passed, self._windows, self._samples = passed, windows, samples
+        self._seen, self._total, self._groups = seen, total, groups
+        self._seen_proxy, self._beside = seen_proxy, beside
+
+    def _moved(self, mean: float, value: float) -> float:
+        return self.beta * mean + (1 - self.beta) * value
+
+
+def power_name(power: int) -> str:
+    """The name of the average by a power of Adam's preconditioner."""
+    return f"power {power}"
+
+
+def _too_few(windows: int, left_out: Mapping[str, int]) -> str:
+    said = f"{windows} window{'s' * (windows != 1)} measured; {FEWEST_WINDOWS} needed"
+    if not left_out:
+        return said
+    reason = max(left_out, key=lambda each: left_out[each])
+    return f"{said} ({left_out[reason]} left out: {reason})"

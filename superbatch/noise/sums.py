@@ -1,0 +1,50 @@
+"""A window's noise by the sums that a loop over micro-batches returns, where a backend measures inside it."""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+from typing import SupportsFloat
+
+from ..errors import InputError, explain
+from .meter import LEAST_SPREAD, NoiseMeter, estimate
+
+
+def add_sums(
+    meter: NoiseMeter, a2: SupportsFloat, b2: SupportsFloat, q: SupportsFloat, *, samples: SupportsFloat
+) -> None:
+    """Count one window, and take it in or leave it out as its sums say.
+
+    Args:
+        meter: the average over windows.
+        a2: ``sum (w_i / W)^2 |g_i|^2``.
+        b2: ``|g|^2`` of the batch's gradient.
+        q: ``sum (w_i / W)^2``.
+        samples: ``1 / sum((w_i / W)^2 / n_i)``, see `superbatch.noise.effective_samples`.
+
+    Raises:
+        InputError: the meter asks for what is not measured here.
+
+    Examples:
+        >>> meter = NoiseMeter()
+        >>> add_sums(meter, 2.5, 4.0, 0.5, samples=20.0)
+        >>> add_sums(meter, 2.5, 4.0, 1.0, samples=20.0)  # one micro-batch tells nothing of the spread
+        >>> meter.passed, meter.windows
+        (2, 1)
+    """
+    if meter.preconditioned or meter.proxy:
+        raise InputError(
+            explain(
+                f"a NoiseMeter(preconditioned={meter.preconditioned}, proxy={meter.proxy}) outside of torch",
+                "only superbatch.torch measures by Adam's preconditioner and single samples' gradients",
+                "leave these options out",
+            )
+        )
+    meter.passed += 1
+    numbers = [float(number) for number in (a2, b2, q, samples)]
+    if not all(map(math.isfinite, numbers)):
+        meter.leave_out("not finite")
+    elif 1 - numbers[2] < LEAST_SPREAD:
+        meter.leave_out("one micro-batch has nearly all the weight")
+    else:
+        meter.add({"all": estimate(*numbers[:3])}, samples=numbers[3])

@@ -1,0 +1,1 @@
+"""Records that the library returns: frozen dataclasses of numbers and names."""

@@ -1,1 +1,0 @@
-"""Comparison of a micro-batch's loss and gradient with those of its parts."""

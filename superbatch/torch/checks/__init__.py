@@ -1,0 +1,1 @@
+"""Checks of the declared loss and of samples that influence each other."""

@@ -1,0 +1,148 @@
+"""Agreement of a micro-batch with its parts under a statement, parameter by parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superbatch import normalize
+
+SURE = 30.0  # multiples of the measured rounding: beyond them, a difference is no rounding
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Loss, weight and gradient of one micro-batch.
+
+    Args:
+        loss: a number.
+        weight: as stated.
+        gradient: sums of each parameter's gradient, shape (parameters, sums); None where it cannot be had.
+    """
+
+    loss: float
+    weight: normalize.Number
+    gradient: Tensor | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient can be compared with others."""
+        return math.isfinite(self.loss) and (self.gradient is None or bool(self.gradient.isfinite().all()))
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Differences to be expected of a right statement.
+
+    Args:
+        loss: relative to the loss.
+        gradient: relative to each parameter's gradient.
+        measured: of each parameter's gradient, shape (parameters,): absolute; None: not measured.
+    """
+
+    loss: float
+    gradient: float
+    measured: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Differences between a union and what a statement predicts of it from its parts.
+
+    Args:
+        loss: relative to the largest loss.
+        gradient: of each parameter, shape (parameters,); None where there is no gradient.
+        size: of each parameter's gradient.
+    """
+
+    loss: float
+    gradient: Tensor | None
+    size: Tensor | None
+
+    def beyond(self, rounding: Rounding) -> Tensor:
+        """Return the parameters whose gradient differs by more than rounding, ``[-1]`` for the loss.
+
+        The gradient decides where it is known. A wrong weight hardly shows in the losses of an untrained
+        model, which are all alike; and a loss that is a small difference of large numbers differs by
+        rounding alone.
+        """
+        if self.gradient is None or self.size is None or not bool(self.size.any()):
+            return torch.tensor([-1] if self.loss > rounding.loss else [], dtype=torch.int64)
+        allowed = rounding.gradient * self.size
+        if rounding.measured is not None:
+            allowed = allowed + SURE * rounding.measured
+        return (self.gradient > allowed).nonzero().flatten()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A micro-batch (`union`) and the parts that it was cut into.
+
+    Args:
+        union: what the whole micro-batch showed.
+        parts: what each part showed.
+        spans: the positions of each part's samples in the micro-batch.
+        replayed: False where random draws of the parts cannot be those of the union.
+        by_sample: the parts draw one after the other, as the union draws sample after sample.
+    """
+
+    union: Seen
+    parts: tuple[Seen, ...]
+    spans: tuple[tuple[int, ...], ...]
+    replayed: bool = True
+    by_sample: bool = False
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the parts, one after the other, are the union."""
+        places = [place for span in self.spans for place in span]
+        return places == sorted(places)
+
+    @property
+    def usable(self) -> bool:
+        """Whether every part that counts has a finite loss and gradient."""
+        return all(part.finite for part in self.parts if part.weight or part.gradient is not None)
+
+    def difference(
+        self, reduction: normalize.Reduction, weights: Sequence[normalize.Number] | None = None
+    ) -> Difference:
+        """Return how far the union is from what a statement predicts.
+
+        Args:
+            reduction: of the statement.
+            weights: of the parts; None: as stated.
+        """
+        weights = [part.weight for part in self.parts] if weights is None else weights
+        return self.against(_factors(reduction, weights))
+
+    def against(self, factors: Sequence[float]) -> Difference:
+        """Return how far the union is from the sum of its parts, each times a factor.
+
+        Args:
+            factors: of the parts; a part of factor 0 is left out.
+        """
+        counted = [(factor, part) for factor, part in zip(factors, self.parts, strict=True) if factor]
+        predicted = math.fsum(factor * part.loss for factor, part in counted)
+        largest = max([abs(self.union.loss), *(abs(part.loss) for _, part in counted)])
+        error = abs(self.union.loss - predicted)
+        loss = error / largest if largest else error
+        if self.union.gradient is None or any(part.gradient is None for _, part in counted):
+            return Difference(loss, None, None)
+        sums = torch.zeros_like(self.union.gradient)
+        for factor, part in counted:
+            assert part.gradient is not None
+            sums += factor * part.gradient
+        size = torch.maximum(self.union.gradient.norm(dim=1), sums.norm(dim=1))
+        return Difference(loss, (self.union.gradient - sums).norm(dim=1), size)
+
+
+def _factors(reduction: normalize.Reduction, weights: Sequence[normalize.Number]) -> list[float]:
+    """Return what a part's loss and gradient count in the union's."""
+    if reduction != "mean":
+        return [1.0] * len(weights)
+    total = normalize.total_weight(weights)
+    return [normalize.scale(weight, total, reduction="mean") for weight in weights]

@@ -1,0 +1,226 @@
+"""Weights that may make a loss a weighted mean over samples: guesses, for a measurement to confirm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.batch.tree import get, leaves
+from superbatch.normalize import Number
+
+from ..devices import in_float64
+from ..weights import class_weights, count_tokens, sample_weights
+from .generators import reachable
+from .probing.problem import Problem
+
+_IGNORED = (-100, 0, -1, 255)  # of PyTorch, of masks and padding, of scikit-learn, of segmentation maps
+
+
+class Candidate(NamedTuple):
+    """A weight function, and the text with which a user would write it."""
+
+    text: str
+    weigh: Callable[[Any], Number]
+
+
+class Clues(NamedTuple):
+    """What the loss modules and tensors in reach say about labels."""
+
+    ignored: tuple[int, ...]
+    class_tensors: list[Tensor]
+
+
+def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
+    """Weight functions that fit what is in a batch.
+
+    Args:
+        problem: the model and what its loss function reaches are searched for loss modules and class weights.
+        batch: integer parts may be labels or lengths, boolean and non-negative floating ones masks or weights
+            of samples, lists the objects of each sample.
+
+    Returns:
+        Candidates; several may give the same counts, the likeliest first: labels with PyTorch's own
+        `ignore_index`, or that of a loss module, and class weights; then masks; then integers of which some
+        value may be padding, positive labels, and lengths.
+
+    Examples:
+        >>> problem = Problem(nn.Linear(1, 1), lambda batch: batch["x"].sum())
+        >>> batch = {"x": -torch.ones(2, 1), "labels": torch.tensor([[1, 2], [3, -100]])}
+        >>> [candidate.text for candidate in weight_candidates(problem, batch)][:2]
+        ['count_tokens("labels")', 'count_tokens("labels", shift=True)']
+    """
+    found: list[tuple[int, Candidate]] = []
+    parts = leaves(batch, whole=problem.whole, per_sample=problem.per_sample)
+    held = [get(batch, leaf.path) for leaf in parts if leaf.length is None]
+    clues = clues_of(problem, held)
+    for leaf in parts:
+        value = get(batch, leaf.path) if leaf.length is not None else None
+        if isinstance(value, Tensor) and value.numel() and value.layout is torch.strided:
+            found += _from_tensor(batch, leaf.path, value, clues)
+        elif isinstance(value, list | tuple):
+            found += _from_list(batch, leaf.path, value)
+    return [candidate for _, candidate in sorted(found, key=lambda ranked: ranked[0])]
+
+
+def _from_tensor(batch: Any, path: str, value: Tensor, clues: Clues) -> Iterator[tuple[int, Candidate]]:
+    """Candidates from one part of the batch, each with its rank: the lower, the likelier."""
+    if value.is_complex():
+        return
+    if value.is_floating_point():
+        if bool((value >= 0).all()):
+            yield 0, Candidate(f'sample_weights("{path}")', sample_weights(path))
+            if value.ndim > 1 and bool(((value == 0) | (value == 1)).all()):
+                yield from _computed(batch, path, "{}[..., 1:]", lambda part: part[..., 1:], 2)
+        return
+    possible = [
+        ignored for ignored in dict.fromkeys((*clues.ignored, *_IGNORED)) if _fits(ignored, value.dtype)
+    ]
+    for ignored in dict.fromkeys((-100, *possible)):
+        yield from _by_class(path, value, ignored, clues)
+    mask = value.dtype == torch.bool or bool(((value == 0) | (value == 1)).all())
+    for ignored in possible:
+        if bool((value == ignored).any()):
+            known = ignored == -100 or ignored in clues.ignored
+            yield from _by_count(path, value, ignored, 0 if known else 1 if mask else 2)
+    if value.dtype != torch.bool and bool((value > 0).any()):
+        yield from _computed(batch, path, "{} > 0", lambda part: part > 0, 3)
+        if value.ndim == 1 and bool((value >= 0).all()):
+            yield 4, Candidate(f'sample_weights("{path}")', sample_weights(path))
+
+
+def _fits(ignored: int, dtype: torch.dtype) -> bool:
+    """Tell whether a dtype holds a label: in uint8, -1 compares equal to 255."""
+    return (
+        ignored == 0 if dtype == torch.bool else torch.iinfo(dtype).min <= ignored <= torch.iinfo(dtype).max
+    )
+
+
+def _by_count(path: str, value: Tensor, ignored: int, rank: int) -> Iterator[tuple[int, Candidate]]:
+    given = f'"{path}"' if ignored == -100 else f'"{path}", ignore_index={ignored}'
+    yield rank, Candidate(f"count_tokens({given})", count_tokens(path, ignore_index=ignored))
+    if value.ndim > 1:
+        shifted = count_tokens(path, ignore_index=ignored, shift=True)
+        yield rank, Candidate(f"count_tokens({given}, shift=True)", shifted)
+
+
+def _by_class(path: str, value: Tensor, ignored: int, clues: Clues) -> Iterator[tuple[int, Candidate]]:
+    if ignored != -100 and not bool((value == ignored).any()):
+        return
+    given = f'"{path}"' if ignored == -100 else f'"{path}", ignore_index={ignored}'
+    kept = value[value != ignored] if _fits(ignored, value.dtype) else value.flatten()
+    for weight in clues.class_tensors:
+        if kept.numel() and int(kept.min()) >= 0 and int(kept.max()) < weight.numel():
+            weigh = class_weights(weight, path, ignore_index=ignored)
+            yield 0, Candidate(f"class_weights(weight, {given})", weigh)
+
+
+def _from_list(batch: Any, path: str, value: Sequence[Any]) -> Iterator[tuple[int, Candidate]]:
+    """Objects of each sample: boxes in dictionaries, or sequences of different lengths."""
+    where = _expression(batch, path)
+    if where is None or not value:
+        return
+    first = value[0]
+    if isinstance(first, Mapping):
+        names = [name for name, part in first.items() if isinstance(name, str) and _has_rows(part)]
+        for name in names:
+            text = f"lambda microbatch: sum(len(one[{name!r}]) for one in {where})".replace("'", '"')
+            yield 3, Candidate(text, lambda mb, name=name: sum(len(one[name]) for one in get(mb, path)))
+    elif _has_rows(first):
+        text = f"lambda microbatch: sum(len(one) for one in {where})"
+        yield 3, Candidate(text, lambda mb: sum(len(one) for one in get(mb, path)))
+
+
+def _has_rows(part: Any) -> bool:
+    return isinstance(part, list | tuple | str) or (isinstance(part, Tensor) and part.ndim > 0)
+
+
+def _computed(
+    batch: Any, path: str, form: str, compute: Callable[[Tensor], Tensor], rank: int
+) -> Iterator[tuple[int, Candidate]]:
+    """Sums over what is computed from a part of the batch."""
+    where = _expression(batch, path)
+    if where is not None:
+        text = f"sample_weights(lambda microbatch: {form.format(where)})"
+        yield rank, Candidate(text, sample_weights(lambda microbatch: compute(get(microbatch, path))))
+
+
+def _expression(batch: Any, path: str) -> str | None:
+    """Return Python code for a part of a batch; None where its path does not tell."""
+    text, value = "microbatch", batch
+    for step in path.split(".") if path else ():
+        if isinstance(value, Mapping):
+            if step not in value:
+                return None
+            text, value = f'{text}["{step}"]', value[step]
+        elif isinstance(value, list | tuple) and step.isdigit() and int(step) < len(value):
+            text, value = f"{text}[{step}]", value[int(step)]
+        elif step.isidentifier() and hasattr(value, step):
+            text, value = f"{text}.{step}", getattr(value, step)
+        else:
+            return None
+    return text
+
+
+def clues_of(problem: Problem, held: Sequence[Any] = ()) -> Clues:
+    """Look at the loss modules, and at tensors that may be class weights, that a loss function reaches.
+
+    Args:
+        problem: its model and loss function are searched.
+        held: further tensors that may be class weights.
+
+    Examples:
+        >>> loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0]), ignore_index=7)
+        >>> clues_of(Problem(nn.Linear(1, 2), loss))
+        Clues(ignored=(7,), class_tensors=[tensor([1., 2.], dtype=torch.float64)])
+    """
+    ignored: dict[int, None] = {}
+    tensors: dict[int, Tensor] = {}
+    for found in reachable((problem.loss_fn, problem.model)):
+        index = getattr(found, "ignore_index", None)
+        if isinstance(index, int) and not isinstance(index, bool):
+            ignored[index] = None
+        for value in _tensors_of(found):
+            tensors.setdefault(id(value), value)
+    for value in held:
+        if isinstance(value, Tensor):
+            tensors.setdefault(id(value), value)
+    classes = [t for t in tensors.values() if t.ndim == 1 and t.is_floating_point() and not t.requires_grad]
+    right = [t for t in classes if bool(((t >= 0) & t.isfinite()).all())]
+    return Clues(tuple(ignored), [in_float64(tensor.detach()) for tensor in right])
+
+
+def _tensors_of(found: Any) -> Iterator[Tensor]:
+    """Tensors that a loss module, a function or a plain object holds, those of other modules left out."""
+    held: list[Any] = []
+    if isinstance(found, nn.modules.loss._Loss):
+        held = [getattr(found, "weight", None)]
+    elif isinstance(found, nn.Module):
+        held = [value for name, value in found.named_buffers(recurse=False) if "running" not in name]
+        held += found.__dict__.values()
+    elif isinstance(found, dict):
+        held = list(found.values())
+    elif not isinstance(found, list | tuple | set):
+        held = [*_held_by(found), *getattr(found, "__dict__", {}).values()]
+    yield from (value for value in held if isinstance(value, Tensor))
+
+
+def _held_by(function: Any) -> Iterator[Any]:
+    """What a function reaches: its closure, defaults, bound arguments and the globals it names."""
+    if isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values(), *_held_by(function.func))
+        return
+    function = getattr(function, "__func__", function)
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            yield cell.cell_contents
+    yield from getattr(function, "__defaults__", None) or ()
+    yield from (getattr(function, "__kwdefaults__", None) or {}).values()
+    code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    for name in code.co_names if code else ():
+        if name in names:
+            yield names[name]

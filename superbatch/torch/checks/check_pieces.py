@@ -1,0 +1,58 @@
+"""Micro-batches that the first window's check compares with their parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from superbatch.batch.tree import count_samples
+from superbatch.errors import SplitError
+
+from ..window.microbatches import Pieces
+from .declared_loss import MOST_PIECES
+from .sample_counts import contrast, counts_in, extremes, uneven
+
+ENOUGH = 0.1
+"""A relative difference of counts that a check tells apart in any precision."""
+
+
+def first_pieces(pieces: Pieces) -> list[Any]:
+    """Return a few micro-batches of two samples or more, spread over the window.
+
+    Where their samples count alike, and others of the window do not, those take the place of the last one.
+
+    Args:
+        pieces: of the window.
+    """
+    given = pieces.to_check()
+    able = [piece for piece in given if _samples(piece, pieces) > 1]
+    if not able:
+        pair = pieces.pick([0, 1]) if len(pieces) > 1 and sum(pieces.samples or ()) > 1 else None
+        return given if pair is None else [pair]
+    chosen = able[:: max(1, len(able) // MOST_PIECES)][:MOST_PIECES]
+    shown = _uneven_samples(pieces, chosen)
+    return chosen if shown is None else [*chosen[: MOST_PIECES - 1], shown]
+
+
+def _uneven_samples(pieces: Pieces, chosen: list[Any]) -> Any:
+    """The samples that count least and most, if the chosen pieces hardly show that there are any."""
+    parts, paths = pieces.parts(), pieces.paths
+    found = counts_in(parts[0], whole=paths.get("whole", ()), per_sample=paths.get("per_sample", ()))
+    for count, values in uneven(found, parts):
+        samples = extremes(values, 2)
+        most = contrast(values[samples])
+        if most > 0 and max((_contrast(count.of([piece])) for piece in chosen), default=0.0) < min(
+            most, ENOUGH
+        ):
+            return pieces.pick(samples)
+    return None
+
+
+def _contrast(counts: Any) -> float:
+    return 0.0 if counts is None else contrast(counts)
+
+
+def _samples(piece: Any, pieces: Pieces) -> int:
+    try:
+        return count_samples(piece, **pieces.paths)
+    except SplitError:  # some micro-batches may be cut, others not
+        return 0

@@ -1,0 +1,363 @@
+"""Schedule of the check of the declared loss: the first window, and later ones that show something new.
+
+The first window may have nothing to show: losses of 0, or samples that all count alike. As long as that is
+so, the boundary of each window looks for what is cheap to see without a forward:
+
+* the first loss that is not 0;
+* the first micro-batches with unequal weights per sample;
+* the first samples with unequal counts of labels, or unequal masks, lengths, or weights of samples or
+  classes (`sample_counts`).
+
+One number in a sum that every window makes tells all ranks of it. They check together, before the update.
+
+Training may move what a loss divides by: a threshold on predictions, the number of confident ones. No data
+shows it, so the loss is also checked without news, from window 10 on and each time that the number of windows
+has doubled, where the budget allows it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from superbatch.batch.tree import plan as plan_of
+from superbatch.errors import CoupledSamplesError, InputError, StatementError
+from superbatch.normalize import Number
+
+from ..window.config import Plan
+from ..window.microbatches import Pieces
+from ..window.options import check_bool
+from .candidates import clues_of
+from .check_pieces import ENOUGH, first_pieces
+from .checked import ALIKE, Checked
+from .first_check import check_later_window
+from .probing.problem import Problem
+from .sample_counts import Count, Hints, contrast, counts_in, extremes, uneven
+
+CALLS = 8
+"""Calls of `loss_fn` that a check of a few samples makes."""
+WINDOWS = 100
+"""In so many windows, further checks may cost one window."""
+ROUTINE = 10
+"""The first window that may be checked without news."""
+
+_MOST_CLASSES = 1024  # a longer tensor is none of class weights
+_FAINT = ENOUGH / 2
+_WEIGHT, _LOSS, _NO_LOSS = "weights of samples", "losses other than 0", "losses of 0 beside others"
+_UNCHECKED = (
+    "superbatch did not check the loss of this loop, which owns its forward and backward: whether it is what "
+    "reduction= and weight= state is up to you. Pass the loss of a micro-batch as loss_fn= beside the loop "
+    "to have it checked on the first window, check it with superbatch.torch.verify, or pass check=False to "
+    "silence this."
+)
+_KEYS = ("compared", "seen", "unverified", "microbatches", "spent", "said")
+
+
+class News(NamedTuple):
+    """What a window shows for the first time.
+
+    Attributes:
+        name: of what it is.
+        contrast: how unequal the samples are that show it.
+        samples: those; none: micro-batches of the smallest and the largest loss show it.
+        sure: whether it is worth a check whatever that costs.
+    """
+
+    name: str
+    contrast: float = 1.0
+    samples: Sequence[int] = ()
+    sure: bool = True
+
+
+class Shown(NamedTuple):
+    """A window whose micro-batches all went forward.
+
+    Attributes:
+        pieces: its micro-batches.
+        losses: of each.
+        weights: of each; 0 for those that were left out.
+        took_part: returns the micro-batches whose losses are in the sum.
+    """
+
+    pieces: Pieces
+    losses: Sequence[float]
+    weights: Sequence[Number]
+    took_part: Callable[[], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What was seen so far.
+
+    Attributes:
+        compared: whether losses that are not 0 were compared.
+        seen: the largest contrast of each count in what was compared.
+        unverified: the first update that was made without a check that could have shown an error.
+        spent: calls of `loss_fn` for further checks.
+        said: what was checked once, whatever it cost.
+        routine: number of the last window that was checked again.
+    """
+
+    compared: bool = False
+    seen: Mapping[str, float] = field(default_factory=dict)
+    unverified: int | None = None
+    spent: int = 0
+    said: Sequence[str] = ()
+    routine: int = 0
+
+
+class CheckSchedule:
+    """Windows at which the declared loss is checked again.
+
+    Args:
+        plan: of the accumulator.
+        batchnorms: those of the models in training mode, to be taken as frozen.
+        check: the option of the accumulator.
+
+    Raises:
+        InputError: `check` is no bool.
+    """
+
+    def __init__(self, plan: Plan, batchnorms: Iterable[Any], *, check: bool) -> None:
+        self._plan, self._frozen = plan, list(batchnorms)
+        # A BatchNorm without running statistics couples samples in every mode, which the user has accepted.
+        bare = any(module.running_mean is None for module in self._frozen)
+        self._can_check = check_bool(check, "check") and plan.loss_fn is not None and not bare
+        self._unsaid = check and plan.loss_fn is None and not plan.whole
+        self._updates = 0
+        self._on = False
+        self._hints = Hints()
+        self._known: list[Count] = []
+        self._counts: list[Count] = []  # those that no check has seen unequal
+        self._now = self._before = _Memory()
+        self._microbatches = self._pending = 0
+
+    def open(self, pieces: Pieces, first: Callable[..., Checked | None] | None, updates: int) -> None:
+        """Check the first window before it is opened, or warn once that there is no `loss_fn` to check.
+
+        Args:
+            pieces: of the window about to be opened.
+            first: checks the loss on its micro-batches; None: it is not the first one.
+            updates: made so far.
+
+        Raises:
+            StatementError, CoupledSamplesError: the loss is not what was declared.
+        """
+        self._updates, self._now = updates, self._before
+        if self._unsaid and (len(pieces) > 1 or self._plan.ranks.shared):
+            self._unsaid = False
+            warnings.warn(_UNCHECKED, UserWarning, stacklevel=4)
+        if first is None or not self._can_check:
+            return
+        checked = first(self._plan, pieces, frozen=self._frozen)
+        self._on = checked is not None
+        self._hints = _hints(self._plan)
+        if checked is not None:
+            self._record(pieces, checked, first_pieces(pieces))
+
+    def news(self, shown: Shown) -> bool:
+        """Tell whether a window shows something that no check has seen, and a check can be afforded."""
+        if not self._on:
+            return False
+        count = len(shown.pieces)
+        self._pending = count
+        if count < 2 and not self._plan.ranks.shared:  # nothing is averaged
+            return False
+        found = self._find(shown)
+        if found is None:
+            return self._is_due(count)
+        now, allowed = self._now, max(count, self._microbatches // WINDOWS)
+        if now.spent + CALLS <= allowed or (found.sure and found.name not in now.said):
+            said = [found.name, _NO_LOSS] if 0.0 in shown.losses else [found.name]
+            self._now = replace(now, said=(*now.said, *said))
+            return True
+        self._now = replace(now, unverified=self._first_unverified())
+        return False
+
+    def look(self, shown: Shown, *, unchanged: bool) -> None:
+        """Check the loss on samples of a window that some rank has news of: all ranks do it together.
+
+        Args:
+            shown: by the window.
+            unchanged: whether the micro-batches are as they were before the loss was computed from them.
+
+        Raises:
+            StatementError, CoupledSamplesError: the loss is not what was declared.
+        """
+        chosen = self._choose(shown) if unchanged else []
+        try:
+            checked = check_later_window(self._plan, shown.pieces, chosen, frozen=self._frozen)
+        except (StatementError, CoupledSamplesError) as error:
+            has_news = self._now.unverified is not None or self._find(shown) is not None
+            first = self._first_unverified() if has_news else max(1, self._now.routine)
+            raise type(error)(
+                f"{error} The first update that was not verified is update {first} "
+                f"(counted from 0); update {self._updates}, which shows the error, was not made."
+            ) from None
+        spent = self._now.spent + CALLS * max(1, len(chosen))
+        self._now = replace(self._now, spent=spent, routine=self._updates + 1)
+        self._record(shown.pieces, checked, chosen)
+
+    def left(self, *, made: bool) -> None:
+        """End a window: what it has shown counts if its update was made."""
+        if made:
+            self._before = self._now
+            self._microbatches += self._pending
+        elif self._now is not self._before:
+            self._now = self._before
+            self._counts = self._open(self._known)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen until the last update, in plain containers."""
+        before = self._before
+        return {
+            **vars(before),
+            "microbatches": self._microbatches,
+            "seen": dict(before.seen),
+            "said": list(before.said),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Resume from what `state_dict` returned; None, from an older version, changes nothing."""
+        if state is None:
+            return
+        known = {name: state[name] for name in vars(_Memory()) if name in state}
+        self._now = self._before = _Memory(**known)
+        self._microbatches = state["microbatches"]
+        self._counts = self._open(self._known)
+
+    def _is_due(self, count: int) -> bool:
+        """Tell whether a check without news is due; the budget keeps another one for news."""
+        now = self._now
+        if not now.compared or self._updates + 1 < max(ROUTINE, 2 * now.routine):
+            return False
+        return now.spent + 2 * CALLS <= (self._microbatches + count) // WINDOWS
+
+    def _first_unverified(self) -> int:
+        return self._updates if self._now.unverified is None else self._now.unverified
+
+    def _record(self, pieces: Pieces, checked: Checked, chosen: Sequence[Any]) -> None:
+        compared, found = checked.reason in ("", ALIKE), list(self._known)
+        seen: dict[str, float] = {}
+        for piece in chosen:
+            counts = counts_in(piece, **pieces.paths, hints=self._hints)
+            found += [count for count in counts if count not in found]
+            if compared:
+                for count, values in uneven(found, [piece]):
+                    seen[str(count)] = max(seen.get(str(count), 0.0), contrast(values))
+                seen[_WEIGHT] = max(seen.get(_WEIGHT, 0.0), self._contrast_of_weights(piece, pieces))
+        every = self._plan.ranks.gather((compared, checked.informative, seen))
+        seen = dict(self._now.seen)
+        for *_, of_rank in every:
+            for name, value in of_rank.items():
+                seen[name] = max(seen.get(name, 0.0), value)
+        informative = any(each[1] for each in every)
+        self._now = replace(
+            self._now,
+            compared=self._now.compared or any(each[0] for each in every),
+            seen=seen,
+            unverified=None if informative else self._first_unverified(),
+        )
+        self._known, self._counts = found, self._open(found)
+
+    def _open(self, counts: Sequence[Count]) -> list[Count]:
+        if self._plan.reduction != "mean":  # sums add up, whatever they are divided by
+            return []
+        return [count for count in counts if self._now.seen.get(str(count), 0.0) < ENOUGH]
+
+    def _find(self, shown: Shown) -> News | None:
+        """What a window shows that no check has seen."""
+        if not self._now.compared:
+            return News(_LOSS) if any(shown.losses[index] for index in shown.took_part()) else None
+        if 0.0 in shown.losses and _NO_LOSS not in self._now.said:  # a mean over those with a loss shows here
+            losses = [shown.losses[index] for index in shown.took_part()]
+            if any(losses) and not all(losses):
+                return News(_NO_LOSS)
+        return self._unequal(shown) if self._plan.reduction == "mean" else None
+
+    def _unequal(self, shown: Shown) -> News | None:
+        """The most unequal count of a window that is twice as unequal as what was checked."""
+        found: list[News] = []
+        pieces = shown.pieces
+        for count, values in uneven(self._counts, pieces.parts()):
+            samples = extremes(values, 2)
+            found.append(News(str(count), contrast(values[samples]), samples, count.likely(pieces.parts())))
+        if callable(self._plan.weigh) and self._now.seen.get(_WEIGHT, 0.0) < ENOUGH:
+            found += _unequal_weights(shown)
+        if not found:  # mostly; it is asked in each window
+            return None
+        new = [news for news in found if news.contrast > 2 * self._now.seen.get(news.name, 0.0)]
+        best = max(new, key=lambda news: (news.sure, news.contrast), default=None)
+        return None if best is None else best._replace(sure=best.sure and best.contrast >= _FAINT)
+
+    def _contrast_of_weights(self, piece: Any, pieces: Pieces) -> float:
+        """How unequally the samples on both sides of the check's cut weigh."""
+        weigh = self._plan.weigh
+        if not callable(weigh):  # with "returned", whatever the loss returned was checked
+            return 1.0
+        planned = plan_of(piece, **pieces.paths)
+        cut = -(-planned.samples // 3)
+        if not 0 < cut < planned.samples:
+            return 0.0
+        first = weigh(planned.take(0, cut)) / cut
+        rest = weigh(planned.take(cut, planned.samples)) / (planned.samples - cut)
+        return float(abs(first - rest) / max(first, rest)) if max(first, rest) > 0 else 0.0
+
+    def _choose(self, shown: Shown) -> list[Any]:
+        """Micro-batches that show what is new: of samples that count least and most, or of unequal losses."""
+        found, pieces = self._find(shown), shown.pieces
+        picked = pieces.pick(found.samples) if found is not None and found.samples else None
+        if picked is not None:
+            return [picked]
+        order = sorted(shown.took_part(), key=lambda index: abs(shown.losses[index]))
+        if not order:
+            return []
+        if found is None and pieces.samples is not None:
+            picked = pieces.pick(pieces.firsts(order))
+            return [pieces.microbatches[order[-1]] if picked is None else picked]
+        # Samples without and with a loss: where all have one, a mean over those that have one is a mean.
+        mixed = pieces.pick(pieces.of_two(order[0], order[-1], 2)) if order[1:] and pieces.samples else None
+        return [piece for piece in (mixed, pieces.microbatches[order[-1]]) if piece is not None]
+
+
+def _hints(plan: Plan) -> Hints:
+    """Return the labels that loss modules in reach leave out, and the class weights in reach."""
+    assert plan.loss_fn is not None
+    clues = clues_of(Problem(nn.ModuleList(plan.models), plan.loss_fn))
+    unequal = [weights for weights in clues.class_tensors if 1 < weights.unique().numel() <= _MOST_CLASSES]
+    return Hints(clues.ignored, tuple(tuple(weights.tolist()) for weights in unequal[:4]))
+
+
+def _unequal_weights(shown: Shown) -> list[News]:
+    """Whether samples of two micro-batches weigh differently."""
+    samples, weights = shown.pieces.samples, shown.weights
+    some = [index for index, weight in enumerate(weights) if weight]
+    if samples is None or not some:
+        return []
+    each = [weight / count for weight, count in zip(weights, samples, strict=True)]
+    least, most = min(some, key=each.__getitem__), max(some, key=each.__getitem__)
+    if not each[least] < each[most] * (1 - 1e-9):
+        return []
+    return [News(_WEIGHT, 1 - each[least] / each[most], shown.pieces.of_two(least, most, 1))]
+
+
+def saved_checks(state: Any) -> Mapping[str, Any] | None:
+    """Return what `CheckSchedule.state_dict` returned, None from an older version.
+
+    Raises:
+        InputError: it is something else.
+
+    Examples:
+        >>> saved_checks(None)
+    """
+    if state is None or (
+        isinstance(state, Mapping)
+        and state.keys() >= set(_KEYS)
+        and isinstance(state.get("microbatches", 0), int)
+    ):
+        return state
+    raise InputError("The state of the check is incomplete. Pass what Accumulator.state_dict() returned.")

@@ -1,0 +1,58 @@
+"""A loss that contradicts its statement: the evidence, and the statement that holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from superbatch.batch.plan import Plan
+from superbatch.errors import CoupledSamplesError, StatementError
+
+from .agreement import Cut, Rounding
+
+Kind = Literal["sum", "mean", "weight", "batch_size", "coupled_loss"]
+
+
+class ContradictedError(Exception):
+    """Evidence against a statement, on its way to where a remedy is looked for.
+
+    Args:
+        planned: the micro-batch.
+        cuts: of it; the statement does not hold for the first.
+        rounding: differences to be expected of a statement that holds.
+        in_float64: whether the cuts were evaluated in float64 instead of the loss's own precision.
+    """
+
+    def __init__(self, planned: Plan, cuts: list[Cut], rounding: Rounding, *, in_float64: bool) -> None:
+        super().__init__("the loss contradicts its statement")
+        self.planned, self.cuts, self.rounding, self.in_float64 = planned, cuts, rounding, in_float64
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A wrong statement about a loss, and the remedy.
+
+    Args:
+        kind: as of `superbatch.results.verification.Finding`.
+        detail: what is wrong, without a full stop.
+        remedy: what to do instead, as an instruction.
+        evidence: how far the gradient of a parameter (or the loss) is off, relatively.
+        coupled: no statement about weights explains the loss.
+
+    Examples:
+        >>> found = Contradiction("mean", "loss_fn returns a mean", 'state reduction="mean"', 0.5)
+        >>> found.error()
+        StatementError('loss_fn returns a mean. Instead state reduction="mean".')
+    """
+
+    kind: Kind
+    detail: str
+    remedy: str
+    evidence: float
+    coupled: bool = False
+
+    def error(self) -> StatementError | CoupledSamplesError:
+        """Return the error to raise."""
+        what = self.detail if self.detail.startswith("loss_fn") else self.detail[0].upper() + self.detail[1:]
+        text = f"{what}. Instead {self.remedy}."
+        return CoupledSamplesError(text) if self.coupled else StatementError(text)

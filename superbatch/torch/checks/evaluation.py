@@ -1,0 +1,320 @@
+"""Evaluation of a micro-batch and of its parts, from one state and with the same random draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.batch.plan import Plan
+from superbatch.batch.tree import count_samples, map_arrays
+from superbatch.normalize import takes_part
+
+from ..devices import has_float64
+from ..memory.limits import memory_limit
+from ..memory.out_of_memory import out_of_memory
+from ..rng.sample_rng import sample_stream
+from ..window.participants.moved_state import MovedState
+from ..window.validation import check_loss
+from .agreement import Cut, Seen
+from .generators import Generators
+from .precision import ComputeIn
+from .probing.problem import Problem, evaluate, weigh
+from .probing.untouched import held_parameter, untouched
+from .sketch import sketch
+
+FEW = 8  # a micro-batch of so many samples is also cut into single ones, of more into four and the rest
+# A loss scaled by these is rounded otherwise, forward apart: none is near a power of two.
+_SCALES = (0.7310585, 1.3247180, 0.5671433)
+_KEY = 0
+_SEEDS = range(1, 9)
+_SMALL = 64 << 20  # bytes that are taken without asking what is free
+
+Order = tuple[int, ...]
+
+
+class Evaluation:
+    """Losses and gradients of micro-batches, each from the same state.
+
+    Args:
+        problem: the model, its loss, and what was stated about it.
+        keeper: of what a forward changes; it is restored before each forward.
+
+    Attributes:
+        unruled: random operations that could not be drawn per sample.
+        failure: what the last part that could not be evaluated raised.
+        hidden: the parameter whose gradient rounding hides, and how much of it.
+    """
+
+    def __init__(self, problem: Problem, keeper: MovedState) -> None:
+        self.problem = problem
+        self.unruled: set[str] = set()
+        self.failure = ""
+        self.hidden: tuple[str, float] = ("", 0.0)
+        self._keeper = keeper
+        self._by_backward = False
+        self._generators = Generators(problem.loss_fn, problem.model, problem.weight)
+        self._start = self._generators.now()
+
+    def begin(self) -> None:
+        """Restore state and generators."""
+        self._keeper.restore()
+        self._generators.set(self._start)
+
+    def plain(self, microbatch: Any) -> None:
+        """Evaluate a micro-batch as training would, to raise what training would raise."""
+        self.begin()
+        check_loss(evaluate(self.problem, map_arrays(_copy, microbatch))[0])
+
+    def see(
+        self, microbatch: Any, places: Sequence[int], calls: dict[int, Any], *, scale: float = 1.0
+    ) -> Seen:
+        """Evaluate a micro-batch; random draws go on from where Python's and NumPy's generators are.
+
+        Args:
+            microbatch: on any device.
+            places: of its samples, which random draws belong to.
+            calls: shared by what was cut from one micro-batch.
+            scale: of the loss in the backward; the gradient is divided by it again.
+        """
+        states = self._generators.now()
+        self._keeper.restore()  # a state that the last forward has moved is not what is compared here
+        self._generators.set(states)  # some of which the keeper restores too
+        with sample_stream(_KEY, indices=places, calls=calls, unruled=self.unruled):
+            # On a copy, since a loss may change its micro-batch in place: a view of the user's batch.
+            loss, weight = evaluate(self.problem, map_arrays(_copy, microbatch))
+            check_loss(loss)
+            value = float(loss.detach())
+            counts = takes_part(weight, reduction=self.problem.reduction) and math.isfinite(value)
+            by_backward = self._by_backward
+            gradient = self._gradient(loss, scale) if counts else None
+        if self._by_backward != by_backward:  # the graph has been used up
+            self._generators.set(states)
+            return self.see(microbatch, places, calls, scale=scale)
+        return Seen(value, weight, gradient)
+
+    def cut(self, planned: Plan, union: Seen, spans: Sequence[Order], calls: dict[int, Any]) -> Cut | None:
+        """Evaluate the parts of a micro-batch, right after a first evaluation of the micro-batch by `union`.
+
+        Args:
+            planned: the micro-batch.
+            union: what it showed.
+            spans: the positions of each part's samples.
+            calls: as in `see`.
+
+        Returns:
+            The cut; None where a part cannot be evaluated by itself.
+        """
+        parts: list[Seen] = []
+        ended: list[bool] = []
+        self._generators.set(self._start)
+        for span in spans:
+            part = self._part(self.take(planned, span), span, calls)
+            if part is None:
+                return None
+            parts.append(part)
+            ended.append(self._generators.now() == self._end)
+            self._generators.rewind(self._start, self._end)
+        # Draws that go on from sample to sample are those of the union in its own order only.
+        cut = Cut(union, tuple(parts), tuple(spans))
+        replayed = ended[-1] if cut.in_order else all(ended)
+        return replace(cut, replayed=replayed, by_sample=not all(ended))
+
+    def _part(self, microbatch: Any, span: Order, calls: dict[int, Any]) -> Seen | None:
+        try:
+            return self.see(microbatch, span, calls)
+        except Exception as error:  # training would not see a part of a micro-batch
+            if out_of_memory(error):
+                raise
+            self.failure = f"{type(error).__name__}: {error}"
+        stated = self.problem.weight != "returned"
+        if stated and not takes_part(weigh(self.problem, microbatch), reduction=self.problem.reduction):
+            return Seen(math.nan, 0)
+        return None
+
+    def union(self, planned: Plan, calls: dict[int, Any], *, scale: float = 1.0) -> Seen:
+        """Evaluate a whole micro-batch from the start of all random draws."""
+        self.begin()
+        places = range(planned.samples)
+        seen = self.see(planned.take(0, planned.samples), places, calls, scale=scale)
+        self._end = self._generators.now()
+        return seen
+
+    def draws_by_sample(self, planned: Plan, orders: Sequence[Sequence[Order]]) -> bool:
+        """Tell whether parts draw as many numbers as the union, whatever the numbers are.
+
+        A permutation may take as many by chance: it tries again until a number is in range.
+        """
+        start = self._start
+        try:
+            for seed in _SEEDS:
+                self._generators.seed(seed)
+                self._start = self._generators.now()
+                calls: dict[int, Any] = {}
+                union = self.union(planned, calls)
+                cuts = [self.cut(planned, union, order, calls) for order in orders]
+                if not all(cut is not None and cut.replayed for cut in cuts):
+                    return False
+            return True
+        finally:
+            self._start = start
+            self._generators.set(start)
+
+    def loss_again(self, microbatch: Any) -> float | None:
+        """Return the loss with the state as the last forward left it; None where it cannot be had."""
+        samples = count_samples(microbatch, whole=self.problem.whole, per_sample=self.problem.per_sample)
+        self._generators.set(self._start)
+        try:
+            with sample_stream(_KEY, 0, samples, calls={}, unruled=self.unruled):
+                return float(evaluate(self.problem, map_arrays(_copy, microbatch))[0].detach())
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            return None
+
+    def rounding(self, planned: Plan, union: Seen, *, times: int, exact: bool) -> Tensor | None:
+        """Measure the rounding of each parameter's gradient by evaluations whose losses are scaled.
+
+        Args:
+            planned: the micro-batch.
+            union: what it showed.
+            times: how many more evaluations.
+            exact: False where losses of low precision may differ between two evaluations.
+
+        Returns:
+            The largest change, shape (parameters,); None for a loss that does not repeat.
+        """
+        largest = None if union.gradient is None else torch.zeros(len(union.gradient), dtype=torch.float64)
+        for scale in _SCALES[:times]:
+            again = self.union(planned, {}, scale=scale)
+            if not math.isclose(again.loss, union.loss, rel_tol=1e-6 if exact else 1e-2):
+                return None
+            if largest is not None and union.gradient is not None and again.gradient is not None:
+                largest = torch.maximum(largest, (again.gradient - union.gradient).norm(dim=1))
+        return torch.zeros(0) if largest is None else largest
+
+    def take(self, planned: Plan, span: Order) -> Any:
+        """Take samples, next to one another or not, out of a micro-batch."""
+        if span == tuple(range(span[0], span[-1] + 1)):
+            return planned.take(span[0], span[-1] + 1)
+        return planned.take(0, len(span), order=span)
+
+    @contextmanager
+    def in_float64(self) -> Iterator[None]:
+        """Compute in float64, on a working copy of the model if there is memory and DDP does not hold it."""
+        own = self.problem
+        with ExitStack() as stack:
+            if held_parameter(own.model) is None and _fits_in_float64(own.model):
+                self._keeper.restore()
+                stack.enter_context(untouched(own.model, dtype=torch.float64))
+                stack.callback(setattr, self, "_keeper", self._keeper)
+                self._keeper = MovedState([own.model], [own.loss_fn])  # of the working copy
+                self._keeper.take(check=True)
+                stack.callback(self._keeper.end_check)
+                stack.enter_context(self._keeper.watching())
+            stack.enter_context(ComputeIn(torch.float64))
+            self.problem = own.in_dtype(torch.float64)
+            stack.callback(setattr, self, "problem", own)
+            yield
+
+    def _gradient(self, loss: Tensor, scale: float) -> Tensor | None:
+        parameters = [p for p in self.problem.model.parameters() if p.requires_grad]
+        if any(parameter._backward_hooks for parameter in parameters):
+            return None  # a hook may be an optimizer that steps
+        seed = torch.full_like(loss, scale)
+        if self._by_backward:
+            gradients = _by_backward(loss, parameters, seed)
+        else:
+            try:
+                gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
+            except RuntimeError as error:  # a reentrant checkpoint allows backward() only
+                if out_of_memory(error):
+                    raise
+                self._by_backward = True
+                return None
+        return None if gradients is None else sketch(gradients) / scale
+
+
+def _fits_in_float64(model: nn.Module) -> bool:
+    """Tell whether there is memory for a working copy and its gradients; an accelerator raises where not."""
+    parameters = list(model.parameters())
+    size = sum(2 * 8 * parameter.numel() for parameter in parameters)
+    if not all(has_float64(parameter.device) for parameter in parameters):
+        return False
+    if size <= _SMALL or any(parameter.device.type != "cpu" for parameter in parameters):
+        return True
+    return 4 * size <= memory_limit(torch.device("cpu")).bytes
+
+
+def _by_backward(loss: Tensor, parameters: Sequence[Tensor], seed: Tensor) -> list[Tensor | None] | None:
+    """Return gradients by way of ``.grad``, restored afterwards; None where a hook would act on them."""
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
+        return None
+    kept = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        loss.backward(seed)
+        return [parameter.grad for parameter in parameters]
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+        return None
+    finally:
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
+
+
+def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
+    """Return how a micro-batch is cut: at a third; and into single samples, or some of them and the rest.
+
+    A loss over the hardest samples agrees with one cut by chance, with single samples never.
+
+    Args:
+        samples: of the micro-batch.
+        turn: the number of the micro-batch; the single samples are the first or the last ones by turns.
+
+    Examples:
+        >>> orders(3, 0)
+        [((0,), (1, 2)), ((0,), (1,), (2,))]
+        >>> [len(parts) for parts in orders(9, 0)[1]], [len(parts) for parts in orders(9, 1)[1]]
+        ([1, 1, 1, 1, 5], [5, 1, 1, 1, 1])
+    """
+    every = tuple(range(samples))
+    third = -(-samples // 3)
+    cuts: list[tuple[Order, ...]] = [(every[:third], every[third:])]
+    single = [(place,) for place in every]
+    if 2 < samples <= FEW:
+        cuts.append(tuple(single))
+    elif samples > FEW and turn % 2:
+        cuts.append((every[:-4], *single[-4:]))
+    elif samples > FEW:
+        cuts.append((*single[:4], every[4:]))
+    return cuts
+
+
+def other_orders(samples: int) -> list[tuple[Order, ...]]:
+    """Return cuts without single samples, for losses that have no value for one.
+
+    Examples:
+        >>> other_orders(4)
+        [((0, 2), (1, 3)), ((0, 3), (1, 2))]
+    """
+    if samples < 4:
+        return []
+    every = tuple(range(samples))
+    half = samples // 2
+    first = max(1, half // 2)
+    outer = (*every[:first], *every[samples - (half - first) :])
+    cuts = [(every[::2], every[1::2]), (outer, tuple(place for place in every if place not in outer))]
+    return cuts if samples < 6 else [*cuts, (every[:3], every[3:])]
+
+
+def _copy(array: Any) -> Any:
+    return array.clone() if isinstance(array, Tensor) else copy(array)

@@ -1,0 +1,162 @@
+"""The check of what is stated about a loss, on the first window of an accumulator."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from superbatch.batch.split import cut, near_equal
+from superbatch.batch.tree import plan as plan_of
+from superbatch.errors import CoupledSamplesError, SplitError, StatementError, explain
+
+from ..devices import accelerators
+from ..memory.out_of_memory import out_of_memory, release_caches
+from ..window.config import Plan
+from ..window.microbatches import Pieces
+from ..window.sync.ranks import Ranks
+from .check_pieces import first_pieces
+from .checked import Checked
+from .declared_loss import check_statement
+from .probing.problem import Problem, by_term
+
+
+def check_first_window(plan: Plan, pieces: Pieces, *, frozen: Sequence[nn.Module]) -> Checked:
+    """Compare losses of micro-batches with those of their parts, before anything is updated.
+
+    Args:
+        plan: of the accumulator, with a loss_fn.
+        pieces: of the window.
+        frozen: BatchNorms to be taken as frozen.
+
+    Returns:
+        Whether a wrong statement could have shown, on this rank.
+
+    Raises:
+        StatementError, CoupledSamplesError: the loss is not what was stated.
+    """
+    return _check_terms(plan, pieces, first_pieces(pieces), frozen)
+
+
+def check_later_window(
+    plan: Plan, pieces: Pieces, chosen: Sequence[Any], *, frozen: Sequence[nn.Module]
+) -> Checked:
+    """Check the loss again, on chosen samples of a later window; every rank takes part.
+
+    Args:
+        plan: of the accumulator, with a loss_fn.
+        pieces: of the window.
+        chosen: micro-batches; none on a rank that has nothing to show.
+        frozen: BatchNorms to be taken as frozen.
+
+    Returns:
+        Whether a wrong statement could have shown, on this rank.
+
+    Raises:
+        StatementError, CoupledSamplesError: the loss is not what was stated.
+    """
+    if not chosen:
+        for _ in by_term(_problem(plan, pieces)):
+            require_all_right(plan.ranks, wrong=False)
+        return Checked.of(())
+    return _check_terms(plan, pieces, chosen, frozen)
+
+
+def _problem(plan: Plan, pieces: Pieces) -> Problem:
+    assert plan.loss_fn is not None
+    return Problem(
+        plan.models[0] if len(plan.models) == 1 else nn.ModuleList(plan.models),
+        plan.loss_fn,
+        plan.reduction,
+        None if plan.weigh == "samples" else plan.weigh,
+        whole=pieces.paths.get("whole", ()),
+        per_sample=pieces.paths.get("per_sample", ()),
+        state=plan.state,
+        terms=plan.declared.terms,
+    )
+
+
+def _check_terms(plan: Plan, pieces: Pieces, chosen: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked:
+    """Check the loss, or each term of it by itself."""
+    found: list[Checked] = []
+    for name, problem in by_term(_problem(plan, pieces)).items():
+        try:
+            found.append(check_on_all_ranks(problem, chosen, plan.ranks, frozen=frozen))
+        except (StatementError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
+            if not name:
+                raise
+            raise type(error)(f"The term {name!r} is not what was declared. {error}") from error
+    return next((one for one in found if not one.informative), found[0])
+
+
+def check_on_all_ranks(
+    problem: Problem, pieces: Sequence[Any], ranks: Ranks, *, frozen: Sequence[nn.Module] = ()
+) -> Checked:
+    """Run `check_statement` on every rank; one that fails stops all.
+
+    Returns:
+        Whether a wrong statement could have shown, on this rank.
+
+    Raises:
+        StatementError, CoupledSamplesError: as there, or because another rank's check failed.
+    """
+    wrong = True
+    try:
+        with ranks.hold_back():
+            checked = _check_in_memory(problem, pieces, frozen)
+        wrong = False
+    finally:  # on the way out with an error too: the other ranks wait to hear whether to go on
+        wrong_ranks = ranks.sum([wrong])[0]
+    if wrong_ranks:
+        raise _wrong_elsewhere()
+    return checked
+
+
+def require_all_right(ranks: Ranks, *, wrong: bool) -> None:
+    """Tell the other ranks how the check went here.
+
+    Raises:
+        StatementError: it failed on another rank.
+    """
+    if ranks.sum([wrong])[0] and not wrong:
+        raise _wrong_elsewhere()
+
+
+def _wrong_elsewhere() -> StatementError:
+    return StatementError(
+        explain(
+            "a loss that contradicts its statement on another rank",
+            "no rank can go on without it",
+            "look at that rank's error",
+        )
+    )
+
+
+def _check_in_memory(problem: Problem, pieces: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked:
+    """Check with pieces as large as there is memory for; a sample that does not fit fails in the window."""
+    while (checked := _check_that_fits(problem, pieces, frozen)) is None:
+        release_caches(*accelerators([problem.model]))
+        pieces = [half for piece in pieces[:8] for half in _halves(problem, piece)]
+    return checked
+
+
+def _check_that_fits(problem: Problem, pieces: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked | None:
+    try:
+        return check_statement(problem, pieces, frozen=frozen)
+    except BaseException as error:
+        if not out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        return None
+
+
+def _halves(problem: Problem, piece: Any) -> list[Any]:
+    try:
+        planned = plan_of(piece, whole=problem.whole, per_sample=problem.per_sample)
+    except SplitError:
+        return []
+    if planned.samples < 4:  # a piece of one sample has no parts to compare it with
+        return []
+    return cut(planned, near_equal(planned.samples, (planned.samples + 1) // 2))

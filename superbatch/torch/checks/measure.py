@@ -1,0 +1,231 @@
+"""The gradient of a batch, at once and accumulated by superbatch's own Accumulator, and their difference."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from superbatch.batch.split import TokenBudget
+from superbatch.batch.tree import count_samples
+from superbatch.normalize import scale
+from superbatch.results.verification import ParameterDifference
+
+from ..accumulator import Accumulator
+from ..devices import in_float64
+from .probing.problem import Problem, evaluate
+from .probing.untouched import seed_all, state_restorer
+
+BatchNormChoice = Literal["per_microbatch", "frozen"]
+Size = int | TokenBudget | None
+
+# A parameter's difference is relative to its own gradient, but at least to this part of the whole gradient:
+# some gradients are zero but for rounding, such as that of a bias before a normalisation.
+_FLOOR = 1e-3
+_OTHER = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all passes of a verification have in common; within `untouched`.
+
+    Args:
+        problem: model, loss and statements, in the dtype of the passes.
+        batch: the whole batch.
+        reset: makes the working copies of the model anew.
+        batchnorm: what the Accumulator does with BatchNorm; `"frozen"` freezes it for the whole batch too.
+        streams: whether every sample draws from its own random stream.
+        restore_state: whether buffers are put back before every micro-batch.
+        seed: of the random numbers of a pass.
+        host_seed: added to it for Python and NumPy.
+    """
+
+    problem: Problem
+    batch: Any
+    reset: Callable[[], None]
+    batchnorm: BatchNormChoice = "per_microbatch"
+    streams: bool = False
+    restore_state: bool = False
+    seed: int = 0
+    host_seed: int = 0
+
+    def but(self, **changes: Any) -> Setting:
+        """The same setting with changes."""
+        return replace(self, **changes)
+
+    def begin(self) -> None:
+        """Start a pass from the same state."""
+        self.reset()
+        if self.batchnorm == "frozen":
+            for module in self.problem.model.modules():
+                if isinstance(module, _BatchNorm):
+                    module.training = False
+        seed_all(self.seed, self.problem.model, host=self.host_seed)
+
+
+class Measured(NamedTuple):
+    """The loss and the gradient of a batch, and the samples of each micro-batch they were computed in."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    split: tuple[int, ...]
+
+
+def whole(setting: Setting) -> Measured:
+    """Compute the gradient of the whole batch in one pass, as a loop without accumulation does.
+
+    Args:
+        setting: what to compute.
+
+    Returns:
+        The loss and the gradients, normalised as the statement of reduction and weight asks.
+    """
+    if setting.streams:  # the accumulator keeps the streams; one micro-batch is a plain pass over the batch
+        return accumulated(setting, None)
+    setting.begin()
+    loss, weight = evaluate(setting.problem, setting.batch)
+    factor = scale(weight, weight, reduction=setting.problem.reduction)
+    loss.backward(torch.full_like(loss, factor, requires_grad=False))
+    model = setting.problem.model
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    kept = {name: _dense(gradient) for name, gradient in gradients.items() if gradient is not None}
+    return Measured(float(loss.detach()) * factor, kept, (_samples(setting.problem, setting.batch),))
+
+
+def accumulated(setting: Setting, size: Size) -> Measured:
+    """Compute the gradient of the batch in micro-batches, with the Accumulator that training would use.
+
+    Args:
+        setting: what to compute.
+        size: the Accumulator's `microbatch_size`.
+
+    Returns:
+        The loss and the gradients that an optimizer would get.
+    """
+    # Other random numbers than the whole batch draws, which a single dropout on the CPU would meet by chance.
+    # With streams it is torch's same seed: then they must be equal by construction.
+    if not setting.streams:
+        setting = setting.but(seed=setting.seed + _OTHER)
+    elif size is not None:
+        setting = setting.but(host_seed=setting.host_seed + _OTHER)
+    setting.begin()
+    problem = setting.problem
+    reader = _Reader(problem)
+    split: list[int] = []
+    restore = state_restorer(problem.model) if setting.restore_state else None
+    accumulator = Accumulator(
+        problem.model,
+        reader,
+        microbatch_size=size,
+        reduction=problem.reduction,
+        weight=problem.weight,
+        batchnorm=setting.batchnorm,
+        sample_rng=setting.streams,
+        whole=tuple(problem.whole),
+        per_sample=tuple(problem.per_sample),
+        check=False,  # what does not fit the statement is to be measured, not refused
+    )
+    with _without_advice(), accumulator.window(setting.batch) as window:
+        for microbatch in window:
+            if restore is not None:
+                restore()
+            loss, weight = evaluate(problem, microbatch)
+            window.backward(loss, *((weight,) if problem.weight == "returned" else ()))
+            split.append(_samples(problem, microbatch))
+    assert window.update is not None
+    return Measured(window.update.loss, reader.gradients, tuple(split))
+
+
+def differences(measured: Measured, reference: Measured) -> tuple[ParameterDifference, ...]:
+    """Compare two gradients parameter by parameter.
+
+    Args:
+        measured: what is judged.
+        reference: what it should be.
+
+    Returns:
+        One entry for each parameter with a gradient in either; a missing gradient counts as zero.
+
+    Examples:
+        >>> a = Measured(0.0, {"w": torch.tensor([3.0, 4.0])}, (2,))
+        >>> b = Measured(0.0, {"w": torch.tensor([3.0, 4.5])}, (1, 1))
+        >>> [(d.name, d.norm, d.difference, d.relative) for d in differences(b, a)]
+        [('w', 5.0, 0.5, 0.1)]
+    """
+    names = dict.fromkeys([*reference.gradients, *measured.gradients])
+    norms = {name: _norm(reference.gradients.get(name)) for name in names}
+    floor = _FLOOR * sum(norm**2 for norm in norms.values()) ** 0.5
+    result: list[ParameterDifference] = []
+    for name, norm in norms.items():
+        a, b = measured.gradients.get(name), reference.gradients.get(name)
+        difference = _norm(b) if a is None else _norm(a) if b is None else _norm(_wide(a) - _wide(b))
+        size = max(norm, floor)
+        result.append(ParameterDifference(name, norm, difference, difference / size if size else difference))
+    return tuple(result)
+
+
+def largest(measured: Measured, reference: Measured) -> float:
+    """The largest relative difference of any parameter; NaN where one is NaN.
+
+    Args:
+        measured: what is judged.
+        reference: what it should be.
+
+    Returns:
+        The largest `relative` of `differences`.
+
+    Examples:
+        >>> one = Measured(0.0, {"w": torch.ones(2)}, (2,))
+        >>> largest(one, one)
+        0.0
+    """
+    relatives = [difference.relative for difference in differences(measured, reference)]
+    return float(torch.tensor(relatives, dtype=torch.float64).amax()) if relatives else 0.0
+
+
+class _Reader(torch.optim.Optimizer):
+    """An optimizer that changes nothing: at the boundary it takes the gradients that it is given."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._names = {
+            name: parameter for name, parameter in problem.model.named_parameters() if parameter.requires_grad
+        }
+        super().__init__(list(self._names.values()), {"lr": 0.0})
+        self.gradients: dict[str, Tensor] = {}
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - no loss
+        self.gradients = {
+            name: _dense(parameter.grad)
+            for name, parameter in self._names.items()
+            if parameter.grad is not None
+        }
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """A verification opens many windows; the accumulator's advice on accumulator_dtype is for training."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a window of", category=UserWarning)
+        yield
+
+
+def _samples(problem: Problem, batch: Any) -> int:
+    return count_samples(batch, whole=problem.whole, per_sample=problem.per_sample)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return in_float64(tensor)
+
+
+def _norm(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else float(torch.linalg.vector_norm(_wide(tensor)))

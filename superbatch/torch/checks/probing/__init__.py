@@ -1,0 +1,1 @@
+"""Probes of a model and a loss, for `verify` and the checks."""

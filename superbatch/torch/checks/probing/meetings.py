@@ -1,0 +1,42 @@
+"""Where the samples of a batch meet, as the engine sees it that computes with the real batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from superbatch.batch.tree import count_samples, take
+from superbatch.results.coupling import MeetingPoint
+from superbatch.torch.virtual import virtual_batch
+
+from .problem import Problem, evaluate
+from .untouched import untouched
+
+_SAMPLES, _SIZE = 7, 3  # unequal micro-batches, and a number that is hardly that of anything else
+
+
+def find_meetings(problem: Problem, batch: Any) -> tuple[MeetingPoint, ...]:
+    """Return every point of the forward at which samples meet: operator and module.
+
+    One forward and backward of a few samples in a `virtual_batch`. Unlike a probe that compares numbers it
+    needs no tolerance, and unlike a look at the types of modules it sees what is written by hand. The mean
+    over samples at the end of a loss is no meeting: its result flows into no sample.
+
+    Args:
+        problem: model, loss function and statement; all leaves of its batches have samples.
+        batch: real samples.
+
+    Returns:
+        The points, in order; none for a problem whose samples do not influence each other.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        >>> problem = Problem(model, lambda x: model(x).square().mean(), "mean", None, (), ())
+        >>> [(point.module, point.operation) for point in find_meetings(problem, torch.randn(8, 2))]
+        [('1', 'batch_norm')]
+    """
+    few = take(batch, 0, min(_SAMPLES, count_samples(batch)))
+    with untouched(problem.model), virtual_batch(problem.model, _SIZE) as virtual:
+        evaluate(problem, virtual(few))[0].backward()
+    return virtual.report().points

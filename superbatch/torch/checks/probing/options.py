@@ -1,0 +1,67 @@
+"""Checks of what `verify` is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from superbatch.errors import InputError, explain
+from superbatch.torch.window.slips import check_loss_fn
+from superbatch.torch.window.validation import check_positive
+
+from .problem import Problem
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model without a gradient, and one whose gradients are reduced over ranks.
+
+    Raises:
+        InputError: it is such a model.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            explain(
+                f"a {type(model).__name__} without parameters that need a gradient",
+                "there is no gradient to compare",
+                "pass the model that is trained, and do not freeze all of it",
+            )
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise InputError(
+                explain(
+                    f"a DistributedDataParallel model ({path or 'the model itself'})",
+                    "its gradients are reduced over ranks, and each rank would verify another batch",
+                    "pass its .module, and a loss_fn that calls that",
+                )
+            )
+
+
+def check_options(problem: Problem, sample_rng: Any, tolerance: Any) -> None:
+    """Refuse options of the wrong type or value.
+
+    Raises:
+        InputError: one of them is.
+    """
+    if not callable(problem.loss_fn):
+        raise InputError(
+            explain(
+                f"loss_fn={problem.loss_fn!r}", "it cannot be called", "pass a function micro-batch -> loss"
+            )
+        )
+    check_loss_fn(problem.loss_fn)
+    if not (problem.weight is None or problem.weight == "returned" or callable(problem.weight)):
+        raise InputError(
+            explain(
+                f"weight={problem.weight!r}",
+                "a weight is told for each micro-batch",
+                'pass None (samples), a function micro-batch -> number, or "returned"',
+            )
+        )
+    if not isinstance(sample_rng, bool):
+        raise InputError(explain(f"sample_rng={sample_rng!r}", "it is on or off", "pass True or False"))
+    if tolerance is None or check_positive(tolerance, "tolerance") is None:
+        raise InputError(
+            explain(f"tolerance={tolerance!r}", "it is a relative difference", "pass a float, such as 1e-12")
+        )

@@ -1,0 +1,369 @@
+"""Probes that look inside a forward pass: does what belongs to one sample depend on the others?
+
+A probe runs `loss_fn` on a batch of N samples, N a prime, so that a dimension of size N (or k N) is most
+likely that of the samples. Two samples are watched, the first and the last but one: each module's inputs
+and outputs are cut down to what belongs to them, under every reading of the shape; mixing is reported
+where all readings agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.torch.devices import in_float64, where_float64_is
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """A module in which samples of a batch meet.
+
+    Args:
+        module: its path; `"loss_fn"` outside every module.
+        order: when it came in the forward pass, to tell the first.
+        evidence: the relative change, or the relative gradient, that should have been zero.
+
+    Examples:
+        >>> Mixing("encoder.norm", 3, 0.5).module
+        'encoder.norm'
+    """
+
+    module: str
+    order: int
+    evidence: float
+
+
+class _Call(NamedTuple):
+    """One call of a module: its path, and how often it had been called before."""
+
+    module: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a call got (`entry`) or gave, cut down to the watched samples; made by `watch`."""
+
+    call: _Call
+    entry: bool
+    caller: _Call | None
+    tensors: list[_Cutting]
+
+
+class _Cutting(NamedTuple):
+    shape: torch.Size
+    readings: list[Tensor]
+
+
+@dataclass
+class _Recorder:
+    samples: int
+    counts: Counter[str] = field(default_factory=Counter)
+    stack: list[_Call] = field(default_factory=list)
+    events: list[Watched] = field(default_factory=list)
+
+    def before(self, path: str, inputs: Any) -> None:
+        call = _Call(path, self.counts[path])
+        self.counts[path] += 1
+        self.note(call, inputs, entry=True)
+        self.stack.append(call)
+
+    def after(self, output: Any) -> None:
+        self.note(self.stack.pop(), output, entry=False)
+
+    def note(self, call: _Call, value: Any, *, entry: bool) -> None:
+        caller = self.stack[-1] if self.stack else None
+        tensors = [
+            _Cutting(tensor.shape, _readings(tensor.detach(), self.samples)) for tensor in tensors_in(value)
+        ]
+        self.events.append(Watched(call, entry, caller, tensors))
+
+
+def watched(samples: int) -> tuple[int, int]:
+    """The two samples that a probe watches: the first, with others after it, and one with others before it.
+
+    They are not the first and the last, which a batch that is mixed with its own reverse would pair.
+
+    Args:
+        samples: the samples of the batch, at least 2.
+
+    Returns:
+        Two indices.
+
+    Examples:
+        >>> watched(7), watched(2)
+        ((0, 5), (0, 1))
+    """
+    return (0, samples - 2) if samples > 2 else (0, samples - 1)
+
+
+def watch(model: nn.Module, run: Callable[[], Any], samples: int) -> list[Watched]:
+    """Run a forward pass and keep what every module got and gave for the watched samples.
+
+    Args:
+        model: its modules are watched; the hooks are gone afterwards.
+        run: the forward pass.
+        samples: the samples of its batch, a prime.
+
+    Returns:
+        The events in order, for `first_difference`.
+
+    Examples:
+        >>> model = nn.Linear(2, 2)
+        >>> len(watch(model, lambda: model(torch.ones(7, 2)), 7))
+        2
+    """
+    recorder = _Recorder(samples)
+
+    def hooks(path: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            recorder.before(path, (args, kwargs))
+
+        def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            recorder.after(output)
+
+        return before, after
+
+    with _hooked(model, hooks):
+        run()
+    return recorder.events
+
+
+def first_difference(a: list[Watched], b: list[Watched], *, tolerance: float) -> Mixing | None:
+    """The first module at which watched samples differ between two passes that differ in other samples only.
+
+    A difference counts where it also shows in what the calling module gives: rows that a router hands to an
+    expert differ between passes, but mean no mixing as long as each sample gets its own result back.
+
+    Args:
+        a: one pass, from `watch`.
+        b: the other.
+        tolerance: the largest relative difference that counts as rounding.
+
+    Returns:
+        Where samples meet: the module itself where its output differs but its input does not, the calling
+        module where already the input differs. None if nowhere.
+
+    Examples:
+        >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(7, 2)
+        >>> one = watch(model, lambda: model(x), 7)
+        >>> other = watch(model, lambda: model(torch.cat([x[:1], 9 * x[1:5], x[5:]])), 7)
+        >>> first_difference(one, other, tolerance=1e-4).module, first_difference(one, one, tolerance=0.0)
+        ('1', None)
+    """
+    others = {(event.call, event.entry): event for event in b}
+    changes = {
+        key: _change(event, others[key]) for event in a if (key := (event.call, event.entry)) in others
+    }
+    for order, event in enumerate(a):
+        evidence = changes.get((event.call, event.entry)) or 0.0
+        if evidence <= tolerance:
+            continue
+        given = changes.get((event.caller, False)) if event.caller else None
+        if given is None or given > tolerance:
+            caller = event.caller.module if event.caller else "loss_fn"
+            return Mixing(caller if event.entry else event.call.module, order, evidence)
+    return None
+
+
+def gradient_mixing(
+    model: nn.Module, run: Callable[[], Any], samples: int, *, tolerance: float
+) -> tuple[list[Mixing], list[str]]:
+    """The modules whose output for one sample has a gradient towards another sample of their own input.
+
+    ``d out[0] / d in[j] != 0`` for some ``j != 0``, found with one local backward per module. Unlike a
+    comparison of values it finds a normalisation whose value does not depend on the batch but whose gradient
+    does.
+
+    Args:
+        model: its modules are watched; the hooks are gone afterwards.
+        run: the forward pass.
+        samples: the samples of its batch, a prime.
+        tolerance: the largest gradient, relative to that towards the sample itself, that counts as rounding.
+
+    Returns:
+        All such modules in the order of the pass, and the paths of modules that could not be probed. A module
+        that contains one of them is not named again.
+
+    Examples:
+        >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), torch.randn(7, 2)
+        >>> found, failed = gradient_mixing(model, lambda: model(x), 7, tolerance=1e-6)
+        >>> [mixing.module for mixing in found], failed
+        (['1'], [])
+    """
+    found: list[Mixing] = []
+    failed: list[str] = []
+    order = 0
+
+    def hooks(path: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return _differentiable(args), _differentiable(kwargs)
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            nonlocal order
+            order += 1
+            if any(_contains(path, mixing.module) for mixing in found):
+                return
+            try:
+                evidence = _cross_gradient(tensors_in((args, kwargs)), tensors_in(output), samples)
+            except RuntimeError:  # a graph that cannot be walked from here (a checkpoint, in-place code)
+                failed.append(path)
+                return
+            if evidence > tolerance:
+                found.append(Mixing(path, order, evidence))
+
+        return before, after
+
+    with _hooked(model, hooks), torch.enable_grad():
+        run()
+    return found, failed
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested containers and dataclasses, in order.
+
+    Args:
+        value: what a module got or gave.
+
+    Returns:
+        Its tensors.
+
+    Examples:
+        >>> len(tensors_in(({"a": torch.ones(1)}, [torch.ones(1), 3])))
+        2
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for entry in value.values() for tensor in tensors_in(entry)]
+    if isinstance(value, list | tuple):
+        return [tensor for entry in value for tensor in tensors_in(entry)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [tensor for part in fields(value) for tensor in tensors_in(getattr(value, part.name, None))]
+    return []
+
+
+@contextmanager
+def _hooked(model: nn.Module, hooks: Callable[[str], tuple[Any, Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as handles:
+        for path, module in model.named_modules():
+            before, after = hooks(path)
+            for handle in (
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True),
+            ):
+                handles.callback(handle.remove)
+        yield
+
+
+def _readings(tensor: Tensor, samples: int) -> list[Tensor]:
+    """What belongs to the watched samples, under each reading of the shape."""
+    # Copies (cat makes them), as in-place code may follow.
+    return [torch.cat([_rows(tensor, *own) for own in pair]) for pair in _cuts(tensor, samples)]
+
+
+_Cut = tuple[int, slice]
+
+
+def _cuts(tensor: Tensor, samples: int) -> list[tuple[_Cut, _Cut]]:
+    """(dimension, slice) of each watched sample, for each dimension that may hold the samples."""
+    cuts: list[tuple[_Cut, _Cut]] = []
+    for dimension, size in enumerate(tensor.shape):
+        if size == 0 or size % samples:
+            continue
+        block = size // samples
+        second = watched(samples)[1]
+        later = slice(second * block, (second + 1) * block)
+        cuts.append(((dimension, slice(0, block)), (dimension, later)))
+        if block > 1:  # samples run fastest: (time, samples) flattened, or several views one after the other
+            first, later = slice(0, None, samples), slice(second, None, samples)
+            cuts.append(((dimension, first), (dimension, later)))
+    return cuts
+
+
+def _rows(tensor: Tensor, dimension: int, own: slice) -> Tensor:
+    return tensor.movedim(dimension, 0)[own].reshape(-1)
+
+
+def _change(one: Watched, other: Watched) -> float | None:
+    """The largest relative difference of comparable tensors; None where there are none."""
+    pairs = zip(one.tensors, other.tensors, strict=False)
+    comparable = [(a.readings, b.readings) for a, b in pairs if a.shape == b.shape and a.readings]
+    # Under the reading that shows the least: a wrong reading shows mixing where there is none.
+    return max((min(map(_relative, *readings)) for readings in comparable), default=None)
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    if not a.is_floating_point():
+        return float(in_float64(a != b).mean()) if a.numel() else 0.0
+    difference, size = (a - b).abs(), a.abs().amax() if a.numel() else a.new_zeros(())
+    if not a.numel() or bool(torch.equal(a, b)):
+        return 0.0
+    if bool(a.isnan().logical_xor(b.isnan()).any()):
+        return 1.0  # a NaN came through, or was lost: all of the value changed
+    difference = difference.nan_to_num(0.0, 0.0, 0.0).amax()
+    return float(difference / size) if size.isfinite() and size > 0 else float(difference)
+
+
+def _differentiable(value: Any) -> Any:
+    """Let gradients be taken towards floating-point inputs, which data does not ask for by itself."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and not value.requires_grad and torch.is_grad_enabled():
+            # Multiplied, because a leaf would refuse in-place layers.
+            return value.detach().requires_grad_() * 1
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_differentiable(entry) for entry in value)
+    if type(value) is dict:
+        return {name: _differentiable(entry) for name, entry in value.items()}
+    return value
+
+
+def _cross_gradient(inputs: list[Tensor], outputs: list[Tensor], samples: int) -> float:
+    """The largest, over outputs and inputs, of the smallest cross gradient over all readings of shapes."""
+    wanted = [tensor for tensor in inputs if tensor.requires_grad and _cuts(tensor, samples)]
+    worst: list[float] = [0.0]
+    for output in outputs:
+        if not wanted or output.grad_fn is None or not output.is_floating_point():
+            continue
+        smallest: list[float] | None = None
+        for first, _ in _cuts(output, samples):
+            own = _rows(output, *first)
+            noise = _fixed_noise(own)
+            gradients = torch.autograd.grad(own, wanted, noise, retain_graph=True, allow_unused=True)
+            found = [_towards_others(gradient, samples) for gradient in gradients]
+            pairs = zip(smallest or found, found, strict=True)
+            smallest = [min(before, now) for before, now in pairs]
+        worst += smallest or []
+    return max(worst)
+
+
+def _towards_others(gradient: Tensor | None, samples: int) -> float:
+    if gradient is None:
+        return 0.0
+    largest = gradient.abs().amax()
+    if not largest > 0:
+        return 0.0
+    readings = []
+    for (dimension, own), _ in _cuts(gradient, samples):
+        others = gradient.detach().clone()
+        others.movedim(dimension, 0)[own] = 0
+        readings.append(float(others.abs().amax() / largest))
+    return min(readings, default=0.0)
+
+
+def _fixed_noise(like: Tensor) -> Tensor:
+    """Weights without symmetry, so that gradients do not cancel: those of a normalised output sum to zero."""
+    position = torch.arange(like.numel(), dtype=torch.float64, device=where_float64_is(like[:0]).device)
+    return (1.0 + 0.5 * torch.sin(position * 1.7 + 0.3)).to(like.dtype).to(like.device)
+
+
+def _contains(path: str, inner: str) -> bool:
+    return path in ("", inner) or inner.startswith(f"{path}.")

@@ -1,0 +1,173 @@
+"""What is being verified - a model, a loss, how its micro-batches are weighted - and one evaluation of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.batch.tree import count_samples
+from superbatch.errors import InputError, explain
+from superbatch.normalize import Number, Reduction, check_weight
+from superbatch.torch.loss.declared import Declared, read_terms
+from superbatch.torch.loss.losses import pair_of
+from superbatch.torch.window.participants.moved_state import MovedState
+from superbatch.torch.window.slips import without_tensor
+
+from .resample import converted
+
+LossFn = Callable[[Any], Any]
+WeightOption = Callable[[Any], Any] | Literal["returned"] | None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and a loss, with the statements that the accumulation under test relies on.
+
+    Args:
+        model: what has the parameters and modules.
+        loss_fn: from a micro-batch to a scalar tensor, or to (loss, weight) where `weight="returned"`.
+        reduction: what `loss_fn` returns.
+        weight: how micro-batches are weighted (None: by samples).
+        whole: paths of the batch that are kept whole.
+        per_sample: paths of lists with one entry for each sample.
+        dtype: of the floating-point parts of batches; None keeps their own.
+        state: keeps what a forward moves; None: nothing is known of it yet.
+        terms: what each loss is where `loss_fn` returns several by name (`by_term`); then `reduction` and
+            `weight` have no meaning.
+
+    Examples:
+        >>> layer = nn.Linear(2, 1)
+        >>> problem = Problem(layer, lambda x: layer(x).mean())
+        >>> loss, weight = evaluate(problem, torch.ones(3, 2))
+        >>> weight
+        3
+    """
+
+    model: nn.Module
+    loss_fn: LossFn
+    reduction: Reduction = "mean"
+    weight: WeightOption = None
+    whole: Collection[str] = ()
+    per_sample: Collection[str] = ()
+    dtype: torch.dtype | None = None
+    state: MovedState | None = None
+    terms: Mapping[str, Declared] = field(default_factory=dict)
+
+    def in_dtype(self, dtype: torch.dtype | None) -> Problem:
+        """The same problem with batches of another dtype."""
+        return replace(self, dtype=dtype)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the model's first parameter is; None for a model without parameters."""
+        return next((parameter.device for parameter in self.model.parameters()), None)
+
+
+def by_term(problem: Problem) -> dict[str, Problem]:
+    """Return a problem with one loss for each term of a problem, by name; ``{"": problem}`` without terms.
+
+    Args:
+        problem: with or without terms.
+
+    Examples:
+        >>> terms = {"a": Declared("sum"), "b": Declared("mean")}
+        >>> losses = lambda x: {"a": x.sum(), "b": x.mean()}
+        >>> parts = by_term(Problem(nn.Linear(1, 1), losses, terms=terms))
+        >>> parts["a"].reduction, evaluate(parts["a"], torch.ones(2))
+        ('sum', (tensor(2.), 2))
+    """
+    return {
+        name: replace(
+            problem,
+            loss_fn=partial(_term_of, problem.loss_fn, name, problem.terms),
+            reduction=term.reduction,
+            weight=None if term.weigh == "samples" else term.weigh,
+            terms={},
+        )
+        for name, term in problem.terms.items()
+    } or {"": problem}
+
+
+def _term_of(loss_fn: LossFn, name: str, terms: Mapping[str, Declared], microbatch: Any) -> Any:
+    losses, weights = read_terms(loss_fn(microbatch), terms)
+    return (losses[name], weights[name]) if name in weights else losses[name]
+
+
+def forward(problem: Problem, batch: Any) -> Any:
+    """Call the loss function on a batch in the problem's dtype, on the model's device.
+
+    Args:
+        problem: what to call.
+        batch: a (micro-)batch, on any device.
+
+    Returns:
+        What `loss_fn` returns, unchecked.
+
+    Examples:
+        >>> forward(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
+        tensor(2.)
+    """
+    return problem.loss_fn(converted(batch, problem.dtype, problem.device))
+
+
+def evaluate(problem: Problem, batch: Any) -> tuple[Tensor, Number]:
+    """Call the loss function once.
+
+    Args:
+        problem: what to evaluate.
+        batch: a (micro-)batch, on any device.
+
+    Returns:
+        The loss, a scalar tensor with its graph, and the weight.
+
+    Raises:
+        InputError: `loss_fn` does not return a scalar tensor (and a weight where it should).
+
+    Examples:
+        >>> evaluate(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
+        (tensor(2.), 2)
+    """
+    loss, weight = _parted(problem, forward(problem, batch))
+    if not isinstance(loss, Tensor):
+        raise without_tensor(loss)
+    if loss.numel() != 1:
+        raise InputError(
+            explain(
+                f"a loss_fn that returns a tensor of shape {tuple(loss.shape)}",
+                "the loss of a micro-batch is one number with a graph",
+                'return a scalar tensor, or (loss, weight) with weight="returned"',
+            )
+        )
+    stated = problem.weight == "returned"
+    weight = check_weight(weight, "a micro-batch") if stated else weigh(problem, batch)
+    if not weight and not loss.requires_grad and loss.is_floating_point():
+        loss = loss.detach().clone().requires_grad_()  # a sum over nothing may be a constant, without a graph
+    return loss, weight
+
+
+def weigh(problem: Problem, batch: Any) -> Number:
+    """The weight of a micro-batch, as stated; by samples where it is only known after the forward.
+
+    Args:
+        problem: with the statement.
+        batch: a micro-batch on the host.
+
+    Returns:
+        An int or float.
+
+    Examples:
+        >>> weigh(Problem(nn.Linear(1, 1), lambda x: x.sum(), weight=lambda x: 0.5), torch.ones(2))
+        0.5
+    """
+    if callable(problem.weight):
+        return check_weight(problem.weight(batch), "a micro-batch")
+    return count_samples(batch, whole=problem.whole, per_sample=problem.per_sample)
+
+
+def _parted(problem: Problem, returned: Any) -> tuple[Any, Any]:
+    return pair_of(returned) if problem.weight == "returned" else (returned, None)

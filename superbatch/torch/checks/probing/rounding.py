@@ -1,0 +1,90 @@
+"""Differences that rounding explains, by dtype, by the precision of float32 products, and as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from superbatch.batch.tree import count_samples
+from superbatch.torch.devices import accelerators, generator_states
+
+from ..measure import Measured, Setting, largest, whole
+from .resample import select
+
+# Relative difference that a correct accumulation may show, and the most that is put down to rounding where
+# the large batch itself is further from a better gradient (activations near a kink of the model).
+ROUNDING = {torch.float32: (1e-5, 1e-2), torch.bfloat16: (3e-2, 0.3), torch.float16: (5e-3, 0.1)}
+_TF32 = (2e-3, 1e-2)  # products of numbers with 10 bits: kernels differ by sizes
+_EIGHT_BITS = (0.25, 0.8)  # floats of two to three bits
+_TIMES = 8  # the measured floor: two passes do not show the largest
+
+
+def rounding_of(dtype: torch.dtype, model: nn.Module) -> tuple[float, float]:
+    """Return the relative rounding of a correct accumulation, and the most that is put down to rounding.
+
+    Args:
+        dtype: that the model computes in.
+        model: whose float32 products may be made in TF32.
+
+    Examples:
+        >>> rounding_of(torch.float32, nn.Linear(1, 1)), rounding_of(torch.float8_e5m2, nn.Linear(1, 1))
+        ((1e-05, 0.01), (0.25, 0.8))
+    """
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        return _EIGHT_BITS
+    if dtype == torch.float32 and any(device.type == "cuda" for device in accelerators([model])):
+        return _TF32 if products_in_tf32(model) else ROUNDING[dtype]
+    return ROUNDING.get(dtype, ROUNDING[torch.float32])
+
+
+def products_in_tf32(model: nn.Module) -> bool:
+    """Return whether torch may round what CUDA multiplies to 10 bits: cuDNN by default, products if asked.
+
+    Examples:
+        >>> products_in_tf32(nn.Linear(1, 1)), products_in_tf32(nn.Conv1d(1, 1, 1))
+        (False, True)
+    """
+    cudnn = torch.backends.cudnn
+    by_cudnn = any(isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase) for module in model.modules())
+    settings: list[Callable[[], Any]] = [lambda: torch.backends.cuda.matmul.allow_tf32]
+    settings += [lambda: cudnn.allow_tf32] if by_cudnn else []
+    return any(map(_is_on, settings))
+
+
+def _is_on(setting: Callable[[], Any]) -> bool:
+    try:
+        return bool(setting())
+    except RuntimeError:  # it was set by torch's newer interface: then it is not off
+        return True
+
+
+def measured_floor(setting: Setting, reference: Measured) -> float:
+    """Return by how much the large batch differs from itself, with room for what two passes do not show.
+
+    It is computed again, and with its samples the other way round where it draws no random numbers: kernels
+    that add in any order show in the one, sums in another order in the other.
+
+    Args:
+        setting: of the large batch.
+        reference: its gradient.
+    """
+    setting.begin()
+    before = _states(setting)
+    again = whole(setting)
+    drawn = any(not torch.equal(state, before[name]) for name, state in _states(setting).items())
+    floor = largest(again, reference)
+    problem = setting.problem
+    if not drawn:
+        paths = {"whole": problem.whole, "per_sample": problem.per_sample}
+        order = list(reversed(range(count_samples(setting.batch, **paths))))
+        turned = setting.but(batch=select(setting.batch, order, **paths))
+        floor = max(floor, largest(whole(turned), reference))
+    return _TIMES * floor if floor == floor else 0.0  # a NaN is no rounding
+
+
+def _states(setting: Setting) -> dict[str, Any]:
+    devices = accelerators([setting.problem.model])
+    return {"cpu": torch.get_rng_state(), **generator_states(devices)}

@@ -1,0 +1,315 @@
+"""Four probes on a few samples: does the loss of a batch consist of parts that do not see each other?
+
+Each misses something: a value may not depend on the batch while its gradient does; a comparison passes no
+NaN on; a coupling may rest at the values it is tried at. Together they found every case they were tried on.
+
+* mixed difference: ``[f(a', R) - f(a, R)] - [f(a', R') - f(a, R')]`` of the summed loss f, for samples a,
+  a' and others R, R'; zero for a sum over samples. It sees the loss as a whole.
+* perturbed samples: all samples but two are replaced and amplified; those two must not notice, in any
+  module.
+* NaN probe: all samples but two are NaN; no tolerance is needed.
+* gradient probe: ``d out[0] / d in[j]`` of every module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from superbatch.errors import SuperbatchError
+from superbatch.normalize import Number, after_forward_scale
+from superbatch.results.verification import Finding
+
+from ..candidates import weight_candidates
+from .probes import Mixing, Watched, first_difference, gradient_mixing, watch, watched
+from .problem import Problem, evaluate, forward
+from .resample import change_floats, same_values, select
+from .untouched import seed_all
+
+_SEED = 0
+_COUPLED_LOSS = (
+    'use coupled="exact" (the whole batch, in the memory of micro-batches), cached_gradients if the loss is '
+    "one over embeddings, or a loss that is a weighted mean over samples"
+)
+
+
+class Mixed(NamedTuple):
+    """What showed that a module mixes samples: the largest relative evidence, and the tests."""
+
+    evidence: float
+    tests: tuple[str, ...]
+
+
+class Probe(NamedTuple):
+    """Samples to probe with, one more to replace them by, and how to run a pass; within `untouched`.
+
+    Args:
+        problem: model, loss and statements.
+        batch: `samples + 1` samples.
+        samples: how many are probed, a prime.
+        tolerance: the largest relative difference that counts as rounding.
+        reset: makes the working copies of the model anew.
+        notes: what could not be probed is added here.
+    """
+
+    problem: Problem
+    batch: Any
+    samples: int
+    tolerance: float
+    reset: Callable[[], None]
+    notes: list[str]
+
+    def take(self, indices: list[int]) -> Any:
+        """A batch of these samples."""
+        return select(self.batch, indices, whole=self.problem.whole, per_sample=self.problem.per_sample)
+
+    def base(self) -> Any:
+        """The samples that others are compared with."""
+        return self.take(list(range(self.samples)))
+
+    def begin(self) -> None:
+        """Start a pass: from the same state, and with the same random numbers to come."""
+        self.reset()
+        seed_all(_SEED, self.problem.model)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Number]:
+        """Evaluate the loss and the weight."""
+        return evaluate(self.problem, batch)
+
+    def watch(self, batch: Any) -> list[Watched]:
+        """Evaluate the loss, and keep what each module got and gave for the watched samples."""
+        self.begin()
+        # The loss alone: the weight of a poisoned batch may be refused.
+        return watch(self.problem.model, lambda: forward(self.problem, batch), self.samples)
+
+
+def find_mixing(probe: Probe, base: list[Watched]) -> dict[str, Mixed]:
+    """Run the probes that look into the model.
+
+    Args:
+        probe: the samples and how to run them.
+        base: what the modules got and gave for the base samples.
+
+    Returns:
+        The modules that mix samples, by path; `"loss_fn"` for code outside every module.
+    """
+    found: dict[str, Mixed] = {}
+
+    def note(mixing: Mixing, test: str) -> None:
+        before = found.get(mixing.module, Mixed(0.0, ()))
+        tests = dict.fromkeys([*before.tests, test])
+        found[mixing.module] = Mixed(max(before.evidence, mixing.evidence), tuple(tests))
+
+    if first_difference(base, probe.watch(probe.base()), tolerance=probe.tolerance) is None:
+        _compare_values(probe, base, note)
+    else:
+        probe.notes.append("the same pass twice differs: values were not compared between modules")
+    _probe_gradients(probe, note)
+    return found
+
+
+def innermost(found: dict[str, Mixed], known: Collection[str]) -> dict[str, Mixed]:
+    """Leave out modules that contain another that mixes: they differ because of it.
+
+    Args:
+        found: modules that mix, by path.
+        known: paths of other modules that mix.
+
+    Returns:
+        The rest.
+
+    Examples:
+        >>> list(innermost({"": Mixed(1.0, ()), "a": Mixed(1.0, ()), "ab": Mixed(1.0, ())}, ["a.b"]))
+        ['ab']
+    """
+    places = [*found, *known]
+    return {path: mixed for path, mixed in found.items() if not any(_within(path, other) for other in places)}
+
+
+def loss_coupling(probe: Probe) -> Iterator[Finding]:
+    """Take the mixed difference of the loss, BatchNorm frozen so that it does not hide what else there is.
+
+    Args:
+        probe: the samples and how to run them.
+
+    Yields:
+        One finding where the weighted loss is no sum over samples: of kind `"weight"` where it is one with
+        another weight, else `"coupled_loss"`.
+    """
+    quadruples = [_quadruple(probe, shift) for shift in range(0, probe.samples, 2)]
+    if all(same_values(q[0], q[1]) or same_values(q[0], q[2]) for q in quadruples):
+        probe.notes.append("samples are equal: the mixed difference shows nothing")
+        return
+    results: list[list[_Sum]] = []
+    failure = failure_of(lambda: results.extend(_frozen_losses(probe, four) for four in quadruples))
+    if failure is not None:
+        probe.notes.append(f"mixed difference: {failure}")
+        return
+    reduction = probe.problem.reduction
+    stated = [[after_forward_scale(weight, reduction=reduction) for _, weight, _ in four] for four in results]
+    evidence = _mixed(results, stated)
+    if evidence > probe.tolerance:
+        yield _explained(probe, results, evidence)
+        return
+    evidence = _order_dependence(probe)
+    if evidence > probe.tolerance:
+        detail = "the loss depends on the order of the samples in the batch"
+        yield Finding("coupled_loss", "loss_fn", evidence, "reversed batch", detail, _COUPLED_LOSS)
+
+
+def failure_of(run: Callable[[], Any]) -> str | None:
+    """Run user code on samples that it may not be made for.
+
+    Args:
+        run: the code.
+
+    Returns:
+        None if it ran, else what it raised, as a text. Errors of this library are let through.
+
+    Examples:
+        >>> failure_of(lambda: 1 / 0), failure_of(lambda: 1)
+        ('ZeroDivisionError: division by zero', None)
+    """
+    try:
+        run()
+    except SuperbatchError:
+        raise
+    except Exception as error:  # noqa: BLE001 - user code may raise anything on samples it does not expect
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _compare_values(probe: Probe, base: list[Watched], note: Callable[[Mixing, str], None]) -> None:
+    for test, batch in _perturbed(probe):
+        passes: list[list[Watched]] = []
+        failure = failure_of(lambda batch=batch, passes=passes: passes.append(probe.watch(batch)))
+        if failure is not None:
+            probe.notes.append(f"{test}: {failure}")
+            continue
+        mixing = first_difference(base, passes[0], tolerance=probe.tolerance)
+        if mixing is not None:
+            note(mixing, test)
+
+
+def _probe_gradients(probe: Probe, note: Callable[[Mixing, str], None]) -> None:
+    found: list[Mixing] = []
+    failed: list[str] = []
+
+    def run() -> None:
+        probe.begin()
+        mixing, not_probed = gradient_mixing(
+            probe.problem.model,
+            lambda: forward(probe.problem, probe.base()),
+            probe.samples,
+            tolerance=probe.tolerance,
+        )
+        found.extend(mixing)
+        failed.extend(repr(path) for path in dict.fromkeys(not_probed))
+
+    failure = failure_of(run)
+    if failure or failed:
+        probe.notes.append(f"gradient probe: {failure or 'not possible in ' + ', '.join(failed)}")
+    for mixing in found:
+        note(mixing, "gradient probe")
+
+
+def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
+    """Batches in which all samples but the watched ones are changed, and the test each belongs to."""
+    spare, base = probe.samples, probe.base()
+    everyone = range(probe.samples)
+    others = [index for index in everyone if index not in watched(probe.samples)]
+    if not others:
+        probe.notes.append(f"only {probe.samples} samples: values were not compared between modules")
+        return
+
+    def changed(fn: Callable[[Tensor], Tensor]) -> Any:
+        problem = probe.problem
+        return change_floats(fn, base, others, whole=problem.whole, per_sample=problem.per_sample)
+
+    reordered = dict(zip(others, reversed(others), strict=True))
+    batches = [
+        ("perturbed samples", probe.take([spare if index in others else index for index in everyone])),
+        ("perturbed samples", probe.take([reordered.get(index, index) for index in everyone])),
+        ("perturbed samples", changed(lambda x: 8 * x)),
+        ("perturbed samples", changed(torch.zeros_like)),
+        ("NaN probe", changed(lambda x: torch.full_like(x, math.nan))),
+    ]
+    different = [(test, batch) for test, batch in batches if not same_values(base, batch)]
+    if not different:
+        probe.notes.append("samples are equal and nothing floats: replacing samples shows nothing")
+    yield from different
+
+
+def _order_dependence(probe: Probe) -> float:
+    """The relative change of the loss when the batch is reversed; 0 where it draws random numbers."""
+
+    def loss_of(indices: list[int], seed: int) -> float:
+        probe.begin()
+        seed_all(seed, probe.problem.model)
+        return float(probe.forward(probe.take(indices))[0].detach())
+
+    order = list(range(probe.samples))
+    first = loss_of(order, 0)
+    if any(loss_of(order, seed) != first for seed in (1, 2, 3)):
+        return 0.0
+    change = abs(loss_of(order[::-1], 0) - first)
+    return change / abs(first) if first else change
+
+
+class _Sum(NamedTuple):
+    loss: float
+    weight: Number
+    batch: Any
+
+
+def _quadruple(probe: Probe, shift: int) -> list[Any]:
+    """The batches (a, R), (a', R), (a, R'), (a', R')."""
+
+    def take(one: int, others: list[int]) -> Any:
+        return probe.take([(shift + index) % probe.samples for index in (one, *others)])
+
+    others = list(range(2, probe.samples)) or [1]
+    # Other samples than the first others: the same ones in another order would have the same statistics.
+    replaced = [index + 1 for index in others]
+    return [take(one, rest) for rest in (others, replaced) for one in (0, 1)]
+
+
+def _frozen_losses(probe: Probe, batches: list[Any]) -> list[_Sum]:
+    sums: list[_Sum] = []
+    for batch in batches:
+        probe.begin()
+        for module in probe.problem.model.modules():
+            if isinstance(module, _BatchNorm):
+                module.training = False
+        loss, weight = probe.forward(batch)
+        sums.append(_Sum(float(loss.detach()), weight, batch))
+    return sums
+
+
+def _explained(probe: Probe, results: list[list[_Sum]], evidence: float) -> Finding:
+    for text, weigh in weight_candidates(probe.problem, probe.batch):
+        if _mixed(results, [[weigh(batch) for _, _, batch in four] for four in results]) <= probe.tolerance:
+            detail = f"the loss is a mean over something else than what it is weighted by; it fits {text}"
+            return Finding("weight", "loss_fn", evidence, "mixed difference", detail, f"pass weight={text}")
+    detail = "the loss is no weighted mean over samples"
+    return Finding("coupled_loss", "loss_fn", evidence, "mixed difference", detail, _COUPLED_LOSS)
+
+
+def _mixed(results: list[list[_Sum]], weights: list[list[Number]]) -> float:
+    """The largest mixed difference of four weighted losses, relative to the largest of them."""
+    found: list[float] = []
+    for four, scales in zip(results, weights, strict=True):
+        sums = [result.loss * scale for result, scale in zip(four, scales, strict=True)]
+        size = max(map(abs, sums))
+        found.append(abs((sums[1] - sums[0]) - (sums[3] - sums[2])) / size if size else 0.0)
+    return max(found)
+
+
+def _within(path: str, other: str) -> bool:
+    """Whether a module contains another, which then is the nearer place."""
+    return other not in (path, "loss_fn") and (path == "" or other.startswith(f"{path}."))

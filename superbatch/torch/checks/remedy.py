@@ -1,0 +1,248 @@
+"""The remedy for a loss that contradicts its statement: each is tried before it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from superbatch.batch.plan import Plan
+from superbatch.normalize import Number, Reduction
+
+from ..loss.losses import pair_of
+from ..memory.out_of_memory import out_of_memory
+from .agreement import Cut, Rounding
+from .candidates import Candidate, weight_candidates
+from .contradiction import ContradictedError, Contradiction
+from .evaluation import Evaluation, Order, orders, other_orders
+from .probing.problem import Problem
+from .weighting import Weighting, find_weights
+
+Holds = Callable[[Problem], bool]
+
+
+def find_remedy(
+    evaluation: Evaluation, found: ContradictedError, holds: Holds, others: Sequence[Plan]
+) -> Contradiction:
+    """Find the statement that holds for a loss.
+
+    Args:
+        evaluation: of the problem with the wrong statement.
+        found: the evidence against it.
+        holds: tells whether a problem with another statement passes the whole check, and could have failed.
+        others: the other micro-batches; a weight must explain each.
+    """
+    problem = evaluation.problem
+    given, evidence = _given(problem, found.cuts[0], found.rounding)
+    if problem.reduction == "mean" and _agree(found, "sum") and holds(replace(problem, reduction="sum")):
+        return _summed(given, evidence)
+    mean = replace(problem, reduction="mean")
+    if problem.reduction != "mean" and _agree(found, "mean") and holds(mean):
+        detail = f"loss_fn returns a mean, not a sum: {given}"
+        return Contradiction("mean", detail, 'state reduction="mean"', evidence)
+    cuts = _more_cuts(evaluation, found, found.planned, [cut.spans for cut in found.cuts]) or found.cuts
+    if problem.reduction != "mean" and _adds_a_constant(cuts, found.rounding):
+        return _constant(given, evidence)
+    for candidate in _that_fit(problem, found.planned, evaluation, cuts, found.rounding):
+        if holds(_weighed(mean, candidate)):
+            return _counted(problem, candidate, given, evidence)
+    weights = find_weights(cuts, found.rounding)
+    for other in others if weights.kind == "weights" else ():
+        more = _more_cuts(evaluation, found, other, [])
+        there = find_weights(more, found.rounding) if more else weights
+        weights = there if there.kind in ("none", "divisor") else weights
+    return _without_candidate(weights, problem, given, evidence, cuts[0])
+
+
+def worst_parameter(
+    problem: Problem, cut: Cut, rounding: Rounding, *, besides: Tensor | None = None
+) -> tuple[str, float] | None:
+    """Return the parameter whose gradient differs most, and by how much of it; None if none does.
+
+    Args:
+        problem: with the model and the statement.
+        cut: of a micro-batch.
+        rounding: beyond which a difference counts.
+        besides: gradients below this are passed over, shape (parameters,).
+    """
+    difference = cut.difference(problem.reduction)
+    beyond = difference.beyond(rounding)
+    if difference.gradient is None or difference.size is None or not len(beyond) or int(beyond[0]) < 0:
+        return None
+    if besides is not None:
+        beyond = beyond[difference.size[beyond] > besides[beyond]]
+        if not len(beyond):
+            return None
+    share = difference.gradient[beyond] / difference.size[beyond]
+    names = [name for name, parameter in problem.model.named_parameters() if parameter.requires_grad]
+    return names[int(beyond[int(share.argmax())])], float(share.max())
+
+
+def _given(problem: Problem, cut: Cut, rounding: Rounding) -> tuple[str, float]:
+    parts = ", ".join(f"{part.loss:.6g} (weight {part.weight:g})" for part in cut.parts[:3])
+    more = f" and {len(cut.parts) - 3} more" if len(cut.parts) > 3 else ""
+    text = f"the loss of a micro-batch is {cut.union.loss:.6g}, of its parts {parts}{more}"
+    worst = worst_parameter(problem, cut, rounding)
+    if worst is None:
+        return text, cut.difference(problem.reduction).loss
+    return f"{text}, and the gradient of {worst[0]!r} is off by {100 * worst[1]:.2g} %", worst[1]
+
+
+def _agree(found: ContradictedError, reduction: Reduction) -> bool:
+    """Tell whether the evidence at hand speaks for another reduction, before more is evaluated."""
+    if reduction == "mean" and not all(sum(part.weight for part in cut.parts) for cut in found.cuts):
+        return False
+    return not any(len(cut.difference(reduction).beyond(found.rounding)) for cut in found.cuts)
+
+
+def _summed(given: str, evidence: float) -> Contradiction:
+    remedy = (
+        'for a plain sum state reduction="sum"; for one that is divided by a count of the whole batch '
+        '(Hugging Face models that are given num_items_in_batch) state reduction="total" without a weight'
+    )
+    detail = f"loss_fn returns no mean, since the losses add up: {given}"
+    return Contradiction("sum", detail, remedy, evidence)
+
+
+def _more_cuts(
+    evaluation: Evaluation, found: ContradictedError, planned: Plan, spans: list[tuple[Order, ...]]
+) -> list[Cut]:
+    """Evaluate more cuts of a micro-batch, with a gradient of each part whatever it was said to weigh."""
+    own, spans = evaluation.problem, [*spans]
+    more = (*orders(planned.samples, 0), *orders(planned.samples, 1), *other_orders(planned.samples))
+    spans += [order for order in more if order not in spans]
+    try:
+        with evaluation.in_float64() if found.in_float64 else nullcontext():
+            if own.weight != "returned":
+                evaluation.problem = replace(evaluation.problem, weight=None)
+            calls: dict[int, Any] = {}
+            union = evaluation.union(planned, calls)
+            cuts = [evaluation.cut(planned, union, order, calls) for order in spans]
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        return []
+    finally:
+        evaluation.problem = own
+    return [cut for cut in cuts if cut is not None and cut.replayed]
+
+
+def _that_fit(
+    problem: Problem, planned: Plan, evaluation: Evaluation, cuts: Sequence[Cut], rounding: Rounding
+) -> list[Candidate]:
+    """Return the weights, counted from a leaf of the batch, under which the parts do give the whole."""
+    whole = planned.take(0, planned.samples)
+    parts = [[evaluation.take(planned, span) for span in cut.spans] for cut in cuts]
+
+    def fits(candidate: Candidate) -> bool:
+        for cut, those in zip(cuts, parts, strict=True):
+            weights: list[Number] = [candidate.weigh(part) for part in those]
+            if not sum(weights) or len(cut.difference("mean", weights).beyond(rounding)):
+                return False
+        return True
+
+    return [candidate for candidate in weight_candidates(problem, whole) if fits(candidate)]
+
+
+def _weighed(problem: Problem, candidate: Candidate) -> Problem:
+    if problem.weight != "returned":
+        return replace(problem, weight=candidate.weigh)
+    return replace(problem, loss_fn=partial(_returning, problem.loss_fn, candidate.weigh))
+
+
+def _returning(loss_fn: Any, weigh: Callable[[Any], Number], microbatch: Any) -> tuple[Any, Number]:
+    return pair_of(loss_fn(microbatch))[0], weigh(microbatch)
+
+
+def _counted(problem: Problem, candidate: Candidate, given: str, evidence: float) -> Contradiction:
+    detail = f"loss_fn returns a mean over something else than the stated weight counts: {given}"
+    remedy = f"state weight={candidate.text}"
+    if problem.reduction != "mean":
+        detail = f"loss_fn returns a mean, not a sum: {given}"
+        remedy = f'state reduction="mean", weight={candidate.text}'
+    elif problem.weight == "returned":
+        remedy = f"return {candidate.text}(microbatch) as the weight"
+    return Contradiction("weight", detail, remedy, evidence)
+
+
+def _without_candidate(
+    found: Weighting, problem: Problem, given: str, evidence: float, cut: Cut
+) -> Contradiction:
+    if found.kind == "weights":
+        what = f"loss_fn returns a mean over a count that no part of the batch shows ({_ratio(found, cut)})"
+        remedy = 'return the loss and what it is divided by from loss_fn, and state weight="returned"'
+        if problem.weight == "returned":
+            remedy = "return what the loss is divided by as its weight"
+        if problem.reduction != "mean":
+            remedy += ' and reduction="mean"'
+        return Contradiction("weight", f"{what}: {given}", remedy, evidence)
+    if found.kind == "divisor":
+        what = (
+            "no weight explains the loss, which depends on the batch size or is divided by a count that does "
+            f"not add up, such as one with a lower bound (its parts count {_listed(found)} times)"
+        )
+        remedy = (
+            "return the plain mean over the micro-batch, or the undivided sum with "
+            'reduction="sum" and the bound as `min_weight`'
+        )
+        return Contradiction("batch_size", f"{what}: {given}", remedy, evidence, coupled=True)
+    known = "known " if found.kind == "open" else ""
+    what = (
+        f"no {known}weight explains the loss, so samples influence each other (contrastive losses, a choice "
+        "of the hardest samples, normalisation over the batch) or its terms are means over different counts"
+    )
+    remedy = (
+        'use coupled="exact" (the loss of the whole batch, in the memory of micro-batches) or '
+        "cached_gradients (a loss over embeddings), or return such terms by name; superbatch.torch.verify "
+        "names the module"
+    )
+    return Contradiction("coupled_loss", f"{what}: {given}", remedy, evidence, coupled=True)
+
+
+def _listed(found: Weighting) -> str:
+    return " and ".join(f"{factor:.4g}" for factor in found.factors[:3])
+
+
+def _ratio(found: Weighting, cut: Cut) -> str:
+    counted = [(factor, part) for factor, part in zip(found.factors, cut.parts, strict=True) if factor > 0]
+    if len(counted) < 2:
+        return "one part alone counts"
+    (first, one), (second, other) = counted[:2]
+    return (
+        f"a part of loss {other.loss:.6g} counts {second / first:.4g} times as much as one of {one.loss:.6g}"
+    )
+
+
+def _adds_a_constant(cuts: Sequence[Cut], rounding: Rounding) -> bool:
+    """Tell whether K parts are too much by K - 1 times the same: a term that every part adds again."""
+    surplus: dict[int, Tensor] = {}
+    size = None
+    for cut in cuts:
+        if cut.union.gradient is None or any(part.gradient is None for part in cut.parts):
+            continue
+        gradients = [part.gradient for part in cut.parts if part.gradient is not None]
+        total = sum(gradients, start=-cut.union.gradient)
+        surplus[len(gradients)] = total / (len(gradients) - 1)
+        size = cut.union.gradient.norm(dim=1)
+    if len(surplus) < 2 or size is None:
+        return False
+    first, *others = surplus.values()
+    allowed = 4 * rounding.gradient * (size + first.norm(dim=1))
+    if rounding.measured is not None and rounding.measured.numel():
+        allowed = allowed + 30 * rounding.measured
+    return all(bool(((other - first).norm(dim=1) <= allowed).all()) for other in others)
+
+
+def _constant(given: str, evidence: float) -> Contradiction:
+    detail = (
+        f"a term of the loss, such as a penalty on weights, is added again by every part of a sum: {given}"
+    )
+    remedy = (
+        "leave the penalty to the optimizer (weight_decay), multiply it by the micro-batch's samples, or "
+        'return a mean with reduction="mean"'
+    )
+    return Contradiction("batch_size", detail, remedy, evidence)

@@ -1,0 +1,141 @@
+"""Verdict on a micro-batch whose parts do not give what was stated: a wrong statement, or rounding.
+
+A difference in a low precision is suspected only. It is decided in float64, against rounding that is measured
+by further evaluations of the same micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import torch
+
+from superbatch.batch.plan import Plan
+
+from ..window.participants.gradient_sum import LOW_PRECISION
+from .agreement import SURE, Cut, Rounding
+from .contradiction import ContradictedError
+from .evaluation import Evaluation
+from .remedy import worst_parameter
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of a comparison that found no wrong statement.
+
+    Args:
+        repeatable: False where the loss differs between two evaluations, so that nothing was compared.
+        hidden: the parameter whose gradient rounding hides, and how much of it; None if there is none.
+    """
+
+    repeatable: bool = True
+    hidden: tuple[str, float] | None = None
+
+
+def expected(dtypes: Collection[torch.dtype]) -> Rounding:
+    """Return the differences that are not worth a second look, by the dtypes that a loss computes in.
+
+    Below 1e-4 of a parameter's gradient lies what losses divide by to avoid a division by 0 (a count + 1e-6).
+    """
+    if _native(dtypes):
+        return Rounding(loss=1e-7, gradient=1e-6)
+    return Rounding(loss=1e-4, gradient=1e-4)
+
+
+def settle(
+    evaluation: Evaluation, planned: Plan, suspects: list[Cut], dtypes: Collection[torch.dtype]
+) -> Verdict:
+    """Tell a wrong statement from rounding.
+
+    Args:
+        evaluation: of the problem.
+        planned: a micro-batch.
+        suspects: cuts of it with more than the expected differences.
+        dtypes: that the loss computes in.
+
+    Raises:
+        ContradictedError: the statement is wrong.
+    """
+    exact = not any(dtype in LOW_PRECISION for dtype in dtypes)
+    native = _native(dtypes)
+    measured = evaluation.rounding(planned, suspects[0].union, times=3 if native else 1, exact=exact)
+    if measured is None:
+        return Verdict(repeatable=False)
+    rounding = replace(expected(dtypes), measured=measured)
+    if not native:
+        suspects = [cut for cut in suspects if _worth_a_second_look(evaluation, cut, rounding)]
+        higher = _in_float64(evaluation, planned, suspects) if suspects else (suspects, rounding)
+        if higher is None:
+            return _settle_as_it_is(evaluation, planned, suspects, exact=exact)
+        suspects, rounding = higher
+    _raise_if_wrong(evaluation, planned, suspects, rounding, in_float64=not native)
+    return Verdict()
+
+
+def _native(dtypes: Collection[torch.dtype]) -> bool:
+    """Tell whether a loss is computed in float64 alone."""
+    return torch.float32 not in dtypes and not any(dtype in LOW_PRECISION for dtype in dtypes)
+
+
+def _worth_a_second_look(evaluation: Evaluation, cut: Cut, rounding: Rounding) -> bool:
+    """Tell whether a difference may be more than rounding, or rounding may hide one."""
+    difference = cut.difference(evaluation.problem.reduction)
+    if difference.gradient is None or difference.size is None or not bool(difference.size.any()):
+        return True
+    assert rounding.measured is not None
+    small = rounding.measured <= rounding.gradient * difference.size
+    explained = small & (difference.gradient <= SURE * rounding.measured)
+    nothing_else = difference.size <= 3 * rounding.measured  # as that of a bias before a normalisation
+    left = (difference.gradient > rounding.gradient * difference.size) & ~explained & ~nothing_else
+    return bool(left.any())
+
+
+def _in_float64(
+    evaluation: Evaluation, planned: Plan, suspects: list[Cut]
+) -> tuple[list[Cut], Rounding] | None:
+    """Evaluate the suspects again in float64; None where that is not possible."""
+    try:
+        with evaluation.in_float64():
+            calls: dict[int, object] = {}
+            union = evaluation.union(planned, calls)
+            again = [evaluation.cut(planned, union, cut.spans, calls) for cut in suspects]
+            cuts = [cut for cut in again if cut is not None and cut.usable]
+            lost = suspects[0].union.gradient is not None and union.gradient is None
+            if lost or len(cuts) < len(suspects) or not union.finite:
+                return None
+            rounding = Rounding(loss=1e-4, gradient=1e-4)
+            reduction = evaluation.problem.reduction
+            if not any(len(cut.difference(reduction).beyond(rounding)) for cut in cuts):
+                return [], rounding
+            measured = evaluation.rounding(planned, union, times=3, exact=True)
+            return None if measured is None else (cuts, replace(rounding, measured=measured))
+    except Exception:  # noqa: BLE001 - code of the user's, or a kernel, that is made for one precision
+        return None
+
+
+def _settle_as_it_is(evaluation: Evaluation, planned: Plan, suspects: list[Cut], *, exact: bool) -> Verdict:
+    """Settle in the loss's own precision, where only large differences are sure to be none of rounding."""
+    measured = evaluation.rounding(planned, suspects[0].union, times=3, exact=exact)
+    if measured is None:
+        return Verdict(repeatable=False)
+    # In float32 a ReLU near zero may flip between two sizes of a kernel.
+    limits = Rounding(1e-3, 2e-2, measured) if exact else Rounding(2e-2, 1e-1, measured)
+    _raise_if_wrong(evaluation, planned, suspects, limits, in_float64=False)
+    noticeable = Rounding(limits.loss, limits.gradient / 10)
+    for cut in suspects:
+        # The gradient of a bias before a normalisation is rounding alone: it hides nothing.
+        hidden = worst_parameter(evaluation.problem, cut, noticeable, besides=3 * measured)
+        if hidden is not None:
+            return Verdict(hidden=hidden)
+    return Verdict()
+
+
+def _raise_if_wrong(
+    evaluation: Evaluation, planned: Plan, suspects: list[Cut], rounding: Rounding, *, in_float64: bool
+) -> None:
+    reduction = evaluation.problem.reduction
+    wrong = [cut for cut in suspects if len(cut.difference(reduction).beyond(rounding))]
+    if wrong:
+        rest = [cut for cut in suspects if cut is not wrong[0]]
+        raise ContradictedError(planned, [wrong[0], *rest], rounding, in_float64=in_float64)

@@ -1,0 +1,1 @@
+"""Gradient caching: exact gradients of losses over embeddings."""

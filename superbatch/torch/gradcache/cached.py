@@ -1,0 +1,309 @@
+"""The exact gradient of a loss over the embeddings of a whole batch, in micro-batches: gradient caching.
+
+A contrastive loss sees all samples at once, so it is no mean over micro-batches. But it sees them only
+through their embeddings z, which are small::
+
+    dL/dtheta = sum_i  dL/dz_i  dz_i/dtheta  +  dL/dtheta at constant z
+
+1. The embeddings z_i of every micro-batch, without a graph; the state of the random generators before each is
+   noted.
+2. The loss over all z, and its gradient with respect to each z_i. Parameters of the loss itself (a learnt
+   temperature) get their gradient here, once.
+3. Every micro-batch again, with the same random numbers and buffers, and back from the cached dL/dz_i.
+
+Luyu Gao, Yunyi Zhang, Jiawei Han, Jamie Callan: "Scaling Deep Contrastive Learning Batch Size under Memory
+Limited Setup", arXiv:2101.06983.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.batch.split import TokenBudget
+from superbatch.errors import InputError, WindowError, explain
+
+from ..window.participants.snapshot import BufferKeeper
+from ..window.sync.ranks import Ranks, find_ranks
+from .encoders import Encode, Encoder, all_models, as_encoders
+from .new_gradients import NewGradients, leaves_of, outside_autocast
+from .one_pass import OnePass, refuse_batch_statistics
+from .replay import Replay
+
+
+def cached_gradients(
+    encode: Encode | Mapping[str, Encode],
+    loss_fn: Callable[[Any], Tensor],
+    batch: Any,
+    microbatch_size: int | TokenBudget | Mapping[str, int | TokenBudget] | None = None,
+    *,
+    models: nn.Module | list[nn.Module] | tuple[nn.Module, ...] | None = None,
+    whole: Collection[str] = (),
+    per_sample: Collection[str] = (),
+    scale: float | Callable[[Tensor], Tensor] = 1.0,
+    group: Any = None,
+) -> Tensor:
+    """Add the exact gradient of a loss over the embeddings of a whole batch to ``.grad``, in micro-batches.
+
+    As ``loss_fn(encode(batch)).backward()``, in the memory of one micro-batch and all embeddings, for two
+    forwards and one backward (one forward where everything fits into one micro-batch). What is in ``.grad``
+    stays and is added to. An error leaves gradients, buffers and random state as before the call. Under
+    ``torch.no_grad()`` the loss alone is computed.
+
+    Each sample must be encoded by itself: BatchNorm in training mode is refused, mixing by hand is not seen
+    (`verify` finds it). Buffers and random state are
+    left as by one forward; every micro-batch sees the buffers as they were before it, as in the large batch.
+
+    Args:
+        encode: from a micro-batch to its embeddings: tensors with one row for each sample, in any nesting.
+            Labels that the loss needs are returned along with them. Several encoders, over samples of
+            different number (queries, documents), are a mapping of names.
+        loss_fn: from the embeddings of all samples, in the same structure (a dict of them for several
+            encoders), to one loss of any kind: nothing is averaged afterwards. A dict of losses is refused,
+            since a total beside its parts would count twice: return their sum.
+        batch: the batch, any nested structure; for several encoders a mapping of the same names.
+            Micro-batches are moved to the device of their encoder. A Window of micro-batches (`windows`) is
+            taken as it is.
+        microbatch_size: most samples of a micro-batch, or a TokenBudget; for several encoders also a mapping.
+            None for a Window alone.
+        models: every module that takes part. They need not be named where encoders and loss are modules or
+            their methods. Parameters outside of modules: ``nn.ParameterList([p])``.
+        whole: paths of the batch that every micro-batch gets whole; for several encoders they begin with the
+            name.
+        per_sample: paths of lists with one entry for each sample.
+        scale: what the loss is multiplied with before the gradient, or a function: ``scaler.scale`` of a
+            GradScaler.
+        group: the process group whose ranks share the batch, where models are not wrapped in
+            DistributedDataParallel; with it or with wrapped models, `loss_fn` gets the embeddings of all
+            ranks, in their order, and the gradients of parameters are summed over the ranks once. It must
+            compute the same on each.
+
+    Returns:
+        The loss of the whole batch, not scaled and without a graph.
+
+    Raises:
+        CoupledSamplesError: a module normalises with statistics of the batch, or a buffer takes up samples.
+        InputError: an argument, an output of `encode` or the loss is none that can be used, or the second
+            forward does not repeat the first.
+        SplitError: the batch cannot be split.
+        OptimizerError: an optimizer steps parameters inside the backward.
+        WindowError: another rank has failed.
+
+    Examples:
+        >>> def info_nce(z):
+        ...     logits = nn.functional.normalize(z["query"]) @ nn.functional.normalize(z["document"]).T
+        ...     return nn.functional.cross_entropy(logits / 0.05, torch.arange(len(logits)))
+        >>> towers = {"query": nn.Linear(8, 4), "document": nn.Linear(6, 4)}
+        >>> batch = {"query": torch.randn(64, 8), "document": torch.randn(64, 6)}
+        >>> loss = cached_gradients(towers, info_nce, batch, microbatch_size=16)
+        >>> towers["query"].weight.grad.shape, loss.requires_grad
+        (torch.Size([4, 8]), False)
+
+    Source: GradCache, arXiv:2101.06983.
+    """
+    encoders_of = encode.values() if isinstance(encode, Mapping | nn.ModuleDict) else [encode]
+    _check_callables(*encoders_of, loss_fn)
+    involved = all_models(encoders_of, loss_fn, models)
+    paths = {"whole": whole, "per_sample": per_sample}
+    names = list(encode) if isinstance(encode, Mapping | nn.ModuleDict) else None
+    ranks, scale = find_ranks(involved, group, no_sync=True), _as_scale(scale)
+
+    def begin() -> list[Encoder]:
+        refuse_batch_statistics(involved)
+        return as_encoders(encode, batch, microbatch_size, paths, involved)
+
+    return _Call(_together(ranks, begin), names, loss_fn, scale, involved, ranks).run()
+
+
+class _Call:
+    """One call: what it works on, and its passes in order."""
+
+    def __init__(
+        self,
+        encoders: list[Encoder],
+        names: list[str] | None,
+        loss_fn: Callable[[Any], Tensor],
+        scale: Callable[[Tensor], Tensor],
+        models: list[nn.Module],
+        ranks: Ranks,
+    ) -> None:
+        self._encoders, self._names = encoders, names
+        self._loss_fn, self._scale = loss_fn, scale
+        self._models, self._ranks = models, ranks
+        self._devices = {parameter.device for model in models for parameter in model.parameters()}
+
+    def run(self) -> Tensor:
+        """Make the passes; afterwards everything is as after one forward and backward, or as before."""
+        before, buffers = Replay(self._devices), OnePass(self._models)
+        before.note()
+        self._gradients = NewGradients(self._models)
+        try:
+            with self._ranks.hold_back():
+                loss = self._passes(buffers)
+        except BaseException:
+            self._gradients.discard()
+            buffers.put_back()
+            before.back_to(0)
+            raise
+        self._gradients.add()
+        return loss
+
+    def _passes(self, buffers: OnePass) -> Tensor:
+        _together(self._ranks, partial(self._first_pass, buffers))
+        value = _together(self._ranks, self._loss_pass)
+        loss = value.detach()
+        _check_agreement(self._ranks.gather(float(loss)) if self._ranks.shared else [])
+        if not torch.is_grad_enabled():
+            return loss
+        _together(self._ranks, partial(self._back_from, value))
+        del value  # and its graph
+        afterwards, kept = Replay(self._devices), BufferKeeper(self._models if buffers.touched() else [])
+        afterwards.note()
+        kept.take()
+        _together(self._ranks, self._second_pass)
+        kept.restore()
+        afterwards.back_to(0)
+        if self._ranks.shared:
+            self._gradients.reduce(self._ranks)
+        return loss
+
+    # -- the three steps ------------------------------------------------------------------------------------
+
+    def _first_pass(self, buffers: OnePass) -> None:
+        """Step 1."""
+        only = sum(map(len, self._encoders)) == 1
+        for encoder in self._encoders:
+            encoder.first_pass(buffers, self._devices, look=self._look, keep=only)
+            if buffers.moved:  # the next encoder begins with what this one has left
+                buffers = OnePass(self._models)
+        # Weights that autocast has cast without a graph must not be found by the second pass.
+        torch.clear_autocast_cache()
+
+    def _loss_pass(self) -> Tensor:
+        """Step 2: the loss."""
+        parts = [encoder.embeddings for encoder in self._encoders]
+        messages = self._ranks.gather([part.message() for part in parts])
+        joined = [part.join(self._ranks, [m[i] for m in messages]) for i, part in enumerate(parts)]
+        loss = self._loss_fn(
+            joined[0] if self._names is None else dict(zip(self._names, joined, strict=True))
+        )
+        _check_loss(loss)
+        return loss
+
+    def _back_from(self, loss: Tensor) -> None:
+        """Step 2: its gradient."""
+        pieces = [piece for encoder in self._encoders for piece in encoder.embeddings.leaves()]
+        for leaf in set(leaves_of([loss])).difference(pieces):
+            self._gradients.hold(leaf)
+        with outside_autocast(self._devices):
+            torch.autograd.backward(self._scale(loss))
+        self._gradients.unshare(pieces)
+        for encoder in self._encoders:
+            encoder.take_gradients()
+        if self._ranks.index:  # every rank has computed the same: that of rank 0 is counted
+            self._gradients.drop_parameters()
+
+    def _second_pass(self) -> None:
+        """Step 3."""
+        for encoder in self._encoders:
+            encoder.second_pass(self._backward)
+
+    # -- what the steps need --------------------------------------------------------------------------------
+
+    def _backward(self, outputs: list[Tensor], gradients: list[Tensor], *, first: bool) -> None:
+        if outputs:
+            with outside_autocast(self._devices):
+                torch.autograd.backward(outputs, gradients)
+        if first:
+            self._gradients.unshare()
+
+    def _look(self, outputs: list[Tensor]) -> None:
+        """See what the backward will reach, before it does."""
+        for leaf in leaves_of(outputs):
+            if not self._gradients.knows(leaf) and (isinstance(leaf, nn.Parameter) or self._ranks.shared):
+                raise InputError(
+                    explain(
+                        f"an encoder with a parameter of shape {tuple(leaf.shape)}, and models without it "
+                        f"({', '.join(type(model).__name__ for model in self._models)})",
+                        "what belongs to it - buffers, BatchNorm, ranks - would be left out of account",
+                        "pass models=[...] with every module that encode uses",
+                    )
+                )
+            self._gradients.hold(leaf)
+
+
+def _together(ranks: Ranks, work: Callable[[], Any]) -> Any:
+    """Do something on all ranks; where it fails on one, all fail, instead of waiting for it."""
+    if not ranks.shared:
+        return work()
+    result, error = None, None
+    try:
+        result = work()
+    except BaseException as raised:  # noqa: BLE001  (raised below, once the other ranks know)
+        error = raised
+    failed = ranks.max(int(error is not None))
+    if error is not None:
+        raise error
+    if failed:
+        raise WindowError(
+            explain("ranks that share a batch", "another rank has failed", "see the error on that rank")
+        )
+    return result
+
+
+def _check_callables(*functions: Any) -> None:
+    for function in functions:
+        if not callable(function):
+            raise InputError(
+                explain(
+                    f"a {type(function).__name__} in place of a function",
+                    "encode is called with micro-batches, and loss_fn with all embeddings",
+                    "pass functions or modules, encode also as a mapping of names to them",
+                )
+            )
+
+
+def _as_scale(scale: Any) -> Callable[[Any], Any]:
+    if callable(scale):
+        return scale
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise InputError(
+            f"scale={scale!r} cannot multiply a loss. Pass a finite number, or a function of the loss such "
+            "as "
+            "scaler.scale."
+        )
+    return lambda loss: loss * scale
+
+
+def _check_loss(loss: Any) -> None:
+    given = wrong = ""
+    do = "return one number computed from the embeddings: a mean or a sum of the losses"
+    if isinstance(loss, Mapping):
+        given = f"a loss of type {type(loss).__name__}"
+        wrong = "the gradient is that of one tensor, and a total or a metric among these would be added to it"
+        do = "return one number: sum(losses.values()), if they are parts"
+    elif not isinstance(loss, Tensor):
+        given, wrong = f"a loss of type {type(loss).__name__}", "the gradient is that of one tensor"
+    elif loss.numel() != 1 or not loss.is_floating_point():
+        given, wrong = f"a loss of shape {tuple(loss.shape)}, {loss.dtype}", "a loss is one real number"
+    elif torch.is_grad_enabled() and not loss.requires_grad:
+        given, wrong = "a loss without a graph", "it depends on nothing that needs a gradient"
+    if wrong:
+        raise InputError(explain(given, wrong, do))
+
+
+def _check_agreement(losses: list[float]) -> None:
+    """Every rank takes its part of the gradient of one loss, so they must have computed the same."""
+    if any(not math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses if loss == loss):
+        raise InputError(
+            explain(
+                f"losses {losses} of the same embeddings on the ranks that share a batch",
+                "each rank goes back from its own, so the gradients would not be those of one loss",
+                "compute the same loss on every rank: no random numbers, and the same parameters",
+            )
+        )

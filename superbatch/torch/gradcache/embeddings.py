@@ -1,0 +1,240 @@
+"""What an encoder gives for each micro-batch, joined for the loss and taken apart again.
+
+Joined, the embeddings are one structure like the encoder's output, of all samples in the order of the batch
+(and of all ranks, one after the other). Each micro-batch's part is a leaf of the loss's graph, so its
+gradient arrives by itself; the joined tensors are not leaves, so a loss may change them in place as it could
+in the large batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch.batch.containers import array_shape, children, is_scalar, is_torch_packed_sequence
+from superbatch.batch.paths import join
+from superbatch.batch.tree import map_leaves
+from superbatch.errors import InputError, explain
+
+from ..window.sync.ranks import Ranks
+
+Found = list[tuple[str, Tensor]]
+# What not every backend can sum, and what holds it exactly.
+_CARRIERS = {torch.bool: torch.uint8, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+def tensors_of(output: Any, where: str) -> tuple[Found, dict[str, Any]]:
+    """List what an encoder returned: its tensors by path, and its plain scalars.
+
+    Args:
+        output: tensors in any nesting of mappings, lists, tuples, namedtuples and dataclasses.
+        where: the encoder, for the error.
+
+    Returns:
+        The tensors in order, the same one as often as it is in the output; and the scalars (None too).
+
+    Raises:
+        InputError: something else is in it.
+
+    Examples:
+        >>> tensors_of({"text": torch.ones(2), "extra": (None,)}, "encode")
+        ([('text', tensor([1., 1.]))], {'extra.0': None})
+    """
+    tensors: Found = []
+    scalars: dict[str, Any] = {}
+    for path, leaf in _walk(output, ""):
+        if isinstance(leaf, Tensor):
+            tensors.append((path, leaf))
+        elif is_scalar(leaf):
+            scalars[path] = leaf
+        else:
+            raise InputError(
+                explain(
+                    f"an output of {where}{_at(path)} of type {type(leaf).__name__}",
+                    "embeddings are joined and differentiated as tensors",
+                    "return tensors, or dicts, lists, tuples or dataclasses of them",
+                )
+            )
+    return tensors, scalars
+
+
+def _walk(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if is_scalar(node) or array_shape(node) is not None or is_torch_packed_sequence(node):
+        yield path, node
+        return
+    entries = children(node)
+    if entries is None:
+        yield path, node
+        return
+    for name, value in entries:
+        yield from _walk(value, join(path, name))
+
+
+class Embeddings:
+    """The outputs of one encoder, micro-batch by micro-batch.
+
+    Args:
+        where: the encoder, for errors.
+        counts: samples of each micro-batch.
+        order: position in the batch of each sample, micro-batch after micro-batch; None: in order.
+
+    Attributes:
+        needs: which outputs need a gradient, as the first micro-batch shows.
+
+    Examples:
+        >>> collected = Embeddings("encode", [2, 1], None)
+        >>> collected.add(torch.ones(2, 3, requires_grad=True))
+        >>> collected.add(torch.zeros(1, 3))
+        >>> joined = collected.join(Ranks(()))
+        >>> joined.sum().backward()
+        >>> [gradient.shape for gradient in collected.gradients(1).values()]
+        [torch.Size([1, 3])]
+    """
+
+    def __init__(self, where: str, counts: list[int], order: list[int] | None) -> None:
+        self._where, self._counts = where, counts
+        self._order = order
+        self._template: Any = None
+        self._scalars: dict[str, Any] = {}
+        self.needs: list[bool] = []
+        self._pieces: list[Found] = []
+
+    def add(self, output: Any) -> None:
+        """Copy the output for the next micro-batch; the first one tells what needs a gradient.
+
+        Raises:
+            InputError: it is no structure of tensors with one row for each sample, like those before.
+        """
+        tensors, scalars = tensors_of(output, self._where)
+        self._check_rows(tensors)
+        # A copy of its own: an output may be a view that keeps far more alive (the first token of each
+        # sample), the input itself, or memory that the next forward writes to.
+        copies = [(path, tensor.detach().clone()) for path, tensor in tensors]
+        if self._pieces:
+            self._check_like_first(copies, scalars)
+        else:
+            self.needs = [tensor.requires_grad for _, tensor in tensors]
+            self._scalars = scalars
+            # Without its tensors: they would live on through the call.
+            self._template = map_leaves(
+                lambda leaf: torch.empty(0) if isinstance(leaf, Tensor) else leaf, output
+            )
+        self._pieces.append(copies)
+
+    def message(self) -> Any:
+        """What other ranks must know of these embeddings: how many samples, and the form of one."""
+        form = [(path, str(tensor.dtype), tuple(tensor.shape[1:])) for path, tensor in self._pieces[0]]
+        return sum(self._counts), form, sorted(self._scalars)
+
+    def join(self, ranks: Ranks, messages: Sequence[Any] = ()) -> Any:
+        """Return all samples' embeddings, of all ranks, in the structure of the encoder's output.
+
+        Args:
+            ranks: that share the batch.
+            messages: of each rank, in order.
+
+        Raises:
+            InputError: the ranks' embeddings do not go together.
+        """
+        inverse = None if self._order is None else torch.tensor(self._order).argsort()
+        joined: list[Tensor] = []
+        for place, needs in enumerate(self.needs):
+            parts = [piece[place][1].requires_grad_(needs) for piece in self._pieces]
+            mine = torch.cat(parts)
+            if inverse is not None:
+                mine = mine[inverse.to(mine.device)]
+            joined.append(mine if not ranks.shared else self._of_all(mine, ranks, messages))
+        following = iter(joined)
+        return map_leaves(lambda leaf: next(following) if isinstance(leaf, Tensor) else leaf, self._template)
+
+    def gradients(self, index: int) -> dict[int, Tensor]:
+        """Return what the loss's backward left for a micro-batch: gradients by number of the output."""
+        return {
+            place: tensor.grad
+            for place, (_, tensor) in enumerate(self._pieces[index])
+            if tensor.grad is not None
+        }
+
+    def leaves(self) -> list[Tensor]:
+        """Return the parts that the joined embeddings are made of."""
+        return [tensor for piece in self._pieces for _, tensor in piece]
+
+    def seen(self, index: int) -> list[Tensor]:
+        """Return the embeddings of a micro-batch."""
+        return [tensor.detach() for _, tensor in self._pieces[index]]
+
+    def clear(self) -> None:
+        """Let the embeddings go."""
+        self._pieces = []
+
+    def _of_all(self, mine: Tensor, ranks: Ranks, messages: Sequence[Any]) -> Tensor:
+        if any(message[1:] != messages[0][1:] for message in messages):
+            raise InputError(
+                explain(
+                    f"embeddings of {self._where} of other forms on other ranks: {[m[1] for m in messages]}",
+                    "one loss is computed over those of all ranks",
+                    "return the same structure, dtypes and sizes (but for the samples) on every rank",
+                )
+            )
+        counts = [message[0] for message in messages]
+        start = sum(counts[: ranks.index])
+        stop = start + len(mine)
+        # Sums of one number and zeros are exact, and every rank gets the same bits.
+        carrier = _CARRIERS.get(mine.dtype, mine.dtype)
+        everyone = torch.zeros((sum(counts), *mine.shape[1:]), dtype=carrier, device=mine.device)
+        everyone[start:stop] = mine.detach()
+        everyone = ranks.sum_tensor(everyone).to(mine.dtype)
+        return torch.cat([everyone[:start], mine, everyone[stop:]])
+
+    def _check_rows(self, tensors: Found) -> None:
+        rows = self._counts[len(self._pieces)]
+        if not tensors:
+            raise InputError(
+                explain(
+                    f"{self._where} returned no tensor",
+                    "there is nothing to compute a loss of",
+                    "return embeddings",
+                )
+            )
+        for path, tensor in tensors:
+            if tensor.layout is not torch.strided or not tensor.ndim or len(tensor) != rows:
+                raise InputError(
+                    explain(
+                        f"an output of {self._where}{_at(path)} of shape {tuple(tensor.shape)}, layout "
+                        f"{tensor.layout}, for a micro-batch of {rows} samples",
+                        "its first dimension is not the samples, so such outputs cannot be joined",
+                        "return one row for each sample (several of a sample as (samples, several, size)); "
+                        "compute what belongs to the whole batch in loss_fn",
+                    )
+                )
+
+    def _check_like_first(self, tensors: Found, scalars: dict[str, Any]) -> None:
+        first = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in self._pieces[0]]
+        here = [(path, tensor.dtype, tensor.shape[1:]) for path, tensor in tensors]
+        if here != first or scalars != self._scalars:
+            index = len(self._pieces)
+            raise InputError(
+                explain(
+                    f"outputs of {self._where} for micro-batch {index}: {_form(here, scalars)}; for the "
+                    f"first: {_form(first, self._scalars)}",
+                    "micro-batches' outputs are joined, and these do not fit together",
+                    "return the same structure, dtypes and sizes (but for the samples) for every one: pad to "
+                    "one length inside encode; what differs by micro-batch is no plain scalar but a "
+                    "tensor with one row for each sample",
+                )
+            )
+
+
+def _form(tensors: list[tuple[str, torch.dtype, torch.Size]], scalars: dict[str, Any]) -> str:
+    shown = [
+        f"{path or 'the output'} {dtype} (samples, {', '.join(map(str, shape))})"
+        for path, dtype, shape in tensors
+    ]
+    return "; ".join([*shown, *(f"{path}={value!r}" for path, value in scalars.items())])
+
+
+def _at(path: str) -> str:
+    return f" at path {path!r}" if path else ""

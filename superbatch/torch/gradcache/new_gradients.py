@@ -1,0 +1,143 @@
+"""Gradients of one call, kept apart from those that were in ``.grad`` before, until it is known to be whole.
+
+``loss.backward()`` adds to ``.grad``. A call that makes several backwards can break between two of them, and
+its gradients may still have to be summed over ranks, which must not sum the old ones again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..window.participants.gradient_sum import steps_in_backward, unshare
+from ..window.sync.ranks import Ranks
+
+
+class NewGradients:
+    """Sets ``.grad`` aside at the start; at the end the new gradients are added to it, or dropped.
+
+    Args:
+        models: whose parameters get gradients.
+
+    Raises:
+        OptimizerError: a parameter is stepped inside the backward.
+
+    Examples:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> layer.weight.grad = torch.ones(1, 1)
+        >>> new = NewGradients([layer])
+        >>> layer(torch.full((1, 1), 2.0)).sum().backward()
+        >>> layer.weight.grad, new.add(), layer.weight.grad
+        (tensor([[2.]]), None, tensor([[3.]]))
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        names = {p: name for model in models for name, p in model.named_parameters() if p.requires_grad}
+        for parameter, name in names.items():
+            if hasattr(parameter, "_in_backward_optimizers"):
+                raise steps_in_backward(name)
+        self._before: dict[Tensor, Tensor | None] = {}
+        for parameter in names:
+            self.hold(parameter)
+        self.parameters = list(names)
+
+    def hold(self, leaf: Tensor) -> None:
+        """Set the gradient of one more tensor aside, before the first backward that reaches it."""
+        if leaf not in self._before:
+            self._before[leaf] = leaf.grad
+            leaf.grad = None
+
+    def knows(self, leaf: Tensor) -> bool:
+        """Whether a tensor is held."""
+        return leaf in self._before
+
+    def unshare(self, others: Iterable[Tensor] = ()) -> None:
+        """Give each tensor, and some others, a gradient of its own, after a backward that made new ones."""
+        unshare([*self._before, *others])
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Sum the gradients of the models' parameters over the ranks, once."""
+        summed = ranks.sum_gradients(
+            [parameter.grad for parameter in self.parameters],
+            lambda index: torch.zeros_like(self.parameters[index], requires_grad=False),
+        )
+        for parameter, gradient in zip(self.parameters, summed, strict=True):
+            parameter.grad = gradient
+
+    def drop_parameters(self) -> None:
+        """Forget what the models' parameters have got so far."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def add(self) -> None:
+        """Add the new gradients to those that were there, in place, as ``loss.backward()`` does."""
+        with torch.no_grad():
+            for leaf, old in self._before.items():
+                leaf.grad = _sum(old, leaf.grad)
+        self._before = {}
+
+    def discard(self) -> None:
+        """Put the old gradients back and drop the new ones."""
+        for leaf, old in self._before.items():
+            leaf.grad = old
+        self._before = {}
+
+
+def _sum(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    if old is None or new is None:
+        return new if old is None else old
+    if old.is_sparse and not new.is_sparse:
+        return new.add_(old)
+    return old.add_(new)
+
+
+def leaves_of(roots: Iterable[Tensor]) -> list[Tensor]:
+    """The leaf tensors that a backward from some tensors would give a gradient to.
+
+    Args:
+        roots: results of a forward with a graph. What a reentrant checkpoint or a function of its own hides
+            from the graph is not found.
+
+    Returns:
+        The leaves, in the order in which the graph is walked.
+
+    Examples:
+        >>> layer = nn.Linear(2, 1)
+        >>> len(leaves_of([layer(torch.ones(1, 2))]))
+        2
+    """
+    found: dict[Tensor, None] = {root: None for root in roots if root.is_leaf and root.requires_grad}
+    stack: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[node.variable] = None
+        stack.extend(following for following, _ in node.next_functions)
+    return list(found)
+
+
+@contextmanager
+def outside_autocast(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Run a backward as after the caller's autocast region: inside one, its operations would be cast, too.
+
+    Args:
+        devices: beside the CPU.
+
+    Examples:
+        >>> with torch.autocast("cpu", torch.bfloat16), outside_autocast([]):
+        ...     (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+        torch.float32
+    """
+    with ExitStack() as stack:
+        for kind in sorted({"cpu", *(device.type for device in devices)}):
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

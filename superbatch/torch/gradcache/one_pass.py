@@ -1,0 +1,162 @@
+"""Buffers that a forward changes, where the forward runs in micro-batches, and twice.
+
+In the large batch one forward sees the buffers as they were, changes them once, and all samples see the same.
+So each micro-batch begins with the buffers as they were, and they are left as after any one of them - which
+is what the large batch leaves, as long as the change does not depend on the samples: a count of calls, the
+power iteration of spectral normalisation. A change that does depend on them - running statistics - is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import CoupledSamplesError, explain
+
+from ..checks.coupling import changes_state, uses_batch_statistics
+from ..window.participants.snapshot import BufferKeeper
+
+_CHOICES = (
+    "compute the whole batch's own statistics with virtual_batch(...), freeze the module (module.eval(): its "
+    "running statistics, exact), or use GroupNorm or LayerNorm instead"
+)
+
+
+class OnePass:
+    """Buffers as before a pass over micro-batches, and as after it.
+
+    Args:
+        models: whose buffers.
+
+    Examples:
+        >>> norm = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+        >>> buffers = OnePass([norm])
+        >>> for index in range(3):
+        ...     buffers.rewind()
+        ...     _ = norm(torch.ones(1, 2))
+        ...     buffers.check(index)
+        >>> buffers.moved
+        True
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._modules = [
+            (_path(number, path), module)
+            for number, model in enumerate(models)
+            for path, module in model.named_modules()
+            if module._buffers  # this is walked for every micro-batch
+        ]
+        self._keeper = BufferKeeper(models)
+        self._keeper.take()
+        self._marks = self._mark()
+        self._after: dict[str, Tensor] | None = None
+        self.moved = False
+
+    def rewind(self) -> None:
+        """Put the buffers back as they were, if they are not."""
+        if self.touched():
+            self._keeper.restore()
+            self._marks = self._mark()
+
+    def touched(self) -> bool:
+        """Whether a buffer has been written since it was as at the start, by whomever."""
+        return self._mark() != self._marks
+
+    def put_back(self) -> None:
+        """Put the buffers back as they were, whatever happened."""
+        self._keeper.restore()
+
+    def check(self, index: int) -> None:
+        """Look at what a micro-batch has done to the buffers.
+
+        Args:
+            index: of the micro-batch; -1 for a look at fewer samples.
+
+        Raises:
+            CoupledSamplesError: something else than the first one had done.
+        """
+        changed = self._changed()
+        self.moved = self.moved or bool(changed)
+        if self._after is None:
+            self._after = {path: buffer.clone() for path, buffer in changed.items()}
+            return
+        for path, buffer in _differing(changed, self._after):
+            raise _refusal(path, buffer, "fewer samples" if index < 0 else f"micro-batch {index}")
+
+    def _changed(self) -> dict[str, Tensor]:
+        return {
+            path: buffer
+            for path, (module, buffer) in self._buffers().items()
+            # The kernels of normalisations write without moving the version counter.
+            if self._marks.get(path) != (id(buffer), buffer._version) or changes_state(module)
+        }
+
+    def _mark(self) -> dict[str, tuple[int, int]]:
+        return {path: (id(buffer), buffer._version) for path, (_, buffer) in self._buffers().items()}
+
+    def _buffers(self) -> dict[str, tuple[nn.Module, Tensor]]:
+        return {
+            f"{path}.{name}" if path else name: (module, buffer)
+            for path, module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+
+def _path(number: int, *names: str) -> str:
+    return ".".join([*([f"models[{number}]"] if number else []), *filter(None, names)])
+
+
+def _differing(changed: dict[str, Tensor], after: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for path in {**changed, **after}:
+        one, other = changed.get(path), after.get(path)
+        if one is None or other is None:
+            yield path, one if other is None else other  # type: ignore[misc]  (one of them is there)
+        # A cache that grows with the longest sample is another thing than a statistic.
+        elif one.shape == other.shape and not torch.equal(one, other):
+            yield path, one
+
+
+def _refusal(path: str, buffer: Tensor, where: str) -> CoupledSamplesError:
+    module, _, name = path.rpartition(".")
+    return CoupledSamplesError(
+        explain(
+            f"the buffer {name!r} of the module {module!r}, which the forward changes",
+            f"its new content depends on the samples ({where} left another one than the first micro-batch), "
+            "so it cannot be that of the whole batch, nor what later samples see of it",
+            f"{_CHOICES}; a statistic that no sample sees can be updated outside of encode",
+        )
+    )
+
+
+def refuse_batch_statistics(models: Sequence[nn.Module]) -> None:
+    """Raise if a module is about to normalise with statistics of what it sees.
+
+    Args:
+        models: in the mode in which they are about to be used.
+
+    Raises:
+        CoupledSamplesError: it names the modules and the three choices.
+
+    Examples:
+        >>> refuse_batch_statistics([nn.BatchNorm1d(2).eval(), nn.GroupNorm(1, 2)])
+    """
+    coupled = [
+        _path(number, path) or type(module).__name__
+        for number, model in enumerate(models)
+        for path, module in model.named_modules()
+        if uses_batch_statistics(module)
+    ]
+    if coupled:
+        named = ", ".join(map(repr, coupled[:3])) + (f" and {len(coupled) - 3} more" if coupled[3:] else "")
+        raise CoupledSamplesError(
+            explain(
+                f"an encoder with BatchNorm in training mode ({named})",
+                "it normalises a sample by the other samples of what it sees, so embeddings of micro-batches "
+                "are not those of the batch",
+                _CHOICES,
+            )
+        )

@@ -1,0 +1,203 @@
+"""Declaration of a loss: its reduction and what a micro-batch weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from superbatch import normalize
+from superbatch.errors import InputError
+
+from .losses import alone, pair_of
+from .weighing import Weigh
+
+WeightOption = Callable[[Any], Any] | Literal["returned"] | None
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What `loss_fn` returns for a micro-batch, and what its weight is.
+
+    Attributes:
+        reduction: of the loss.
+        weigh: how a micro-batch is weighed.
+        min_weight: lower bound of a window's weight.
+        terms: the declaration of each term where `loss_fn` returns several losses by name; else empty.
+    """
+
+    reduction: normalize.Reduction = "mean"
+    weigh: Weigh = "samples"
+    min_weight: normalize.Number | None = None
+    terms: Mapping[str, Declared] = field(default_factory=dict)
+
+    @property
+    def returned(self) -> bool:
+        """Whether `loss_fn` returns weights with the losses."""
+        return self.weigh == "returned" or any(term.returned for term in self.terms.values())
+
+    def arguments(self, returned: Any) -> tuple[Any, ...]:
+        """Return what `loss_fn` returned as the arguments of ``window.backward``.
+
+        Raises:
+            InputError: it is not what was declared.
+        """
+        if self.returned:
+            return pair_of(returned)
+        return (returned,) if self.terms else (alone(returned),)
+
+    @property
+    def can_drop(self) -> bool:
+        """Whether a micro-batch can be left out with its weight: terms have several, a total has none."""
+        return not self.terms and self.reduction != "total"
+
+    @property
+    def needs_samples(self) -> bool:
+        """Whether the samples of every micro-batch must be counted."""
+        if self.terms:
+            return any(term.needs_samples for term in self.terms.values())
+        return self.weigh == "samples" and self.reduction != "total"
+
+
+def declare(reduction: object, weight: Any, min_weight: object, *, nonfinite: str = "raise") -> Declared:
+    """Return the declaration that the options of an accumulator make.
+
+    Args:
+        reduction: ``"mean"``, ``"sum"`` or ``"total"``; or a mapping from the names of terms to them.
+        weight: None, a function of a micro-batch, or ``"returned"``; or a mapping from the names of terms.
+        min_weight: lower bound of a window's weight, or None; or a mapping from the names of terms.
+        nonfinite: policy of the accumulator.
+
+    Raises:
+        InputError: one is not known, or two of them exclude each other.
+
+    Examples:
+        >>> declare("total", None, None).needs_samples
+        False
+        >>> list(declare("mean", {"words": len, "pictures": None}, None).terms)
+        ['words', 'pictures']
+    """
+    if isinstance(weight, Mapping) or isinstance(reduction, Mapping):
+        return _declare_terms(reduction, weight, min_weight, nonfinite)
+    if isinstance(min_weight, Mapping):
+        raise InputError(
+            f"min_weight={dict(min_weight)!r} names terms, but weight= does not. Pass a number, or a mapping "
+            "for weight= as well."
+        )
+    checked = normalize.check_reduction(reduction)
+    if checked == "total":
+        if weight is not None:
+            raise InputError(
+                'reduction="total" divides by nothing, so weight= has no meaning. Leave weight out, or pass '
+                'reduction="sum" to divide the sum by the weight.'
+            )
+        if nonfinite == "skip_microbatch":
+            raise InputError(
+                'nonfinite="skip_microbatch" needs a weight to leave out, and reduction="total" has none. '
+                'Pass nonfinite="skip_update" or "raise".'
+            )
+    return Declared(
+        checked, "samples" if weight is None else weight, normalize.check_min_weight(min_weight, checked)
+    )
+
+
+def _declare_terms(reduction: Any, weight: Any, min_weight: Any, nonfinite: str) -> Declared:
+    if nonfinite == "skip_microbatch":
+        raise InputError(
+            'nonfinite="skip_microbatch" cannot leave a micro-batch out of a loss of several terms: each is '
+            'divided by another weight. Pass nonfinite="skip_update" or "raise".'
+        )
+    mappings = {"weight": weight, "reduction": reduction}
+    names = {option: list(given) for option, given in mappings.items() if isinstance(given, Mapping)}
+    first = next(iter(names.values()))
+    if not first or not all(isinstance(name, str) and name for name in first):
+        raise InputError(f"The terms of a loss are named {first}. Name each by a string that is not empty.")
+    if any(set(each) != set(first) for each in names.values()):
+        raise InputError(
+            f"weight= names the terms {names['weight']}, reduction= the terms {names['reduction']}. Name the "
+            "same terms in both."
+        )
+    if isinstance(min_weight, Mapping) and not set(min_weight) <= set(first):
+        raise InputError(f"min_weight= names the terms {list(min_weight)}. Name some of {first}.")
+    if weight is not None and not isinstance(weight, Mapping):
+        raise InputError(
+            f"weight={weight!r} beside reduction={reduction!r}. Pass a mapping with the same names."
+        )
+    terms: dict[str, Declared] = {}
+    for name in first:
+        how = None if weight is None else weight[name]
+        if not (how is None or callable(how) or (isinstance(how, str) and how == "returned")):
+            raise InputError(
+                f"weight= of the term {name!r} is {how!r}. Pass None (samples), a function of a micro-batch "
+                'such as count_tokens("labels"), or "returned".'
+            )
+        its_reduction = reduction[name] if isinstance(reduction, Mapping) else reduction
+        bound = min_weight.get(name) if isinstance(min_weight, Mapping) else min_weight
+        if its_reduction == "total" and not isinstance(min_weight, Mapping):
+            bound = None  # one number is the bound of every term that is divided
+        terms[name] = declare(its_reduction, how, bound)
+    return Declared(terms=terms)
+
+
+def refuse_terms(who: str, *options: object) -> None:
+    """Check that no option names terms.
+
+    Raises:
+        InputError: one does.
+
+    Examples:
+        >>> refuse_terms("verify", "mean", None)
+    """
+    named = [option for option in options if isinstance(option, Mapping)]
+    if named:
+        name = next(iter(named[0]), "name")
+        raise InputError(
+            f"{who} looks at one term of a loss at a time. Pass lambda microbatch: "
+            f"loss_fn(microbatch)[{name!r}] with the reduction and the weight of this term."
+        )
+
+
+def read_terms(
+    returned: Any, terms: Mapping[str, Declared]
+) -> tuple[Mapping[str, Tensor], Mapping[str, normalize.Number]]:
+    """Return losses and weights by name from what a `loss_fn` with several terms returned.
+
+    Args:
+        returned: losses by name; or (losses, weights), where some weights are declared as returned.
+        terms: the declaration of each.
+
+    Raises:
+        InputError: names are missing, or there are others.
+
+    Examples:
+        >>> read_terms({"a": 1.0}, declare("sum", {"a": None}, None).terms)
+        ({'a': 1.0}, {})
+    """
+    expected = [name for name, term in terms.items() if term.returned]
+    losses, weights = pair_of(returned) if expected else (returned, {})
+    check_names("losses", losses, terms)
+    check_names("weights", weights, expected)
+    return losses, weights
+
+
+def check_names(kind: str, found: Any, expected: Collection[str]) -> None:
+    """Check that a mapping has the names that were declared.
+
+    Raises:
+        InputError: it is no mapping, or has other names.
+
+    Examples:
+        >>> check_names("losses", {"a": 1.0}, ["a"])
+    """
+    if not isinstance(found, Mapping):
+        raise InputError(
+            f"loss_fn returned a {type(found).__name__} for the {kind} of the terms {list(expected)}. Return "
+            "a mapping from these names."
+        )
+    if found.keys() != set(expected):
+        raise InputError(
+            f"loss_fn returned {kind} named {list(found)}, but the declared terms are {list(expected)}. "
+            "Return the declared names for every micro-batch, or declare the others in weight=."
+        )

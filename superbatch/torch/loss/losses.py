@@ -1,0 +1,212 @@
+"""The losses of a window: numbers that keep no graph alive, read from a device all at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch import normalize
+from superbatch.errors import InputError, explain
+
+from ..window.slips import without_tensor
+from ..window.sync.ranks import Ranks
+
+
+class Losses:
+    """What was given to ``backward`` so far, by micro-batch.
+
+    Examples:
+        >>> losses = Losses()
+        >>> losses.add(1, losses.read(1, torch.tensor(0.5, requires_grad=True)))
+        >>> 1 in losses, losses.on_host(3)
+        (True, [0.0, 0.5, 0.0])
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, float | Tensor] = {}
+        self._on_device = False  # whether any is still to be read
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def read(self, index: int, loss: Tensor) -> float | Tensor:
+        """Return what a micro-batch's losses sum to with this one, for `add`.
+
+        Called before the backward: it may allocate, and nothing may fail between a backward and its record.
+        """
+        # A loss on a device is read at the boundary, with the others, so that nothing waits for it here. It
+        # is a copy: a replayed graph writes each micro-batch's loss to the same memory.
+        value = loss.item() if loss.is_cpu else loss.detach().clone()
+        return self._values[index] + value if index in self._values else value
+
+    def add(self, index: int, total: float | Tensor) -> None:
+        """Note what `read` returned: the sum of a micro-batch's losses."""
+        self._values[index] = total
+        self._on_device = self._on_device or isinstance(total, Tensor)
+
+    def finite(self, index: int, *, on_host: bool = False) -> bool:
+        """Whether a micro-batch's loss is neither NaN nor infinite; `on_host`: True for one on a device."""
+        value = self._values[index]
+        return (on_host and isinstance(value, Tensor)) or math.isfinite(value)
+
+    def on_device(self, index: int) -> list[Tensor]:
+        """Return a micro-batch's loss where it is on a device, else nothing."""
+        value = self._values[index]
+        return [value] if isinstance(value, Tensor) else []
+
+    def on_host(self, count: int) -> list[float]:
+        """Return the losses of micro-batches 0..count-1; 0 for those without one."""
+        found: dict[int, Any] = self._values
+        if self._on_device:
+            on_device = {index: loss for index, loss in found.items() if isinstance(loss, Tensor)}
+            values = torch.stack([loss.reshape(()) for loss in on_device.values()]).tolist()
+            found = {**found, **dict(zip(on_device, values, strict=True))}
+        return [found.get(index, 0.0) for index in range(count)]
+
+    def empty(self) -> Losses:
+        """Return one without losses."""
+        return Losses()
+
+    def state(self) -> dict[int, float]:
+        """Return the losses so far, by micro-batch."""
+        return {index: float(loss) for index, loss in self._values.items()}
+
+    def load_state(self, state: dict[int, float]) -> None:
+        """Go on from what `state` returned."""
+        self._values = dict(state)
+        self._on_device = False
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Sum of a loss over the micro-batches of a window.
+
+    Attributes:
+        total: ``sum w l`` for a mean, else ``sum l``.
+        weight: ``sum w``.
+        nonzero: a loss was not 0.
+    """
+
+    total: float
+    weight: normalize.Number
+    nonzero: bool
+
+
+@dataclass(frozen=True)
+class WindowLoss:
+    """Loss of a batch.
+
+    Attributes:
+        loss: normalised; NaN where there is nothing to divide by.
+        weight: what the losses were divided by; 0: there is no update; 1 where each term has its own.
+        divisor: of the summed gradients, at the boundary.
+        losses: of each term.
+        weights: of each term.
+    """
+
+    loss: float
+    weight: normalize.Number
+    divisor: float = 1.0
+    losses: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, normalize.Number] = field(default_factory=dict)
+
+
+def over_ranks(
+    sums: list[Sum], ranks: Ranks, *, bad: bool, mark: int = 0, news: bool = False
+) -> tuple[list[Sum], bool, bool]:
+    """Return the sums over all ranks, whether any rank has a loss that is not finite, and any news.
+
+    Args:
+        sums: of this rank, one for each term.
+        ranks: to sum over.
+        bad: whether this rank has a loss that is not finite.
+        mark: how this rank stands with measuring the noise (see `noise.windows.mark_of`).
+        news: whether this rank has seen what no check of the loss has (see `check_schedule`).
+
+    Raises:
+        InputError: the ranks stand differently there, on every rank: a rank that went on would wait for ever.
+
+    Examples:
+        >>> over_ranks([Sum(4.0, 2, nonzero=True)], Ranks(()), bad=False)
+        ([Sum(total=4.0, weight=2, nonzero=True)], False, False)
+    """
+    if not ranks.shared:
+        return sums, bad, news
+    mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
+    *numbers, bad_ranks, news_of, marks, squares = ranks.sum([*mine, bad, news, mark, mark * mark])
+    if int(marks) ** 2 != ranks.count * int(squares):  # equal where all marks are, and only there
+        raise InputError(
+            explain(
+                f"{ranks.count} ranks that measure the noise, but do not agree on which windows",
+                "it is measured on all of them together; a state was loaded, or `noise` was passed, on some "
+                "ranks only",
+                "load the same state_dict() on every rank, and make every Accumulator with the same `noise`",
+            )
+        )
+    columns = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+    return (
+        [
+            Sum(total, int(weight) if weight.is_integer() else weight, nonzero=bool(nonzero))
+            for total, weight, nonzero in columns
+        ],
+        bool(bad_ranks),
+        bool(news_of),
+    )
+
+
+def pair_of(returned: Any) -> tuple[Any, Any]:
+    """Return the loss and the weight that a loss function returned.
+
+    Raises:
+        InputError: it returned something else.
+
+    Examples:
+        >>> pair_of((0.5, 3))
+        (0.5, 3)
+    """
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return returned
+    raise InputError(
+        explain(
+            f"a loss_fn that returned {type(returned).__name__}",
+            'weight="returned" states that it returns a pair',
+            "return (loss, weight)",
+        )
+    )
+
+
+def alone(returned: Any) -> Any:
+    """Return the loss that a loss function returned without a weight.
+
+    Raises:
+        InputError: it returned a tuple or a mapping.
+
+    Examples:
+        >>> alone(0.5)
+        0.5
+    """
+    if isinstance(returned, Tensor) or not isinstance(returned, tuple | Mapping):
+        return returned
+    if isinstance(returned, Mapping):
+        if isinstance(returned.get("loss"), Tensor):
+            raise without_tensor(returned)
+        names = ", ".join(f"{name!r}: ..." for name in returned)
+        raise InputError(
+            f"loss_fn returned a mapping with the keys {list(returned)}. State what each of these losses is "
+            f"a mean over, as in weight={{{names}}}, or return one tensor."
+        )
+    raise InputError(
+        explain(
+            "a loss_fn that returned a tuple",
+            "it is not stated that the loss comes with its weight",
+            'return the loss alone, or state weight="returned" and return (loss, weight)',
+        )
+    )

@@ -1,0 +1,325 @@
+"""Several losses of one micro-batch, each with a reduction and a weight of its own.
+
+With the weight ``w_ti`` of micro-batch i in term t and ``W_t = sum_i w_ti`` over micro-batches and ranks::
+
+    L = sum_t sum_i (w_ti / W_t) l_ti          ("sum":  l_ti / W_t;   "total":  l_ti)
+
+Every ``W_t`` is known before the first backward, so a micro-batch has one backward, of
+``sum_t (w_ti / W_t) l_ti``. Weights that come with the losses cost a forward without graph for each
+micro-batch, before the window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch import normalize
+from superbatch.batch.tree import map_arrays
+from superbatch.errors import InputError, StatementError
+
+from ..window.config import Plan
+from ..window.participants.gradient_sum import LOW_PRECISION
+from ..window.participants.snapshot import RandomKeeper
+from ..window.sync.ranks import Ranks
+from ..window.transfer import to_device
+from ..window.validation import check_loss
+from .declared import Declared, check_names, read_terms
+from .losses import Losses, Sum, WindowLoss
+from .records import WindowLosses, WindowWeights
+from .weighing import Weights, weigh_ahead, weights_of
+
+Number = normalize.Number
+Forward = Callable[[list[Any]], list[Mapping[str, Number]]]
+
+
+class TermWeights:
+    """Weights of the terms of a loss: what `Weights` is for one loss.
+
+    Args:
+        terms: their declarations, by name.
+        microbatches: of the window, on the host.
+        samples: of each micro-batch, where they are known.
+        ranks: share the batch.
+        forward: runs `loss_fn` on micro-batches without graph, for the weights that it returns.
+    """
+
+    def __init__(
+        self,
+        terms: Mapping[str, Declared],
+        microbatches: list[Any],
+        samples: list[int] | None,
+        ranks: Ranks,
+        forward: Forward,
+    ) -> None:
+        self._declared = terms
+        self._forward = forward
+        self._samples: list[int] = samples or [1] * len(microbatches)
+        self.returned: dict[int, Number] = {}  # none: all are known ahead
+        weights, totals = weigh_ahead(lambda: self._weigh(microbatches, samples), len(terms), ranks)
+        self._terms = {
+            name: Weights(
+                "samples",
+                term.reduction,
+                microbatches,
+                samples,
+                ranks,
+                min_weight=term.min_weight,
+                ahead=(each, total),
+                term=name,
+            )
+            for (name, term), each, total in zip(terms.items(), weights, totals, strict=True)
+        }
+
+    @property
+    def ahead(self) -> dict[str, list[Number]]:
+        """Weights of each term, by micro-batch."""
+        return {name: term.counted([]) for name, term in self._terms.items()}
+
+    def has_none(self, index: int) -> bool:
+        """Whether a micro-batch contributes to no term."""
+        return all(term.has_none(index) for term in self._terms.values())
+
+    def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
+        """Return what to run backward on, each with its factor: one sum of all terms.
+
+        A gradient in bfloat16 or float16 would round the factors: such terms have a backward each.
+
+        Raises:
+            InputError: the names are not those declared, or there is nothing to differentiate.
+            StatementError: a weight is another than that of the forward before.
+        """
+        check_names("losses", loss, self._terms)
+        self._check_returned(index, weight)
+        parts: list[tuple[Tensor, float]] = []
+        for name, term in self._terms.items():
+            one = loss[name]
+            if not isinstance(one, Tensor) or one.numel() != 1 or not one.is_floating_point():
+                raise InputError(
+                    f"The loss of the term {name!r} is {_form(one)}. Return a tensor with one real number."
+                )
+            if one.requires_grad and not term.has_none(index):
+                parts.append((one, term.factor(index, None)))
+        if not parts:
+            if not any(isinstance(one, Tensor) and one.requires_grad for one in loss.values()):
+                check_loss(next(iter(loss.values())))
+            return []
+        if len(parts) == 1 or any(one.dtype in LOW_PRECISION for one, _ in parts):
+            return parts
+        first = parts[0][0]
+        total = first.reshape(()) * parts[0][1]
+        for one, factor in parts[1:]:
+            total = total + one.reshape(()).to(first.device) * factor
+        return [(total, 1.0)]
+
+    def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
+        """Weigh the micro-batches again after some were cut otherwise.
+
+        Raises:
+            StatementError: those of a term weigh something else together than before.
+        """
+        weights = self._weigh(microbatches, samples)
+        self._samples = samples or [1] * len(microbatches)
+        for term, each in zip(self._terms.values(), weights, strict=True):
+            term.replace(each)
+
+    def adds(self, index: int) -> bool:
+        """Whether a micro-batch contributes to a term."""
+        return not self.has_none(index)
+
+    def took_part(self, dropped: list[int]) -> list[int]:
+        """Return the micro-batches that contribute to a term."""
+        return sorted({index for term in self._terms.values() for index in term.took_part(dropped)})
+
+    def counted(self, dropped: list[int]) -> list[Number]:
+        """Return the samples of each micro-batch, 0 for those that were left out: terms weigh otherwise."""
+        return [0 if index in dropped else count for index, count in enumerate(self._samples)]
+
+    def not_finite(self, losses: Mapping[str, list[float]], dropped: list[int]) -> list[int]:
+        """Return the micro-batches with a loss that is in a sum and not finite."""
+        return sorted(
+            {index for name, term in self._terms.items() for index in term.not_finite(losses[name], dropped)}
+        )
+
+    def sums(self, losses: Mapping[str, list[float]], dropped: list[int]) -> list[Sum]:
+        """Return the sums of losses and weights on this rank, by term."""
+        return [term.sums(losses[name], dropped)[0] for name, term in self._terms.items()]
+
+    def result(self, sums: list[Sum]) -> WindowLoss:
+        """Return the loss of the batch, and each term's, from the sums over all ranks.
+
+        Raises:
+            StatementError: a term has a sum to be divided, and nothing that it is divided by.
+        """
+        found = {
+            name: term.result([one]) for (name, term), one in zip(self._terms.items(), sums, strict=True)
+        }
+        counting = [one.loss for one in found.values() if one.weight]
+        return WindowLoss(
+            sum(counting) if counting else math.nan,
+            1 if counting else 0,
+            1.0,
+            {name: one.loss for name, one in found.items()},
+            {name: one.weight for name, one in found.items()},
+        )
+
+    def loss_of(self, losses: Mapping[str, list[float]], index: int) -> tuple[float, str]:
+        """Return the loss of a micro-batch, and the term that is not finite, if one is not."""
+        for name, term in self._terms.items():
+            if not math.isfinite(losses[name][index]) and not term.has_none(index):
+                return losses[name][index], name
+        counting = [name for name, term in self._terms.items() if not term.has_none(index)]
+        return sum(losses[name][index] for name in counting), ""
+
+    def each(self, losses: Mapping[str, list[float]]) -> list[float]:
+        """Return the smallest magnitude of each micro-batch's losses: it is 0 where one of them is."""
+        return [min(map(abs, row)) for row in zip(*losses.values(), strict=True)]
+
+    def by_name(self, index: int, loss: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the losses of a micro-batch that have a gradient, by the name of the term."""
+        counting = {name for name, term in self._terms.items() if not term.has_none(index)}
+        return {name: one for name, one in loss.items() if name in counting and one.requires_grad}
+
+    def _weigh(self, microbatches: list[Any], samples: list[int] | None) -> list[list[Number]]:
+        returned: list[Mapping[str, Number]] = []
+        if any(term.returned for term in self._declared.values()):
+            returned = self._forward(microbatches)
+        return [
+            [
+                normalize.check_weight(one[name], f"micro-batch {i} ({name!r})")
+                for i, one in enumerate(returned)
+            ]
+            if term.weigh == "returned"
+            else weights_of(term.weigh, microbatches, samples)
+            for name, term in self._declared.items()
+        ]
+
+    def _check_returned(self, index: int, weight: Any) -> None:
+        expected = [name for name, term in self._declared.items() if term.returned]
+        if weight is None:
+            weight = {}
+        check_names("weights", weight, expected)
+        for name in expected:
+            before = self._terms[name].counted([])[index]
+            now = normalize.check_weight(weight[name], f"micro-batch {index} ({name!r})")
+            if not math.isclose(before, now, rel_tol=1e-5):
+                raise StatementError(
+                    f"The weight of the term {name!r} in micro-batch {index} was {before:g} in a forward "
+                    f"without graph, and is {now:g} now. Return a weight of the micro-batch alone."
+                )
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+class TermLosses:
+    """Losses of the terms, by micro-batch: what `Losses` is for one loss.
+
+    Args:
+        names: of the terms.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._of = {name: Losses() for name in names}
+        self._first = next(iter(self._of.values()))
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._first
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def read(self, index: int, loss: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+        """Return what `add` notes."""
+        return {name: each.read(index, loss[name]) for name, each in self._of.items()}
+
+    def add(self, index: int, total: Mapping[str, float | Tensor]) -> None:
+        """Note what `read` returned."""
+        for name, each in self._of.items():
+            each.add(index, total[name])
+
+    def finite(self, index: int, *, on_host: bool = False) -> bool:
+        """Whether all losses of a micro-batch are finite; `on_host`: True for those on a device."""
+        return all(each.finite(index, on_host=on_host) for each in self._of.values())
+
+    def on_device(self, index: int) -> list[Tensor]:
+        """Return those losses of a micro-batch that are on a device."""
+        return [loss for each in self._of.values() for loss in each.on_device(index)]
+
+    def on_host(self, count: int) -> dict[str, list[float]]:
+        """Return the losses of micro-batches 0..count-1, by term."""
+        return {name: each.on_host(count) for name, each in self._of.items()}
+
+    def empty(self) -> TermLosses:
+        """Return one without losses."""
+        return TermLosses(self._of)
+
+    def state(self) -> dict[int, dict[str, float]]:
+        """Return the losses so far, by micro-batch and term."""
+        found = {name: each.state() for name, each in self._of.items()}
+        return {index: {name: each[index] for name, each in found.items()} for index in self._first.state()}
+
+    def load_state(self, state: Mapping[int, Mapping[str, float]]) -> None:
+        """Go on from what `state` returned."""
+        for name, each in self._of.items():
+            each.load_state({index: losses[name] for index, losses in state.items()})
+
+
+def weights_in(plan: Plan, microbatches: list[Any], samples: list[int] | None) -> WindowWeights:
+    """Return the weights of a window's micro-batches.
+
+    Args:
+        plan: of the accumulator.
+        microbatches: on the host.
+        samples: of each, where they are known.
+    """
+    declared = plan.declared
+    if declared.terms:
+        return TermWeights(
+            declared.terms, microbatches, samples, plan.ranks, lambda parts: returned_weights(plan, parts)
+        )
+    return Weights(
+        declared.weigh, declared.reduction, microbatches, samples, plan.ranks, min_weight=declared.min_weight
+    )
+
+
+def losses_in(plan: Plan) -> WindowLosses:
+    """Return what takes the losses of a window."""
+    return TermLosses(plan.declared.terms) if plan.declared.terms else Losses()
+
+
+def returned_weights(plan: Plan, microbatches: list[Any]) -> list[Mapping[str, Number]]:
+    """Run `loss_fn` on each micro-batch without graph, for the weights that it returns; restore all state.
+
+    Args:
+        plan: of an accumulator with a loss_fn.
+        microbatches: on the host.
+    """
+    assert plan.loss_fn is not None
+    state, random = plan.state.twin(), RandomKeeper(plan.random.devices)
+    state.take(check=True)
+    random.take()
+    found: list[Mapping[str, Number]] = []
+    try:
+        with torch.no_grad(), plan.ranks.hold_back(), state.watching():
+            for microbatch in microbatches:
+                # A copy, since a loss may change its micro-batch in place.
+                copied = map_arrays(_copy, microbatch)
+                found.append(read_terms(plan.loss_fn(to_device(copied, plan.device)), plan.declared.terms)[1])
+                state.restore()
+    finally:
+        state.end_check()
+        random.restore()
+    return found
+
+
+def _copy(array: Any) -> Any:
+    return array.clone() if isinstance(array, Tensor) else copy(array)

@@ -1,0 +1,286 @@
+"""The weights of one window's micro-batches: known before the first backward, or returned with each loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor
+
+from superbatch import normalize
+from superbatch.errors import InputError, StatementError, explain
+
+from ..window.sync.ranks import Ranks
+from ..window.validation import check_loss
+from .losses import Sum, WindowLoss
+
+Weigh = Callable[[Any], Any] | Literal["samples", "returned"]
+Ahead = tuple[list[normalize.Number], normalize.Number]
+
+
+class Weights:
+    """Weight of each micro-batch, and so the factor of its loss.
+
+    Args:
+        weigh: a function of a micro-batch, or ``"samples"``, or ``"returned"``.
+        reduction: of the loss over a micro-batch.
+        microbatches: of the window, on the host.
+        samples: of each micro-batch, where they are known.
+        ranks: share the batch; the total weight is summed over them here, once, before the first backward.
+        min_weight: lower bound of the total.
+        ahead: weights and their total over all ranks, where they were computed with those of other terms.
+        term: name of the loss among several.
+    """
+
+    def __init__(
+        self,
+        weigh: Weigh,
+        reduction: normalize.Reduction,
+        microbatches: list[Any],
+        samples: list[int] | None,
+        ranks: Ranks,
+        *,
+        min_weight: normalize.Number | None = None,
+        ahead: Ahead | None = None,
+        term: str = "",
+    ) -> None:
+        self.reduction: normalize.Reduction = reduction
+        self._weigh: Weigh = weigh
+        self._min_weight = min_weight
+        self._term = term
+        self._count = len(microbatches)
+        self.returned: dict[int, normalize.Number] = {}
+        # Where the total is known only afterwards, losses are summed first and divided by it at the boundary.
+        self.planned: normalize.Number = 1
+        self.ahead: list[normalize.Number] | None = None
+        if weigh != "returned":
+            if ahead is None:
+                each, totals = weigh_ahead(lambda: [weights_of(weigh, microbatches, samples)], 1, ranks)
+                ahead = each[0], totals[0]
+            self.ahead = ahead[0]
+            self.planned = self._divided_by(ahead[1])
+
+    def has_none(self, index: int) -> bool:
+        """Whether a micro-batch is known to contribute nothing, so that its forward can be left out."""
+        weights = self.ahead
+        if weights is None or weights[index]:
+            return False
+        return not normalize.takes_part(weights[index], reduction=self.reduction)
+
+    def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
+        """Return what to run backward on, each with its factor.
+
+        Raises:
+            InputError: `loss` is no scalar tensor with a graph; or a weight is given or missing, against
+                what is stated.
+        """
+        if (
+            isinstance(loss, Tensor)
+            and not loss.requires_grad
+            and self._is_sum_over_nothing(index, loss, weight)
+        ):
+            self.factor(index, weight)
+            return []  # it may be a constant, without a graph
+        check_loss(loss)
+        if weight is None and self.ahead is not None:
+            return [(loss, normalize.scale(self.ahead[index], self.planned, reduction=self.reduction))]
+        return [(loss, self.factor(index, weight))]
+
+    def factor(self, index: int, weight: Any) -> float:
+        """Return what a micro-batch's loss is multiplied by.
+
+        Raises:
+            InputError: `weight` is given where weights are known ahead, or is missing where they are
+            returned.
+        """
+        if self.ahead is not None:
+            if weight is not None:
+                raise InputError(
+                    explain(
+                        f"a loss with a weight ({weight!r})",
+                        "the weight of each micro-batch is already stated, and known before the first "
+                        "backward",
+                        'return the loss alone, or state weight="returned"',
+                    )
+                )
+            return normalize.scale(self.ahead[index], self.planned, reduction=self.reduction)
+        if weight is None or index in self.returned:
+            raise InputError(
+                explain(
+                    "a loss without a weight" if weight is None else "a second weight for one micro-batch",
+                    'weight="returned" states that each micro-batch\'s loss comes with its weight, once',
+                    "return (loss, weight) from loss_fn, or call backward(loss, weight)",
+                )
+            )
+        self.returned[index] = normalize.check_weight(weight, f"micro-batch {index}")
+        return float(normalize.after_forward_scale(self.returned[index], reduction=self.reduction))
+
+    def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
+        """Weigh the micro-batches again after some were cut otherwise.
+
+        Raises:
+            StatementError: together they weigh something else than before, when the divisor was computed.
+        """
+        self._count = len(microbatches)
+        if self.ahead is None:
+            return
+        self.replace(weights_of(self._weigh, microbatches, samples))
+
+    def replace(self, weights: list[normalize.Number]) -> None:
+        """Take the weights of micro-batches that were cut otherwise.
+
+        Raises:
+            StatementError: together they weigh something else than before.
+        """
+        assert self.ahead is not None
+        self._count = len(weights)
+        if self.reduction == "total":  # nothing is divided by their sum
+            self.ahead = weights
+            return
+        before, now = normalize.total_weight(self.ahead), normalize.total_weight(weights)
+        # A sum taken in float32 is rounded. The boundary divides by the weights as they are now.
+        tolerance = 0.0 if isinstance(before, int) and isinstance(now, int) else 1e-5
+        if not math.isclose(before, now, rel_tol=tolerance):
+            raise StatementError(
+                explain(
+                    f"a window that weighs {before} in {len(self.ahead)} micro-batches",
+                    f"cut otherwise, in {len(weights)}, the same samples weigh {now}",
+                    "let weight= be a sum over samples, such as a count of tokens",
+                )
+            )
+        self.ahead = weights
+
+    def adds(self, index: int) -> bool:
+        """Whether a micro-batch that has had its backward contributes."""
+        weight = self.returned[index] if self.ahead is None else self.ahead[index]
+        return normalize.takes_part(weight, reduction=self.reduction)
+
+    def counted(self, dropped: list[int]) -> list[normalize.Number]:
+        """Return the weights in order, 0 for micro-batches that were left out."""
+        weights = self.ahead or [self.returned.get(index, 0) for index in range(self._count)]
+        return (
+            [0 if index in dropped else weight for index, weight in enumerate(weights)]
+            if dropped
+            else weights
+        )
+
+    def took_part(self, dropped: list[int]) -> list[int]:
+        """Return the micro-batches whose losses are in the sum."""
+        weights = self.counted(dropped)
+        return [
+            index
+            for index, weight in enumerate(weights)
+            if index not in dropped and normalize.takes_part(weight, reduction=self.reduction)
+        ]
+
+    def not_finite(self, losses: list[float], dropped: list[int]) -> list[int]:
+        """Return the micro-batches in the sum whose losses are NaN or infinite."""
+        if all(map(math.isfinite, losses)):
+            return []
+        return [index for index in self.took_part(dropped) if not math.isfinite(losses[index])]
+
+    def sums(self, losses: list[float], dropped: list[int]) -> list[Sum]:
+        """Return the sum of losses and weights on this rank."""
+        if dropped:
+            losses = [0.0 if index in dropped else loss for index, loss in enumerate(losses)]
+        weights = self.counted(dropped)
+        total = normalize.loss_sum(losses, weights, reduction=self.reduction)
+        return [Sum(total, normalize.total_weight(weights), nonzero=any(losses))]
+
+    def result(self, sums: list[Sum]) -> WindowLoss:
+        """Return the loss of the batch from the sums over all ranks.
+
+        Raises:
+            StatementError: there is a sum to be divided, and nothing that it is divided by.
+        """
+        (found,) = sums
+        weight = self._divided_by(found.weight)
+        if not normalize.takes_part(found.weight, reduction=self.reduction):
+            weight = 0
+        elif not weight and found.nonzero and math.isfinite(found.total):
+            raise no_divisor(found, self._term)
+        return WindowLoss(
+            normalize.per_weight(found.total, weight), weight, normalize.divisor(self.planned or 1, weight)
+        )
+
+    def loss_of(self, losses: list[float], index: int) -> tuple[float, str]:
+        """Return the loss of a micro-batch, and the name of the term that it is of."""
+        return losses[index], self._term
+
+    def each(self, losses: list[float]) -> list[float]:
+        """Return one loss for each micro-batch."""
+        return losses
+
+    def by_name(self, index: int, loss: Tensor) -> dict[str, Tensor]:
+        """Return the losses of a micro-batch that have a gradient, by the name of the term."""
+        del index
+        return {self._term: loss} if loss.requires_grad else {}
+
+    def _is_sum_over_nothing(self, index: int, loss: Tensor, weight: Any) -> bool:
+        weight = weight if self.ahead is None else self.ahead[index]
+        return self.reduction == "sum" and loss.numel() == 1 and weight is not None and not weight
+
+    def _divided_by(self, counted: normalize.Number) -> normalize.Number:
+        return normalize.window_weight(counted, reduction=self.reduction, min_weight=self._min_weight)
+
+
+def no_divisor(found: Sum, term: str) -> StatementError:
+    """Return the error for a sum over a window of weight 0."""
+    name = f" of the term {term!r}" if term else ""
+    bound = f"min_weight={{{term!r}: 1}}" if term else "min_weight=1"
+    return StatementError(
+        f"The losses{name} in this window sum to {found.total:g}, but its weight is 0, so the sum cannot be "
+        f"divided; nothing was updated. Pass a lower bound of the weight, such as {bound}."
+    )
+
+
+def weights_of(weigh: Weigh, microbatches: list[Any], samples: list[int] | None) -> list[normalize.Number]:
+    """Return the weight of each micro-batch.
+
+    Raises:
+        InputError: one is wrong.
+
+    Examples:
+        >>> weights_of(sum, [[1, 2], [4]], None)
+        [3, 4]
+    """
+    if weigh == "samples":
+        return list(samples) if samples is not None else [1] * len(microbatches)
+    assert callable(weigh)
+    return [
+        normalize.check_weight(weigh(microbatch), f"micro-batch {index}")
+        for index, microbatch in enumerate(microbatches)
+    ]
+
+
+def weigh_ahead(
+    compute: Callable[[], list[list[normalize.Number]]], terms: int, ranks: Ranks
+) -> tuple[list[list[normalize.Number]], list[normalize.Number]]:
+    """Return the weights of each term, and their totals over all ranks, by one all-reduce.
+
+    Args:
+        compute: computes the weights of each term.
+        terms: how many there are.
+        ranks: share the batch.
+
+    Raises:
+        InputError: a weight is wrong, on this rank or another.
+
+    Examples:
+        >>> weigh_ahead(lambda: [[2, 1], [3, 3]], 2, Ranks(()))
+        ([[2, 1], [3, 3]], [3, 6])
+    """
+    weights: list[list[normalize.Number]] = []
+    totals: list[normalize.Number] = [math.nan] * terms
+    try:
+        weights = compute()
+        totals = [normalize.total_weight(each) for each in weights]
+    finally:
+        # Also on the way out with an error: the other ranks wait for this rank's part of the sum, and learn
+        # from it.
+        if ranks.shared:
+            totals = list(ranks.sum(totals))
+    if any(map(math.isnan, totals)):
+        raise InputError("The weight of a micro-batch on another rank is wrong: see that rank's error.")
+    return weights, totals

@@ -1,0 +1,112 @@
+"""The memory limits that control groups set on Linux: containers, batch systems, systemd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from superbatch.results.memory import Limit, binary_text
+
+# Without a limit, version 1 says the largest multiple of a page; nobody has an exbibyte.
+_UNLIMITED = 1 << 60
+
+
+def cgroup_limits(proc: Path) -> Iterator[Limit]:
+    """What the control group of this process, and each group above it, leaves.
+
+    Args:
+        proc: where the process file system is.
+
+    Yields:
+        One limit per group that has one.
+
+    Examples:
+        >>> list(cgroup_limits(Path("/nowhere")))
+        []
+    """
+    for directory, version in _groups(proc):
+        names = _NAMES[version]
+        most = _number(directory / names[0])
+        if most is None or most >= _UNLIMITED:
+            continue
+        used = _number(directory / names[1])
+        if used is not None:
+            free = most - used + _droppable(directory, names[2])
+            yield Limit(free, f"control group {directory.name or '/'} of {binary_text(most)}")
+
+
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+@lru_cache(maxsize=4)
+def _groups(proc: Path) -> tuple[tuple[Path, int], ...]:
+    """Directories of the group of this process and of those above it, and the version.
+
+    Kept, for limits are read in every window: a process seldom changes its group.
+    """
+    return tuple((group, version) for group, version in _found(proc) if (group / _NAMES[version][0]).exists())
+
+
+def _found(proc: Path) -> Iterator[tuple[Path, int]]:
+    for version, path in _memberships(proc):
+        for root, mount in _mounts(proc, version):
+            directory = mount / _below(path, root)
+            if not directory.is_dir():  # seen from inside a container, the path is another
+                directory = mount
+            while True:
+                yield directory, version
+                if directory == mount:
+                    break
+                directory = directory.parent
+
+
+def _memberships(proc: Path) -> Iterator[tuple[int, str]]:
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield 2, path
+        elif "memory" in controllers.split(","):
+            yield 1, path
+
+
+def _mounts(proc: Path, version: int) -> Iterator[tuple[str, Path]]:
+    """(the group that is mounted, where) of each mount of the memory controller."""
+    kind = "cgroup2" if version == 2 else "cgroup"
+    for line in _lines(proc / "self" / "mountinfo"):
+        fields, _, rest = line.partition(" - ")
+        _, _, _, root, where, *_ = fields.split()
+        filesystem, _, options = rest.split(maxsplit=2)
+        if filesystem == kind and (version == 2 or "memory" in options.split(",")):
+            yield root, Path(where)
+
+
+def _below(path: str, root: str) -> str:
+    """The group's path relative to what is mounted."""
+    inside = path == root or path.startswith(root.rstrip("/") + "/")
+    return (path[len(root) :] if inside else path).strip("/")
+
+
+def _droppable(directory: Path, name: str) -> int:
+    """Bytes of file caches that make room when they must."""
+    for line in _lines(directory / "memory.stat"):
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _number(file: Path) -> int | None:
+    for line in _lines(file):
+        return int(line) if line.isdigit() else None
+    return None
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

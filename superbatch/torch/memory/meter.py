@@ -1,0 +1,68 @@
+"""Peak memory of a function call, counted the same way on every machine.
+
+* CPU: torch has no public counter (``torch.distributed._tools.MemTracker`` is private, needs the distributed
+  package and hooks modules), so a dispatch mode keeps a `Ledger`.
+* CUDA: torch's own allocator statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from superbatch.errors import InputError, explain
+
+from .ledger import Ledger
+
+
+def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") -> int:
+    """Run ``fn()`` and return the peak of the tensor bytes that were allocated during it and alive at once.
+
+    Memory that was alive before the call counts zero, whatever ``fn`` does to it.
+    On CUDA the number is ``max_memory_allocated - memory_allocated before`` (which resets the peak
+    statistics).
+
+    Args:
+        fn: what to measure; its result is dropped.
+        device: whose memory, one device. On CPU the bytes are those of tensor storages, without what a kernel
+            allocates and frees inside one operation, and without storages made by no operation
+            (``torch.load``, ``copy.deepcopy``, a kernel compiled by ``torch.compile``).
+
+    Returns:
+        Bytes.
+
+    Raises:
+        InputError: if the device is neither CPU nor CUDA.
+
+    Examples:
+        >>> import torch
+        >>> peak_bytes(lambda: torch.zeros(1000, dtype=torch.float64).add(1).sum())
+        16000
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return _cpu_peak(fn)
+    if device.type == "cuda":
+        return _cuda_peak(fn, device)
+    raise InputError(
+        explain(
+            f"device={str(device)!r}", "memory is counted on CPU and CUDA only", 'pass device="cpu" or "cuda"'
+        )
+    )
+
+
+def _cpu_peak(fn: Callable[[], object]) -> int:
+    ledger = Ledger(torch.device("cpu"))
+    with ledger:
+        fn()
+    return ledger.peak
+
+
+def _cuda_peak(fn: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    fn()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,139 @@
+"""Which errors say that memory ran out - narrowly, so that no other is hidden; and giving memory back."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+from superbatch.errors import OutOfMemoryError
+
+from ..devices import module_of
+from .limits import memory_limit
+
+# What torch and the libraries below it say, on devices that have no error type of their own for it.
+_TEXTS = (
+    "DefaultCPUAllocator: can't allocate",  # POSIX
+    "DefaultCPUAllocator: not enough memory",  # Windows
+    "std::bad_alloc",  # a kernel's own scratch memory on the CPU
+    "CUDA out of memory",  # torch before it had a type for it
+    "CUDA error: out of memory",  # the driver, not the allocator
+    "CUDA driver error: out of memory",  # the same, with expandable segments
+    "Triton Error [CUDA]: out of memory",  # a compiled kernel, as it is loaded
+    "Triton Error [HIP]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",  # a workspace, or the handle made at its first use
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",  # from cuDNN 9 on
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "CURAND_STATUS_ALLOCATION_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "HIPFFT_ALLOC_FAILED",
+    "miopenStatusAllocFailed",
+    "MPS backend out of memory",
+    "XPU out of memory",
+    "HIP out of memory",
+    "HIP error: out of memory",
+)
+# oneDNN says the same when it has no memory for its kernels and when it has no such kernel: so only where
+# there is hardly any memory.
+_SCARCE_TEXTS = ("could not create a primitive", "could not execute a primitive")
+_SCARCE_BYTES = 2**26
+# Likewise on a GPU: no handle could be made, or no engine got its workspace.
+_SCARCE_TEXTS_CUDA = (
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUSOLVER_STATUS_NOT_INITIALIZED",
+    "CUSPARSE_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "HIPBLAS_STATUS_NOT_INITIALIZED",
+    "unable to find an engine to execute this computation",
+)
+# A handle and its first workspace take up to about a quarter of a GiB, workspaces a share of a large device.
+_SCARCE_BYTES_CUDA, _SCARCE_SHARE = 2**28, 16
+_TYPES = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, and nothing else.
+
+    Args:
+        error: what a pass raised.
+
+    Returns:
+        True for torch's accelerator error and Python's MemoryError, and for an error of torch's own type with
+        the text of an allocator, of a library's workspace, or of a driver that has no memory. False for this
+        library's own OutOfMemoryError, a verdict: what raised it, such as an accumulator inside a loss
+        function, must not be run again, since its update may be half made.
+
+    Examples:
+        >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+        True
+        >>> out_of_memory(RuntimeError("shapes do not match"))
+        False
+    """
+    if isinstance(error, OutOfMemoryError):
+        return False
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if type(error) not in _TYPES:
+        return False
+    said = str(error)
+    if any(text in said for text in _TEXTS):
+        return True
+    if any(text in said for text in _SCARCE_TEXTS_CUDA):
+        return _is_scarce_on_cuda()
+    return said in _SCARCE_TEXTS and _is_scarce()
+
+
+_PINNING = {"cuda", "xpu"}
+
+
+def _release_pinned() -> None:
+    """Give back pinned memory that nobody uses: blocks are rounded up to powers of two, and kept."""
+    accelerator = getattr(torch, "accelerator", None)
+    empty = getattr(accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None:
+        empty()
+
+
+def _is_scarce() -> bool:
+    return memory_limit(torch.device("cpu")).bytes < _SCARCE_BYTES
+
+
+def _is_scarce_on_cuda() -> bool:
+    """Return whether a GPU that this process works on has hardly any memory left."""
+    if not torch.cuda.is_initialized():
+        return False
+    in_use = {torch.cuda.current_device()}  # to ask others for their memory would take some of it
+    in_use |= {index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)}
+    for index in in_use:
+        total = torch.cuda.mem_get_info(index)[1]
+        if memory_limit(torch.device("cuda", index)).bytes < max(_SCARCE_BYTES_CUDA, total // _SCARCE_SHARE):
+            return True
+    return False
+
+
+def release_caches(*devices: torch.device) -> None:
+    """Give memory that nobody uses back: the allocators' caches, and what the C library keeps.
+
+    Args:
+        devices: whose caches, besides the CPU's. The cache of a kind of device is emptied once: the function
+            of torch empties that of all devices of the kind.
+
+    Examples:
+        >>> release_caches()
+    """
+    for kind in dict.fromkeys(device.type for device in devices):
+        module = None if kind == "cpu" else module_of(torch.device(kind))
+        empty = getattr(module, "empty_cache", None)
+        if empty is not None:
+            empty()
+        if kind in _PINNING:
+            _release_pinned()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
+        if trim is not None:
+            trim(0)

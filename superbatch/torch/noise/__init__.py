@@ -1,1 +1,0 @@
-"""The noise of the gradient, measured by hooks while training."""

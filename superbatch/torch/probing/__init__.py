@@ -1,1 +1,0 @@
-"""Experiments on a model and its loss: do samples see each other, is a split exact, what moves."""

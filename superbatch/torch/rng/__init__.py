@@ -1,0 +1,1 @@
+"""Random streams for each sample."""

@@ -1,0 +1,291 @@
+"""Random streams per sample: a run with dropout is the same under every split into micro-batches.
+
+* Every random operation of a micro-batch's forward and backward is computed by `superbatch.torch.rng.counter`
+  from (window key, call key, sample's index in the effective batch, index within the sample): no value
+  depends on which samples share its micro-batch, on their number or order, or on the device.
+* The call key is the next number of torch's global CPU generator, seeded alike at the start of every
+  micro-batch of a window. Activation checkpointing restores that generator before it computes a forward
+  again, and so the masks.
+* A random operation that cannot be drawn like this is refused, never let through.
+* Nothing global stays changed: modes, generator and `torch.compile` stance are as before on exit.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from superbatch.errors import InputError, explain
+
+from .counter import finalise, mix, positions, signed
+from .sample_layout import Call, Reading, samples_along
+from .sample_rules import RULES, Arguments, refusal
+
+
+@contextmanager
+def sample_stream(
+    key: int,
+    first_sample: int | None = None,
+    samples: int | None = None,
+    *,
+    indices: Sequence[int] | None = None,
+    calls: dict[int, Call] | None = None,
+    unruled: set[str] | None = None,
+) -> Iterator[None]:
+    """Draw all random numbers inside from streams per sample: around one micro-batch's forward and backward.
+
+    Entry saves the state of torch's global CPU generator and seeds it from ``key``; exit, also by an
+    exception, restores the saved state. So the caller alone decides how that generator advances per window.
+    The CUDA generators are neither used nor changed.
+
+    Compiled models run eagerly inside, and attention with dropout by the math backend, because random numbers
+    within a fused kernel cannot be replaced. Streams hold in the thread that entered and in its backward
+    passes.
+
+    What dimension of a random tensor runs over the samples is read by
+    `superbatch.torch.rng.sample_layout`. With ``samples=1`` a draw that is meant for a whole batch
+    looks like one per sample, and so does noise whose first dimension is a multiple of ``samples`` by
+    accident. ``calls`` finds that out as soon as the window, or the check of its first update, has
+    micro-batches of two sizes; `samples_along` states it.
+
+    Args:
+        key: names the window; the same for all its micro-batches. Draw it once per window.
+        first_sample: position of the micro-batch's first sample within the effective batch (of all ranks).
+        samples: of the micro-batch, at least 1.
+        indices: instead of these two, for samples that do not follow one another (a window sorted by length):
+            the position of each within the effective batch (of all ranks), in the micro-batch's order.
+        calls: a dict, empty at first, that all micro-batches of a window share: what they are checked
+            against.
+        unruled: a set, for a look that must not refuse anything: an operation that cannot be drawn per
+            sample is drawn from the window's key alone, and its name is added here. A permutation is the
+            identity, a generator of the operation's own is left alone.
+
+    Raises:
+        InputError: if the places are not stated, stated twice, or out of range; inside, at a random operation
+            that cannot be drawn per sample, has its own generator, or whose shape has no clear reading.
+
+    Examples:
+        >>> import torch
+        >>> x, parts = torch.ones(6, 100), []
+        >>> with sample_stream(7, 0, 6):
+        ...     whole = torch.nn.functional.dropout(x)
+        >>> for first, size in [(0, 4), (4, 2)]:
+        ...     with sample_stream(7, first, size):
+        ...         parts.append(torch.nn.functional.dropout(x[first : first + size]))
+        >>> torch.equal(torch.cat(parts), whole)
+        True
+        >>> with sample_stream(7, indices=[5, 0]):
+        ...     some = torch.nn.functional.dropout(x[[5, 0]])
+        >>> torch.equal(some, whole[[5, 0]])
+        True
+    """
+    places = _places(first_sample, samples, indices)
+    with ExitStack() as stack:
+        stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+        torch.default_generator.manual_seed(signed(key))
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_Kernels(refuse=unruled is None))
+        reading = stack.enter_context(Reading().in_use())
+        stream = _Stream(key, places, {} if calls is None else calls, reading)
+        stack.enter_context(stream if unruled is None else _Lenient(stream, unruled))
+        yield
+
+
+def _places(first: int | None, samples: int | None, indices: Sequence[int] | None) -> Sequence[int]:
+    """The positions of a micro-batch's samples within the effective batch."""
+    places: Sequence[int] = ()
+    if indices is not None:
+        if first is None and samples is None and min(indices, default=0) >= 0:
+            places = indices
+    elif first is not None and samples is not None and first >= 0:
+        places = range(first, first + samples)
+    if not places:
+        given = "" if indices is None else f", indices={indices!r}"
+        raise InputError(
+            explain(
+                f"first_sample={first}, samples={samples}{given}",
+                "a micro-batch has at least one sample, and samples are counted from 0",
+                "pass the micro-batch's place in the effective batch: first_sample and samples, or indices",
+            )
+        )
+    return places
+
+
+class _Stream(TorchDispatchMode):
+    """Replaces every random operation by its rule in `RULES`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Newer releases of torch wrap a mode for compiled callers, which costs as much as the mode itself
+        # (and imports the compiler); nothing is compiled in here. Older releases do not ask.
+        return False
+
+    def __init__(self, key: int, places: Sequence[int], calls: dict[int, Call], reading: Reading) -> None:
+        super().__init__()
+        self.window = mix(key)
+        self.places, self.samples = places, len(places)
+        self.calls, self.reading = calls, reading
+        self._starts: dict[torch.device, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _is_random(func):
+            return func(*args, **kwargs)
+        named = _bind(func, args, kwargs)
+        return func(*args, **kwargs) if _draws_nothing(named) else self.draw(func, named, args, kwargs)
+
+    def draw(self, func: Any, named: Arguments, args: Any, kwargs: Any) -> Any:
+        """Return what a random operation returns, drawn sample by sample."""
+        op = str(func)
+        if named.get("generator") is not None:
+            raise _own_generator(op)
+        if op in RULES and not any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
+            return RULES[op](self, op, named)
+        with self:  # in inference mode dropout arrives whole; its parts are drawn by their rules
+            parts = func.decompose(*args, **kwargs)
+        if parts is NotImplemented:
+            raise refusal(op)
+        return parts
+
+    def bits(self, op: str, shape: tuple[int, ...], device: torch.device, *, rows: bool = False) -> Tensor:
+        """Return 64 random bits per element; ``rows``: the samples can only be the first dimension."""
+        shape = tuple(shape)
+        call = int(
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=torch.default_generator)
+        )
+        before = self.calls.get(call)
+        if before is not None and before.op != op:
+            raise _other_call(op, before)
+        read = shape[:1] if rows else shape
+        axis = self.reading.axis(call, op, read, self.samples, before)
+        if before is None or before.samples == 1:
+            self.calls[call] = Call(op, self.samples, read, axis)
+        if 0 in shape:
+            return torch.empty(shape, dtype=torch.int64, device=device)
+        if axis is None:
+            start = torch.full((1,), signed(self.window + call), dtype=torch.int64, device=device)
+            return finalise(positions(start, (1, *shape), 0)).view(shape)
+        split = (*shape[:axis], self.samples, shape[axis] // self.samples, *shape[axis + 1 :])
+        return finalise(positions(self._start(device) + call, split, axis)).view(shape)
+
+    def _start(self, device: torch.device) -> Tensor:
+        """Return the first position of each sample, shape (samples,)."""
+        if device not in self._starts:
+            index = self._index(device)
+            # Hashed twice, so that neighbouring windows and samples are no neighbours in position.
+            self._starts[device] = finalise(
+                finalise(index.mul_(signed(0x9E3779B97F4A7C15))).add_(self.window)
+            )
+        return self._starts[device]
+
+    def _index(self, device: torch.device) -> Tensor:
+        """Return the number of each sample, counted from 1, in memory of its own; shape (samples,)."""
+        if isinstance(self.places, range):
+            first, end, by = self.places.start + 1, self.places.stop + 1, self.places.step
+            return torch.arange(first, end, by, device=device)
+        return torch.tensor(self.places, dtype=torch.int64, device=device).add_(1)
+
+
+class _Lenient(_Stream):
+    """Draws alike in all micro-batches what cannot be drawn per sample, instead of refusing it."""
+
+    def __init__(self, stream: _Stream, unruled: set[str]) -> None:
+        super().__init__(0, stream.places, stream.calls, stream.reading)
+        self.window, self.unruled = stream.window, unruled
+
+    def draw(self, func: Any, named: Arguments, args: Any, kwargs: Any) -> Any:
+        if "randperm" in str(func) and named.get("out") is None:
+            dtype = named["dtype"] if isinstance(named["dtype"], torch.dtype) else torch.int64
+            return torch.arange(named["n"], dtype=dtype, device=named["device"])
+        try:
+            return super().draw(func, {**named, "generator": None}, args, kwargs)
+        except InputError:
+            self.unruled.add(str(func))
+            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+            return func(*args, **kwargs)
+
+
+class _Kernels(TorchFunctionMode):
+    """Chooses kernels whose random numbers pass the dispatcher, and states what a function's name tells."""
+
+    def __init__(self, *, refuse: bool) -> None:
+        super().__init__()
+        self.refuse = refuse
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) > 0:
+                with sdpa_kernel(SDPBackend.MATH):
+                    return func(*args, **kwargs)
+        elif func in _RECURRENT:
+            return _recurrent(func, args, kwargs, refuse=self.refuse)
+        return func(*args, **kwargs)
+
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _recurrent(func: Any, args: Any, kwargs: Any, *, refuse: bool) -> Any:
+    """Run a recurrent network whose dropout between layers is drawn on (time, batch, channels)."""
+    # (data, batch_sizes, hx, params, ...) if packed, else (input, hx, params, ...)
+    packed = isinstance(args[3], (list, tuple))
+    _, _, layers, dropout, train = args[3:8] if packed else args[2:7]
+    if not (dropout and train and layers > 1):
+        return func(*args, **kwargs)
+    if packed and not refuse:
+        return func(*args[:6], 0.0, *args[7:], **kwargs)
+    if packed:
+        raise refusal("dropout between the layers of a recurrent network on a PackedSequence")
+    with torch.backends.cudnn.flags(enabled=False), samples_along(1):
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _bind(func: Any, args: Any, kwargs: Any) -> Arguments:
+    """Return all arguments by name, with the schema's defaults."""
+    names = func._schema.arguments
+    named = {a.name: a.default_value for a in names}
+    return {**named, **{a.name: value for a, value in zip(names, args, strict=False)}, **kwargs}
+
+
+def _draws_nothing(named: Arguments) -> bool:
+    """Tell whether an operation that may draw does not: dropout of probability 0, evaluation mode."""
+    off = [named.get(name) is False for name in ("train", "training")]
+    return any(off) or named.get("dropout_p") == 0 or named.get("dropout") == 0
+
+
+def _own_generator(op: str) -> InputError:
+    return InputError(
+        explain(
+            f"{op} with a generator under sample_rng=True",
+            "a generator moves on with every micro-batch, so its numbers depend on the split",
+            "leave out generator=, or set sample_rng=False",
+        )
+    )
+
+
+def _other_call(op: str, before: Call) -> InputError:
+    return InputError(
+        explain(
+            f"{op} where another micro-batch of the window called {before.op}",
+            "random calls must come in the same order in every micro-batch, so the path through the model "
+            "must not depend on the data or on Python's random numbers",
+            "make the choice per sample with torch's random numbers, or set sample_rng=False",
+        )
+    )

@@ -1,0 +1,195 @@
+"""Adaptive batches and AdaScale on a torch optimizer (see `superbatch.tuning`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from superbatch.errors import InputError, explain
+from superbatch.results.noise import Noise
+from superbatch.tuning.adaptive import Controller
+from superbatch.tuning.adascale import AdaScale
+from superbatch.tuning.scaling import Rule
+
+from ..window.sync.ranks import Ranks, find_ranks
+from .scaling import rescale, set_number
+
+
+def controller(
+    model: nn.Module,
+    noise: Callable[[], Noise | None],
+    *,
+    microbatch: int,
+    start: int,
+    target: float = 1.0,
+    least: int = 1,
+    most: int | None = None,
+) -> Controller:
+    """Make a `superbatch.tuning.adaptive.Controller` whose windows have one length on all ranks of a model.
+
+    Rank 0 decides. Every rank must ask as often, so all need data for as many windows (equal shards, as
+    `DistributedSampler` makes them).
+
+    Args:
+        model: in DistributedDataParallel, where there are several ranks.
+        noise: what is known now, such as ``lambda: accumulate.noise``.
+        microbatch: samples of one micro-batch *on one rank*.
+        start: accumulation steps of the first window.
+        target: noise over signal that is aimed at.
+        least: accumulation steps at least.
+        most: accumulation steps at most.
+
+    Returns:
+        The controller: pass it to `windows`.
+
+    Examples:
+        >>> steps = controller(nn.Linear(2, 1), lambda: None, microbatch=8, start=4)
+        >>> steps(0), steps(1)  # nothing is known: held
+        (4, 4)
+    """
+    ranks: Ranks = find_ranks([model])
+    return Controller(
+        noise,
+        microbatch=microbatch * ranks.count,
+        start=start,
+        target=target,
+        least=least,
+        most=most,
+        first=ranks.first,
+    )
+
+
+class AdaptiveBatch:
+    """Lets an optimizer's settings follow a batch that a controller changes.
+
+    By itself a `Controller` leaves the rate alone, so that a larger batch means less noise, as a decayed rate
+    would. With this the settings are scaled at each change, before the window's update.
+
+    Args:
+        optimizer: scaled by `rescale`.
+        steps: the controller, or another schedule of accumulation steps.
+        rule: ``"linear"``, ``"sqrt"``, ``"power"`` or ``"keep"``; for the gain see `AdaScaleRate`.
+        scheduler: what sets the optimizer's rate, if anything does.
+
+    Raises:
+        InputError: the rule depends on the noise.
+
+    Examples:
+        >>> import torch
+        >>> from superbatch import piecewise
+        >>> optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+        >>> steps = AdaptiveBatch(optimizer, piecewise({0: 2, 1: 4}), rule="linear")
+        >>> steps(0), optimizer.param_groups[0]["lr"], steps(1), optimizer.param_groups[0]["lr"]
+        (2, 0.1, 4, 0.2)
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, steps: Callable[[int], int], *, rule: Rule, scheduler: Any = None
+    ) -> None:
+        if rule == "gain":
+            raise InputError(
+                explain(
+                    'rule="gain"',
+                    "the noise changes between two changes of the batch, and the rate would wander off",
+                    "use AdaScaleRate, whose gain is always that over one base batch",
+                )
+            )
+        self._optimizer, self._steps, self._scheduler = optimizer, steps, scheduler
+        self._rule: Rule = rule
+        self._last: int | None = None
+
+    def __call__(self, update: int) -> int:
+        """Return the accumulation steps of an update, and scale the optimizer to them."""
+        steps = self._steps(update)
+        if self._last is not None and steps != self._last:
+            rescale(self._optimizer, self._last, steps, rule=self._rule, scheduler=self._scheduler)
+        self._last = steps
+        return steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to save: the steps that the optimizer is scaled to."""
+        return {"last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; the controller's and the optimizer's are loaded apart."""
+        self._last = state["last"]
+
+
+class AdaScaleRate:
+    """Sets an optimizer's rate to AdaScale's, ``gain x lr0(tau)``: a scheduler for the Accumulator.
+
+    For Adam the rate takes the square root of the gain; the progress takes it whole.
+
+    Args:
+        optimizer: its rates are lr0 at a factor of 1.
+        factor: factor of the rate as a function of tau, of updates with the base batch; such as ``lambda tau:
+            0.5 ** (tau // 1000)``.
+        base_batch: samples of one update, on all ranks, that the rate and `factor` are for.
+        batch: samples of each update, on all ranks: a number, or a function of the update's index.
+        noise: what is known now, such as ``meter.estimate`` with a `NoiseMeter` that the Accumulator gets as
+            ``noise=meter``. It is asked at once, when there is no Accumulator yet.
+
+    Examples:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+        >>> rate = AdaScaleRate(optimizer, lambda tau: 1.0, base_batch=32, batch=128, noise=lambda: 96.0)
+        >>> round(optimizer.param_groups[0]["lr"], 3), rate.progress
+        (0.229, 0.0)
+        >>> rate.step()
+        >>> round(rate.progress, 3)
+        2.286
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        factor: Callable[[float], float],
+        *,
+        base_batch: float,
+        batch: float | Callable[[int], float],
+        noise: Callable[[], Noise | float | None],
+    ) -> None:
+        self._optimizer, self._noise = optimizer, noise
+        self._batch = batch if callable(batch) else lambda update: batch
+        self._rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+        adam = isinstance(optimizer, Adam | AdamW)  # no subclass of Adam in older releases
+        self._adascale = AdaScale(factor, base_batch, power=0.5 if adam else 1.0)
+        self._update = 0
+        self._apply()
+
+    @property
+    def progress(self) -> float:
+        """tau: how many updates with the base batch those so far were worth; train until it is enough."""
+        return self._adascale.progress
+
+    @property
+    def gain(self) -> float:
+        """The gain of the next update."""
+        return self._adascale.gain
+
+    def step(self) -> None:
+        """Note an update, and set the rate of the next one; called by the Accumulator."""
+        self._adascale.advance()
+        self._update += 1
+        self._apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to save."""
+        return {"update": self._update, "rates": list(self._rates), "adascale": self._adascale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; the optimizer's own holds the rate of the next update.
+
+        Args:
+            state: from `state_dict`.
+        """
+        self._update, self._rates = int(state["update"]), list(state["rates"])
+        self._adascale.load_state_dict(state["adascale"])
+
+    def _apply(self) -> None:
+        factor = self._adascale.rate(self._batch(self._update), self._noise())
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            set_number(group, "lr", rate * factor)

@@ -1,0 +1,172 @@
+"""The batches of a survey: as many as it has points, from the beginning again where they end.
+
+What is read is put back where it can be: counters and generators of a loader, its samplers and its datasets;
+the epoch of persistent workers; and the state of a loader that has `state_dict` and `load_state_dict`. Where
+an iterator stands cannot be put back, so none is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from types import FunctionType
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from superbatch.errors import InputError, explain
+from superbatch.schedule import Schedule
+from superbatch.window import windows
+
+from ..window.participants.snapshot import generator_restorer
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Batches:
+    """An endless stream of batches.
+
+    Args:
+        batches: can be iterated over again and again (a DataLoader, a list), or a function without arguments
+            that returns something to iterate over.
+        accumulation_steps: group its micro-batches into windows of so many, as `windows` does; None takes
+            each as a batch. A schedule goes on where the batches begin again: it counts updates, not epochs.
+
+    Attributes:
+        epochs: how often the batches were begun with.
+
+    Raises:
+        InputError: it is an iterator or a generator, which cannot be begun with again.
+
+    Examples:
+        >>> stream = Batches([1, 2], None)
+        >>> [stream.take() for _ in range(5)], stream.epochs
+        ([1, 2, 1, 2, 1], 3)
+    """
+
+    def __init__(self, batches: Any, accumulation_steps: int | Schedule | None) -> None:
+        self._begin = _beginner(batches)
+        self._steps: int | Schedule | None = accumulation_steps
+        self._iterator: Iterator[Any] | None = None
+        self.epochs = 0
+        self._taken = 0
+
+    def take(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            InputError: there is not a single one.
+        """
+        if self._iterator is not None:
+            for batch in self._iterator:
+                self._taken += 1
+                return batch
+        self.close()
+        self.epochs += 1
+        loader = self._begin()
+        grouped = None if self._steps is None else windows(loader, self._steps, first_update=self._taken)
+        self._iterator = iter(loader if grouped is None else grouped)
+        for batch in self._iterator:
+            self._taken += 1
+            return batch
+        raise InputError(
+            explain(
+                "batches of which there is none" + (" the second time" if self.epochs > 1 else ""),
+                "a survey makes one update per point, and begins again where batches end",
+                "pass a loader that is not empty, or a function that makes a new iterator for each call",
+            )
+        )
+
+    def close(self) -> None:
+        """Let the iterator go: workers of a loader end with it."""
+        close = getattr(self._iterator, "close", None)
+        if callable(close):
+            close()
+        self._iterator = None
+
+
+def keep_position(batches: Any, undo: ExitStack) -> None:
+    """Note where a loader stands, and put it back when `undo` is closed.
+
+    Args:
+        batches: of the user.
+        undo: what puts everything back.
+
+    Examples:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader
+        >>> seeded = torch.Generator().manual_seed(0)
+        >>> loader = DataLoader(range(100), batch_size=3, shuffle=True, generator=seeded)
+        >>> with ExitStack() as undo:
+        ...     keep_position(loader, undo)
+        ...     first = next(iter(loader))
+        >>> bool((first == next(iter(loader))).all())
+        True
+    """
+    holders, with_state = _holders(batches), _has_state(batches)
+    for holder in holders:
+        if not (holder is batches and with_state):
+            _keep_attributes(holder, undo)
+    if with_state:
+        undo.callback(batches.load_state_dict, copy.deepcopy(batches.state_dict()))
+    if isinstance(batches, DataLoader):
+        # Persistent workers go on with their epoch afterwards, unaware of those that serve the survey.
+        undo.callback(setattr, batches, "_iterator", batches._iterator)
+        batches._iterator = None
+
+
+def _has_state(batches: Any) -> bool:
+    return all(callable(getattr(batches, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _holders(batches: Any) -> list[Any]:
+    """The loader, its samplers and its datasets, with those that they wrap: whatever may count or draw."""
+    found: dict[int, Any] = {}
+    waiting = [batches]
+    while waiting:
+        one = waiting.pop(0)
+        if id(one) in found or not hasattr(one, "__dict__") or isinstance(one, FunctionType):
+            continue
+        found[id(one)] = one
+        waiting += [
+            getattr(one, name) for name in ("sampler", "batch_sampler", "dataset") if hasattr(one, name)
+        ]
+        several = getattr(one, "datasets", ())
+        waiting += several if isinstance(several, list | tuple) else ()
+    return list(found.values())
+
+
+def _keep_attributes(holder: Any, undo: ExitStack) -> None:
+    """Its counters, and the generators it draws from. Not its containers: a cache may go on growing."""
+    attributes = vars(holder)
+    plain = {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
+    undo.callback(attributes.update, plain)
+    for value in attributes.values():
+        restore = generator_restorer(value)
+        if restore is not None:
+            undo.callback(restore)
+
+
+def _beginner(batches: Any) -> Callable[[], Iterable[Any]]:
+    if isinstance(batches, Iterator):
+        raise InputError(
+            explain(
+                f"batches that are an iterator ({type(batches).__name__})",
+                "what a survey takes from it is lost to the training, and it cannot be begun with again",
+                "pass the DataLoader or list itself (accumulation_steps=K makes windows of it), or a "
+                "function that returns a new iterator: lambda: windows(loader, 8)",
+            )
+        )
+    if isinstance(batches, Iterable):
+        return lambda: batches
+    if callable(batches):
+        make: Callable[[], Any] = batches
+        return make
+    raise InputError(
+        explain(
+            f"batches of type {type(batches).__name__}",
+            "a survey iterates over them",
+            "pass a DataLoader, a list of batches, or a function that returns an iterator",
+        )
+    )

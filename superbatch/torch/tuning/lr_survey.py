@@ -1,0 +1,167 @@
+"""Which learning rate? A range test with the updates that training will make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from superbatch.errors import InputError, NonFiniteError, explain
+from superbatch.results.survey import Survey, What
+from superbatch.results.update import Update
+from superbatch.schedule import Schedule
+from superbatch.tuning.survey import Sweep
+
+from ..accumulator import Accumulator
+from ..window.sync.ranks import Ranks
+from ..window.validation import check_choice
+from .batches import Batches, keep_position
+from .dial import Dial, range_of
+from .shadow import shadow_of
+from .state import put_back
+
+
+def lr_survey(
+    accumulator: Accumulator | tuple[Any, Any, Callable[[Any], Any]],
+    batches: Any,
+    *,
+    what: What = "lr",
+    low: float | None = None,
+    high: float | None = None,
+    updates: int = 100,
+    accumulation_steps: int | Schedule | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Survey:
+    """Survey learning rates: train while the rate grows from update to update, then put everything back.
+
+    Point t makes one update of the accumulator - the whole batch, all its micro-batches and weights - with
+    the rate ``low (high / low)^(t / (updates - 1))``, and notes the window's weighted mean loss before it.
+    The survey ends early when a loss is not finite, or when the smoothed loss is more than 4 times its best.
+
+    Momentum and moments start fresh: an optimizer in the middle of training is surveyed without them. While
+    it runs, a survey holds a copy of the parameters and, beside the optimizer's own state, a second one.
+
+    Afterwards all is as before, bit for bit, also after an exception or Ctrl-C: parameters, masters, buffers,
+    attributes and modes of the models, `.grad`, optimizer, GradScaler, random state (torch, Python, NumPy),
+    the accumulator's counters and sizes. Its schedulers and its noise meter are left alone. What is read is
+    put back where it can be: counters and generators of a loader, its samplers and its datasets, an epoch of
+    its workers, a loader with `state_dict`.
+
+    Args:
+        accumulator: of the training, or (model, optimizer, loss_fn) to make one of.
+        batches: what the accumulator is called with: a DataLoader or any other iterable that can be begun
+            with again (it is, where it ends), or a function that returns an iterator. Not an iterator: it
+            could not be put back. Nor can a generator of its own that a loader inside a function draws from.
+        what: the option that grows: ``"lr"``; ``"momentum"`` (SGD's, Adam's first beta), from `low` to `high`
+            with 1 - m falling exponentially; ``"weight_decay"``.
+        low: first value; 1e-6 for SGD's rate, 1e-7 for others', 0 for momentum, 1e-6 for weight decay.
+        high: last value; 10 for SGD's rate, 1 for others', 0.999 for momentum, 1 for weight decay.
+        updates: points of the ramp.
+        accumulation_steps: for a loader of micro-batches: group so many into a window, as `windows` does. A
+            schedule counts the survey's updates, from 0, and goes on where the loader begins again.
+        progress: told (points done, points at most) after each.
+
+    Returns:
+        The curve and what it suggests. Parameter groups keep their ratios: values are of the group with the
+        largest, `Survey.of_groups` gives all.
+
+    Raises:
+        InputError: the ramp or the batches cannot be used.
+        OptimizerError: the optimizer has no such option.
+        WindowError: the accumulator is in the middle of a window.
+        StatementError, CoupledSamplesError: the accumulator refuses the loss, as it would in training.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> x = torch.randn(64, 3)
+        >>> data = [(x, x.sum(1, keepdim=True))]
+        >>> def loss_fn(microbatch):
+        ...     return torch.nn.functional.mse_loss(model(microbatch[0]), microbatch[1])
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> accumulate = Accumulator(model, sgd, loss_fn, microbatch_size=16)
+        >>> found = lr_survey(accumulate, data)
+        >>> found.stopped is not None, 1e-4 < found.suggestion < 1, accumulate.updates
+        (True, True, 0)
+
+    References:
+        L. N. Smith, 2015, https://arxiv.org/abs/1506.01186
+    """
+    start = time.perf_counter()
+    check_choice(what, "what", What)
+    accumulator = _as_accumulator(accumulator)
+    stream = Batches(batches, accumulation_steps)
+    shadow = shadow_of(accumulator)
+    plan = shadow._plan
+    optimizers = plan.step.optimizers
+    dial = Dial(optimizers, what)
+    default = range_of(optimizers, what)
+    sweep = Sweep(what, default[0] if low is None else low, default[1] if high is None else high, updates)
+    skipped: list[int] = []
+    with put_back(
+        plan.models,
+        optimizers,
+        plan.step.scaler,
+        owned=accumulator._owned,
+        devices=[] if plan.device is None else [plan.device],
+    ) as undo:
+        keep_position(batches, undo)
+        undo.callback(stream.close)
+        for point, value in enumerate(sweep.values):
+            batch = stream.take()
+            dial.turn(value)
+            go_on = _point(shadow, batch, sweep, skipped, point)
+            progress(point + 1, updates)
+            # The ranks' losses are one number, but none may go on alone where rounding made it two.
+            if not _all(plan.ranks, go_on):
+                sweep.stop("another rank stopped")
+                break
+    return sweep.report(
+        ratios=dial.ratios, skipped=skipped, epochs=stream.epochs, seconds=time.perf_counter() - start
+    )
+
+
+def _point(
+    accumulate: Callable[[Any], Update], batch: Any, sweep: Sweep, skipped: list[int], point: int
+) -> bool:
+    """Make one update and note its loss; return whether to go on."""
+    try:
+        update = accumulate(batch)
+    except NonFiniteError as error:
+        sweep.stop(f"not finite: {error}")
+        return False
+    if update.dropped:
+        sweep.stop("a micro-batch was left out: its loss or gradient is not finite")
+        return False
+    if not update.weight and update.skipped is not None:
+        raise InputError(
+            explain(
+                "a batch without weight in a survey",
+                "it has no loss",
+                "survey on batches in which something counts",
+            )
+        )
+    if not update.made:
+        if update.skipped is not None and update.skipped.startswith("not finite"):
+            sweep.stop(update.skipped)
+            return False
+        skipped.append(point)
+    return sweep.add(update.loss)
+
+
+def _as_accumulator(given: Any) -> Accumulator:
+    if isinstance(given, Accumulator):
+        return given
+    if isinstance(given, Sequence) and len(given) == 3:
+        return Accumulator(*given)
+    raise InputError(
+        explain(
+            f"a survey of a {type(given).__name__}",
+            "its updates are those of an accumulator",
+            "pass an Accumulator, or (model, optimizer, loss_fn)",
+        )
+    )
+
+
+def _all(ranks: Ranks, go_on: bool) -> bool:
+    return go_on if not ranks.shared else not ranks.sum([not go_on])[0]

@@ -1,0 +1,313 @@
+"""From batch B to kappa B on a torch optimizer: groups, moments and schedulers, all of them or nothing.
+
+The rules are those of `tuning.scaling`. Whatever can fail is done before the first value is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from superbatch.errors import InputError, OptimizerError, explain
+from superbatch.results.noise import Noise
+from superbatch.results.scaling import Scaling
+from superbatch.tuning.noise_range import noise_range
+from superbatch.tuning.scaling import Family, Rule, choose, scale
+
+Change = Callable[[], object]
+
+RATES_OF_GROUPS = ("initial_lr", "max_lr", "min_lr", "swa_lr")
+"""What schedulers write into a group, in units of the learning rate."""
+
+RATES_OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "_last_lr")
+"""What schedulers keep for themselves, in units of the learning rate."""
+
+
+def rescale(
+    optimizer: Optimizer,
+    from_batch: float,
+    to_batch: float,
+    noise: Noise | float | None = None,
+    rule: Rule | None = None,
+    *,
+    scheduler: Any = None,
+) -> tuple[Scaling, ...]:
+    """Scale an optimizer from one effective batch to another, in place; at once, or not at all.
+
+    SGD, Adam and AdamW (and their subclasses) get all that `tuning.scaling.scale` says. Moments that Adam
+    has gathered are kept: as beta2 changes, its state is scaled so that the debiased second moment is what it
+    was. Of any other optimizer only the learning rate is changed, and only by a rule that is named.
+
+    Args:
+        optimizer: a torch optimizer.
+        from_batch: samples of one update, on all ranks, that its settings are for.
+        to_batch: samples of one update that they shall be for.
+        noise: the noise scale: what `Accumulator.noise` measured, a number of samples, or None.
+        rule: see `superbatch.tuning.scaling.scale`; None chooses.
+        scheduler: the scheduler, or a list of them, that sets this optimizer's rate; its rates are scaled as
+            well, or it would undo the change. How many updates it lasts stays as it is.
+
+    Returns:
+        For each parameter group what was changed, by which rule, and how far that holds.
+
+    Raises:
+        InputError: a value cannot be scaled, or a scheduler sets the rate and was not passed; nothing has
+            changed.
+        OptimizerError: no rule is known for this optimizer, and none was named; nothing has changed.
+
+    Examples:
+        >>> import torch
+        >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1e-3, betas=(0.9, 0.95))
+        >>> (scaling,) = rescale(optimizer, from_batch=512, to_batch=128)
+        >>> scaling.rule, optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]
+        ('sqrt', 0.0005, (0.9, 0.987...))
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            explain(
+                f"an optimizer of type {type(optimizer).__name__}",
+                "it has no groups to scale",
+                "pass a torch one",
+            )
+        )
+    schedulers = schedulers_of(scheduler)
+    _require_schedulers(optimizer, schedulers)
+    known = isinstance(optimizer, SGD | Adam | AdamW)
+    if not known and rule is None:
+        raise OptimizerError(
+            explain(
+                f"an optimizer of type {type(optimizer).__name__}",
+                "no rule is known for its settings",
+                'name one for the rate alone: rule="sqrt" for optimizers of Adam\'s kind, rule="linear" for '
+                "those of SGD's",
+            )
+        )
+    _positive("from_batch", from_batch)
+    kappa = _positive("to_batch", to_batch) / from_batch
+    value = noise_range(noise).value
+    ratio = None if value is None else value / from_batch
+    done = [
+        _scaled(group, family_of(optimizer, group, rule), kappa, ratio, rule, known=known)
+        for group in optimizer.param_groups
+    ]
+    if not known:
+        done = [_rate_only(each, type(optimizer).__name__) for each in done]
+    changes: list[Change] = []
+    for group, scaling in zip(optimizer.param_groups, done, strict=True):
+        changes += _group_changes(optimizer, group, scaling)
+    if schedulers:
+        rates = {scaling.rate for scaling in done}
+        changes += [partial(_scale_scheduler, each, rates) for each in schedulers]
+        if len(rates) > 1:
+            raise InputError(
+                explain(
+                    f"groups whose rates change by different factors ({sorted(rates)}), and a scheduler",
+                    "it keeps some rates for all groups",
+                    "name one rule for all of them",
+                )
+            )
+    for change in changes:
+        change()
+    return tuple(done)
+
+
+def family_of(optimizer: Optimizer, group: Mapping[str, Any], rule: Rule | None = None) -> Family:
+    """The family of rules for a parameter group.
+
+    Args:
+        optimizer: any.
+        group: one of its groups.
+        rule: what was asked for; decides for an optimizer that is not known.
+
+    Returns:
+        ``"sgd"``, ``"adam"``, or ``"adamw"`` where weight decay is decoupled.
+
+    Examples:
+        >>> import torch
+        >>> adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
+        >>> family_of(adam, adam.param_groups[0])
+        'adam'
+    """
+    if isinstance(optimizer, SGD):
+        return "sgd"
+    if isinstance(optimizer, AdamW) or group.get("decoupled_weight_decay"):
+        return "adamw"
+    return "adam" if isinstance(optimizer, Adam) or rule in ("sqrt", "power") else "sgd"
+
+
+def change_betas(optimizer: Optimizer, group: dict[str, Any], *, beta1: float, beta2: float) -> list[Change]:
+    """Prepare a change of Adam's betas that keeps its debiased moments as they are.
+
+    Adam divides a moment by ``1 - beta ** updates``, as if all updates had been made with the beta of today.
+    After a change that is wrong by ``(1 - new ** updates) / (1 - old ** updates)``: early in training the
+    next steps would be several times too long, or too short. So the state is multiplied by it.
+
+    Args:
+        optimizer: Adam or AdamW.
+        group: one of its groups.
+        beta1: the new one.
+        beta2: the new one.
+
+    Returns:
+        What is to be done, each of which cannot fail.
+
+    Examples:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> adam = torch.optim.Adam([weight], betas=(0.9, 0.999))
+        >>> weight.grad = torch.ones(1)
+        >>> adam.step()
+        >>> for change in change_betas(adam, adam.param_groups[0], beta1=0.9, beta2=0.95):
+        ...     _ = change()
+        >>> adam.param_groups[0]["betas"], adam.state[weight]["exp_avg_sq"]  # was 0.001
+        ((0.9, 0.95), tensor([0.0500]))
+    """
+    old1, old2 = (float(beta) for beta in group["betas"])
+    changes: list[Change] = []
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        updates = float(state.get("step", 0))
+        for names, old, new in (
+            (("exp_avg",), old1, beta1),
+            (("exp_avg_sq", "max_exp_avg_sq"), old2, beta2),
+        ):
+            if updates and old != new:
+                factor = (1 - new**updates) / (1 - old**updates)
+                changes += [partial(state[name].mul_, factor) for name in names if name in state]
+    return [*changes, partial(_set_betas, group, beta1, beta2)]
+
+
+def set_number(holder: Any, name: str, value: float) -> None:
+    """Set an entry of a group; where it is a tensor (``capturable``), in place.
+
+    Args:
+        holder: a group.
+        name: of the entry.
+        value: a number.
+
+    Examples:
+        >>> import torch
+        >>> group = {"lr": torch.tensor(0.1)}
+        >>> set_number(group, "lr", 0.5)
+        >>> group
+        {'lr': tensor(0.5000)}
+    """
+    if isinstance(holder[name], Tensor):
+        holder[name].fill_(value)
+    else:
+        holder[name] = value
+
+
+def schedulers_of(scheduler: Any) -> list[Any]:
+    """Return schedulers, and those that they are made of.
+
+    Args:
+        scheduler: one, a list of them, or None.
+
+    Examples:
+        >>> schedulers_of(None)
+        []
+    """
+    if scheduler is None:
+        return []
+    if isinstance(scheduler, list | tuple):
+        return [inner for each in scheduler for inner in schedulers_of(each)]
+    return [scheduler, *schedulers_of(list(getattr(scheduler, "_schedulers", ())))]
+
+
+def _scaled(
+    group: Mapping[str, Any],
+    family: Family,
+    kappa: float,
+    ratio: float | None,
+    rule: Rule | None,
+    *,
+    known: bool,
+) -> Scaling:
+    settings = {"lr": float(group["lr"])}
+    if known and family == "sgd":
+        settings["momentum"] = float(group["momentum"])
+    elif known:
+        settings["beta1"], settings["beta2"] = (float(beta) for beta in group["betas"])
+        settings["eps"] = float(group["eps"])
+    if known and group.get("weight_decay"):
+        settings["weight_decay"] = float(group["weight_decay"])
+    # A noise scale that is not determined leaves the choice to the rule that needs none.
+    chosen = choose(family, rule, ratio)
+    return scale(settings, optimizer=family, kappa=kappa, ratio=ratio, rule=chosen)
+
+
+def _rate_only(scaling: Scaling, name: str) -> Scaling:
+    said = f"Only the rate was changed: superbatch knows no rule for the other settings of {name}."
+    why = "Asked for: no rule is known for this optimizer."
+    return replace(scaling, optimizer=name, why=why, limits=(said,))
+
+
+def _group_changes(optimizer: Optimizer, group: dict[str, Any], scaling: Scaling) -> list[Change]:
+    after, changes = scaling.after, list[Change]()
+    if "beta2" in after:
+        changes += change_betas(optimizer, group, beta1=after["beta1"], beta2=after["beta2"])
+    for name in ("lr", "eps", "weight_decay"):
+        if name in after:
+            changes.append(partial(set_number, group, name, after[name]))
+    for name in RATES_OF_GROUPS:
+        if name in group:
+            changes.append(partial(set_number, group, name, float(group[name]) * scaling.rate))
+    return changes
+
+
+def _set_betas(group: dict[str, Any], beta1: float, beta2: float) -> None:
+    betas = group["betas"]
+    if any(isinstance(beta, Tensor) for beta in betas):
+        for beta, value in zip(betas, (beta1, beta2), strict=True):
+            beta.fill_(value)
+    else:
+        group["betas"] = (beta1, beta2)
+
+
+def _require_schedulers(optimizer: Optimizer, schedulers: Iterable[Any]) -> None:
+    schedulers = list(schedulers)
+    for each in schedulers:
+        if getattr(each, "optimizer", None) is not optimizer:
+            raise InputError(
+                explain(
+                    f"a scheduler of type {type(each).__name__}",
+                    "it does not belong to this optimizer",
+                    "pass the scheduler that was made with it",
+                )
+            )
+    if not schedulers and any("initial_lr" in group for group in optimizer.param_groups):
+        raise InputError(
+            explain(
+                "an optimizer whose rate a scheduler sets",
+                "the scheduler would undo the change, or a part of it, when it is stepped next",
+                "pass it too: rescale(..., scheduler=scheduler)",
+            )
+        )
+
+
+def _scale_scheduler(scheduler: Any, rates: set[float]) -> None:
+    (rate,) = rates
+    for name in RATES_OF_SCHEDULERS:
+        # `min_lrs` of ReduceLROnPlateau, `eta_min` of the cosines, ...: what there is depends on the class.
+        value = vars(scheduler).get(name)
+        if isinstance(value, list):
+            setattr(scheduler, name, [each * rate for each in value])
+        elif isinstance(value, float | int):
+            setattr(scheduler, name, value * rate)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        scheduler.eps *= rate  # the smallest change of the rate that it makes
+
+
+def _positive(name: str, value: float) -> float:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise InputError(explain(f"{name}={value!r}", "it is a number of samples", "pass a positive number"))
+    return value

@@ -1,0 +1,215 @@
+"""Notes while a block runs, of which the report is made."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.modules import module as all_modules
+
+from superbatch.errors import CoupledSamplesError, explain
+from superbatch.results.coupling import CouplingReport, MeetingPoint, WholeValue
+
+from ..run.plan import Plan
+from ..run.store import Store
+from .values import Node, going_back
+
+OnGather = Literal["ok", "warn", "error"]
+
+
+def paths(
+    module: nn.Module, path: str = "", found: dict[nn.Module, str] | None = None
+) -> dict[nn.Module, str]:
+    """Return `named_modules` the other way round, in a fraction of its time: it is needed in each update."""
+    found = {} if found is None else found
+    if module not in found:
+        found[module] = path
+        for name, child in module._modules.items():
+            if child is not None:
+                paths(child, f"{path}.{name}" if path else name, found)
+    return found
+
+
+def _level() -> int:
+    """The stack level, for a warning by the one who asks, of the program's own line."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_ITS_OWN:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_PICKS = {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}  # of rows of the batch, where these meet
+_NOT_ITS_OWN = ("superbatch", "torch")
+
+
+class Log:
+    """What happened so far.
+
+    Args:
+        models: whose modules are named by their paths.
+        on_gather: what to do when an operator without a rule needs whole tensors.
+
+    Attributes:
+        where: path of the module whose forward runs; "" outside.
+        sweeps, recorded, run, repeated: as in `CouplingReport`.
+        in_pieces: the batch is larger than a micro-batch, so that what is whole is too.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], on_gather: OnGather) -> None:
+        self._names = {
+            module: name if len(models) == 1 else f"{index}.{name}"
+            for index, model in enumerate(models)
+            for module, name in paths(model).items()
+        }
+        self._on_gather: OnGather = on_gather
+        self._path: list[str] = []
+        self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes
+        self._points: dict[int, MeetingPoint] = {}
+        self._aside: dict[int, MeetingPoint] = {}
+        self._backward: set[int] = set()
+        self._whole: dict[tuple[str, str, bool], list[int]] = {}  # how many, bytes, rows, larger
+        self.in_pieces = True
+        self.sweeps = self.recorded = self.run = self.repeated = 0
+
+    @property
+    def where(self) -> str:
+        """Path of the module whose forward runs; "" outside."""
+        return self._path[-1] if self._path else ""
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Know which module's forward runs, for as long as the context lasts."""
+        thread = get_ident()  # the hooks are called in others too, and at the end of what began before
+
+        def enter(module: nn.Module, inputs: object) -> None:
+            if get_ident() == thread:
+                self._path.append(self._names.get(module, self.where))
+
+        def leave(module: nn.Module, inputs: object, output: object) -> None:
+            if get_ident() == thread and self._path:
+                self._path.pop()
+
+        handles = [
+            all_modules.register_module_forward_pre_hook(enter),
+            all_modules.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def unknown(self, operator: str, nbytes: int) -> None:
+        """Note that an operator without a rule needs whole tensors.
+
+        Raises:
+            CoupledSamplesError: with ``on_gather="error"``.
+        """
+        if self._on_gather == "ok":
+            return
+        self._tell(
+            explain(
+                f"{operator} in {self.where or 'no module'} on {nbytes} bytes of the virtual batch",
+                "no rule says how it acts on each sample, so it runs on the whole batch, which has to fit",
+                'use another operator, or on_gather="ok"',
+            )
+        )
+
+    def whole_needed(self, operator: str, nbytes: int) -> None:
+        """Note that an operator takes rows of all samples into one tensor, though a rule knows it.
+
+        Raises:
+            CoupledSamplesError: with ``on_gather="error"``.
+        """
+        if self._on_gather == "ok" or not self.in_pieces:
+            return
+        place = "the backward pass" if going_back() else self.where or "no module"
+        self._tell(
+            f"{operator} in {place} puts {nbytes} bytes of the whole batch into one tensor. Use operations "
+            "that keep a row for each sample (torch.where or a product with a mask instead of an index), or "
+            'pass on_gather="ok".'
+        )
+
+    def _tell(self, text: str) -> None:
+        if self._on_gather == "error":
+            raise CoupledSamplesError(text)
+        warnings.warn(text, UserWarning, stacklevel=_level())
+
+    def met(self, node: Node, kept: int) -> None:
+        """Note an operation in which samples meet.
+
+        Args:
+            node: the operation; its results flow back into samples.
+            kept: bytes of its inputs that are kept.
+        """
+        if node.backward:
+            self._backward.add(node.serial)
+            return
+        self._points[node.serial] = _point(node, kept)
+
+    def planned(self, todo: Plan) -> None:
+        """Note where samples meet, and keep none of the operations: they hold what they read."""
+        for node in todo.meeting:
+            self.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
+        todo.meeting.clear()
+        for node in todo.stage:
+            if node.gathers == "unknown":
+                self.gathered(node)
+
+    def gathered(self, node: Node) -> None:
+        """Note that rows are put together for an operator without a rule, whoever sees its result."""
+        if node.serial not in self._points and not node.backward:
+            self._aside[node.serial] = _point(node, 0)
+
+    def whole(self, place: tuple[str, str, bool], nbytes: int, rows: int) -> None:
+        """Note a whole value that was there.
+
+        Args:
+            place: its module, its operator, and whether that was on the way back.
+            nbytes: its size.
+            rows: how many rows of the batch are in it; 0: it grows with the batch.
+        """
+        told = self._whole.setdefault(place, [0, 0, 0, 0])
+        told[:] = told[0] + 1, told[1] + nbytes, told[2] + rows, told[3] or not rows
+
+    def report(self, samples: int, microbatches: int, store: Store | None = None) -> CouplingReport:
+        """Return the report."""
+        on_device, on_host, whole = (
+            (0, 0, 0) if store is None else (store.most_on_device, store.most_on_host, store.most_whole)
+        )
+        rows = -(-samples // max(microbatches, 1))
+        return CouplingReport(
+            samples=samples,
+            microbatches=microbatches,
+            points=tuple(self._points[serial] for serial in sorted(self._points)),
+            backward_points=len(self._backward),
+            sweeps=self.sweeps,
+            recorded=self.recorded,
+            run=self.run,
+            repeated=self.repeated,
+            kept_on_device=on_device,
+            kept_on_host=on_host,
+            unknown=tuple(self._aside[serial] for serial in sorted(self._aside)),
+            whole=tuple(
+                WholeValue(*place, times, nbytes)
+                for place, (times, nbytes, count, grows) in self._whole.items()
+                if grows or count > rows
+            ),
+            whole_on_device=whole,
+        )
+
+
+def _point(node: Node, kept: int) -> MeetingPoint:
+    if node.gathers:
+        gathered = sum(v.nbytes for v, layout in node.operands if layout)
+        return MeetingPoint(node.where, node.name, node.gathers, kept, gathered)
+    if node.operator in _PICKS:
+        chosen = sum(value.nbytes for output in node.outputs if (value := output()) is not None)
+        return MeetingPoint(node.where, node.name, "gathered", kept, chosen)
+    return MeetingPoint(node.where, node.name, "statistic", kept, 0)

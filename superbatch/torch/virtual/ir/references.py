@@ -1,0 +1,129 @@
+"""Operations on whole tensors by other means than the rules': what paranoid mode compares with.
+
+For kernels that cannot be called again with what the program holds: what they kept for their backward is not
+there, or in a form of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch.torch.devices import in_float64
+
+Given = dict[str, Any]  # arguments by name, with whole tensors
+aten: Any = torch.ops.aten
+
+
+def arguments_by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> Given:
+    """Return all arguments of a call by name, with the schema's defaults."""
+    told = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in told}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+# -- CUDA's attention ---------------------------------------------------------------------------------------
+
+
+def _shares(given: Given) -> tuple[Tensor, float]:
+    """Return what each query takes of each key, and the factor of the products."""
+    query, key = given["query"], given["key"]
+    scale = given.get("scale")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = in_float64(query) @ in_float64(key).mT * scale
+    if given.get("attn_bias") is not None:
+        scores = scores + given["attn_bias"]
+    if given["is_causal"]:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0), scale
+
+
+def _attention(given: Given) -> list[Any]:
+    if given["dropout_p"]:
+        return []  # its mask is the kernel's own
+    shares, _ = _shares(given)
+    return [(shares @ in_float64(given["value"])).to(given["query"].dtype)]
+
+
+def _attention_backward(given: Given) -> list[Any]:
+    if given["dropout_p"]:
+        return []
+    grad = in_float64(next(iter(given.values())))  # "grad_out", or "grad_out_"
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    shares, scale = _shares(given)
+    of_shares = grad @ in_float64(value).mT
+    of_scores = shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True))
+    found: list[Any] = [
+        (of_scores @ in_float64(key) * scale).to(query.dtype),
+        (of_scores.mT @ in_float64(query) * scale).to(key.dtype),
+        (shares.mT @ grad).to(value.dtype),
+    ]
+    bias = given.get("attn_bias")
+    return found if bias is None else [*found, of_scores.sum_to_size(bias.shape).to(bias.dtype)]
+
+
+# -- cuDNN --------------------------------------------------------------------------------------------------
+
+_RNN, _RNN_BACKWARD = aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default
+
+
+def _recurrent(given: Given) -> list[Any]:
+    return list(_RNN(**_with_own_buffer(given))[:3])
+
+
+def _recurrent_backward(given: Given) -> list[Any]:
+    given = _with_own_buffer(given)
+    names = [argument.name for argument in _RNN._schema.arguments]
+    output, _, _, reserve, buffer = _RNN(**{name: given[name] for name in names})
+    given.update(output=output, reserve=reserve, weight_buf=buffer)
+    return list(_RNN_BACKWARD(**given))
+
+
+def _with_own_buffer(given: Given) -> Given:
+    """Without the empty tensor that stands for the buffer of all weights."""
+    buffer = given["weight_buf"]
+    states = {
+        name: item.contiguous()
+        for name, item in given.items()
+        if isinstance(item, Tensor) and name != "weight_buf"
+    }
+    return {**given, **states, "weight_buf": buffer if buffer is not None and buffer.numel() else None}
+
+
+def _batch_norm(given: Given) -> list[Any]:
+    return list(aten.native_batch_norm.default(*list(given.values())[:8]))
+
+
+def _batch_norm_backward(given: Given) -> list[Any]:
+    x, grad, weight, mean, var, save_mean, save_invstd, eps = list(given.values())[:8]
+    training, wanted = True, [True, True, True]
+    kept = mean, var, save_mean, save_invstd, training, eps, wanted
+    return list(aten.native_batch_norm_backward.default(grad, x, weight, *kept))
+
+
+# -- random numbers -----------------------------------------------------------------------------------------
+
+
+def dropped(given: Given, mask: Tensor) -> list[Any]:
+    """Return what dropout gives for the mask that it drew."""
+    p, x = given["p"], given["input"]
+    return [x * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p))]
+
+
+_ATTENTION = ("flash", "efficient", "cudnn")
+
+REFERENCES: dict[Any, Callable[[Given], list[Any]]] = {
+    **{getattr(aten, f"_scaled_dot_product_{name}_attention"): _attention for name in _ATTENTION},
+    **{
+        getattr(aten, f"_scaled_dot_product_{name}_attention_backward"): _attention_backward
+        for name in _ATTENTION
+    },
+    aten._cudnn_rnn: _recurrent,
+    aten._cudnn_rnn_backward: _recurrent_backward,
+    aten.cudnn_batch_norm: _batch_norm,
+    aten.cudnn_batch_norm_backward: _batch_norm_backward,
+}

@@ -1,0 +1,1 @@
+"""Virtual batches over several ranks."""

@@ -1,0 +1,396 @@
+r"""A virtual batch over ranks: BatchNorm over the samples of all of them, one reduction of the gradients.
+
+The collectives of a block are recorded as operations on whole values, each of which also reads what the one
+before it gave. So every rank issues them in the order in which its program called for them, whenever numbers
+are asked for: a rank may look at its loss in the block where the others do not. Nothing else has to be equal
+on the ranks: numbers of samples and of micro-batches may differ.
+
+With :math:`(n_r, \mu_r, M_r)` the count, mean and sum of squared deviations on rank r,
+
+.. math:: n = \sum n_r, \quad \mu = \sum n_r \mu_r / n, \quad M = \sum M_r + n_r (\mu_r - \mu)^2
+
+as within a rank (Chan, Golub, LeVeque 1979). In the backward only the sums in dx are those of all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from superbatch.errors import CoupledSamplesError, WindowError, explain
+from superbatch.torch.window.sync.ranks import Ranks, find_ranks
+
+from ..ir.calls import Recipe, blank, mapped
+from ..ir.layout import Layout, Part
+from ..ir.reductions import Moments
+from ..ir.values import Operand, Value
+from ..trace.aliases import assign
+from ..trace.tensor import VirtualTensor
+from .sync_norm import routed, synchronised_layers
+
+if TYPE_CHECKING:
+    from ..trace.recording import Recording
+
+
+@cache
+def is_collective(func: Any) -> bool:
+    """Tell whether an operator communicates: ``is_collective(torch.ops.aten.add.Tensor)`` is False."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
+class Across:
+    """What a block does together with the other ranks.
+
+    Args:
+        models: of the block.
+        modules: all of theirs.
+        group: as in `virtual_batch`; with it every BatchNorm in training mode is one over all ranks.
+        device: where statistics are.
+
+    Attributes:
+        ranks: those over which gradients are averaged.
+        now: the ranks over which a BatchNorm in training mode normalises; None: this one alone.
+        ending: the program has come to the end of the block, so that all collectives are recorded.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], modules: Iterable[nn.Module], group: Any, device: torch.device
+    ) -> None:
+        self.ranks = find_ranks(models, group)
+        self.now = self.ranks if group is not None and self.ranks.shared else None
+        # The user's own `no_sync` says that the gradients are reduced later.
+        self._reduces = self.ranks.shared and all(w.require_backward_grad_sync for w in self.ranks.wrappers)
+        self.ending = False
+        self._device = device
+        self._layers = synchronised_layers(modules)
+        self._groups = _different([*map(self.group_of, self._layers), self.ranks])
+        self._recording: weakref.ref[Recording] | None = None
+        self._last: Value | None = None
+        self._totals: weakref.WeakKeyDictionary[Value, tuple[Ranks, Value]] = weakref.WeakKeyDictionary()
+        # Without gradients a block may well be one rank's alone (a validation).
+        self._agreed = self._over = not (self._groups and torch.is_grad_enabled())
+        self._pending: deque[Callable[[], object]] = deque()
+        self._issuing = False
+
+    def group_of(self, layer: nn.SyncBatchNorm) -> Ranks:
+        """Return the ranks of a layer."""
+        if not dist.is_available() or not dist.is_initialized():
+            return Ranks(())
+        return Ranks((), layer.process_group or dist.group.WORLD, self._device)
+
+    @contextmanager
+    def held_together(self) -> Iterator[None]:
+        """Hold DDP back, and let SyncBatchNorm take virtual tensors, for as long as the context lasts."""
+        for wrapper in self.ranks.wrappers:
+            # As in DDP's own forward, which may not wait for the others inside the block.
+            if torch.is_grad_enabled() and wrapper.will_sync_module_buffers():
+                wrapper._sync_buffers()
+        with self.ranks.hold_back(), routed(self._layers), ExitStack() as stack:
+            for wrapper in self.ranks.wrappers:
+                name = "_static_graph_delay_allreduce_enqueued"
+                if wrapper.static_graph:  # DDP would queue its reduction in the backward, no_sync or not
+                    stack.callback(setattr, wrapper, name, getattr(wrapper, name))
+                    setattr(wrapper, name, True)
+            yield
+
+    # -- statistics -----------------------------------------------------------------------------------------
+
+    def layout_of(self, recording: Recording, value: Value) -> Layout | None:
+        """Return how to cut what a BatchNorm over ranks reads; None for an InstanceNorm.
+
+        Raises:
+            CoupledSamplesError: its rows are not those of the samples.
+        """
+        if value.layout is not None and value.layout.dim == 1:
+            return None
+        if value.layout is None and value.meta.shape[:1] == (recording.samples,):
+            return Layout(0)  # what an operator without a rule has given
+        raise CoupledSamplesError(
+            f"A BatchNorm over ranks of shape {tuple(value.meta.shape)} has its samples not in "
+            "dimension 0. Put them there."
+        )
+
+    def statistics(
+        self,
+        recording: Recording,
+        x: Operand,
+        moments: Callable[[Part, list[Tensor]], Any],
+        form: tuple[int, torch.dtype],
+        eps: float,
+    ) -> list[Value]:
+        """Return mean, 1 / standard deviation, biased and unbiased variance over the ranks.
+
+        Args:
+            recording: of the block.
+            x: the samples of this rank.
+            moments: what `Moments` combines.
+            form: number of channels, and dtype of the statistics.
+            eps: of the layer.
+        """
+        ranks, (channels, dtype) = self.now, form
+        assert ranks is not None
+
+        def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
+            return [torch.cat([mean, squares, mean.new_full((1,), count)])]
+
+        recipe = Recipe([x], [None], lambda part, tensors: moments(part, tensors)[0], lambda: Moments(finish))
+        packed = recording.add("batch_norm", recipe, blank((2 * channels + 1,), (1,), dtype))
+
+        def gather(mine: Tensor) -> Tensor:
+            rows = [torch.empty_like(mine) for _ in range(ranks.count)]
+            dist.all_gather(rows, mine, group=ranks.group)
+            return torch.stack(rows)
+
+        def combine(part: Part, tensors: list[Tensor]) -> Any:
+            means, squares, counts = gather(tensors[0]).split([channels, channels, 1], dim=1)
+            count = counts.sum()
+            mean = (means * (counts / count)).sum(0)
+            total = (squares + counts * (means - mean).square()).sum(0)
+            var = total / count
+            return mean, (var + eps).rsqrt(), var, total / (count - 1).clamp(min=1), count
+
+        metas = [blank((channels,), (1,), dtype)] * 4 + [blank((), (), dtype)]
+        self._pending.append(lambda: gather(self._nothing(2 * channels + 1, dtype)))
+        *found, count = self._collective(recording, "batch_norm over ranks", [packed], combine, metas)
+        self._totals[found[0]] = ranks, count
+        return found
+
+    def layout_back(self, recording: Recording, value: Value, mean: Value) -> Layout | None:
+        """Return the same for its backward; None if it was not over ranks."""
+        return self.layout_of(recording, value) if self.spans(mean) else None
+
+    def spans(self, mean: Value) -> bool:
+        """Return whether a mean that a BatchNorm normalises with is over ranks."""
+        return mean in self._totals
+
+    def summed(self, recording: Recording, mean: Value, mine: Value) -> Value:
+        """Return a flat value summed over the ranks that a mean is over."""
+        ranks, _ = self._totals[mean]
+        size, dtype = len(mine.meta), mine.meta.dtype
+
+        def reduce(part: Part, tensors: list[Tensor]) -> Any:
+            return (ranks.sum_tensor(tensors[0].clone()),)
+
+        self._pending.append(lambda: ranks.sum_tensor(self._nothing(size, dtype)))
+        return self._collective(recording, "sum over ranks", [mine], reduce, [mine.meta])[0]
+
+    def sums(self, recording: Recording, mean: Value, sums: list[Value], count: int) -> list[Value]:
+        """Return what the sums of a backward are over all ranks, for the count of this one.
+
+        Args:
+            recording: of the block.
+            mean: what the layer normalised with.
+            sums: this rank's, C numbers each.
+            count: of this rank; dx divides by it, so what is returned is times ``count / total``.
+
+        Raises:
+            CoupledSamplesError: a backward of this backward is asked for.
+        """
+        known = self._totals.get(mean)
+        if known is None:
+            return sums
+        if torch.is_grad_enabled():
+            raise CoupledSamplesError(
+                explain(
+                    "a backward with create_graph=True through a BatchNorm over ranks",
+                    "its second derivative would need sums over the ranks that torch does not define",
+                    "use a layer without statistics of the batch, or BatchNorm within each rank",
+                )
+            )
+        ranks, total = known
+        metas = [value.meta for value in sums]
+
+        def reduce(part: Part, tensors: list[Tensor]) -> Any:
+            *mine, everywhere = tensors[: len(sums) + 1]
+            flat = ranks.sum_tensor(torch.cat(mine).to(everywhere.dtype)) * (count / everywhere)
+            return tuple(
+                piece.to(meta.dtype)
+                for piece, meta in zip(flat.split([len(m) for m in mine]), metas, strict=True)
+            )
+
+        size, dtype = sum(map(len, metas)), total.meta.dtype
+        self._pending.append(lambda: ranks.sum_tensor(self._nothing(size, dtype)))
+        return self._collective(recording, "batch_norm sums over ranks", [*sums, total], reduce, metas)
+
+    def _nothing(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Stands for what a rank that has failed would have sent."""
+        return torch.full((size,), torch.nan, dtype=dtype, device=self._device)
+
+    def _collective(
+        self,
+        recording: Recording,
+        name: str,
+        values: list[Value],
+        run: Callable[[Part, list[Tensor]], Any],
+        metas: list[Tensor],
+    ) -> list[Value]:
+        """Record a collective that comes after the one before it."""
+
+        def issue(part: Part, tensors: list[Tensor]) -> Any:
+            with self._issued():
+                self.agree()
+                self._pending.popleft()
+                return run(part, tensors)
+
+        operands = [
+            Operand(value, None) for value in [*values, *([] if self._last is None else [self._last])]
+        ]
+        results = recording.add(name, Recipe(operands, [None] * len(metas), issue), metas, once=True)
+        self._recording, self._last = weakref.ref(recording), results[-1]
+        return results
+
+    @contextmanager
+    def _issued(self) -> Iterator[None]:
+        before, self._issuing = self._issuing, True
+        try:
+            yield
+        finally:
+            self._issuing = before
+
+    def catch_up(self) -> None:
+        """Issue all collectives that are recorded, so that what comes next comes after them on every rank."""
+        recording = None if self._recording is None else self._recording()
+        if recording is not None and self._last is not None and self._last.whole is None:
+            recording.work_out([self._last])
+
+    # -- the program's own collectives ----------------------------------------------------------------------
+
+    def user_collective(self, recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Do a collective that the program calls, on numbers; what it writes is whole afterwards."""
+        if self._issuing:
+            return func(*args, **kwargs)
+        self.catch_up()
+        recording.settle_writes(_flat(args))
+        with self._issued():
+            self.agree()
+        real: dict[int, tuple[VirtualTensor, Tensor]] = {}
+
+        def number(item: Any) -> Any:
+            if isinstance(item, (list, tuple)):
+                return [number(one) for one in item]
+            if not isinstance(item, VirtualTensor):
+                return item
+            if id(item) not in real:
+                # A copy: what was computed from the numbers before the write may still be read.
+                real[id(item)] = item, recording.numbers(item).detach().clone()
+            return real[id(item)][1]
+
+        with self._issued():
+            result = func(*map(number, args), **{name: number(arg) for name, arg in kwargs.items()})
+            if real:
+                result = _waited(result)
+        for item, tensor in real.values():
+            if _is_written(item, func, args):
+                assign(recording, item, recording.given(tensor))
+        return _shown(recording, func, args, result) if real else result
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    def agree(self, *, failed: bool = False) -> None:
+        """Learn, once in a block and before its first collective, whether a rank has failed.
+
+        Raises:
+            WindowError: another rank has.
+        """
+        if not self._agreed:
+            self._agreed = True
+            self._exchange(failed)
+
+    def _agree_at_the_end(self, *, failed: bool = False) -> None:
+        """Learn whether a rank has failed after its first collective."""
+        if not self._over:
+            self._over = True
+            if self._last is not None:  # else there has been none since
+                self._exchange(failed)
+
+    def _exchange(self, failed: bool) -> None:
+        somewhere = failed
+        for group in self._groups:  # that of the gradients last, so that it learns of every other
+            somewhere = bool(group.max(int(somewhere)))
+        self._over = self._over or somewhere
+        if somewhere and not failed:
+            raise WindowError(
+                explain("ranks that share a batch", "another rank has failed", "see the error on that rank")
+            )
+
+    def fail(self) -> None:
+        """Tell the others that this rank has failed, if it knows what they wait for.
+
+        At the end of the block all collectives are recorded: in those that are left it takes part with NaN,
+        and says so after them.
+        """
+        with suppress(RuntimeError):  # the error that is being raised says more
+            self.agree(failed=True)
+            if self.ending and not self._over:
+                while self._pending:
+                    self._pending.popleft()()
+                self._agree_at_the_end(failed=True)
+
+    def end(self) -> None:
+        """Let go of what was recorded."""
+        self._last = None
+        self._pending.clear()
+
+    def mean(self, parameters: Sequence[Tensor], gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Return the means of gradients over the ranks, as DDP defines them; those given are left alone."""
+        self.agree()
+        self._agree_at_the_end()
+        if not (self._reduces and torch.is_grad_enabled()):
+            return gradients
+        with torch.no_grad():
+            # Divided first, as in DDP: a sum of float16 gradients may overflow.
+            mine = [None if gradient is None else gradient / self.ranks.count for gradient in gradients]
+            return self.ranks.sum_gradients(mine, lambda index: torch.zeros_like(parameters[index]))
+
+
+def _different(all_ranks: Iterable[Ranks]) -> list[Ranks]:
+    """Those with several ranks, each group once, the last of them last."""
+    shared = {id(ranks.group): ranks for ranks in reversed(list(all_ranks)) if ranks.shared}
+    return list(reversed(shared.values()))
+
+
+def _shown(recording: Recording, func: Any, args: Any, result: Any) -> Any:
+    """What the program gets of a collective: the tensors that it gave to be written, or new ones."""
+    if func.namespace == "c10d":
+        return (args[0], result[-1]) if isinstance(result, (list, tuple)) else result
+    return mapped(result, lambda tensor: recording.show(recording.given(tensor)))
+
+
+def _is_written(item: VirtualTensor, func: Any, args: Any) -> bool:
+    written = [
+        arg
+        for arg, told in zip(args, func._schema.arguments, strict=False)
+        # Lists of lists of tensors come without a mark: outputs are named so, and come first.
+        if (told.alias_info is not None and told.alias_info.is_write)
+        or told.name in ("output_tensors", "outputs", "output", "output_tensor", "tensors")
+    ]
+    return any(found is item for found in _flat(written))
+
+
+def _flat(items: Any) -> Iterator[Any]:
+    for item in items if isinstance(items, (list, tuple)) else [items]:
+        if isinstance(item, (list, tuple)):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def _waited(result: Any) -> Any:
+    """Return what a collective returned, once its numbers can be read."""
+    items = result if isinstance(result, (list, tuple)) else [result]
+    for item in items:
+        if isinstance(item, Tensor):
+            torch.ops._c10d_functional.wait_tensor(item)
+        elif isinstance(item, torch.ScriptObject):
+            from torch._C import _distributed_c10d as c10d  # is not there in builds without distributed
+
+            c10d.Work.unbox(item).wait()  # pyright: ignore[reportAttributeAccessIssue]  (not in torch's stubs)
+    return result

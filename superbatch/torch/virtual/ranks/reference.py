@@ -1,0 +1,97 @@
+"""BatchNorm over ranks by its definition on whole tensors: the reference of paranoid mode.
+
+The sums go over the ranks once more, as collectives of the block, so every rank has to be in paranoid mode.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from superbatch.torch.devices import in_float64
+
+from ..ir.references import Given
+from ..ir.values import Value
+
+if TYPE_CHECKING:
+    from ..trace.recording import Recording
+    from .reducer import Across
+
+
+def forward(recording: Recording, across: Across, mean: Value, given: Given) -> list[Tensor]:
+    """Return the output, mean, 1 / standard deviation and the running statistics that there are.
+
+    Args:
+        recording: of the block.
+        across: sums over the ranks.
+        mean: the one to compare with, of which the ranks are known.
+        given: arguments by name, with whole tensors of before the operation.
+    """
+    x = in_float64(given["input"])
+    *sums, count = _over(recording, across, mean, [*_by_channel(x), _count(x)])
+    average = torch.stack(sums) / count
+    squares = _by_channel((x - _as_channels(average, x)).square())
+    (total,) = _over(recording, across, mean, squares, split=False)
+    invstd = (total / count + given["eps"]).rsqrt()
+    found = (x - _as_channels(average, x)) * _as_channels(invstd, x)
+    weight, bias = given["weight"], given["bias"]
+    found = found if weight is None else found * _as_channels(weight, x)
+    found = found if bias is None else found + _as_channels(bias, x)
+    running = [
+        (1 - given["momentum"]) * given[name] + given["momentum"] * now
+        for name, now in (
+            ("running_mean", average),
+            ("running_var", total / (count - 1).clamp(min=1)),
+        )
+        if given[name] is not None
+    ]
+    return [found, average, invstd, *running]
+
+
+def backward(recording: Recording, across: Across, mean: Value, given: Given, *, mask: Any) -> list[Any]:
+    """Return the gradients of input, weight and bias.
+
+    Args:
+        recording: of the block.
+        across: sums over the ranks.
+        mean: that the layer normalised with.
+        given: as in `forward`; the gradient is the floating tensor beside `input` that comes first.
+        mask: which gradients are wanted.
+    """
+    x = in_float64(given["input"])
+    grad = in_float64(next(value for name, value in given.items() if name.startswith("grad")))
+    average, invstd = (
+        _as_channels(given[name], x)
+        for name in ("save_mean", "save_invstd" if "save_invstd" in given else "save_var")
+    )
+    hat = (x - average) * invstd
+    d_weight, d_bias = _by_channel(grad * hat), _by_channel(grad)
+    if not mask[0]:  # then no rank sums
+        return [None, d_weight, d_bias]
+    *sums, count = _over(recording, across, mean, [*d_weight, *d_bias, _count(x)])
+    all_weight, all_bias = (_as_channels(half / count, x) for half in torch.stack(sums).chunk(2))
+    dx = invstd * (grad - all_bias - hat * all_weight)
+    weight = given["weight"]
+    return [dx if weight is None else dx * _as_channels(weight, x), d_weight, d_bias]
+
+
+def _over(
+    recording: Recording, across: Across, mean: Value, mine: Any, *, split: bool = True
+) -> list[Tensor]:
+    flat = torch.stack(mine) if split else mine
+    (found,) = recording.there([across.summed(recording, mean, recording.given(flat))])
+    return list(found) if split else [found]
+
+
+def _by_channel(x: Tensor) -> Tensor:
+    return x.sum([dim for dim in range(x.dim()) if dim != 1])
+
+
+def _count(x: Tensor) -> Tensor:
+    return x.new_tensor(x.numel() // max(x.shape[1], 1))
+
+
+def _as_channels(statistic: Tensor, x: Tensor) -> Tensor:
+    return statistic.view([1, -1] + [1] * (x.dim() - 2))

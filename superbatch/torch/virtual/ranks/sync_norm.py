@@ -1,0 +1,98 @@
+"""`torch.nn.SyncBatchNorm` in a block: its own forward refuses tensors that are on no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..trace.tensor import VirtualTensor
+
+
+def synchronised_layers(modules: Iterable[nn.Module]) -> list[nn.SyncBatchNorm]:
+    """Return torch's own layers; not those of a class with a forward of its own.
+
+    Examples:
+        >>> len(synchronised_layers([nn.SyncBatchNorm(2), nn.BatchNorm1d(2)]))
+        1
+    """
+    return [
+        module
+        for module in modules
+        if isinstance(module, nn.SyncBatchNorm) and type(module).forward is nn.SyncBatchNorm.forward
+    ]
+
+
+@contextmanager
+def routed(layers: Iterable[nn.SyncBatchNorm]) -> Iterator[None]:
+    """Let layers take virtual tensors, for as long as the context lasts.
+
+    Examples:
+        >>> layer = nn.SyncBatchNorm(2)
+        >>> with routed([layer]):
+        ...     "forward" in vars(layer)
+        True
+        >>> "forward" in vars(layer)
+        False
+    """
+    chosen = [layer for layer in layers if _has_own_forward(layer)]
+    try:
+        for layer in chosen:
+            layer.forward = _Forward(layer)
+        yield
+    finally:
+        for layer in chosen:
+            vars(layer).pop("forward", None)
+
+
+def _has_own_forward(layer: nn.SyncBatchNorm) -> bool:
+    """Whether the forward is its class's, also if that was put in its place (in a copy made in a block)."""
+    own = type(layer).forward.__get__(layer)
+    return vars(layer).get("forward", own) == own
+
+
+class _Forward:
+    """Stands for a SyncBatchNorm's forward in a block.
+
+    Copies of the module, and what is saved of it, have torch's.
+    """
+
+    def __init__(self, layer: nn.SyncBatchNorm) -> None:
+        self._layer = layer
+
+    def __call__(self, input: Tensor) -> Tensor:
+        layer = self._layer
+        across = input._recording.across if isinstance(input, VirtualTensor) else None
+        if across is None or not (layer.training and dist.is_available() and dist.is_initialized()):
+            return type(layer).forward(layer, input)
+        layer._check_input_dim(input)
+        layer._check_non_zero_input_channels(input)
+        momentum = layer.momentum
+        if layer.track_running_stats:
+            assert layer.num_batches_tracked is not None
+            layer.num_batches_tracked.add_(1)
+            if momentum is None:  # the mean of all updates so far
+                momentum = 1.0 / float(layer.num_batches_tracked)
+        running = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
+        ranks = across.group_of(layer)
+        before, across.now = across.now, ranks if ranks.shared else None
+        try:
+            # Not `nn.functional.batch_norm`, which refuses a rank with one value per channel.
+            return torch.batch_norm(
+                input, layer.weight, layer.bias, *running, True, momentum or 0.0, layer.eps, False
+            )
+        finally:
+            across.now = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the forward of the copied layer."""
+        return deepcopy(self._layer, memo).__class__.forward.__get__(memo[id(self._layer)])
+
+    def __reduce__(self) -> Any:
+        """Save the layer's forward."""
+        return getattr, (self._layer, "forward")

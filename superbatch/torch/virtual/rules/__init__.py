@@ -1,0 +1,1 @@
+"""Rules of operators along the batch dimension."""

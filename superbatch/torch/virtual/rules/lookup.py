@@ -1,0 +1,144 @@
+"""How operators act along the batch: a row of the table, a rule of their own, or elementwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..ir.calls import Call, Recipe, filled
+from ..ir.values import Operand, Value
+from .attention_rules import RULES as ATTENTION
+from .convolution_rules import RULES as CONVOLUTIONS
+from .index_rules import RULES as INDEXING
+from .loss_rules import RULES as LOSSES
+from .reduce_rules import RULES as REDUCTIONS
+from .shape_rules import RULES as SHAPES
+from .table import ROWS
+
+Rule = Callable[[Call], "Recipe | None"]
+_aten: Any = torch.ops.aten
+# Elementwise too, though torch does not say so.
+_ELEMENTWISE = {
+    _aten.complex,
+    _aten.elu_backward,
+    _aten.fake_quantize_per_tensor_affine_cachemask,
+    _aten.fill,
+    _aten.floor_divide,
+    _aten.hardshrink_backward,
+    _aten.hardsigmoid_backward,
+    _aten.hardswish,
+    _aten.hardswish_backward,
+    _aten.hardtanh_backward,
+    _aten.leaky_relu_backward,
+    _aten.masked_fill,
+    _aten.polar,
+    _aten.softplus_backward,
+    _aten.softshrink_backward,
+}
+OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS, **ATTENTION, **INDEXING, **LOSSES, **CONVOLUTIONS}
+
+
+def find(call: Call) -> Recipe | None:
+    """Return how to do a call micro-batch by micro-batch, or None if no rule knows.
+
+    The operands of the recipe may be values that have a layout, to be read whole: these have to be gathered.
+    """
+    func = call.func
+    own = OWN.get(func) or OWN.get(func.overloadpacket)
+    if own is not None:
+        recipe = own(call)
+        if recipe is not None:
+            return recipe
+    rows = ROWS.get(func) or ROWS.get(func.overloadpacket)
+    if rows is not None:
+        return _by_row(call, rows)
+    return elementwise(call) if _is_elementwise(func) else None
+
+
+@cache  # tags are slow to ask
+def _is_elementwise(func: Any) -> bool:
+    pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE
+    return pointwise and not draws(func)
+
+
+@cache
+def draws(func: Any) -> bool:
+    """Whether an operator draws random numbers, or needs those of another that did."""
+    return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in _DRAWN_BEFORE
+
+
+_DRAWN_BEFORE = {torch.ops.aten._scaled_dot_product_flash_attention_backward}
+
+
+# -- rows of the table --------------------------------------------------------------------------------------
+
+
+def _by_row(call: Call, rows: list[tuple[str, str]]) -> Recipe | None:
+    """Take the row that needs the fewest bytes gathered."""
+    best: tuple[int, Recipe] | None = None
+    for inputs, outputs in rows:
+        found = _fit(call, inputs, outputs)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+    return None if best is None else best[1]
+
+
+def _fit(call: Call, inputs: str, outputs: str) -> tuple[int, Recipe] | None:
+    codes = inputs.ljust(len(call.tensors), "_")
+    # Layouts of the values that the row takes by micro-batch: they have to agree.
+    layouts = [
+        value.layout
+        for code, value in zip(codes, call.tensors, strict=False)
+        if code != "_" and value.layout is not None and value.layout.dim == int(code)
+    ]
+    if not layouts or len({layout[1:] for layout in layouts}) > 1:
+        return None
+    common, gathered, operands = layouts[0], 0, []
+    rows = common.rows(call.samples)
+    for code, value in zip(codes, call.tensors, strict=False):
+        if code == "_":
+            if value.layout is not None:
+                gathered += value.nbytes
+            operands.append(Operand(value, None))
+            continue
+        layout = common.at(int(code))
+        if value.layout != layout and value.layout is not None:
+            gathered += value.nbytes
+        if value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows:
+            return None
+        operands.append(Operand(value, layout))
+    kinds = [None if code == "+" else common.at(int(code)) for code in outputs]
+    return gathered, Recipe(operands, kinds, filled(call))
+
+
+# -- elementwise --------------------------------------------------------------------------------------------
+
+
+def elementwise(call: Call) -> Recipe | None:
+    """Broadcast, and cut what has as many rows as the batch."""
+    dims = max((value.meta.dim() for value in call.tensors), default=0)
+    leading = _leading(call)
+    if leading is None or leading.layout is None:
+        return None
+    from_end = leading.layout.dim - leading.meta.dim()
+    rows = leading.layout.rows(call.samples)
+    operands = []
+    for value in call.tensors:
+        dim = value.meta.dim() + from_end
+        if dim < 0 or (value.meta.shape[dim] == 1 != rows):
+            operands.append(Operand(value, None))
+        elif value.meta.shape[dim] == rows:
+            operands.append(Operand(value, leading.layout.at(dim)))
+        else:  # a batch of one sample that is repeated
+            return None
+    output = leading.layout.at(dims + from_end)
+    return Recipe(operands, [output] * len(call.func._schema.returns), filled(call), light=True)
+
+
+def _leading(call: Call) -> Value | None:
+    """The largest value with a layout: the others are gathered if theirs is another."""
+    batch = [value for value in call.tensors if value.layout is not None]
+    return max(batch, key=lambda value: (value.meta.numel(), value.meta.dim()), default=None)

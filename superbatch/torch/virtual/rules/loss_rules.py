@@ -1,0 +1,333 @@
+"""Losses, distances and lookups, whose kernels have their own idea of where the samples are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir.calls import Call, Recipe, filled, shapes
+from ..ir.layout import Layout, Part
+from ..ir.reductions import First, Sums
+from ..ir.values import Operand, Value
+
+aten: Any = torch.ops.aten
+_MEAN, _SUM = 1, 2  # of `reduction`
+
+
+def _rows_of(value: Value, layout: Layout, samples: int) -> bool:
+    return value.meta.dim() > layout.dim and value.meta.shape[layout.dim] == layout.rows(samples)
+
+
+def _nll_loss_forward(call: Call) -> Recipe | None:
+    """Returns (loss, sum of weights); means are made of sums by a composite (see `composites`)."""
+    x, target = call.tensors[:2]
+    if x.layout is None or x.layout.dim != 0:
+        return None
+    reduction = call.argument("reduction")
+    rows = x.layout.rows(call.samples)
+    if target.meta.shape[:1] != (rows,) or (target.layout is not None and target.layout != x.layout):
+        return None
+    if any(value.layout is not None for value in call.tensors[2:]) or reduction == 1:
+        return None
+    operands = [
+        Operand(x, x.layout),
+        Operand(target, x.layout),
+        *(Operand(w, None) for w in call.tensors[2:]),
+    ]
+    if reduction == 0:
+        return Recipe(operands, [x.layout, None], filled(call), First)
+    return Recipe(operands, [None, None], filled(call))
+
+
+def _nll_loss_backward(call: Call) -> Recipe | None:
+    """Where the classes are samples, as in ``cross_entropy(logits.T, labels)``: some columns of each row."""
+    grad, x, target, *others = call.tensors
+    layout = x.layout
+    if layout is None or layout != Layout(1) or x.meta.dim() != 2:
+        return None  # a row of the table
+    reduction, ignored = call.argument("reduction"), call.argument("ignore_index")
+    dtype, weighted = x.meta.dtype, len(others) > 1
+
+    def run(part: Part, tensors: list[Tensor]) -> Tensor:
+        grad, target, *others = tensors
+        classes = torch.arange(part.start, part.stop, device=target.device)
+        share = -grad / others[-1] if reduction == _MEAN else -grad
+        share = share[:, None] if share.dim() else share  # one for each row, or for all
+        share = share * others[0][part.start : part.stop] if weighted else share
+        if ignored >= 0:
+            target = torch.where(target == ignored, -1, target)
+        return torch.where(target[:, None] == classes, share, 0).to(dtype)
+
+    # Of the numbers of x only the shape is wanted.
+    return Recipe([Operand(v, None) for v in (grad, target, *others)], [layout], run, light=True, placed=True)
+
+
+# -- losses with a margin -----------------------------------------------------------------------------------
+
+
+def _of_margins(call: Call, x: Value, target: Value) -> Layout | None:
+    """Where the samples are, if each is one row: of one dimension, all is one row."""
+    layout = x.layout or target.layout
+    if layout is None or layout.dim != 0 or x.meta.dim() != 2:
+        return None
+    return layout if all(_rows_of(value, layout, call.samples) for value in (x, target)) else None
+
+
+def _margin_loss(call: Call) -> Recipe | None:
+    """multi_margin_loss and multilabel_margin_loss_forward: a mean is the sum, divided by all samples."""
+    x, target = call.tensors[:2]
+    layout = _of_margins(call, x, target)
+    if layout is None:
+        return None
+    reduction, rows = call.argument("reduction", _MEAN), layout.rows(call.samples)
+    args, kwargs = call.replaced(reduction=_SUM) if reduction == _MEAN else (call.args, call.kwargs)
+    run = filled(call, args, kwargs)
+    several = len(call.func._schema.returns) > 1
+
+    def mean(part: Part, tensors: list[Tensor]) -> Any:
+        found = run(part, tensors)
+        return (found[0] / rows, *found[1:]) if several else found / rows
+
+    outputs = [layout if reduction == 0 else None, *([layout] if several else [])]
+    operands = [Operand(v, layout if v is x or v is target else None) for v in call.tensors]
+    return Recipe(operands, outputs, mean if reduction == _MEAN else run)
+
+
+def _margin_loss_backward(call: Call) -> Recipe | None:
+    grad, x, target, *others = call.tensors
+    layout = _of_margins(call, x, target)
+    if layout is None:
+        return None
+    reduction, rows = call.argument("reduction", _MEAN), layout.rows(call.samples)
+    args, kwargs = call.replaced(reduction=_SUM) if reduction == _MEAN else (call.args, call.kwargs)
+    run = filled(call, args, kwargs)
+
+    def mean(part: Part, tensors: list[Tensor]) -> Any:
+        return run(part, tensors) / rows
+
+    several = call.func.overloadpacket is aten.multilabel_margin_loss_backward  # the other is `is_target`
+    operands = [
+        Operand(grad, layout if reduction == 0 else None),
+        Operand(x, layout),
+        Operand(target, layout),
+    ]
+    operands += [Operand(v, layout if several else None) for v in others]
+    return Recipe(operands, [layout], mean if reduction == _MEAN else run)
+
+
+# -- what a kernel keeps for its backward is worked out there again ------------------------------------------
+
+
+def _log_sigmoid_forward(call: Call) -> Recipe | None:
+    (x,) = call.tensors
+    if x.layout is None:
+        return None
+    run = filled(call)
+
+    def output(part: Part, tensors: list[Tensor]) -> Any:
+        found, kept = run(part, tensors)
+        return found, kept if kept.shape == found.shape else found  # on CUDA it is empty
+
+    return Recipe([Operand(x, x.layout)], [x.layout] * 2, output, light=True)
+
+
+def _log_sigmoid_backward(call: Call) -> Recipe | None:
+    grad, x = call.tensors[:2]
+    layout = x.layout or grad.layout
+    if layout is None:
+        return None
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        grad, x = tensors
+        return aten.log_sigmoid_backward(grad, x, aten.log_sigmoid_forward(x)[1])
+
+    return Recipe([Operand(grad, layout), Operand(x, layout)], [layout], run, light=True)
+
+
+class _Ctc:
+    """Connectionist temporal classification: (T, N, C) and targets (N, S), lengths in lists or tensors."""
+
+    def __init__(self, call: Call, skip: int) -> None:
+        self.call = call
+        self.main = call.tensors[skip : skip + 2]
+        lengths = [call.argument(name) for name in ("input_lengths", "target_lengths")]
+        self.lengths: list[Any] = lengths
+        self.blank = call.argument("blank", 0)
+        self.infinite = call.argument("zero_infinity", False)
+
+    def operands(self) -> tuple[Layout, list[Operand]] | None:
+        """What is read: log-probabilities, targets, and lengths that are tensors."""
+        probabilities, targets = self.main
+        layout = probabilities.layout
+        if layout is None or layout != Layout(1) or probabilities.meta.dim() != 3 or targets.meta.dim() != 2:
+            return None
+        found = [Operand(probabilities, Layout(1)), Operand(targets, Layout(0))]
+        return layout, [*found, *(Operand(v, Layout(0)) for v in self.lengths if isinstance(v, Value))]
+
+    def forward(self, part: Part, tensors: list[Tensor]) -> Any:
+        """The loss and the kernel's own table, for a micro-batch."""
+        return aten._ctc_loss(*tensors[:2], *self.cut(part, tensors), self.blank, self.infinite)
+
+    def cut(self, part: Part, tensors: list[Tensor]) -> list[Any]:
+        """The lengths of a micro-batch."""
+        if isinstance(self.lengths[0], Value):
+            return tensors[2:4]
+        return [list(lengths)[part.start : part.stop] for lengths in self.lengths]
+
+
+def _ctc_loss(call: Call) -> Recipe | None:
+    ctc = _Ctc(call, 0)
+    found = ctc.operands()
+    if found is None:
+        return None
+    width = 2 * ctc.main[1].meta.shape[1] + 1
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        loss, table = ctc.forward(part, tensors)
+        # The kernel's table is as wide as the longest target here needs.
+        return loss, torch.nn.functional.pad(table, (0, width - table.shape[-1]))
+
+    return Recipe(found[1], [Layout(0), Layout(0)], run, placed=True)
+
+
+def _ctc_loss_backward(call: Call) -> Recipe | None:
+    ctc = _Ctc(call, 1)
+    found = ctc.operands()
+    if found is None:
+        return None
+    layout, operands = found
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        grad, *given = tensors
+        loss, table = ctc.forward(part, given)
+        lengths = ctc.cut(part, given)
+        return aten._ctc_loss_backward(grad, *given[:2], *lengths, loss, table, ctc.blank, ctc.infinite)
+
+    return Recipe([Operand(call.tensors[0], Layout(0)), *operands], [layout], run, placed=True)
+
+
+# -- distances ----------------------------------------------------------------------------------------------
+
+
+def _distances(call: Call) -> Recipe | None:
+    """cdist: rows of each with rows of the other, for each leading index."""
+    recipe = _leading_alike(call, filled(call))
+    if recipe is not None:
+        return recipe
+    first, second = call.tensors[:2]
+    layout, dims = first.layout, max(first.meta.dim(), second.meta.dim())
+    if layout is not None and layout.dim == first.meta.dim() - 2:
+        return Recipe([Operand(first, layout), Operand(second, None)], [layout.at(dims - 2)], filled(call))
+    layout = second.layout
+    if layout is not None and first.layout is None and layout.dim == second.meta.dim() - 2:
+        operands = [Operand(first, None), Operand(second, layout)]
+        return Recipe(operands, [layout.at(dims - 1)], filled(call))
+    return None
+
+
+def _distances_backward(call: Call) -> Recipe | None:
+    """For the rows of the first, from (grad, first, second, distances)."""
+    run = _dense(filled(call))
+    recipe = _leading_alike(call, run)
+    if recipe is not None:
+        return recipe
+    grad, first, second, distances = call.tensors
+    if grad.meta.dim() != 2 or first.meta.dim() != 2 or second.meta.dim() != 2:
+        return None
+    if first.layout is not None and first.layout.dim == 0:
+        layout = first.layout
+        operands = [Operand(grad, layout), Operand(first, layout), Operand(second, None)]
+        return Recipe([*operands, Operand(distances, layout)], [layout], run)
+    if second.layout is not None and first.layout is None and second.layout.dim == 0:
+        across = second.layout.at(1)
+        operands = [Operand(grad, across), Operand(first, None), Operand(second, second.layout)]
+        return Recipe([*operands, Operand(distances, across)], [None], run, Sums)
+    return None
+
+
+def _leading_alike(call: Call, run: Callable[[Part, list[Tensor]], Any]) -> Recipe | None:
+    """Samples among the leading dimensions, which are broadcast."""
+    leading = [(v.layout, v.layout.dim - v.meta.dim()) for v in call.tensors if v.layout is not None]
+    places = {(layout[1:], place) for layout, place in leading if place < -2}
+    if len(places) != 1:
+        return None
+    ((_, place),) = places
+    layout = leading[0][0]
+    operands = []
+    for value in call.tensors:
+        dim = value.meta.dim() + place
+        if dim < 0 or value.meta.shape[dim] == 1 != layout.rows(call.samples):
+            operands.append(Operand(value, None))
+        elif value.meta.shape[dim] == layout.rows(call.samples):
+            operands.append(Operand(value, layout.at(dim)))
+        else:
+            return None
+    output = shapes(call)
+    dim = output.dim() + place
+    there = dim >= 0 and output.shape[dim] == layout.rows(call.samples)
+    return Recipe(operands, [layout.at(dim) if there else None], run)
+
+
+def _dense(run: Callable[[Part, list[Tensor]], Any]) -> Callable[[Part, list[Tensor]], Any]:
+    # The kernel takes no strides: it reads memory in order.
+    return lambda part, tensors: run(part, [tensor.contiguous() for tensor in tensors])
+
+
+# -- lookups ------------------------------------------------------------------------------------------------
+
+
+def _embedding_backward(call: Call) -> Recipe | None:
+    """By frequency: how often a row is used in the whole batch is not known to a micro-batch."""
+    grad, index = call.tensors
+    layout = grad.layout or index.layout
+    if layout is None or call.argument("scale_grad_by_freq", False):
+        return None
+    if not all(_rows_of(value, layout, call.samples) for value in (grad, index)):
+        return None
+    return Recipe([Operand(grad, layout), Operand(index, layout)], [None], filled(call))
+
+
+def _trilinear(call: Call) -> Recipe | None:
+    """Bilinear layers: products of three tensors, each without some dimensions, summed over others."""
+    expands = [call.argument(f"expand{number}") for number in (1, 2, 3)]
+    count = call.tensors[0].meta.dim() + len(expands[0])
+    own = [[dim for dim in range(count) if dim not in expand] for expand in expands]
+    places = {
+        dims[value.layout.dim]: value.layout
+        for value, dims in zip(call.tensors, own, strict=True)
+        if value.layout is not None
+    }
+    if len(places) != 1:
+        return None
+    ((place, layout),) = places.items()
+    operands = []
+    for value, dims in zip(call.tensors, own, strict=True):
+        there = layout.at(dims.index(place)) if place in dims else None
+        if there is not None and not _rows_of(value, there, call.samples):
+            return None
+        operands.append(Operand(value, there))
+    summed = [dim % count for dim in call.argument("sumdim")]
+    output = None if place in summed else layout.at(place - sum(dim < place for dim in summed))
+    return Recipe(operands, [output], filled(call))
+
+
+RULES: dict[Any, Callable[[Call], Recipe | None]] = {
+    aten.nll_loss_forward: _nll_loss_forward,
+    aten.nll_loss2d_forward: _nll_loss_forward,
+    aten.nll_loss_backward: _nll_loss_backward,
+    aten.multi_margin_loss: _margin_loss,
+    aten.multi_margin_loss_backward: _margin_loss_backward,
+    aten.multilabel_margin_loss_forward: _margin_loss,
+    aten.multilabel_margin_loss_backward: _margin_loss_backward,
+    aten.log_sigmoid_forward: _log_sigmoid_forward,
+    aten.log_sigmoid_backward: _log_sigmoid_backward,
+    aten._ctc_loss: _ctc_loss,
+    aten._ctc_loss_backward: _ctc_loss_backward,
+    aten._cdist_forward: _distances,
+    aten._cdist_backward: _distances_backward,
+    aten.embedding_dense_backward: _embedding_backward,
+    aten._trilinear: _trilinear,
+}

@@ -1,0 +1,389 @@
+"""Operators that work along dimensions which they are told: sums, softmax, sorting, normalisation.
+
+Along another dimension than that of the samples they act on each sample. Along it, those that can be put
+together from micro-batches are (sums, extremes); the others are left to their decomposition, or gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir.calls import Call, Recipe, filled, operator, substituted
+from ..ir.layout import Layout, Part
+from ..ir.matrices import leading_alike
+from ..ir.reductions import Extremes, Folded, Moments, Sums
+from ..ir.strides import careful
+from ..ir.values import Operand, Run, Value
+
+aten: Any = torch.ops.aten
+
+
+def _dims(call: Call, name: str = "dim") -> set[int]:
+    """The dimensions that the operator was told, counted from the front; all if none."""
+    value: Value = call.tensors[0]
+    told = call.argument(name)
+    if told is None or (isinstance(told, (list, tuple)) and not told):
+        return set(range(value.meta.dim()))
+    return {dim % max(value.meta.dim(), 1) for dim in (told if isinstance(told, (list, tuple)) else [told])}
+
+
+def _after(layout: Layout, dims: set[int], keep: bool) -> Layout:
+    """The layout of a result in which `dims` are gone, or of size 1."""
+    return layout if keep else layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
+
+
+def _reduction(reduce: Callable[[], Any]) -> Callable[[Call], Recipe | None]:
+    def rule(call: Call) -> Recipe | None:
+        value = call.tensors[0]
+        if value.layout is None or len(call.tensors) > 1:
+            return None
+        dims = _dims(call) if call.argument("dim") is not None else set(range(value.meta.dim()))
+        operands = [Operand(value, value.layout)]
+        if value.layout.dim in dims:
+            return Recipe(operands, [None], filled(call), reduce)
+        output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
+        return Recipe(operands, [output], filled(call))
+
+    return rule
+
+
+def _per_sample(outputs: int = 1, name: str = "dim") -> Callable[[Call], Recipe | None]:
+    """Keeps the dimensions; works along one that must not be that of the samples."""
+
+    def rule(call: Call) -> Recipe | None:
+        first = next((value for value in call.tensors if value.layout is not None), None)
+        if first is None or first.layout is None or first.layout.dim in _dims(call, name):
+            return None
+        return _all_alike(call, first.layout, [first.layout] * outputs)
+
+    return rule
+
+
+def _renorm(call: Call) -> Recipe | None:
+    """Limits the norm of each slice along a dimension, over all others: samples there are apart."""
+    (x,) = call.tensors
+    if x.layout is None or x.layout.dim not in _dims(call):
+        return None
+    return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
+
+
+def _all_alike(call: Call, layout: Layout, outputs: list[Layout | None]) -> Recipe | None:
+    """Every tensor has its samples in the same dimension."""
+    rows = layout.rows(call.samples)
+    for value in call.tensors:
+        if value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows:
+            return None
+    return Recipe([Operand(value, layout) for value in call.tensors], outputs, filled(call))
+
+
+def _within_samples(outputs: int) -> Callable[[Call], Recipe | None]:
+    """Takes one or several dimensions together, none of them that of the samples."""
+
+    def rule(call: Call) -> Recipe | None:
+        value, dims = call.tensors[0], _dims(call)
+        if value.layout is None or value.layout.dim in dims:
+            return None
+        output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
+        return Recipe([Operand(value, value.layout)], [output] * outputs, filled(call))
+
+    return rule
+
+
+def _moments(call: Call) -> Recipe | None:
+    """var, std, var_mean, std_mean."""
+    value, dims = call.tensors[0], _dims(call)
+    with_mean = call.func.overloadpacket in (aten.var_mean, aten.std_mean)
+    if value.layout is None:
+        return None
+    keep = bool(call.argument("keepdim", False))
+    if value.layout.dim not in dims:
+        output = _after(value.layout, dims, keep)
+        return Recipe([Operand(value, value.layout)], [output] * (1 + with_mean), filled(call))
+    correction = call.argument("correction")
+    if correction is None:
+        correction = 1 if call.argument("unbiased", True) else 0
+    root = call.func.overloadpacket in (aten.std, aten.std_mean)
+    along = sorted(dims)
+    half = value.meta.dtype in (torch.float16, torch.bfloat16)
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        x = tensors[0].float() if half else tensors[0]  # rounded once, at the end
+        count = math.prod(x.shape[dim] for dim in along)
+        variance, mean = torch.var_mean(x, along, correction=0, keepdim=keep)
+        moments = (mean, variance * count, count)
+        return (moments, None) if with_mean else moments
+
+    def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
+        variance = squares / max(count - correction, 0)
+        found = [variance.sqrt() if root else variance, *([mean] if with_mean else [])]
+        return [tensor.to(value.meta.dtype) for tensor in found] if half else found
+
+    return Recipe([Operand(value, value.layout)], [None] * (1 + with_mean), run, lambda: Moments(finish))
+
+
+def _vector_norm(call: Call) -> Recipe | None:
+    value, dims = call.tensors[0], _dims(call)
+    if value.layout is None or value.layout.dim in dims:
+        return None  # its decomposition is sums
+    output = _after(value.layout, dims, bool(call.argument("keepdim", False)))
+    return Recipe([Operand(value, value.layout)], [output], filled(call))
+
+
+# -- normalisation over the last dimensions -----------------------------------------------------------------
+
+
+def _layer_norm(call: Call) -> Recipe | None:
+    value = call.tensors[0]
+    own = len(call.argument("normalized_shape"))
+    if value.layout is None or value.layout.dim >= value.meta.dim() - own:
+        return None
+    if any(other.layout is not None for other in call.tensors[1:]):
+        return None
+    operands = [Operand(value, value.layout), *(Operand(other, None) for other in call.tensors[1:])]
+    return Recipe(operands, [value.layout] * len(_results(call)), filled(call))
+
+
+def _results(call: Call) -> Any:
+    return call.func._schema.returns
+
+
+def _layer_norm_backward(call: Call) -> Recipe | None:
+    grad, x = call.tensors[:2]
+    own = len(call.argument("normalized_shape"))
+    layout = x.layout or grad.layout
+    if layout is None or layout.dim >= x.meta.dim() - own:
+        return None
+    rows, operands = layout.rows(call.samples), []
+    for value in call.tensors:
+        batched = value.meta.dim() == x.meta.dim() and value.meta.shape[layout.dim] == rows
+        operands.append(Operand(value, layout if batched else None))
+    sums = len(_results(call)) - 1
+    plain = filled(call)
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        # The kernel reads mean and deviation as if they were contiguous; rows cut from whole ones are not.
+        return plain(part, [tensor.contiguous() for tensor in tensors])
+
+    return Recipe(operands, [layout] + [None] * sums, run)
+
+
+def _group_norm(call: Call) -> Recipe | None:
+    """Told the number of samples."""
+    x = call.tensors[0]
+    if x.layout is None or x.layout.dim != 0 or any(other.layout is not None for other in call.tensors[1:]):
+        return None
+    operands = [Operand(x, x.layout), *(Operand(other, None) for other in call.tensors[1:])]
+    return Recipe(operands, [x.layout] * 3, _told_rows(call, x.layout))
+
+
+def _group_norm_backward(call: Call) -> Recipe | None:
+    layout = call.tensors[1].layout or call.tensors[0].layout
+    if layout is None or layout.dim != 0 or any(other.layout is not None for other in call.tensors[4:]):
+        return None
+    operands = [Operand(value, layout) for value in call.tensors[:4]]
+    operands += [Operand(other, None) for other in call.tensors[4:]]
+    return Recipe(operands, [layout, None, None], _told_rows(call, layout))
+
+
+def _told_rows(call: Call, layout: Layout) -> Run:
+    position = next(i for i, argument in enumerate(call.func._schema.arguments) if argument.name == "N")
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        args = list(call.args)
+        args[position] = layout.rows(part.samples)
+        args, kwargs = substituted(tuple(args), call.kwargs, call.paths, tensors)
+        return call.func(*args, **kwargs)
+
+    return careful(call.func, [value.meta for value in call.tensors], run)
+
+
+# -- shapes that are told ------------------------------------------------------------------------------------
+
+
+def _constant_pad(call: Call) -> Recipe | None:
+    x = call.tensors[0]
+    if x.layout is None or x.layout.dim >= x.meta.dim() - len(call.argument("pad")) // 2:
+        return None
+    return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
+
+
+def _upsample_backward(call: Call) -> Recipe | None:
+    """Told the shape of the input, the samples included."""
+    grad = call.tensors[0]
+    if grad.layout is None or grad.layout.dim != 0:
+        return None
+    layout = grad.layout
+    size = list(call.argument("input_size"))
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        args, kwargs = call.replaced(input_size=[layout.rows(part.samples), *size[1:]])
+        return call.func(tensors[0], *args[1:], **kwargs)
+
+    return Recipe([Operand(grad, layout)], [layout], run)
+
+
+def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], Recipe | None]:
+    """Works on the last dimensions, and on every leading index alike (matrix functions, transforms)."""
+
+    def rule(call: Call) -> Recipe | None:
+        first = next((value for value in call.tensors if value.layout is not None), None)
+        if first is None or first.layout is None or first.layout.dim >= first.meta.dim() - count:
+            return None
+        return _all_alike(call, first.layout, [first.layout] * outputs) if leading_alike(call) else None
+
+    return rule
+
+
+def _images(dims: int) -> Callable[[Call], Recipe | None]:
+    """Told by the number of dimensions whether the first is that of samples, or of channels."""
+
+    def rule(call: Call) -> Recipe | None:
+        (x,) = call.tensors
+        if x.layout is None or x.layout.dim != 0 or x.meta.dim() != dims:
+            return None
+        return Recipe([Operand(x, x.layout)], [x.layout], filled(call))
+
+    return rule
+
+
+def _addmm(call: Call) -> Recipe | None:
+    """Rows times a matrix; what is added is one row for all, or one for each."""
+    added, rows, matrix = call.tensors
+    layout = rows.layout
+    if layout is None or layout.dim != 0:
+        return None
+    each = added.meta.dim() == 2 and added.meta.shape[0] == layout.rows(call.samples)
+    operands = [Operand(added, layout if each else None), Operand(rows, layout), Operand(matrix, None)]
+    return Recipe(operands, [layout], filled(call))
+
+
+def _both_extremes(call: Call) -> Recipe | None:
+    """Aminmax."""
+    x, dim = call.tensors[0], call.argument("dim")
+    if x.layout is None:
+        return None
+    dims = set(range(x.meta.dim())) if dim is None else {dim % max(x.meta.dim(), 1)}
+    if x.layout.dim in dims:
+        return Recipe([Operand(x, x.layout)], [None, None], filled(call), Extremes)
+    output = _after(x.layout, dims, bool(call.argument("keepdim", False)))
+    return Recipe([Operand(x, x.layout)], [output] * 2, filled(call))
+
+
+def _argument_extreme(call: Call) -> Recipe | None:
+    value = call.tensors[0]
+    dim = call.argument("dim")
+    if value.layout is None or dim is None or dim % value.meta.dim() == value.layout.dim:
+        return None
+    output = _after(value.layout, _dims(call), bool(call.argument("keepdim", False)))
+    return Recipe([Operand(value, value.layout)], [output], filled(call))
+
+
+_MAXIMUM, _MINIMUM = lambda: Folded(torch.maximum), lambda: Folded(torch.minimum)
+
+# Functions of matrices, and how many results they have.
+_MATRICES = {
+    "_linalg_det": 3,
+    "_linalg_eigh": 2,
+    "_linalg_slogdet": 4,
+    "_linalg_solve_ex": 4,
+    "_linalg_svd": 3,
+    "cholesky_inverse": 1,
+    "cholesky_solve": 1,
+    "linalg_cholesky_ex": 2,
+    "linalg_eig": 2,
+    "linalg_householder_product": 1,
+    "linalg_inv_ex": 2,
+    "linalg_lu": 3,
+    "linalg_lu_factor_ex": 3,
+    "linalg_lu_solve": 1,
+    "linalg_matrix_exp": 1,
+    "linalg_qr": 2,
+    "linalg_solve_triangular": 1,
+    "lu_unpack": 3,
+}
+
+RULES: dict[Any, Callable[[Call], Recipe | None]] = {
+    aten.sum: _reduction(Sums),
+    aten.nansum: _reduction(Sums),
+    aten.count_nonzero: _reduction(Sums),
+    aten.amax: _reduction(_MAXIMUM),
+    aten.amin: _reduction(_MINIMUM),
+    aten.max.default: _reduction(_MAXIMUM),
+    aten.min.default: _reduction(_MINIMUM),
+    aten.prod: _reduction(lambda: Folded(torch.mul)),
+    aten.any: _reduction(lambda: Folded(torch.logical_or)),
+    aten.all: _reduction(lambda: Folded(torch.logical_and)),
+    aten.mean: _within_samples(1),  # over samples it is a sum, divided (see `composites`)
+    aten.max.dim: _within_samples(2),
+    aten.min.dim: _within_samples(2),
+    aten.median.dim: _within_samples(2),
+    aten.nanmedian.dim: _within_samples(2),
+    aten.mode: _within_samples(2),
+    aten.kthvalue: _within_samples(2),
+    aten.var.correction: _moments,
+    aten.std.correction: _moments,
+    aten.var_mean.correction: _moments,
+    aten.std_mean.correction: _moments,
+    aten.linalg_vector_norm: _vector_norm,
+    aten._softmax: _per_sample(),
+    aten._log_softmax: _per_sample(),
+    aten._safe_softmax: _per_sample(),
+    aten._softmax_backward_data: _per_sample(),
+    aten._log_softmax_backward_data: _per_sample(),
+    aten.cumsum: _per_sample(),
+    aten.cumprod: _per_sample(),
+    aten.logcumsumexp: _per_sample(),
+    aten.cummax: _per_sample(2),
+    aten.cummin: _per_sample(2),
+    aten.sort: _per_sample(2),
+    aten.topk: _per_sample(2),
+    aten.flip: _per_sample(name="dims"),
+    aten.roll: _per_sample(name="dims"),
+    aten.glu: _per_sample(),
+    aten.glu_backward: _per_sample(),
+    aten.renorm: _renorm,
+    aten.aminmax: _both_extremes,
+    aten._aminmax: _both_extremes,
+    aten.addmm: _addmm,
+    aten.im2col: _images(4),
+    aten.col2im: _images(3),
+    aten.pixel_shuffle: _images(4),
+    aten.pixel_unshuffle: _images(4),
+    aten.channel_shuffle: _images(4),
+    **{
+        getattr(aten, name): _last_dims(2, outputs)
+        for name, outputs in _MATRICES.items()
+        if hasattr(aten, name)
+    },
+    aten.tril: _last_dims(2),
+    aten.triu: _last_dims(2),
+    aten._fft_r2c: _per_sample(),
+    aten._fft_c2r: _per_sample(),
+    aten._fft_c2c: _per_sample(),
+    aten.native_layer_norm: _layer_norm,
+    aten.native_group_norm: _group_norm,
+    aten.native_group_norm_backward: _group_norm_backward,
+    operator("_fused_rms_norm"): _layer_norm,
+    aten.native_layer_norm_backward: _layer_norm_backward,
+    operator("_fused_rms_norm_backward"): _layer_norm_backward,
+    aten.constant_pad_nd: _constant_pad,
+    aten.upsample_nearest1d_backward: _upsample_backward,
+    aten.upsample_nearest2d_backward: _upsample_backward,
+    aten.upsample_nearest3d_backward: _upsample_backward,
+    aten._upsample_nearest_exact1d_backward: _upsample_backward,
+    aten._upsample_nearest_exact2d_backward: _upsample_backward,
+    aten._upsample_nearest_exact3d_backward: _upsample_backward,
+    aten._upsample_bilinear2d_aa_backward: _upsample_backward,
+    aten._upsample_bicubic2d_aa_backward: _upsample_backward,
+    aten.upsample_linear1d_backward: _upsample_backward,
+    aten.upsample_bilinear2d_backward: _upsample_backward,
+    aten.upsample_trilinear3d_backward: _upsample_backward,
+    aten.upsample_bicubic2d_backward: _upsample_backward,
+    aten.argmax: _argument_extreme,
+    aten.argmin: _argument_extreme,
+}

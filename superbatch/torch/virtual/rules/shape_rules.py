@@ -1,0 +1,339 @@
+"""Views and other changes of shape: where the samples are then, and the same change for a micro-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir.calls import Call, Recipe, filled
+from ..ir.layout import Layout, Part, sized
+from ..ir.reductions import Joined
+from ..ir.values import Operand, Value
+from ..trace.told_sizes import backward_of_a_view, expanded
+
+aten: Any = torch.ops.aten
+
+
+def _batch(call: Call) -> tuple[Value, Layout] | None:
+    value = call.tensors[0] if call.tensors else None
+    if value is None or value.layout is None:
+        return None
+    return value, value.layout
+
+
+def _view_of(
+    value: Value, layout: Layout, output: Layout, run: Callable[[Part, list[Tensor]], Any]
+) -> Recipe:
+    return Recipe([Operand(value, layout)], [output], run, view=True, light=True)
+
+
+def _same(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    return _view_of(*found, found[1], lambda part, tensors: tensors[0])
+
+
+def reshaped(old: Sequence[int], layout: Layout, new: Sequence[int], samples: int) -> Layout | None:
+    """Return where the samples are after a change of shape; None if not in one dimension.
+
+    Examples:
+        >>> reshaped((4, 3, 5), Layout(0), (12, 5), 4)
+        Layout(dim=0, outer=1, inner=3)
+        >>> reshaped((3, 4, 5), Layout(1), (12, 5), 4)
+        Layout(dim=0, outer=3, inner=1)
+    """
+    before = math.prod(old[: layout.dim]) * layout.outer
+    front = 1
+    for dim, size in enumerate(new):
+        if not before * front:  # an empty tensor
+            return None
+        if before % front == 0 and size and size % (before // front * samples) == 0:
+            outer = before // front
+            after = layout.inner * math.prod(old[layout.dim + 1 :])
+            inner = size // (outer * samples)
+            if inner * math.prod(new[dim + 1 :]) == after:
+                return Layout(dim, outer, inner)
+        front *= size
+    return None
+
+
+def _view(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    told = call.argument("size")
+    if not isinstance(told, (list, tuple)):
+        return None  # view.dtype
+    new = _inferred(told, value.meta.numel())
+    if (output := reshaped(tuple(value.meta.shape), layout, new, call.samples)) is None:
+        return None
+
+    def run(part: Part, tensors: list[Tensor]) -> Tensor:
+        return tensors[0].reshape(sized(new, output, part))
+
+    return _view_of(value, layout, output, run)
+
+
+def _inferred(told: Sequence[int], numel: int) -> list[int]:
+    known = math.prod(size for size in told if size != -1)
+    return [numel // known if size == -1 and known else size for size in told]
+
+
+def _permute(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    dims = [dim % value.meta.dim() for dim in call.argument("dims")]
+    return _view_of(value, layout, layout.at(dims.index(layout.dim)), filled(call))
+
+
+def _transpose(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    count = value.meta.dim()
+    if call.func.overloadpacket is aten.t:
+        first, second = (0, 1) if count == 2 else (0, 0)
+    else:
+        first, second = (call.argument(name) % count for name in ("dim0", "dim1"))
+    new = {first: second, second: first}.get(layout.dim, layout.dim)
+    return _view_of(value, layout, layout.at(new), filled(call))
+
+
+def _unsqueeze(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    dim = call.argument("dim") % (value.meta.dim() + 1)
+    return _view_of(value, layout, layout.at(layout.dim + (dim <= layout.dim)), filled(call))
+
+
+def _squeeze(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    shape = value.meta.shape
+    told = call.argument("dim")
+    if told is None:
+        dims = range(len(shape))
+    else:
+        dims = [dim % len(shape) for dim in (told if isinstance(told, (list, tuple)) else [told])]
+    # The dimension of the samples stays, also in a micro-batch of one.
+    gone = [dim for dim in dims if shape[dim] == 1 and dim != layout.dim]
+    if layout.dim in dims and shape[layout.dim] == 1:
+        return None
+    output = layout.at(layout.dim - sum(dim < layout.dim for dim in gone))
+    return _view_of(value, layout, output, lambda part, tensors: tensors[0].squeeze(gone))
+
+
+def _select(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    dim = call.argument("dim") % value.meta.dim()
+    if dim == layout.dim:
+        if layout.outer != 1:
+            return None
+        row = call.argument("index") % layout.rows(call.samples)
+        return _rows(value, layout, row, row + 1, 1, squeeze=True)
+    return _view_of(value, layout, layout.at(layout.dim - (dim < layout.dim)), filled(call))
+
+
+def _slice(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    dim = call.argument("dim", 0) % value.meta.dim()
+    if dim != layout.dim:
+        return _view_of(value, layout, layout, filled(call))
+    step = call.argument("step", 1)
+    start, stop, _ = slice(call.argument("start"), call.argument("end")).indices(layout.rows(call.samples))
+    block = call.samples * layout.inner
+    if step == 1 and start % block == 0 and stop % block == 0 and stop > start:
+        return _blocks(value, layout, start // block, stop // block)
+    if layout.outer == 1:
+        return _rows(value, layout, start, stop, step, squeeze=False)
+    return None
+
+
+def _blocks(value: Value, layout: Layout, first: int, last: int) -> Recipe:
+    """Some of the outer blocks: all samples, fewer times."""
+    output = layout._replace(outer=last - first)
+
+    def run(part: Part, tensors: list[Tensor]) -> Tensor:
+        block = part.samples * layout.inner
+        return tensors[0].narrow(layout.dim, first * block, (last - first) * block)
+
+    return _view_of(value, layout, output, run)
+
+
+def _rows(value: Value, layout: Layout, start: int, stop: int, step: int, *, squeeze: bool) -> Recipe:
+    """Some of the samples: a whole value, put together from the micro-batches that have them."""
+
+    def run(part: Part, tensors: list[Tensor]) -> Tensor:
+        first, last = part.start * layout.inner, part.stop * layout.inner
+        begin = start if start >= first else start + -(-(first - start) // step) * step
+        end = min(stop, last)
+        chosen = slice(begin - first, max(end, begin) - first, step)
+        return tensors[0][(slice(None),) * layout.dim + (chosen,)]
+
+    class Chosen(Joined):
+        def result(self) -> list[Tensor]:
+            (rows,) = super().result()
+            return [rows.squeeze(layout.dim) if squeeze else rows]
+
+    return Recipe([Operand(value, layout)], [None], run, lambda: Chosen(layout), placed=True)
+
+
+def _cat(call: Call) -> Recipe | None:
+    parts = call.tensors
+    first = next((value for value in parts if value.layout is not None), None)
+    if first is None or first.layout is None:
+        return None
+    dim = call.argument("dim", 0)
+    new = call.func.overloadpacket is aten.stack
+    dim = dim % (first.meta.dim() + new)
+    layout = first.layout
+    if new or dim != layout.dim:
+        rows = layout.rows(call.samples)
+        if any(value.meta.dim() <= layout.dim or value.meta.shape[layout.dim] != rows for value in parts):
+            return None  # an old-style empty tensor, or another number of rows
+        output = layout.at(layout.dim + (new and dim <= layout.dim))
+        return Recipe([Operand(value, layout) for value in parts], [output], filled(call))
+    if any(value.layout is None or value.layout[0::2] != layout[0::2] for value in parts):
+        return None
+    output = layout._replace(outer=sum(value.layout.outer for value in parts if value.layout))
+    return Recipe([Operand(value, value.layout) for value in parts], [output], filled(call))
+
+
+def _clone(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    # A contiguous clone is made for the views of it that follow: of another they would be copies.
+    return Recipe([Operand(*found)], [found[1]], filled(call), light=True)
+
+
+def _new(call: Call) -> Recipe | None:
+    """new_zeros and its kin: as many rows as the batch where a dimension has them."""
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    size = list(call.argument("size"))
+    rows = layout.rows(call.samples)
+    dims = [dim for dim, count in enumerate(size) if count == rows]
+    if not dims:
+        return None
+    output = layout.at(layout.dim if layout.dim in dims else dims[0])
+    dtype, device = value.meta.dtype, value.device
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        args, kwargs = call.replaced(size=sized(size, output, part))
+        return call.func(torch.empty(1, dtype=dtype, device=device), *args[1:], **kwargs)
+
+    return Recipe([], [output], run, light=True)
+
+
+def _like(call: Call) -> Recipe | None:
+    """A new tensor of the same shape: the numbers of the old one need not be worked out for it."""
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    shape, dtype, device = tuple(value.meta.shape), value.meta.dtype, value.device
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        one = torch.empty(1, dtype=dtype, device=device).expand(sized(shape, layout, part))
+        return call.func(one, *call.args[1:], **call.kwargs)
+
+    return Recipe([], [layout], run, light=True)
+
+
+def _repeat(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    repeats = list(call.argument("repeats"))
+    dim = layout.dim + len(repeats) - value.meta.dim()
+    # The samples again and again are blocks: [repeat][outer][samples][inner].
+    output = Layout(dim, layout.outer * repeats[dim], layout.inner)
+    return Recipe([Operand(value, layout)], [output], filled(call))
+
+
+def _diagonal(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    value, layout = found
+    dims = [call.argument(name) % value.meta.dim() for name in ("dim1", "dim2")]
+    if layout.dim in dims:
+        return None
+    output = layout.at(layout.dim - sum(dim < layout.dim for dim in dims))
+    return _view_of(value, layout, output, filled(call))
+
+
+def _unfold(call: Call) -> Recipe | None:
+    found = _batch(call)
+    if found is None or call.argument("dimension") % found[0].meta.dim() == found[1].dim:
+        return None
+    return _view_of(*found, found[1], filled(call))
+
+
+def _complex_view(call: Call) -> Recipe | None:
+    if (found := _batch(call)) is None:
+        return None
+    last = found[1].dim == found[0].meta.dim() - 1
+    if last and call.func.overloadpacket is aten.view_as_complex:
+        return None
+    return _view_of(*found, found[1], filled(call))
+
+
+def _resolved(call: Call) -> Recipe | None:
+    """Conjugates and negatives that torch marks with a bit are worked out: a wrapper has no such bit."""
+    value, run = call.tensors[0], filled(call)
+    return Recipe(
+        [Operand(value, value.layout)],
+        [value.layout],
+        lambda part, tensors: run(part, tensors).resolve_conj().resolve_neg(),
+    )
+
+
+LIKES = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like}
+
+RULES: dict[Any, Callable[[Call], Recipe | None]] = {
+    aten.lift_fresh: _same,
+    aten.view.default: _view,
+    aten._unsafe_view: _view,
+    aten._reshape_alias: _view,
+    aten._reshape_copy: _view,
+    aten.view_copy.default: _view,
+    aten.permute: _permute,
+    aten.transpose.int: _transpose,
+    aten.t: _transpose,
+    aten.unsqueeze: _unsqueeze,
+    aten.squeeze: _squeeze,
+    aten.expand: expanded,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.diagonal: _diagonal,
+    aten.unfold: _unfold,
+    aten.view_as_real: _complex_view,
+    aten.view_as_complex: _complex_view,
+    aten._conj: _resolved,
+    aten._neg_view: _resolved,
+    aten._conj_physical: _resolved,
+    aten.cat: _cat,
+    aten.stack: _cat,
+    aten.clone: _clone,
+    aten.new_zeros: _new,
+    aten.new_ones: _new,
+    aten.new_full: _new,
+    aten.new_empty: _new,
+    **dict.fromkeys(LIKES, _like),
+    aten.repeat: _repeat,
+    aten.select_backward: backward_of_a_view,
+    aten.slice_backward: backward_of_a_view,
+    aten.diagonal_backward: backward_of_a_view,
+    aten.unfold_backward: backward_of_a_view,
+}

@@ -1,0 +1,1 @@
+"""Execution of a recording, one micro-batch at a time."""

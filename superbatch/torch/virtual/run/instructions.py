@@ -1,0 +1,68 @@
+"""What a sweep does for each micro-batch, as a program with registers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..ir.layout import Layout
+from ..ir.values import Reduction, Run, Value
+from .store import Kept
+
+
+class Load(NamedTuple):
+    """What is read before an operation, because it is its first reader."""
+
+    slot: int
+    source: Value
+    layout: Layout  # of the rows
+    place: int  # in what the program reads
+
+
+class More(NamedTuple):
+    """What an instruction does beside filling one register.
+
+    Attributes:
+        loads: what it is the first to read.
+        outputs: which result (None: the only one) into which register.
+        whole: which results are reduced.
+        reduction: by what; None if there are none.
+        keeps: registers whose rows are kept.
+        carries: registers that the last micro-batch hands to the next sweep.
+        early: registers that nothing needs but the instruction itself, which lets go of them as it goes on.
+    """
+
+    loads: list[Load]
+    outputs: list[tuple[int | None, int]]
+    whole: list[int | None]
+    reduction: Reduction | None
+    keeps: list[tuple[int, Kept]]
+    carries: list[tuple[int, Value]]
+    early: list[int]
+
+
+class Instruction(NamedTuple):
+    """One step.
+
+    Attributes:
+        run: as in `Node`.
+        inputs: the registers it is given.
+        output: the register of the result, if it does nothing more.
+        more: what else it does.
+        frees: registers that nothing reads after it.
+        known: as in `Node`.
+        view: likewise.
+    """
+
+    run: Run
+    inputs: list[int]
+    output: int
+    more: More | None
+    frees: list[int]
+    known: bool = False
+    view: bool = False
+
+
+def filled(instruction: Instruction) -> list[int]:
+    """Return the registers that an instruction fills."""
+    more = instruction.more
+    return [instruction.output] if more is None else [slot for _, slot in more.outputs]

@@ -1,0 +1,349 @@
+"""Run a plan: for each micro-batch the operations of a sweep, in order, on real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch.errors import WindowError, explain
+
+from ..ir.conjugates import conjugates_seen
+from ..ir.layout import Layout, Part, cut
+from ..ir.log import Log
+from ..ir.readings import memory_of
+from ..ir.values import Node, Reduction, Value
+from .ahead import Ahead
+from .carried import Carried, worth_carrying
+from .instructions import Instruction, Load, More, filled
+from .plan import Plan
+from .store import Kept, Store
+from .wholes import Wholes
+
+
+def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: bool = False) -> None:
+    """Work through a plan.
+
+    Args:
+        plan: what to run.
+        parts: the micro-batches.
+        store: where results are kept.
+        log: is told what was done.
+        compile: what runs in a row for each micro-batch.
+
+    Raises:
+        WindowError: a tensor that was used has been written since.
+    """
+    done: set[int] = set()  # serials
+    wholes = Wholes(store, log, len(parts))
+    carried = Carried(plan) if worth_carrying(plan, parts) else None
+    last = {node.serial: number for number in sorted(plan.sweeps) for node in plan.sweeps[number]}
+    with torch.no_grad(), conjugates_seen():
+        for number in sorted({*plan.once, *plan.sweeps}):
+            for node in plan.once.pop(number, ()):
+                _run_once(node, wholes)
+            nodes = plan.sweeps.pop(number, None)
+            if nodes:
+                again = sum(node.serial in done for node in nodes)
+                ordinary = len(parts) - (carried is not None)
+                _sweep(nodes, number, plan, parts, store, carried, wholes, first=not done, compile=compile)
+                log.sweeps += 1
+                log.run += len(nodes) * len(parts) - again * (len(parts) - ordinary)
+                log.repeated += again * ordinary
+                done.update(node.serial for node in nodes)
+                _forget(plan, [node for node in nodes if last[node.serial] == number])
+
+
+def _forget(plan: Plan, nodes: list[Node]) -> None:
+    """Let go of operations that run no more: they hold what they read, such as all embeddings."""
+    for node in nodes:
+        del plan.stage[node]
+
+
+def unchanged(value: Value) -> Tensor:
+    """Return the tensor of a whole value.
+
+    Raises:
+        WindowError: it has been written since it was used.
+    """
+    tensor = value.whole
+    assert tensor is not None
+    if value.source is not None and _is_written(*value.source, tensor):
+        raise WindowError(
+            explain(
+                f"a tensor of shape {tuple(tensor.shape)} that was written in place",
+                "what was computed from it before is worked out only when it is needed, and would be another",
+                "change parameters and buffers after the block, or use a copy of what is written",
+            )
+        )
+    return tensor
+
+
+def _is_written(source: Tensor, version: int, memory: Tensor) -> bool:
+    """Whether the memory of a tensor was written, and not only another put in its place (`.data = ...`)."""
+    return source._version != version and memory_of(source) == memory_of(memory)
+
+
+def _run_once(node: Node, wholes: Wholes) -> None:
+    tensors = [unchanged(value) for value, _ in node.operands]
+    results = node.run(Part(0, 0, 0), tensors)
+    for value in _set_whole(node, range(len(node.outputs)), (results,) if node.single else results):
+        wholes.hold(value, node, tensors)
+    # It never runs again, and the plan holds it: an N x N matrix would live to its end.
+    node.operands, node.by_rows = (), None
+
+
+def _set_whole(node: Node, indices: Sequence[int], results: Sequence[Any]) -> list[Value]:
+    found: list[Value] = []
+    for index, result in zip(indices, results, strict=True):
+        value = node.outputs[index]()
+        if value is not None:
+            value.whole, value.node = result, None
+            found.append(value)
+    return found
+
+
+class _Results:
+    """What comes of a sweep: whole results, and rows that are kept."""
+
+    def __init__(self, store: Store, wholes: Wholes) -> None:
+        self._store, self._wholes = store, wholes
+        self._reduced: dict[Node, tuple[Reduction, list[int]]] = {}
+        self._kept: dict[Value, Kept] = {}
+
+    def reduction(self, node: Node, whole: list[int]) -> Reduction:
+        """Return what combines the whole outputs of a node."""
+        if node not in self._reduced:
+            assert node.reduce is not None
+            self._reduced[node] = node.reduce(), whole
+        return self._reduced[node][0]
+
+    def kept(self, value: Value) -> Kept:
+        """Return where the rows of a value are kept."""
+        return self._kept.setdefault(value, Kept(self._store))
+
+    def set(self, plan: Plan, parts: Sequence[Part]) -> None:
+        """Set what came of it, after the last micro-batch."""
+        for node, (reduction, whole) in self._reduced.items():
+            for value in _set_whole(node, whole, reduction.result()):
+                if value in plan.apart and self._store.is_full(value.nbytes):
+                    self._put_apart(value, plan.apart[value][0], parts)
+                else:
+                    self._wholes.hold(value, node)
+        for value, kept in self._kept.items():
+            value.pieces, value.node = kept, None
+
+    def _put_apart(self, value: Value, layout: Layout, parts: Sequence[Part]) -> None:
+        """Keep a whole result by its rows."""
+        kept, tensor = Kept(self._store), unchanged(value)
+        for part in parts:
+            kept.put(part, cut(tensor, layout, part))
+        value.pieces, value.whole = kept, None
+
+
+def _sweep(
+    nodes: list[Node],
+    number: int,
+    plan: Plan,
+    parts: Sequence[Part],
+    store: Store,
+    carried: Carried | None,
+    wholes: Wholes,
+    *,
+    first: bool,
+    compile: bool,
+) -> None:
+    results = _Results(store, wholes)
+    read = [value.pieces for value, until in plan.kept.items() if until == number]
+    read += [value.pieces for value, (_, until) in plan.apart.items() if until == number]
+    dropped = [kept for kept in read if isinstance(kept, Kept)]
+    programs = _programs(nodes, number, plan, parts, results, carried)
+    if compile:
+        for program in dict.fromkeys(program for _, program in programs):
+            program.compile(elsewhere=store.ahead is not None)
+    if carried is not None and not first:
+        # First where something is carried, so that it is let go before the others need memory.
+        programs.insert(0, programs.pop())
+    for (part, program), following in zip_longest(programs, programs[1:]):
+        then = None if following is None else following[1].first_read(following[0])
+        program.run(part, store.ahead, then, carries=part is parts[-1])
+        for kept in dropped:
+            kept.drop(part)
+    results.set(plan, parts)
+
+
+def _programs(
+    nodes: list[Node],
+    number: int,
+    plan: Plan,
+    parts: Sequence[Part],
+    results: _Results,
+    carried: Carried | None,
+) -> list[tuple[Part, _Program]]:
+    """What each micro-batch runs; the last one, if it carries, what no sweep before has done for it."""
+    if carried is None:
+        program = _Program(nodes, number, plan, results, None)
+        return [(part, program) for part in parts]
+    new = [node for node in nodes if carried.first[node] == number]
+    last = _Program(new, number, plan, results, carried)
+    others = parts[:-1]
+    # What is new to all reads nothing that is carried.
+    same = last if len(new) == len(nodes) or not others else _Program(nodes, number, plan, results, None)
+    return [*((part, same) for part in others), (parts[-1], last)]
+
+
+class _Program:
+    """The operations of one sweep as a program with registers, made once and run for each micro-batch."""
+
+    def __init__(
+        self, nodes: list[Node], number: int, plan: Plan, results: _Results, carried: Carried | None
+    ) -> None:
+        self._number, self._plan, self._results, self._carried = number, plan, results, carried
+        self._slots: dict[tuple[int, Layout | None], int] = {}
+        self._registers: list[Any] = []  # as they are before each micro-batch
+        self._read: list[Value] = []  # rows that are there, and may lie in the host's memory
+        self._program = [self._instruction(node) for node in nodes]
+        self._free()
+
+    def compile(self, *, elsewhere: bool) -> None:
+        """Put segments that are compiled in the place of operations.
+
+        Args:
+            elsewhere: rows that it reads may lie in other memory.
+        """
+        from .segments import segmented  # who does not ask for it loads nothing
+
+        self._program = segmented(self._program, self._registers, elsewhere=elsewhere)
+        self._free()
+
+    def _free(self) -> None:
+        """Let each instruction let go of what nothing reads after it."""
+        last: dict[int, int] = {}
+        for position, instruction in enumerate(self._program):
+            instruction.frees.clear()
+            for slot in instruction.inputs:
+                if self._registers[slot] is None:
+                    last[slot] = position
+            for slot in filled(instruction):
+                last[slot] = position
+        for slot, position in last.items():
+            self._program[position].frees.append(slot)
+
+    def _instruction(self, node: Node) -> Instruction:
+        loads: list[Load] = []
+        inputs: list[int] = []
+        for value, layout in node.operands:
+            slot = self._slots.get((id(value), layout))
+            if slot is None:
+                slot = self._input(value, layout, loads)
+            inputs.append(slot)
+        outputs = self._outputs(node)
+        if node.single and outputs and not loads and not self._is_needed(outputs[0][2]):
+            return Instruction(node.run, inputs, outputs[0][1], None, [], node.known, node.view)
+        return Instruction(node.run, inputs, 0, self._more(node, loads, outputs), [], node.known, node.view)
+
+    def _is_needed(self, value: Value) -> bool:
+        """Whether the rows of a value are needed after the sweep."""
+        return value in self._plan.kept or (self._carried is not None and value in self._carried.until)
+
+    def _more(self, node: Node, loads: list[Load], outputs: list[tuple[int | None, int, Value]]) -> More:
+        single = node.single
+        whole = [None if single else index for index, layout in enumerate(node.layouts) if layout is None]
+        reduction = None
+        if whole and self._plan.stage[node] == self._number:
+            reduction = self._results.reduction(node, [index or 0 for index in whole])
+        carried = () if self._carried is None else self._carried.until
+        keeps = [(slot, self._results.kept(v)) for _, slot, v in outputs if v in self._plan.kept]
+        carries = [(slot, value) for _, slot, value in outputs if value in carried]
+        registers = [(index, slot) for index, slot, _ in outputs]
+        return More(loads, registers, whole, reduction, keeps, carries, [])
+
+    def _input(self, value: Value, layout: Layout | None, loads: list[Load]) -> int:
+        """Return a new register of what is there before the instruction."""
+        slot = self._slots[id(value), layout] = len(self._registers)
+        if layout is None:
+            self._registers.append(unchanged(value))
+            return slot
+        self._registers.append(None)
+        loads.append(Load(slot, value, layout, len(self._read)))
+        if value.pieces is not None:
+            self._read.append(value)
+        return slot
+
+    def _outputs(self, node: Node) -> list[tuple[int | None, int, Value]]:
+        """Return the results that are rows: which, into which register, and of which value."""
+        outputs: list[tuple[int | None, int, Value]] = []
+        single = node.single
+        for index, layout in enumerate(node.layouts):
+            value = None if layout is None else node.outputs[index]()
+            if value is None or value.there:
+                continue
+            slot = self._slots[id(value), layout] = len(self._registers)
+            self._registers.append(None)
+            outputs.append((None if single else index, slot, value))
+        return outputs
+
+    def first_read(self, part: Part) -> tuple[Value, Part] | None:
+        """Return the rows that the program reads first, if any are there before it runs."""
+        return (self._read[0], part) if self._read else None
+
+    def run(
+        self, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None, *, carries: bool
+    ) -> None:
+        """Run the program for a micro-batch.
+
+        Args:
+            part: the micro-batch.
+            ahead: brings rows from the host.
+            following: what is read first afterwards.
+            carries: it is the one that carries rows from sweep to sweep, if one does.
+        """
+        registers = self._registers.copy()
+        for run, inputs, output, more, frees, _, _ in self._program:
+            if more is None:
+                registers[output] = run(part, [registers[slot] for slot in inputs])
+            else:
+                for load in more.loads:
+                    registers[load.slot] = self._rows(load, part, ahead, following)
+                tensors = [registers[slot] for slot in inputs]
+                for slot in more.early:
+                    registers[slot] = None
+                self._finish(more, run(part, tensors), part, registers, carries=carries)
+                del tensors
+            for slot in frees:
+                registers[slot] = None
+
+    def _finish(self, more: More, result: Any, part: Part, registers: list[Any], *, carries: bool) -> None:
+        """Put away what an instruction gave."""
+        for index, slot in more.outputs:
+            registers[slot] = result if index is None else result[index]
+        if more.reduction is not None:
+            found = [result if index is None else result[index] for index in more.whole]
+            more.reduction.add(part, found)
+        for slot, kept in more.keeps:
+            kept.put(part, registers[slot])
+        for slot, value in more.carries if carries else ():
+            assert self._carried is not None
+            self._carried.rows[value] = registers[slot]
+
+    def _rows(
+        self, load: Load, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None
+    ) -> Tensor:
+        value = load.source
+        if value.pieces is not None:
+            rows = value.pieces.get(part)
+            if ahead is None:
+                return rows if rows.device == value.device else rows.to(value.device)  # the call alone: 1 us
+            rows = ahead.fetch((value, part), rows)
+            last = load.place + 1 == len(self._read)
+            then = following if last else (self._read[load.place + 1], part)
+            if then is not None and then[0].pieces is not None:
+                ahead.begin(then, then[0].pieces.get(then[1]))
+            return rows
+        if value.whole is not None:
+            return cut(unchanged(value), load.layout, part)
+        assert self._carried is not None, "what a sweep reads is worked out before it, or in it"
+        return self._carried.take(value, self._number)

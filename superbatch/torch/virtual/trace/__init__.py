@@ -1,0 +1,1 @@
+"""Recording of the operations on virtual tensors."""

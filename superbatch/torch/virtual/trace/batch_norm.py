@@ -1,0 +1,368 @@
+r"""BatchNorm over the whole batch, micro-batch by micro-batch.
+
+Forward: mean and variance in one sweep, combined as in `Moments`; then each micro-batch is normalised with
+torch's own kernel for given statistics. Backward: with :math:`\hat x = (x - \mu) r`,
+:math:`r = (v+\epsilon)^{-1/2}` and n values per channel,
+
+.. math:: d\beta = \sum dy, \quad d\gamma = \sum dy\,\hat x, \quad
+    dx = \gamma r\,[dy - d\beta / n - \hat x\,d\gamma / n]
+
+where the two sums take one sweep. Running statistics are updated once, with the unbiased variance of all n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..ir.calls import Recipe, blank
+from ..ir.layout import Layout, Part
+from ..ir.reductions import First, Moments
+from ..ir.strides import with_canonical_strides
+from ..ir.values import Operand, Run, Value
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+aten: Any = torch.ops.aten
+_kernel = with_canonical_strides(aten.native_batch_norm.default)
+_backward_kernel = with_canonical_strides(aten.native_batch_norm_backward.default)
+
+
+def _given(recording: Recording, tensor: Any) -> Value | None:
+    return None if tensor is None else recording.value(tensor)
+
+
+def _options(values: list[Value | None]) -> tuple[list[Operand], list[int | None]]:
+    """Operands of the values that there are, and for each its place among them."""
+    operands: list[Operand] = []
+    places: list[int | None] = []
+    for value in values:
+        places.append(None if value is None else len(operands))
+        if value is not None:
+            operands.append(Operand(value, None))
+    return operands, places
+
+
+def _picked(tensors: list[Tensor], places: Sequence[int | None], first: int) -> list[Any]:
+    return [None if place is None else tensors[first + place] for place in places]
+
+
+def _layout_of(value: Value) -> Layout | None:
+    """The layout if samples are in the dimension 0, so that channels are whole."""
+    layout = value.layout
+    return layout if layout is not None and layout.dim == 0 else None
+
+
+def forward(
+    recording: Recording,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """`native_batch_norm`: (output, mean, 1 / standard deviation)."""
+    value = recording.value(x)
+    layout = _layout_of(value)
+    affine = [_given(recording, weight), _given(recording, bias)]
+    across = recording.across
+    if across is not None and across.now is not None and training:
+        layout = layout or across.layout_of(recording, value)
+    if layout is None or any(v is not None and v.layout is not None for v in affine):
+        return _elsewhere(recording, x, (weight, bias, running_mean, running_var, training, momentum, eps))
+    if not training:
+        running = [_given(recording, running_mean), _given(recording, running_var)]
+        operands, places = _options([*affine, *running])
+
+        def frozen(part: Part, tensors: list[Tensor]) -> Any:
+            w, b, mean, var = _picked(tensors, places, 1)
+            return _kernel(tensors[0], w, b, mean, var, False, 0.0, eps)
+
+        recipe = Recipe([Operand(value, layout), *operands], [layout, None, None], frozen, First, light=True)
+        empty = blank((0,), (1,), value.meta.dtype)
+        return recording.shown(recording.add("batch_norm", recipe, [value.meta, empty, empty]))
+    mean, invstd, var, unbiased = _statistics(recording, value, layout, affine[0], eps)
+    if running_mean is not None:
+        _update(recording, running_mean, mean, momentum)
+        _update(recording, running_var, unbiased, momentum)
+    operands, places = _options([*affine, mean, var])
+    run = _normalised(tuple(places), eps)
+    recipe = Recipe([Operand(value, layout), *operands], [layout], run, light=True)
+    output = recording.add("batch_norm", recipe, value.meta, known=True)
+    return recording.shown([output, mean, invstd])
+
+
+# The functions are the same for the same arguments: what they are a part of is then compiled once.
+
+
+@lru_cache(maxsize=1 << 10)
+def _normalised(places: tuple[int | None, ...], eps: float) -> Run:
+    def normalised(part: Part, tensors: list[Tensor]) -> Tensor:
+        w, b, mean, var = _picked(tensors, places, 1)
+        return _kernel(tensors[0], _like(w, mean), _like(b, mean), mean, var, False, 0.0, eps)[0]
+
+    return normalised
+
+
+def _statistics(
+    recording: Recording, value: Value, layout: Layout, weight: Value | None, eps: float
+) -> list[Value]:
+    """Mean, 1 / standard deviation, biased and unbiased variance, for each channel."""
+    channels = value.meta.shape[1]
+    dtype = value.meta.dtype if weight is None else weight.meta.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        dtype = torch.float32
+    moments = _moments(dtype)
+    across = recording.across
+    if across is not None and across.now is not None:
+        return across.statistics(recording, Operand(value, layout), moments, (channels, dtype), eps)
+
+    def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
+        var = squares / count
+        return [mean, (var + eps).rsqrt(), var, squares / max(count - 1, 1)]
+
+    meta = blank((channels,), (1,), dtype)
+    recipe = Recipe([Operand(value, layout)], [None] * 4, moments, lambda: Moments(finish))
+    return recording.add("batch_norm", recipe, [meta] * 4, known=True)
+
+
+@lru_cache(maxsize=1 << 10)
+def _moments(dtype: torch.dtype) -> Run:
+    def moments(part: Part, tensors: list[Tensor]) -> Any:
+        x = tensors[0].to(dtype)
+        count = x.numel() // max(x.shape[1], 1)
+        mean = _by_channel(x) / count
+        squares = _by_channel((x - mean.view(1, x.shape[1], *[1] * (x.dim() - 2))).square_())
+        return (mean, squares, count), None, None, None
+
+    return moments
+
+
+def _like(affine: Tensor | None, statistic: Tensor) -> Tensor | None:
+    """Weight or bias in the dtype of statistics, wider than 16 bits: kernels take no others together."""
+    if affine is None or affine.dtype is statistic.dtype:
+        return affine
+    return affine.to(statistic.dtype)
+
+
+def _by_channel(x: Tensor) -> Tensor:
+    # Several times as fast as `torch.var_mean`, or a sum over all dimensions at once.
+    return (x.flatten(2).sum(2) if x.dim() > 2 else x).sum(0)
+
+
+def _update(recording: Recording, buffer: Any, value: Value, momentum: float) -> None:
+    new = (1 - momentum) * recording.show(recording.given(buffer)) + momentum * recording.show(value).to(
+        buffer.dtype
+    )
+    recording.write_later(buffer, recording.value(new))
+
+
+def backward(
+    recording: Recording,
+    grad: Any,
+    x: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_invstd: Any,
+    training: bool,
+    eps: float,
+    mask: list[bool],
+) -> Any:
+    """`native_batch_norm_backward`: (dx, d weight, d bias)."""
+    value, given = recording.value(x), recording.value(grad)
+    layout = _layout_of(value) or _layout_of(given)
+    w = _given(recording, weight)
+    if layout is None and recording.across is not None:
+        layout = recording.across.layout_back(recording, value, recording.value(save_mean))
+    if layout is None or (w is not None and w.layout is not None):
+        return _elsewhere_backward(
+            recording,
+            grad,
+            x,
+            (weight, running_mean, running_var, save_mean, save_invstd, training, eps, mask),
+        )
+    inputs = [Operand(given, layout), Operand(value, layout)]
+    channel = blank((value.meta.shape[1],), (1,), (w or value).meta.dtype)
+    if not training:
+        operands, places = _options([w, _given(recording, running_mean), _given(recording, running_var)])
+
+        def frozen(part: Part, tensors: list[Tensor]) -> Any:
+            scale, mean, var = _picked(tensors, places, 2)
+            dy, x = tensors[:2]
+            return _backward_kernel(dy, x, scale, mean, var, None, None, False, eps, mask)
+
+        recipe = Recipe([*inputs, *operands], [layout, None, None], frozen)
+        metas = [
+            meta if wanted else None
+            for meta, wanted in zip([value.meta, channel, channel], mask, strict=True)
+        ]
+        return recording.shown(recording.add("batch_norm backward", recipe, metas))
+    mean, invstd = recording.value(save_mean), recording.value(save_invstd)
+    operands, places = _options([w, mean, invstd])
+    recipe = Recipe([*inputs, *operands], [None, None], _sums(tuple(places), eps))
+    d_weight, d_bias = recording.add("batch_norm sums", recipe, [mean.meta] * 2, known=True)
+    dx = _input_gradient(recording, inputs, w, [mean, invstd, d_weight, d_bias], layout) if mask[0] else None
+    results = recording.shown([dx, d_weight if mask[1] else None, d_bias if mask[2] else None])
+    return [results[0], *(None if one is None else one.to(channel.dtype) for one in results[1:])]
+
+
+@lru_cache(maxsize=1 << 10)
+def _sums(places: tuple[int | None, ...], eps: float) -> Run:
+    def sums(part: Part, tensors: list[Tensor]) -> Any:
+        scale, mean, invstd = _picked(tensors, places, 2)
+        dy, x = tensors[:2]
+        return _backward_kernel(
+            dy, x, _like(scale, mean), None, None, mean, invstd, True, eps, [False, True, True]
+        )[1:]
+
+    return sums
+
+
+def _input_gradient(
+    recording: Recording, inputs: list[Operand], weight: Value | None, whole: list[Value], layout: Layout
+) -> Value:
+    value = inputs[1].value
+    count = value.meta.numel() // max(value.meta.shape[1], 1)
+    if recording.across is not None:
+        whole = [*whole[:2], *recording.across.sums(recording, whole[0], whole[2:], count)]
+
+    def coefficients(part: Part, tensors: list[Tensor]) -> Any:
+        mean, invstd, d_weight, d_bias, *scale = tensors
+        a = invstd * scale[0] if scale else invstd
+        b = -a * invstd * d_weight / count
+        c = -a * d_bias / count - b * mean
+        return a, b, c
+
+    meta = whole[0].meta
+    operands = [Operand(v, None) for v in [*whole, *([] if weight is None else [weight])]]
+    a, b, c = recording.add("batch_norm coefficients", Recipe(operands, [None] * 3, coefficients), [meta] * 3)
+    recipe = Recipe([*inputs, *(Operand(v, None) for v in (a, b, c))], [layout], _gradient, light=True)
+    return recording.add("batch_norm input", recipe, value.meta, known=True)
+
+
+def _gradient(part: Part, tensors: list[Tensor]) -> Tensor:
+    dy, x, a, b, c = tensors
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    a, b, c = (
+        t.to(x.dtype).view(shape) if x.dtype.itemsize >= t.dtype.itemsize else t.view(shape)
+        for t in (a, b, c)
+    )
+    return torch.addcmul(c, x, b).addcmul_(dy, a).to(dy.dtype)
+
+
+# -- samples among the channels (InstanceNorm), or anywhere else ---------------------------------------------
+
+
+def _elsewhere(recording: Recording, x: Any, rest: tuple[Any, ...]) -> Any:
+    weight, bias, running_mean, _, training, _, eps = rest
+    value = recording.value(x)
+    channels = [_given(recording, t) for t in (weight, bias)]
+    layout = value.layout
+    if running_mean is not None and training:
+        return _at_once(recording, x, rest)
+    if layout is None or layout.dim != 1 or not training:
+        return NotImplemented
+    places: list[int | None] = []
+    operands = [Operand(value, layout)]
+    for item in channels:
+        places.append(None if item is None else len(operands))
+        if item is not None:
+            operands.append(Operand(item, layout.at(0)))
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        w, b = _picked(tensors, places, 0)
+        return _kernel(tensors[0], w, b, None, None, True, 0.0, eps)
+
+    stat = blank((value.meta.shape[1],), (1,), value.meta.dtype)
+    recipe = Recipe(operands, [layout, layout.at(0), layout.at(0)], run)
+    return recording.shown(recording.add("instance_norm", recipe, [value.meta, stat, stat]))
+
+
+def _at_once(recording: Recording, x: Any, rest: tuple[Any, ...]) -> Any:
+    """On the whole tensor, by the form that returns the running statistics, and does not write them."""
+    out, mean, invstd, new_mean, new_var = aten._native_batch_norm_legit_functional(x, *rest)
+    recording.write_later(rest[2], recording.value(new_mean))
+    recording.write_later(rest[3], recording.value(new_var))
+    return out, mean, invstd
+
+
+def _elsewhere_backward(recording: Recording, grad: Any, x: Any, rest: tuple[Any, ...]) -> Any:
+    weight, running_mean, _, save_mean, save_invstd, training, eps, mask = rest
+    value, given = recording.value(x), recording.value(grad)
+    layout = value.layout or given.layout
+    if layout is None or layout.dim != 1 or not training or running_mean is not None:
+        return NotImplemented
+    operands = [Operand(given, layout), Operand(value, layout)]
+    operands += [Operand(recording.value(t), layout.at(0)) for t in (save_mean, save_invstd)]
+    if weight is not None:
+        operands.append(Operand(recording.value(weight), layout.at(0)))
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        dy, x, mean, invstd, *w = tensors
+        return _backward_kernel(dy, x, w[0] if w else None, None, None, mean, invstd, True, eps, mask)
+
+    channel = blank((value.meta.shape[1],), (1,), value.meta.dtype)
+    metas = [
+        meta if wanted else None for meta, wanted in zip([value.meta, channel, channel], mask, strict=True)
+    ]
+    outputs = [layout, layout.at(0), layout.at(0)]
+    return recording.shown(recording.add("instance_norm backward", Recipe(operands, outputs, run), metas))
+
+
+# -- CUDA (by their schemas; run on a CPU alone) -------------------------------------------------------------
+
+
+def cudnn_forward(
+    recording: Recording,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """`cudnn_batch_norm`: as `forward`, with an empty reserve."""
+    result = forward(recording, x, weight, bias, mean, var, training, momentum, eps)
+    if result is NotImplemented:
+        return result
+    return (*result, torch.empty(0, dtype=torch.uint8, device=x.device))
+
+
+def cudnn_backward(
+    recording: Recording,
+    x: Any,
+    grad: Any,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    save_mean: Any,
+    save_var: Any,
+    eps: float,
+    reserve: Any,
+) -> Any:
+    """`cudnn_batch_norm_backward`, which is only called in training."""
+    return backward(
+        recording,
+        grad,
+        x,
+        weight,
+        running_mean,
+        running_var,
+        save_mean,
+        save_var,
+        True,
+        eps,
+        [True, True, True],
+    )

@@ -1,0 +1,193 @@
+"""Operators that are several operations on the batch: means, BatchNorm, recurrent layers, lists of views."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from superbatch.torch.memory.out_of_memory import out_of_memory
+
+from ..ir.calls import Call, mapped, substituted
+from ..ir.layout import Layout
+from . import batch_norm, indexing, recurrent
+from .aliases import view
+from .paranoia import WrongRuleError
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+aten: Any = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _layout(recording: Recording, tensor: Any) -> Layout | None:
+    return recording.value(tensor).layout if isinstance(tensor, Tensor) else None
+
+
+# -- means --------------------------------------------------------------------------------------------------
+
+
+def _mean(recording: Recording, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """A mean over samples is their sum, divided once by the number of all."""
+    count = x.dim()
+    dims = (
+        range(count)
+        if dim is None or dim == []
+        else [d % count for d in ([dim] if isinstance(dim, int) else dim)]
+    )
+    layout = _layout(recording, x)
+    kind = dtype or x.dtype
+    if layout is None or layout.dim not in dims or not (kind.is_floating_point or kind.is_complex):
+        return NotImplemented
+    wide = torch.float32 if kind in _HALF else dtype
+    total = aten.sum.dim_IntList(x, list(dims), keepdim, dtype=wide)
+    return (total / math.prod(x.shape[d] for d in dims)).to(kind)
+
+
+def _nll_loss_forward(
+    recording: Recording, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
+) -> Any:
+    """A mean over samples is the sum of losses, divided once by the sum of weights.
+
+    That sum depends on the targets alone: the backward need not wait for the forward.
+    """
+    if reduction == 0 or _layout(recording, x) is None:
+        return NotImplemented
+    forward = aten.nll_loss2d_forward if x.dim() == 4 else aten.nll_loss_forward
+    total, _ = recording.shown(
+        recording.compute(forward.default, *recording.values((x, target, weight, 2, ignore_index), {}))
+    )
+    counts = target != ignore_index
+    if weight is None:
+        weights = counts.sum().to(x.dtype)
+    else:
+        of_each = aten.embedding(weight.unsqueeze(1), target.clamp(0, weight.shape[0] - 1)).squeeze(-1)
+        weights = (of_each * counts).sum()
+    return (total / weights if reduction == 1 else total), weights
+
+
+# -- lists of views -----------------------------------------------------------------------------------------
+
+
+def _slices(recording: Recording, x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        view(recording, x, aten.slice.Tensor, (dim, start, start + size), {})
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _split(recording: Recording, x: Any, size: int, dim: int = 0) -> list[Any]:
+    rows = x.shape[dim]
+    return _slices(recording, x, [min(size, rows - start) for start in range(0, rows, size)] or [0], dim)
+
+
+def _split_with_sizes(recording: Recording, x: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    return _slices(recording, x, sizes, dim)
+
+
+def _unbind(recording: Recording, x: Any, dim: int = 0) -> list[Any]:
+    return [view(recording, x, aten.select.int, (dim, index), {}) for index in range(x.shape[dim])]
+
+
+LISTS: dict[Any, Callable[..., list[Any]]] = {
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.unsafe_split.Tensor: _split,
+    aten.unsafe_split_with_sizes.default: _split_with_sizes,
+    aten.unbind.int: _unbind,
+}
+
+
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    aten.mean: _mean,
+    aten.nll_loss_forward: _nll_loss_forward,
+    aten.nll_loss2d_forward: _nll_loss_forward,
+    aten.index.Tensor: indexing.index,
+    aten.index_put: indexing.index_put,
+    aten.native_batch_norm: batch_norm.forward,
+    aten.cudnn_batch_norm: batch_norm.cudnn_forward,
+    aten.native_batch_norm_backward: batch_norm.backward,
+    aten.cudnn_batch_norm_backward: batch_norm.cudnn_backward,
+    aten._cudnn_rnn: recurrent.forward,
+    aten._cudnn_rnn_backward: recurrent.backward,
+}
+
+
+# Their results are read by what looks at memory itself.
+# Recurrent kernels keep a form of their own for their backward, which leaves out what nobody wants.
+AT_ONCE = {
+    aten._cudnn_rnn.default,
+    aten._cudnn_rnn_backward.default,
+    aten._pack_padded_sequence.default,
+    aten.mkldnn_rnn_layer.default,
+    aten.mkldnn_rnn_layer_backward.default,
+}
+
+# Decompositions that put many small operations, or another order of random numbers, in the place of one; that
+# of a view forgets the shape of what is empty.
+_WHOLE = {
+    aten.native_batch_norm,
+    aten.index_put,
+    aten.embedding_dense_backward,
+    aten.native_dropout,
+    aten.cumprod,
+    aten.cumsum,
+    aten.logcumsumexp,
+    aten.view,
+}
+
+
+@cache
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """Return torch's own decomposition of an operator into simpler ones, if there is one.
+
+    None of an operator with several results: the others are what its kernel keeps for its backward, in a form
+    of its own, and a decomposition may give another.
+    """
+    if func.overloadpacket in _WHOLE or len(func._schema.returns) > 1:
+        return None
+    from torch._decomp import decomposition_table  # loads sympy: only where it is needed
+
+    return decomposition_table.get(func)
+
+
+def is_composite(func: Any) -> bool:
+    """Whether torch defines the operator by others alone."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def attempt(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation as several, if it is one of these here; else return NotImplemented."""
+    composite = found(func)
+    if composite is None:
+        return NotImplemented
+    for arg in args:  # of some it may read no numbers
+        mapped(arg, recording.note_leaf)
+    return composite(recording, *args, **kwargs)
+
+
+@cache
+def found(func: Any) -> Callable[..., Any] | None:
+    """Return what does an operation as several, if anything does."""
+    return COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
+
+
+def decomposed(recording: Recording, call: Call) -> Any:
+    """Do an operation by torch's own decomposition; NotImplemented if there is none that works."""
+    simpler = decomposition(call.func)
+    if simpler is None:
+        return NotImplemented
+    tensors = [recording.show(value) for value in call.tensors]
+    args, kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
+    try:
+        return simpler(*args, **kwargs)
+    except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
+        if out_of_memory(error) or isinstance(error, WrongRuleError):
+            raise
+        return NotImplemented

@@ -1,0 +1,181 @@
+"""What becomes of an operation on virtual tensors: recorded, a view, a write, or an answer in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+
+from superbatch.errors import WindowError, explain
+
+from ..ir.calls import mapped, written_by
+from ..ir.values import Value
+from ..run.memo import Form
+from . import composites
+from .aliases import assign, current, functional_of, view, with_defaults
+from .held import held
+from .randomness import drawn_as_the_batch
+from .tensor import VirtualTensor
+from .unsupported import REFUSED
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+aten: Any = torch.ops.aten
+
+
+def dispatch(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation of which an argument is a virtual tensor."""
+    if recording.paranoid and recording.open:
+        return held(recording, func, args, kwargs, _done)
+    return _done(recording, func, args, kwargs)
+
+
+def _done(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not recording.open:
+        return _with_numbers(recording, func, args, kwargs)
+    if torch.is_inference_mode_enabled():
+        # In which a tensor has no version counter, though autograd gives each view one.
+        with torch.inference_mode(mode=False):
+            return _done(recording, func, args, kwargs)
+    kind = _kind_of(func)
+    if kind.answer is not None:
+        return kind.answer(recording, *args, **kwargs)
+    if kind.composite:  # met inside a decomposition; the program's own come in parts
+        return func.decompose(*args, **kwargs)
+    if kind.writes:
+        return _write(recording, func, args, kwargs)
+    if kind.view and isinstance(args[0], VirtualTensor):
+        return view(recording, args[0], func, args[1:], kwargs)
+    if kind.several:
+        result = composites.attempt(recording, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return recording.shown(recording.compute(func, *recording.values(args, kwargs)))
+
+
+class _Kind(NamedTuple):
+    """What an operator is: its schema and its tags are slow to ask, and so are several tables."""
+
+    answer: Callable[..., Any] | None  # in numbers, or several tensors
+    composite: bool
+    writes: bool
+    view: bool
+    several: bool  # operations in the place of one, for some arguments at least
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
+    answer = _ANSWERS.get(func, composites.LISTS.get(func))
+    several = composites.found(func) is not None
+    return _Kind(answer, composites.is_composite(func), func._schema.is_mutable, func.is_view, several)
+
+
+def _with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any, given: Any = None) -> Any:
+    """Run an operation on real tensors: `given` ones by the id of the virtual tensor, or their numbers."""
+
+    def one(item: Any) -> Any:
+        if given and id(item) in given:
+            return given[id(item)]
+        return recording.numbers(item) if isinstance(item, VirtualTensor) else item
+
+    def each(arg: Any) -> Any:
+        return [one(item) for item in arg] if isinstance(arg, (list, tuple)) else one(arg)
+
+    return func(*(each(arg) for arg in args), **{name: each(arg) for name, arg in kwargs.items()})
+
+
+# -- writing in place ---------------------------------------------------------------------------------------
+
+
+def _write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    functional, target = functional_of(func), args[0] if args else None
+    if functional is None or not isinstance(target, VirtualTensor) or "out" in kwargs:
+        return _write_with_numbers(recording, func, args, kwargs)
+    args = with_defaults(func, args, kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        return _reshape(recording, func, functional, args, kwargs)
+    drawn_whole = recording.randomness.as_the_batch or kwargs.get("generator") is not None
+    if drawn_whole and torch.Tag.nondeterministic_seeded in func.tags:
+        # The operator in place: the one that returns its result may fill memory in another order.
+        form = Form(func, *recording.values(args, kwargs), recording.samples)
+        assign(recording, target, drawn_as_the_batch(recording, form.call()))
+        return target
+    result = composites.attempt(recording, functional, args, kwargs)
+    if result is NotImplemented:
+        result = recording.compute(functional, *recording.values(args, kwargs))
+    assign(recording, target, result if isinstance(result, Value) else recording.value(result))
+    return target
+
+
+def _reshape(recording: Recording, func: Any, functional: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """`squeeze_`, `t_` and the like: the same memory in another shape."""
+    target: VirtualTensor = args[0]
+    other = view(recording, target, functional, args[1:], kwargs)
+    target._steps, target._handle, target._seen = other._steps, other._handle, other._seen
+    with no_dispatch():
+        func(*args, **kwargs)  # the shape that the program sees
+    return target
+
+
+def _write_with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+    """Write into real tensors, or several at once, or in a way that has no other form."""
+    written = written_by(func, args, kwargs)
+    for arg in (*args, *kwargs.values()):
+        mapped(arg, recording.note_leaf)
+    recording.readings.before(func, args, kwargs)
+    virtual = [item for item in written if isinstance(item, VirtualTensor)]
+    # Into a real tensor go the rows of all samples at once, and the operator is what takes them.
+    wholes: list[Value] = []
+
+    def take(item: VirtualTensor) -> None:
+        owner = item._recording
+        wholes.append(owner.gathered(current(owner, item), "gathered", func))
+
+    for arg in (*args, *kwargs.values()):
+        mapped(arg, take, VirtualTensor)
+    # Copies: what was computed from the numbers before the write may still be read.
+    real = {id(item): recording.numbers(item).clone() for item in virtual}
+    result = _with_numbers(recording, func, args, kwargs, real)
+    for item in virtual:
+        assign(recording, item, recording.given(real[id(item)]))
+    returns = func._schema.returns
+    if len(written) == 1 and len(returns) == 1 and returns[0].alias_info is not None:
+        return written[0]
+    return recording.shown(mapped(result, recording.given)) if virtual else result
+
+
+# -- numbers ------------------------------------------------------------------------------------------------
+
+
+def _number(recording: Recording, tensor: Tensor) -> Any:
+    return recording.numbers(tensor).item()
+
+
+def _equal(recording: Recording, first: Tensor, second: Tensor) -> bool:
+    return torch.equal(recording.numbers(first), recording.numbers(second))
+
+
+def _refuse_memory(recording: Recording, *args: Any, **kwargs: Any) -> Any:
+    raise WindowError(
+        explain(
+            "an operation that changes the memory of a tensor of the virtual batch",
+            "such a tensor has no memory of its own",
+            "use an operation that returns a new tensor",
+        )
+    )
+
+
+_ANSWERS: dict[Any, Any] = {
+    aten._local_scalar_dense.default: _number,
+    aten.item.default: _number,
+    aten.equal.default: _equal,
+    aten.set_.source_Storage: _refuse_memory,
+    aten.set_.source_Tensor: _refuse_memory,
+    aten.resize_.default: _refuse_memory,
+    **REFUSED,
+}

@@ -1,0 +1,157 @@
+"""Check of operations that become several, lists of views and writes in place, in paranoid mode.
+
+`paranoia.check` holds the one operation that a rule records. BatchNorm, means, losses, recurrent layers and
+indexing are recorded as several; a write makes a new value of all that shares the memory. Here the program's
+own operation runs on whole tensors, and what the program sees afterwards is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..ir.calls import mapped
+from ..ir.conjugates import conjugates_seen
+from ..ir.references import REFERENCES, arguments_by_name, dropped
+from ..ir.values import Value
+from ..ranks import reference as ranks_reference
+from . import composites
+from .aliases import current
+from .paranoia import compare
+from .tensor import VirtualTensor
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+Do = Callable[..., Any]  # (recording, operator, args, kwargs)
+aten: Any = torch.ops.aten
+_BATCH_NORM = {aten.native_batch_norm, aten.cudnn_batch_norm}
+_BATCH_NORM_BACKWARD = {aten.native_batch_norm_backward, aten.cudnn_batch_norm_backward}
+
+
+def held(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], do: Do) -> Any:
+    """Do an operation, and hold what comes of it against the same on whole tensors.
+
+    Raises:
+        WrongRuleError: a result differs by more than rounding.
+    """
+    if func._schema.is_mutable:
+        return _held_write(recording, func, args, kwargs, do)
+    if func is aten.native_dropout.default:
+        return _held_dropout(recording, func, args, kwargs, do)
+    if composites.found(func) is None and func not in composites.LISTS:
+        return do(recording, func, args, kwargs)
+    given = recording.values(args, kwargs)  # of before: BatchNorm writes its running statistics
+    results = do(recording, func, args, kwargs)
+    values, inputs, (new_args, new_kwargs) = _whole(recording, given)
+    told = arguments_by_name(func, new_args, new_kwargs)
+    ours = [recording.value(item) if isinstance(item, Tensor) else item for item in _flat(results)]
+    with torch.no_grad(), conjugates_seen():
+        expected = _over_ranks(recording, func, args, told, ours)
+        if expected is None:
+            reference = REFERENCES.get(func.overloadpacket)
+            expected = _flat(func(*new_args, **new_kwargs) if reference is None else reference(told))
+            if func.overloadpacket in _BATCH_NORM:
+                expected = [*expected[:3], *(told[name] for name in _running(told))]  # written in place
+    if func.overloadpacket in _BATCH_NORM:
+        before = arguments_by_name(func, args, kwargs)
+        ours = [*ours[:3], *(recording.value(before[name]) for name in _running(told))]
+    _compare(recording, func, values, inputs, ours, expected)
+    return results
+
+
+def _running(told: dict[str, Any]) -> list[str]:
+    return [name for name in ("running_mean", "running_var") if told[name] is not None]
+
+
+def _over_ranks(
+    recording: Recording, func: Any, args: tuple[Any, ...], told: dict[str, Any], ours: list[Any]
+) -> list[Any] | None:
+    """Return the results of a BatchNorm over ranks; None of any other operation."""
+    across, packet = recording.across, func.overloadpacket
+    if across is None:
+        return None
+    if packet in _BATCH_NORM and across.spans(ours[1]):
+        return ranks_reference.forward(recording, across, ours[1], told)
+    if packet in _BATCH_NORM_BACKWARD and across.spans(mean := recording.value(args[5])):
+        mask = told.get("output_mask", (True, True, True))
+        return ranks_reference.backward(recording, across, mean, told, mask=mask)
+    return None
+
+
+def _flat(results: Any) -> list[Any]:
+    items = results if isinstance(results, (list, tuple)) else [results]
+    return [part for item in items for part in (_flat(item) if isinstance(item, (list, tuple)) else [item])]
+
+
+def _whole(recording: Recording, given: tuple[Any, Any]) -> tuple[list[Value], list[Tensor], tuple[Any, Any]]:
+    """Return the values, their numbers, and the arguments with copies of these."""
+    values: list[Value] = []
+    for arg in (*given[0], *given[1].values()):
+        mapped(arg, values.append, Value)
+    unique = {id(value): value for value in values}
+    numbers = recording.there([recording.gathered(value) for value in unique.values()])
+    found = dict(zip(unique, numbers, strict=True))
+
+    def copied(value: Value) -> Tensor:
+        return found[id(value)].clone(memory_format=torch.contiguous_format)
+
+    args = [mapped(arg, copied, Value) for arg in given[0]]
+    kwargs = {name: mapped(arg, copied, Value) for name, arg in given[1].items()}
+    return values, [found[id(value)] for value in values], (args, kwargs)
+
+
+def _compare(
+    recording: Recording, func: Any, values: list[Value], inputs: list[Tensor], ours: Any, expected: Any
+) -> None:
+    # Statistics of 16-bit numbers are kept in float32 here; not all kernels do so.
+    cast = [
+        whole.to(value.meta.dtype) if isinstance(value, Value) and isinstance(whole, Tensor) else whole
+        for value, whole in zip(ours, expected, strict=False)
+    ]
+    compare(recording, func, values, inputs, ours, cast)
+
+
+def _held_dropout(recording: Recording, func: Any, args: Any, kwargs: Any, do: Do) -> Any:
+    """Hold what was dropped against the mask that came with it."""
+    given = recording.values(args, kwargs)
+    results = do(recording, func, args, kwargs)
+    values, inputs, (new_args, new_kwargs) = _whole(recording, given)
+    told = arguments_by_name(func, new_args, new_kwargs)
+    if told["train"] is not False:
+        ours = [recording.value(item) for item in results]
+        (mask,) = recording.there([recording.gathered(ours[1])])
+        _compare(recording, func, values, inputs, ours[:1], dropped(told, mask))
+    return results
+
+
+# -- writing in place ---------------------------------------------------------------------------------------
+
+
+def _held_write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: Any, do: Do) -> Any:
+    """Hold a tensor that was written, and what it is a view of."""
+    target = args[0] if args else None
+    written = isinstance(target, VirtualTensor) and target._recording is recording and "out" not in kwargs
+    if not written or torch.Tag.nondeterministic_seeded in func.tags:
+        return do(recording, func, args, kwargs)
+    assert isinstance(target, VirtualTensor)
+    before = current(recording, target)
+    base, steps, storage = target._storage.value, target._steps, target._storage
+    given = recording.values(args[1:], kwargs)
+    result = do(recording, func, args, kwargs)
+    values, inputs, (rest, new_kwargs) = _whole(recording, given)
+    (numbers,) = recording.there([recording.gathered(base)])
+    memory = torch.empty_strided(
+        base.meta.shape, base.meta.stride(), dtype=numbers.dtype, device=numbers.device
+    )
+    with torch.no_grad(), conjugates_seen():
+        real = memory.copy_(numbers).detach()  # another tensor: `squeeze_` changes the shape of one
+        for step in steps:
+            real = step.func(real, *step.args, **step.kwargs)
+        func(real, *rest, **new_kwargs)
+    after = current(recording, target)
+    _compare(recording, func, [before, *values], [numbers, *inputs], [after, storage.value], [real, memory])
+    return result

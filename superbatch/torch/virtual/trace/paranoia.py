@@ -1,0 +1,129 @@
+"""Hold each operation against the same on whole tensors: the one way to see a wrong rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from superbatch.errors import SuperbatchError
+from superbatch.torch.devices import in_float64
+
+from ..ir.calls import Call, filled, substituted
+from ..ir.conjugates import conjugates_seen
+from ..ir.layout import Part
+from ..ir.references import REFERENCES, arguments_by_name
+from ..ir.values import Value
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+
+# What is in new memory is arbitrary: for the comparison it is zero.
+DEFINED: dict[Any, Any] = {
+    torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
+    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+}
+
+
+aten: Any = torch.ops.aten
+
+# What a kernel keeps for its backward, and the rule of the backward works out again.
+UNREAD = {
+    (aten._ctc_loss, 1),
+    (aten._scaled_dot_product_flash_attention, 1),
+    (aten._scaled_dot_product_efficient_attention, 1),
+    (aten._scaled_dot_product_cudnn_attention, 1),
+}
+
+
+class WrongRuleError(SuperbatchError, AssertionError):
+    """An operation on micro-batches gave something else than on the whole batch."""
+
+
+def check(recording: Recording, call: Call, results: Any) -> None:
+    """Do the call on whole tensors, and compare.
+
+    Raises:
+        WrongRuleError: a result differs by more than rounding.
+    """
+    inputs = recording.there([recording.gathered(value) for value in call.tensors])
+    copies = [tensor.clone() for tensor in inputs]
+    reference = REFERENCES.get(call.func.overloadpacket)
+    with conjugates_seen():
+        if reference is None:
+            expected = filled(call)(Part(0, 0, recording.samples), copies)
+        else:
+            args, kwargs = substituted(call.args, call.kwargs, call.paths, copies)
+            expected = reference(arguments_by_name(call.func, args, kwargs))
+    compare(recording, call.func, call.tensors, inputs, results, expected)
+
+
+def compare(
+    recording: Recording,
+    func: Any,
+    values: Sequence[Value],
+    inputs: list[Tensor],
+    results: Any,
+    expected: Any,
+) -> None:
+    """Compare results with those on whole tensors.
+
+    Args:
+        recording: of the block.
+        func: the operator.
+        values: it was given.
+        inputs: their numbers.
+        results: values; what is none is not compared.
+        expected: tensors, one for each result; fewer, where the others are not compared.
+
+    Raises:
+        WrongRuleError: a result differs by more than rounding.
+    """
+    expected = [expected] if isinstance(expected, Tensor) else list(expected)
+    # A sum may cancel: its rounding is that of what was added up.
+    sizes = [_size(tensor) for tensor in inputs]
+    scale = max([*sizes, math.prod(size for size in sizes if size)], default=0.0)
+    pairs = zip([results] if isinstance(results, Value) else results, expected, strict=False)
+    unread = {index for packet, index in UNREAD if packet is func.overloadpacket}
+    for index, (value, whole) in enumerate(pairs):
+        if not isinstance(value, Value) or not isinstance(whole, Tensor) or index in unread:
+            continue
+        (ours,) = recording.there([recording.gathered(value)])
+        if ours.shape != whole.shape or ours.dtype != whole.dtype or not _close(ours, whole, scale):
+            shapes, layouts = [tuple(v.meta.shape) for v in values], [v.layout for v in values]
+            raise WrongRuleError(
+                f"Output {index} of {func} on shapes {shapes} with samples in {layouts} differs by "
+                f"micro-batches from that of the whole batch: {_difference(ours, whole)}. "
+                "Please report it, and compute with plain tensors here until it is mended."
+            )
+
+
+def _size(tensor: Tensor) -> float:
+    if not tensor.numel() or tensor.dtype is torch.bool:
+        return 0.0
+    return float(tensor.abs().nan_to_num(posinf=0.0, neginf=0.0).max())
+
+
+def _close(ours: Tensor, whole: Tensor, scale: float) -> bool:
+    if not (ours.is_floating_point() or ours.is_complex()):
+        return torch.equal(ours, whole)
+    # Sums over samples are taken in another order: rounding relative to the largest number.
+    eps = torch.finfo(ours.dtype).eps
+    scale = max(scale, _size(whole))
+    return torch.allclose(
+        in_float64(ours).resolve_conj(),
+        in_float64(whole.resolve_neg()).resolve_conj(),
+        rtol=1e3 * eps,
+        atol=1e3 * eps * scale,
+        equal_nan=True,
+    )
+
+
+def _difference(ours: Tensor, whole: Tensor) -> str:
+    if ours.shape != whole.shape or ours.dtype != whole.dtype:
+        return f"{ours.dtype} {tuple(ours.shape)} and {whole.dtype} {tuple(whole.shape)}"
+    return f"largest difference {float((in_float64(ours) - in_float64(whole)).abs().max()):.2g}"

@@ -1,0 +1,123 @@
+"""Random operators: the same numbers each time a micro-batch is worked out, and no mask kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from superbatch.torch.devices import seeded
+
+from ..ir.calls import Call, Recipe, empty_like, mapped, shapes, substituted
+from ..ir.layout import Part
+from ..ir.values import Value
+from ..rules.attention_rules import BACKWARD, DROPPED, Seeded, with_dropout
+from ..rules.lookup import elementwise
+from .aliases import functional_of
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+aten: Any = torch.ops.aten
+
+
+class Randomness:
+    """How random operators draw.
+
+    Args:
+        how: ``"microbatch"``: each operator and micro-batch from a seed of its own, so that nothing is kept;
+            ``"batch"``: the numbers that the real large batch would draw, kept for all samples.
+    """
+
+    def __init__(self, how: Literal["microbatch", "batch"]) -> None:
+        self._how = how
+        self._seeds: WeakKeyDictionary[Value, int] = WeakKeyDictionary()  # of attention, by what it gave
+
+    @property
+    def as_the_batch(self) -> bool:
+        """Whether to draw the numbers of the real large batch."""
+        return self._how == "batch"
+
+    def recipe(self, call: Call) -> Recipe | None:
+        """Return how to draw, or None where that is not known."""
+        if call.func.overloadpacket in _DRAWS_WHOLE:
+            return None
+        if call.func in BACKWARD:
+            kept = call.argument("logsumexp")
+            known = self._seeds.get(kept) if isinstance(kept, Value) else None
+            return None if known is None else with_dropout(call, known)
+        if call.func in DROPPED:
+            return with_dropout(call, int(torch.randint(2**62, ())))
+        recipe = elementwise(call)
+        if recipe is None or not _draws_each(call):
+            return None
+        seed = int(torch.randint(2**62, ()))
+        run, drawn_on = recipe.run, call.argument("device")
+
+        def drawn(part: Part, tensors: list[Tensor]) -> Any:
+            with seeded(drawn_on or tensors[0].device, (seed + part.start) % 2**63):
+                return run(part, tensors)
+
+        return recipe._replace(run=drawn, light=False)
+
+    def note(self, recipe: Recipe | None, results: Any) -> None:
+        """Remember with which seed attention drew, for its backward."""
+        if recipe is not None and isinstance(recipe.run, Seeded) and len(results) > 1:
+            logsumexp = results[1]
+            if isinstance(logsumexp, Value):
+                self._seeds[logsumexp] = recipe.run.seed
+
+
+def _draws_each(call: Call) -> bool:
+    """Whether each result has a number for each of its inputs: nothing else is known to draw by sample."""
+    try:
+        shape = torch.broadcast_shapes(*(value.meta.shape for value in call.tensors))
+        metas = shapes(call)
+    except (NotImplementedError, RuntimeError, TypeError, AssertionError):
+        return False
+    metas = [metas] if isinstance(metas, Tensor) else metas
+    return all(isinstance(meta, Tensor) and meta.shape == shape for meta in metas)
+
+
+_DRAWS_WHOLE = {aten.randperm, aten.multinomial}
+_SHAPE_ALONE = {
+    aten.bernoulli.p,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.exponential.default,
+    aten.random.default,
+    aten.random.to,
+    aten.geometric.default,
+}
+
+
+def drawn_as_the_batch(recording: Recording, call: Call) -> Any:
+    """Draw the numbers of the real large batch, in tensors with its strides, and keep them.
+
+    Returns:
+        The values.
+    """
+    layout = next((value.layout for value in call.tensors if value.layout is not None), None)
+    tensors = [empty_like(value.meta, value.device) for value in call.tensors]
+    if (functional_of(call.func) or call.func) not in _SHAPE_ALONE:
+        numbers = recording.there([recording.gathered(value) for value in call.tensors])
+        tensors = [empty.copy_(tensor) for empty, tensor in zip(tensors, numbers, strict=True)]
+    new_args, new_kwargs = substituted(call.args, call.kwargs, call.paths, tensors)
+
+    def kept(tensor: Tensor) -> Value:
+        value = recording.given(tensor)
+        if (
+            layout
+            and tensor.dim() > layout.dim
+            and tensor.shape[layout.dim] == layout.rows(recording.samples)
+        ):
+            value.layout = layout
+        return value
+
+    return mapped(call.func(*new_args, **new_kwargs), kept)

@@ -1,0 +1,397 @@
+"""Record each operation on virtual tensors, and work out what the program asks for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from superbatch.errors import WindowError, explain
+from superbatch.results.coupling import Meeting
+from superbatch.torch.memory.out_of_memory import out_of_memory
+
+from ..ir.calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results
+from ..ir.conjugates import conjugates_seen
+from ..ir.layout import Layout, Part, parts_of
+from ..ir.log import Log
+from ..ir.readings import Readings, memory_of
+from ..ir.values import Action, Handle, Node, Operand, Value
+from ..rules.lookup import find
+from ..run.auto_size import microbatch_size
+from ..run.by_rows import by_rows
+from ..run.growth import may_grow
+from ..run.memo import Form, Template, about, action, template
+from ..run.plan import plan
+from ..run.store import Store
+from ..run.sweep import run, unchanged
+from ..run.wholes import mark
+from . import composites, paranoia
+from .aliases import current
+from .gathering import ASKED, gather
+from .leaves import Leaves
+from .randomness import Randomness, drawn_as_the_batch
+from .tensor import VirtualTensor, refuse_hollow
+from .told_sizes import spread
+
+if TYPE_CHECKING:
+    from ..ranks.reducer import Across
+
+aten: Any = torch.ops.aten
+_SMALL = 4096  # elements; copied when used, so that they may be written afterwards
+_ONE_ROW = (1, 1)  # of each sample: `outer` and `inner` of its layout
+_NOTHING = blank((), (), torch.float32)  # of a result that the operator leaves out
+
+
+class Recording:
+    """All operations of one block.
+
+    Args:
+        samples: of the batch.
+        size: most samples of a micro-batch; "auto": what fits, known once something has to be worked out.
+        device: where they are worked out.
+        randomness: how random operators draw.
+        store: where results are kept from sweep to sweep.
+        log: is told what happens.
+        paranoid: compare every operation with the same on whole tensors.
+        compile: what runs in a row for each micro-batch.
+
+    Attributes:
+        open, ending: until the block has ended; from when the program has left it.
+        leaves: real tensors that may get a gradient, and that which they had.
+        readings: real tensors that operations read.
+        across: what is done together with other ranks, if anything.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        size: int | Literal["auto"],
+        device: torch.device,
+        *,
+        randomness: Randomness,
+        store: Store,
+        log: Log,
+        paranoid: bool = False,
+        compile: bool = False,
+    ) -> None:
+        self.samples = samples
+        self.size: int | Literal["auto"] = size
+        self.parts: list[Part] = []
+        self.device = device
+        self.randomness = randomness
+        self.store = store
+        self.log = log
+        self.paranoid = paranoid
+        self.compile = compile
+        self.open, self.ending = True, False
+        self.leaves = Leaves()
+        self.across: Across | None = None
+        self._shown: list[weakref.ref[Handle]] = []
+        self._writes: list[tuple[Tensor, Value]] = []
+        self.readings = Readings()
+        self._uneven: dict[torch.Size, Layout] = {}  # by shape, of values with more than a row for a sample
+
+    # -- recording --------------------------------------------------------------------------------------
+
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operation on values, and return the values of its results."""
+        if self.paranoid:
+            func = paranoia.DEFINED.get(func, func)
+        form = Form(func, args, kwargs, self.samples)
+        results = spread(self, form, self._uneven) if func is aten.expand.default else None
+        if results is None:
+            results = self._computed(form)
+        if may_grow(form, results):
+            rows = self.parts[0].samples if self.parts else 1 if self.size == "auto" else self.size
+            mark(form, results, min(rows, self.samples), self.store, self.log)
+        return results
+
+    def _computed(self, form: Form) -> Any:
+        func, args, kwargs = form.func, form.args, form.kwargs
+        kind = about(func)
+        batch = waits = False
+        for value in form.tensors:
+            if value.meta is None:
+                return self._now(form.call())
+            batch = batch or value.layout is not None
+            waits = waits or value.whole is None
+        if kind.at_once:
+            return self._now(form.call())
+        if not batch and kind.like:  # of a loss, say, that is not worked out yet
+            like = empty_like(form.tensors[0].meta, form.tensors[0].device)
+            return self.given(func(like, *args[1:], **kwargs))
+        random = kind.draws and form.call().argument("dropout_p") != 0.0
+        if not batch and (random or not waits):
+            if random and self.randomness.as_the_batch:
+                return drawn_as_the_batch(self, form.call())
+            return self._now(form.call())
+        known = None if random else template(form)
+        if known is None:
+            return self._looked_at(form.call(), batch, random)
+        results = self._as_before(known, form, batch)
+        if self.paranoid:
+            paranoia.check(self, form.call(), results)
+        return results
+
+    def _as_before(self, known: Template, form: Form, batch: bool) -> Any:
+        """Record an operation of a form that is known."""
+        func, tensors = form.func, form.tensors
+        rows = None if batch else by_rows(form)
+        if rows is not None and rows.larger:
+            return self._node(func, rows.operands, rows.action)
+        if known.gathered:
+            kind: Meeting = "unknown" if known.unknown else "gathered"
+            operands = [
+                self._operand(Operand(tensors[i], layout), kind, func) for i, layout in known.operands
+            ]
+        else:
+            operands = [Operand(tensors[index], layout) for index, layout in known.operands]
+        results = self._node(func, operands, known.action)
+        if rows is not None and isinstance(results, Value) and results.node is not None:
+            results.node.by_rows = rows
+        return results
+
+    def _looked_at(self, call: Call, batch: bool, random: bool) -> Any:
+        """Record an operation of a form that is not remembered."""
+        if random and (self.randomness.as_the_batch or call.argument("generator") is not None):
+            return drawn_as_the_batch(self, call)
+        recipe = self.randomness.recipe(call) if random else find(call)
+        if recipe is None and batch:
+            results = composites.decomposed(self, call)
+            if results is not NotImplemented:
+                return mapped(results, self.value)
+        found = self._recorded(call, recipe, check=self.paranoid and not random)
+        if random:
+            self.randomness.note(recipe, found)
+        return found
+
+    def _recorded(self, call: Call, recipe: Recipe | None, *, check: bool) -> Any:
+        try:
+            metas = results(call, recipe)
+        except (NotImplementedError, RuntimeError, TypeError, AssertionError) as error:
+            if out_of_memory(error):
+                raise
+            return self._now(call)  # its shape depends on numbers, or it does not say
+        if metas is None:
+            return self._now(call)
+        if recipe is not None:
+            found = self.add(call.func, recipe, metas)
+            if check:
+                paranoia.check(self, call, found)
+            return found
+        count = 1 if isinstance(metas, Tensor) else len(metas)
+        whole = Recipe([Operand(value, None) for value in call.tensors], [None] * count, filled(call))
+        return self.add(call.func, whole, metas, once=True)
+
+    def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False, known: bool = False) -> Any:
+        """Record an operation with its recipe, and return the values of its results."""
+        kind: Meeting = "unknown" if once else "gathered"
+        operands = [self._operand(operand, kind, func) for operand in recipe.operands]
+        layouts = [*(layout for _, layout in operands), *recipe.outputs]
+        once = once or all(layout is None for layout in layouts)
+        return self._node(func, operands, action(recipe, metas, once=once, known=known))
+
+    def _node(self, func: Any, operands: Sequence[Operand], told: Action) -> Any:
+        self.log.recorded += 1
+        device = self.device
+        for value, layout in operands:
+            if layout is not None:
+                device = value.device
+                break
+        if told.single:
+            (meta,), (layout,) = told.metas, told.layouts
+            assert isinstance(meta, Tensor)
+            output = Value(meta, device, layout)
+            if layout is not None and layout[1:] != _ONE_ROW:
+                self._uneven[meta.shape] = layout
+            Node(func, operands, told, (output,), where=self.log.where)
+            return output
+        outputs = [
+            Value(meta if isinstance(meta, Tensor) else _NOTHING, device, layout)
+            for meta, layout in zip(told.metas, told.layouts, strict=True)
+        ]
+        Node(func, operands, told, outputs, where=self.log.where)
+        return [
+            output if isinstance(meta, Tensor) else meta
+            for meta, output in zip(told.metas, outputs, strict=True)
+        ]
+
+    def _operand(self, operand: Operand, kind: Meeting, why: Any) -> Operand:
+        value, layout = operand
+        if value.layout is not None and value.layout != layout:
+            return Operand(self.gathered(value, kind, why), layout)
+        return operand
+
+    def gathered(self, value: Value, kind: Meeting = "gathered", why: Any = ASKED) -> Value:
+        """Return the value in one piece.
+
+        Args:
+            value: any.
+            kind: why: the operator needs it, or no rule knows the operator.
+            why: the operator.
+        """
+        return value if value.layout is None else gather(self.log, value, kind, why)
+
+    def _now(self, call: Call) -> Any:
+        """Run an operation at once, on real tensors."""
+        whole = [self.gathered(value, "unknown", call.func) for value in call.tensors]
+        tensors = self.there(whole)
+        with conjugates_seen():
+            return mapped(filled(call)(Part(0, 0, self.samples), tensors), self.given)
+
+    # -- tensors and values ---------------------------------------------------------------------------------
+
+    def value(self, tensor: Any) -> Any:
+        """Return the value of a tensor, virtual or not."""
+        if isinstance(tensor, VirtualTensor):
+            if tensor._recording is not self:
+                return self.given(tensor._recording.numbers(tensor))
+            return current(self, tensor)
+        return self.given(tensor)
+
+    def given(self, tensor: Tensor) -> Value:
+        """Return a value for a real tensor."""
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            value = Value(None, tensor.device)  # type: ignore[arg-type]  (it has no strides to describe it by)
+            value.whole = tensor
+            return value
+        if self._writes:
+            self.settle_writes([tensor])
+        self.note_leaf(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        value = Value(blank_like(tensor), tensor.device)
+        if tensor.numel() <= _SMALL and not tensor.requires_grad:
+            value.whole = tensor.clone()
+        else:
+            self.readings.read(value, tensor)
+        return value
+
+    def note_leaf(self, tensor: Tensor) -> None:
+        """Remember what a real tensor brings a gradient to, whether it is a parameter of the model or not."""
+        refuse_hollow(tensor)
+        for leaf in () if isinstance(tensor, VirtualTensor) else self.leaves.new(tensor):
+            if leaf.grad is not None and leaf.grad.layout is torch.strided:
+                # Autograd adds to what is there, in place: into a real tensor once the sum is worked out.
+                leaf.grad = self.show(self.given(leaf.grad))
+
+    def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with a value in place of each tensor."""
+        new = [self._argument(arg) for arg in args]
+        return tuple(new), {name: self._argument(arg) for name, arg in kwargs.items()} if kwargs else {}
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self.value(arg)
+        if isinstance(arg, (list, tuple)) and any(isinstance(item, Tensor) for item in arg):
+            return [self.value(item) if isinstance(item, Tensor) else item for item in arg]
+        return arg
+
+    def shown(self, results: Any) -> Any:
+        """Return tensors that show values; what torch has no wrapper for (sparse tensors) as it is."""
+        if type(results) is Value:
+            return self._shown_value(results)
+        return mapped(results, self._shown_value, Value)
+
+    def _shown_value(self, value: Value) -> Tensor | None:
+        if value.meta is None or (
+            value.whole is not None and value.layout is None and not value.has_gradient
+        ):
+            return value.whole
+        return self.show(value)
+
+    def show(self, value: Value) -> VirtualTensor:
+        """Return a tensor that shows a value."""
+        return VirtualTensor(self, value)
+
+    def watch(self, handle: Handle) -> None:
+        """Remember what a tensor of the program holds as long as it shows a value."""
+        self._shown.append(handle.reference)
+
+    def _asked_for(self) -> list[Value]:
+        """The values that tensors of the program show."""
+        alive = {id(handle): handle for shown in self._shown if (handle := shown()) is not None}
+        self._shown = [handle.reference for handle in alive.values()]
+        return [handle.value for handle in alive.values()]
+
+    # -- numbers --------------------------------------------------------------------------------------------
+
+    def numbers(self, tensor: Tensor) -> Tensor:
+        """Return a real tensor with the numbers of a virtual one."""
+        if not isinstance(tensor, VirtualTensor):
+            return tensor
+        owner = tensor._recording
+        value = owner.gathered(current(owner, tensor))
+        if value.whole is None and not owner.open:
+            raise WindowError(
+                explain(
+                    f"a tensor of shape {tuple(tensor.shape)} of a virtual batch whose block has ended",
+                    "its numbers were not asked for in the block, and are not there",
+                    "use it in the block (metrics, backward), or take its numbers there: tensor.numpy()",
+                )
+            )
+        (whole,) = owner.there([value])
+        return whole
+
+    def there(self, values: Iterable[Value]) -> list[Tensor]:
+        """Return the tensors of whole values, worked out if need be."""
+        values = list(values)
+        if any(value.whole is None for value in values):
+            self.work_out(values)
+        return [unchanged(value) for value in values]
+
+    def work_out(self, targets: Iterable[Value]) -> None:
+        """Run what the targets need, and what else is pending, and write the buffers that wait.
+
+        All that is pending: a gradient that is worked out later would do the same sweeps again, or be another
+        if an optimizer has changed the parameters meanwhile.
+        """
+        writes, self._writes = self._writes, []
+        wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
+        wanted = [value for value in wanted if value.whole is None]
+        # Rows that a variable of the program still shows cannot be asked for once the block has ended.
+        asked_for = [] if self.ending else self._asked_for()
+        todo = plan(wanted, asked_for, by_rows=self.store.budget is not None)
+        if not self.parts:
+            size = microbatch_size(self.size, todo, self.samples, self.device, self.store.budget)
+            self.parts = parts_of(self.samples, size)
+        self.log.planned(todo)
+        run(todo, self.parts, self.store, self.log, compile=self.compile)
+        with torch.no_grad():
+            for tensor, value in writes:
+                self.readings.before_writing([tensor])
+                tensor.copy_(unchanged(self.gathered(value)))
+        self.readings.forget_unused()
+
+    def end(self) -> None:
+        """Work out what the program may still ask for when it has left the block."""
+        for leaf, _ in self.leaves.had.values():
+            if isinstance(leaf.grad, VirtualTensor) and leaf.grad._recording is self:
+                value = current(self, leaf.grad)
+                if value.layout is not None:  # a row for each sample: what these need is let go in this work
+                    leaf.grad = self.show(self.gathered(value))
+        self.ending = True
+        self.work_out(self.pending())
+
+    def write_later(self, tensor: Tensor, value: Value) -> None:
+        """Write a buffer once its new value is there.
+
+        Its memory of now, without a new version, as BatchNorm does: autograd has the old one to compare with.
+        """
+        self._writes.append((tensor.data, value))
+
+    def settle_writes(self, args: Iterable[Any]) -> None:
+        """Write the buffers that wait, if one of them is about to be used."""
+        if not self._writes:
+            return
+        waiting = {memory_of(tensor) for tensor, _ in self._writes}
+        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        if any(memory_of(item) in waiting for item in flat if isinstance(item, Tensor)):
+            self.work_out([])
+
+    def pending(self) -> list[Value]:
+        """Return the whole values that the program may still ask for."""
+        return [value for value in self._asked_for() if value.layout is None and value.whole is None]

@@ -1,0 +1,153 @@
+"""cuDNN's recurrent layers, whose forward keeps what only the backward of the same samples can read.
+
+So nothing that it keeps is taken from the whole batch: the backward of a micro-batch runs the forward again.
+Gradients of weights are summed over micro-batches. Packed sequences, and dropout between layers, run on the
+whole batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..ir.calls import Recipe, blank, blank_like
+from ..ir.layout import Layout, Part
+from ..ir.values import Operand
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+aten: Any = torch.ops.aten
+_FORWARD, _BACKWARD = aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default
+_STATES = ("hx", "cx", "grad_hy", "grad_cy")  # (layers, samples, features)
+
+
+def forward(recording: Recording, *args: Any, **kwargs: Any) -> Any:
+    """`_cudnn_rnn`: output, last states, and in the place of what it keeps, nothing."""
+    told = _told(_FORWARD, args, kwargs)
+    layout = _layout(recording, told)
+    if layout is None:
+        return NotImplemented
+    operands, fill = _operands(recording, told, ["input", "hx", "cx"], layout)
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        return _FORWARD(**fill(tensors))[:3]
+
+    recipe = Recipe(operands, [layout, layout.at(1), layout.at(1)], run)
+    out, hy, cy = _recorded(recording, _FORWARD, recipe, _states_of(told))
+    x, weight_buf = told["input"], told["weight_buf"]
+    nothing = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return (
+        out,
+        hy,
+        torch.empty(0, dtype=x.dtype, device=x.device) if cy is None else cy,
+        nothing,
+        nothing if weight_buf is None else weight_buf,
+    )
+
+
+def backward(recording: Recording, *args: Any, **kwargs: Any) -> Any:
+    """`_cudnn_rnn_backward`: gradients of input, first states and weights."""
+    told = _told(_BACKWARD, args, kwargs)
+    layout = _layout(recording, told) if told["train"] else None
+    if layout is None:
+        return NotImplemented
+    names = ["input", "hx", "cx", "grad_output", "grad_hy", "grad_cy"]
+    operands, fill = _operands(recording, told, names, layout)
+    forward = [argument.name for argument in _FORWARD._schema.arguments]
+    mask = list(told["output_mask"])
+    count = len(told["weight"]) if mask[3] else 0
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        given = fill(tensors)
+        output, _, _, reserve, weight_buf = _FORWARD(**{name: given[name] for name in forward})
+        given.update(output=output, reserve=reserve, weight_buf=weight_buf)
+        *inputs, weights = _BACKWARD(**given)
+        inputs = [found if wanted else None for found, wanted in zip(inputs, mask, strict=False)]
+        return (*inputs, *list(weights)[:count])
+
+    metas = [_in_time(told["input"], told["batch_first"]), *(_dense(told[name]) for name in ("hx", "cx"))]
+    metas = [meta if wanted else None for meta, wanted in zip(metas, mask, strict=False)]
+    metas += [_dense(weight) for weight in told["weight"][:count]]
+    recipe = Recipe(operands, [layout, layout.at(1), layout.at(1), *[None] * count], run)
+    dx, dhx, dcx, *weights = _recorded(recording, _BACKWARD, recipe, metas)
+    return dx, dhx, dcx, weights
+
+
+def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _layout(recording: Recording, told: dict[str, Any]) -> Layout | None:
+    """Where the input has its samples, if each is for itself; else None."""
+    if len(told["batch_sizes"]) or (told["dropout"] and told["train"]) or told["input"].dim() != 3:
+        return None
+    dim = 0 if told["batch_first"] else 1
+    layout, state = (recording.value(told[name]).layout for name in ("input", "hx"))
+    if layout is None and state is not None and state.dim == 1:
+        layout = state.at(dim)
+    if layout is None or layout.dim != dim:
+        return None
+    weights = [*told["weight"], *([] if told["weight_buf"] is None else [told["weight_buf"]])]
+    if any(recording.value(weight).layout is not None for weight in weights):
+        return None
+    rows = layout.rows(recording.samples)
+    alike = told["input"].shape[dim] == rows == told["hx"].shape[1]
+    return layout if alike else None
+
+
+def _operands(
+    recording: Recording, told: dict[str, Any], names: list[str], layout: Layout
+) -> tuple[list[Operand], Callable[[list[Tensor]], dict[str, Any]]]:
+    """What is read, and a function that puts it in the place of the arguments."""
+    names = [name for name in names if told[name] is not None]
+    operands = [
+        Operand(recording.value(told[name]), layout.at(1) if name in _STATES else layout) for name in names
+    ]
+    buffer, count = told["weight_buf"], len(told["weight"])
+    given = buffer is not None and buffer.numel() > 0  # nothing is what `forward` puts there
+    whole = [*told["weight"], *([buffer] if given else [])]
+    operands += [Operand(recording.value(tensor), None) for tensor in whole]
+    plain = {name: None if isinstance(item, Tensor) else item for name, item in told.items()}
+    plain["weight"] = None  # what is recorded keeps no tensor of the program alive
+
+    def fill(tensors: list[Tensor]) -> dict[str, Any]:
+        # cuDNN takes states whose numbers lie one after the other alone.
+        found = {name: x.contiguous() for name, x in zip(names, tensors, strict=False)}
+        rest = tensors[len(names) :]
+        return {**plain, **found, "weight": rest[:count], "weight_buf": rest[count] if given else None}
+
+    return operands, fill
+
+
+def _states_of(told: dict[str, Any]) -> list[Tensor | None]:
+    """Shapes of the output and of the last states."""
+    x, hx, cx = told["input"], told["hx"], told["cx"]
+    size = (told["proj_size"] or told["hidden_size"]) * (2 if told["bidirectional"] else 1)
+    out = _of_shape((*x.shape[:2], size), x.dtype)
+    return [_in_time(out, told["batch_first"]), _dense(hx), _dense(cx)]
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _of_shape(tuple(tensor.shape), tensor.dtype)
+
+
+def _in_time(tensor: Tensor, batch_first: bool) -> Tensor:
+    """Step by step in memory, as cuDNN makes it."""
+    shape = tuple(tensor.shape)
+    if not batch_first:
+        return _of_shape(shape, tensor.dtype)
+    return blank_like(_of_shape((shape[1], shape[0], shape[2]), tensor.dtype).transpose(0, 1))
+
+
+def _of_shape(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return blank(shape, torch.empty(shape, device="meta").stride(), dtype)
+
+
+def _recorded(recording: Recording, func: Any, recipe: Recipe, metas: list[Tensor | None]) -> Any:
+    return recording.shown(recording.add(func, recipe, metas))

@@ -1,0 +1,132 @@
+"""Operators that are told the shape of the whole batch: expansion, and the backward of views.
+
+The gradient of a sum is one number that is expanded to the shape of what was summed. Of ``[2 * N, D]`` the
+shape does not say whether the samples come twice (``cat([a, b])``) or have two rows each, and a gradient with
+the other layout than its values would have to be put together. So a recording remembers the layouts of its
+values by shape, where they are other than one row for each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..ir.calls import Call, Recipe, shapes
+from ..ir.layout import Layout, Part, sized
+from ..ir.values import Operand
+from . import paranoia
+
+if TYPE_CHECKING:
+    from ..run.memo import Form
+    from .recording import Recording
+
+aten: Any = torch.ops.aten
+
+
+def expanded(call: Call, like: Layout | None = None) -> Recipe | None:
+    """Return how to expand.
+
+    Args:
+        call: of `expand`.
+        like: the layout of a value of the same shape; None: not known.
+    """
+    value = call.tensors[0]
+    size, dims = list(call.argument("size")), value.meta.dim()
+    new = len(size) - dims
+    if value.layout is not None:
+        output = value.layout.at(value.layout.dim + new)
+        if size[output.dim] not in (-1, output.rows(call.samples)):
+            return None  # a batch of one sample that is repeated
+    else:
+        # A whole value that is repeated for each sample: best done where the samples are.
+        spread = [
+            dim
+            for dim, rows in enumerate(size)
+            if rows not in (-1, 0, 1)
+            and rows % call.samples == 0
+            and (dim < new or value.meta.shape[dim - new] == 1)
+        ]
+        if not spread:
+            return None
+        dim = min(spread, key=lambda dim: (size[dim] != call.samples, dim))
+        output = Layout(dim, 1, size[dim] // call.samples)
+        if like is not None and like.dim in spread:
+            output = like
+
+    def run(part: Part, tensors: list[Tensor]) -> Tensor:
+        return tensors[0].expand(sized(size, output, part))
+
+    return Recipe([Operand(value, value.layout)], [output], run, view=True, light=True)
+
+
+def spread(recording: Recording, form: Form, layouts: Mapping[torch.Size, Layout]) -> Any:
+    """Expand a whole value for each sample, where the samples are.
+
+    Args:
+        recording: of the block.
+        form: of `expand`.
+        layouts: of values of the block, by shape.
+
+    Returns:
+        None where it has no row for each sample, or is expanded as in every call of its form.
+    """
+    value, like = form.tensors[0], layouts.get(torch.Size(form.args[1]))
+    if value.meta is None or value.layout is not None or (value.whole is None and like is None):
+        return None
+    recipe = expanded(call := form.call(), like)
+    if recipe is None:
+        return None
+    results = recording.add(call.func, recipe, shapes(call))
+    if recording.paranoid:
+        paranoia.check(recording, call, results)
+    return results
+
+
+def backward_of_a_view(call: Call) -> Recipe | None:
+    """select_backward, slice_backward and others, which are told the shape of the input."""
+    value = call.tensors[0] if call.tensors else None
+    if value is None or value.layout is None:
+        return None
+    layout = value.layout
+    sizes = list(call.argument("input_sizes"))
+    packet = call.func.overloadpacket
+    if packet is aten.diagonal_backward:
+        dims = sorted(call.argument(name) % len(sizes) for name in ("dim1", "dim2"))
+        place = layout.dim + (dims[0] <= layout.dim)
+        place += dims[1] <= place
+    else:
+        dims = [(call.argument("dim") or 0) % len(sizes)]
+        place = layout.dim + (packet is aten.select_backward and dims[0] <= layout.dim)
+    if packet is aten.slice_backward and dims == [place]:
+        return _backward_of_blocks(call, layout, sizes)
+    if place in dims or place >= len(sizes) or sizes[place] != layout.rows(call.samples):
+        return None
+    output = layout.at(place)
+
+    def run(part: Part, tensors: list[Tensor]) -> Any:
+        args, kwargs = call.replaced(input_sizes=sized(sizes, output, part))
+        return call.func(tensors[0], *args[1:], **kwargs)
+
+    return Recipe([Operand(value, layout)], [output], run)
+
+
+def _backward_of_blocks(call: Call, layout: Layout, sizes: list[int]) -> Recipe | None:
+    """The gradient of ``z[:N]`` of two batches in one tensor: all samples, and as many zeros."""
+    dim, rows = layout.dim, sizes[layout.dim]
+    block = call.samples * layout.inner
+    start, stop, _ = slice(call.argument("start"), call.argument("end")).indices(rows)
+    if call.argument("step", 1) != 1 or not block or start % block or stop % block or rows % block:
+        return None
+    if stop - start != layout.rows(call.samples):
+        return None
+    output = Layout(dim, rows // block, layout.inner)
+    first, last = start // block, stop // block
+
+    def run(part: Part, tensors: list[Tensor]) -> Tensor:
+        here = part.samples * layout.inner
+        return aten.slice_backward(tensors[0], sized(sizes, output, part), dim, first * here, last * here, 1)
+
+    return Recipe([Operand(call.tensors[0], layout)], [output], run)

@@ -1,0 +1,90 @@
+"""Errors at the statement for what a virtual batch cannot hold: jagged tensors, memory of a real tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dis import get_instructions
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from superbatch.errors import InputError, WindowError
+
+from .tensor import VirtualTensor, hollow_error
+
+_SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue] a descriptor
+
+
+def sets_data(models: Iterable[nn.Module]) -> bool:
+    """Tell whether a class of the models' modules has code that sets the ``.data`` of something.
+
+    Only then is `RefuseVirtualData` worth its price: beside any function mode, torch's transformer layers
+    leave out their fast kernels, which give other numbers at padded positions.
+
+    Examples:
+        >>> sets_data([nn.Linear(1, 1)])
+        False
+    """
+    return any(map(_has_data_set, {type(module) for model in models for module in model.modules()}))
+
+
+@cache
+def _has_data_set(kind: type) -> bool:
+    own = [one for one in kind.__mro__ if not one.__module__.startswith("torch.")]
+    functions = [
+        function for one in own for function in vars(one).values() if isinstance(function, FunctionType)
+    ]
+    return any(
+        "data" in function.__code__.co_names
+        and any(step.opname == "STORE_ATTR" and step.argval == "data" for step in get_instructions(function))
+        for function in functions
+    )
+
+
+class RefuseVirtualData(TorchFunctionMode):
+    """Refuses ``real.data = virtual`` at that line: it reaches no operator, and leaves no memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, unless it sets such a tensor."""
+        if len(args) == 2 and func == _SET_DATA and isinstance(args[1], VirtualTensor):
+            raise hollow_error(args[0])
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def refuse_nested(leaf: Any) -> Any:
+    """Return a part of the batch as it is.
+
+    Raises:
+        InputError: it is a nested tensor.
+    """
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        raise InputError(
+            "virtual_batch takes no nested tensors (torch.nested): their samples have no dimension of their "
+            "own. Pass torch.nested.to_padded_tensor(x, 0.0) and the lengths or a mask."
+        )
+    return leaf
+
+
+def refuse_jagged(*args: Any, **kwargs: Any) -> Any:
+    """Refuse a nested tensor of values of the virtual batch.
+
+    Raises:
+        WindowError: always.
+    """
+    raise WindowError(
+        "A nested tensor (torch.nested, layout=torch.jagged) cannot be made of the virtual batch. "
+        "Use a padded tensor and a mask in the block."
+    )
+
+
+aten: Any = torch.ops.aten
+# By operator, for `dispatch`: another release of torch may lack it.
+REFUSED = {
+    getattr(aten, name).default: refuse_jagged
+    for name in ("_nested_view_from_jagged", "_nested_view_from_jagged_copy")
+    if hasattr(aten, name)
+}

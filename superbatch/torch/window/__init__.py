@@ -1,0 +1,1 @@
+"""The window: a transaction over micro-batches that ends in one update."""

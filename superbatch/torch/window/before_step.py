@@ -1,0 +1,254 @@
+"""What the optimizers' step changes, noted before it: a step that broke is told from one that did not begin.
+
+Noted for every window, undone in hardly any: what is noted are lists over all parameters together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import chain, compress
+from operator import attrgetter, is_, not_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch.errors import OptimizerError
+
+from .participants.gradient_sum import Owned
+from .wrapped import describe, leaves_of
+
+PLAIN = (int, float, complex, str, bytes, type(None))  # what cannot change in place
+
+_version = attrgetter("_version")
+
+
+class BeforeStep:
+    """Parameters, states and groups of optimizers: new states can be taken away again, moved ones be told.
+
+    Nothing is kept alive by it: an optimizer may put new tensors in the place of its old ones.
+
+    Args:
+        optimizers: that make the update.
+        owned: their parameters; may change in place.
+
+    Examples:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> adam = torch.optim.Adam(layer.parameters())
+        >>> before = BeforeStep([adam], [])
+        >>> before.note()
+        >>> before.begin()
+        >>> adam.state[layer.weight]["step"] = torch.zeros(())
+        >>> before.put_back(), dict(adam.state)
+        (True, {})
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[Owned]) -> None:
+        self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
+        self._owned = owned
+        self._states = [_States() for _ in self._optimizers]
+        self._groups: list[list[dict[str, Any]]] = []
+        self._is_noted = False
+        self._has_begun = self._is_torn = False
+
+    def tear(self) -> None:
+        """Note that half of an update was made."""
+        self._is_torn = True
+
+    def mend(self) -> None:
+        """Note that a state was loaded."""
+        self._is_torn = False
+
+    def require_whole(self) -> None:
+        """Check that no half of an update was made since a state was loaded.
+
+        Raises:
+            OptimizerError: one was.
+        """
+        if self._is_torn:
+            raise OptimizerError(
+                "The last update broke inside the optimizer's step, so parameters and optimizer state are "
+                "torn. Load the model, the optimizer and this Accumulator from a checkpoint."
+            )
+
+    def note(self) -> None:
+        """Note how everything is now."""
+        self._is_noted = False
+        for states, optimizer in zip(self._states, self._optimizers, strict=True):
+            states.note(optimizer.state)
+        self._groups = [[dict(group) for group in o.param_groups] for o in self._optimizers]
+        self._targets = [entry.target for entry in self._owned]
+        self._versions = list(map(_version, self._targets))
+        self._is_noted, self._has_begun = True, False
+
+    def begin(self) -> None:
+        """Note that an optimizer is about to step: what fails earlier has moved nothing."""
+        self._has_begun = True
+
+    def still(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether none of an optimizer's parameters has been written to since `note`."""
+        pairs = zip(self._owned, self._versions, strict=True)
+        return all(e.target._version == version for e, version in pairs if e.optimizer is optimizer)
+
+    def forget(self) -> None:
+        """Let go of what was noted, but for where the tensors of the states stand."""
+        self._groups, self._is_noted = [], False
+        for states in self._states:
+            states.forget()
+
+    def put_back(self) -> bool:
+        """Take new states, numbers and options of groups back if nothing else has moved; return whether."""
+        if not (self._is_noted and self._has_begun):
+            return True
+        if not self._can_be_told():
+            return False
+        states = [(o.state, known.by_key()) for o, known in zip(self._optimizers, self._states, strict=True)]
+        if any(_moved(state.get(key), noted) for state, known in states for key, noted in known.items()):
+            return False
+        for state, known in states:
+            for key in [key for key in state if key not in known]:
+                del state[key]
+            for key, noted in known.items():
+                _put_back(state[key], noted)
+        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
+            for group, known in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(known)
+        return True
+
+    def _can_be_told(self) -> bool:
+        """Whether what has not moved visibly has not moved; False too where a parameter or a group has."""
+        if self._is_hidden() or any(known.is_opaque for known in self._states):
+            return False
+        groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
+        if groups != list(map(len, self._groups)):
+            return False
+        return list(map(_version, self._targets)) == self._versions
+
+    def _is_hidden(self) -> bool:
+        """Whether part of an update may not show.
+
+        A fused step does not move versions: it does not show if a second one fails, or a hook after it.
+        """
+        steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in self._owned}
+        hooks = any(getattr(each, "_optimizer_step_post_hooks", None) for each in self._optimizers)
+        return (len(steps) > 1 or hooks) and any(entry.group.get("fused") for entry in self._owned)
+
+
+def not_made(idle: Sequence[torch.optim.Optimizer], before: BeforeStep, count: int) -> str | None:
+    """Return why no update was made although all optimizers were called; None if it was made.
+
+    Args:
+        idle: optimizers of which no step was seen.
+        before: noted before the step; what it can put back is put back if none has stepped.
+        count: of all optimizers.
+
+    Raises:
+        OptimizerError: some have stepped and some have not.
+
+    Examples:
+        >>> not_made([], BeforeStep([], []), 1)
+    """
+    idle = [optimizer for optimizer in idle if before.still(optimizer)]
+    if not idle:  # or a step that no hook sees, such as a compiled one, has moved its parameters
+        return None
+    names = ", ".join(map(describe, idle))
+    if len(idle) < count:
+        before.tear()
+        raise OptimizerError(
+            f"{names}, but another optimizer stepped: half of the update was made. "
+            "Load a checkpoint, and pass optimizers that step at every call."
+        )
+    before.put_back()
+    return f"the optimizer did not step: {names}"
+
+
+class _States:
+    """What the states of an optimizer hold: references to tensors with their versions, and other values.
+
+    Attributes:
+        is_opaque: there is something whose change would not be seen: an object, a list, a dict in a state.
+    """
+
+    def __init__(self) -> None:
+        self.is_opaque = False
+        self._keys: list[Any] = []
+        self._names: list[tuple[Any, ...]] = []
+        self._are_tensors: list[bool] = []
+        self._references: list[weakref.ref[Tensor]] = []
+        self._versions: list[int] = []
+        self._others: list[Any] = []
+        self._only_tensors = False
+
+    def note(self, state: Mapping[Any, Any]) -> None:
+        """Note how a state is now."""
+        states = list(state.values())
+        versions = self._versions_of_known(states) if self._only_tensors else None
+        self._versions = self._look(state, states) if versions is None else versions
+
+    def forget(self) -> None:
+        """Let go of other values than tensors, which nothing else keeps alive here."""
+        self._others = []
+
+    def _versions_of_known(self, states: list[Any]) -> list[int] | None:
+        """The versions of the tensors, if they are those of the last step: half the time of a look."""
+        try:
+            tensors = list(chain.from_iterable(map(dict.values, states)))
+            versions = list(map(_version, tensors))
+        except (TypeError, AttributeError, RuntimeError):  # no dict, no tensor, or one without a version
+            return None
+        if len(states) != len(self._keys) or len(tensors) != len(self._references):
+            return None
+        known = [reference() for reference in self._references]
+        return versions if all(map(is_, tensors, known)) else None
+
+    def _look(self, state: Mapping[Any, Any], states: list[Any]) -> list[int]:
+        """Note where each value stands; return the versions of the tensors among them."""
+        self._keys = list(state)
+        self._only_tensors = False
+        if not all(isinstance(each, dict) for each in states):
+            self.is_opaque = True
+            return []
+        self._names = list(map(tuple, states))
+        values = list(chain.from_iterable(map(dict.values, states)))
+        self._are_tensors = [isinstance(value, Tensor) for value in values]
+        tensors = list(compress(values, self._are_tensors))
+        self._references = list(map(weakref.ref, tensors))
+        self._others = list(compress(values, map(not_, self._are_tensors)))
+        self.is_opaque = not all(isinstance(other, PLAIN) for other in self._others)
+        try:
+            versions = list(map(_version, tensors))
+        except RuntimeError:  # made in inference mode
+            self.is_opaque = True
+            return []
+        self._only_tensors = not self._others
+        return versions
+
+    def by_key(self) -> dict[Any, dict[str, Any]]:
+        """Return by key what each state held."""
+        tensors, others = zip(self._references, self._versions, strict=True), iter(self._others)
+        values = (next(tensors) if is_tensor else next(others) for is_tensor in self._are_tensors)
+        return {
+            key: {name: next(values) for name in names}
+            for key, names in zip(self._keys, self._names, strict=True)
+        }
+
+
+def _moved(state: Any, noted: dict[str, Any]) -> bool:
+    """Whether a tensor of a state was written, or another one put in its place."""
+    tensors = {name: value for name, value in noted.items() if _is_tensor(value)}
+    return not isinstance(state, dict) or any(
+        state.get(name) is None or state[name] is not reference() or state[name]._version != version
+        for name, (reference, version) in tensors.items()
+    )
+
+
+def _put_back(state: Any, noted: dict[str, Any]) -> None:
+    for name in [name for name in state if name not in noted]:
+        del state[name]
+    state.update({name: value for name, value in noted.items() if not _is_tensor(value)})
+
+
+def _is_tensor(noted: Any) -> bool:
+    return isinstance(noted, tuple) and len(noted) == 2 and isinstance(noted[0], weakref.ref)

@@ -1,0 +1,83 @@
+"""What every window of an accumulator has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from superbatch import normalize
+
+from ..loss.declared import Declared
+from ..loss.weighing import Weigh
+from ..sizes.reserve import Reserve
+from .before_step import BeforeStep
+from .participants.batchnorm import Frozen, Pooled
+from .participants.gradient_sum import Owned
+from .participants.moved_state import MovedState
+from .participants.noise.windows import NoiseOfWindows
+from .participants.snapshot import RandomKeeper
+from .sync.ranks import Ranks
+from .transfer import Transfer
+from .update_rule import Step
+
+NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of an accumulator, checked, and what its windows use one after the other.
+
+    Attributes:
+        declared: what the loss of a micro-batch is, and what it weighs.
+        loss_fn: of a micro-batch; None where it cannot be called with one.
+        state: keeps buffers and other state that a forward moves.
+        transfer: moves micro-batches to the device.
+        reserve: makes sure of the memory that an update needs.
+        before_step: what the optimizers' step changes, as it was.
+        until_next: gradients of the last window, whose memory the next one uses (see `boundary.zero_grad`).
+        noise: measures how noisy the gradient is; None: it is not measured.
+        whole: the loss is computed on the whole batch at once (see `coupled_exact`).
+    """
+
+    models: tuple[nn.Module, ...]
+    owned: list[Owned]
+    step: Step
+    ranks: Ranks
+    device: torch.device | None
+    declared: Declared
+    nonfinite: NonFinite
+    sample_rng: bool
+    norms: Frozen | Pooled | None
+    state: MovedState
+    random: RandomKeeper
+    loss_fn: Callable[[Any], Any] | None
+    transfer: Transfer
+    reserve: Reserve
+    before_step: BeforeStep
+    until_next: list[Tensor] = field(default_factory=list)
+    noise: NoiseOfWindows | None = None
+    whole: bool = False
+
+    @property
+    def reduction(self) -> normalize.Reduction:
+        """What `loss_fn` returns."""
+        return self.declared.reduction
+
+    @property
+    def weigh(self) -> Weigh:
+        """How a micro-batch is weighed."""
+        return self.declared.weigh
+
+    def prepare_update(self) -> None:
+        """Do what may fail for lack of memory while the optimizer has not stepped.
+
+        Raises:
+            OutOfMemoryError: there is no memory for the update; nothing has moved.
+        """
+        self.reserve.require()
+        if self.norms is not None:
+            self.norms.compute(self.ranks)

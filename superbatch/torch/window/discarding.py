@@ -1,0 +1,53 @@
+"""Discarding of a saved window that was loaded and will not be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from superbatch.errors import WindowError
+
+from .config import Plan
+from .participants.gradient_sum import Owned
+
+
+def discard_saved(state: Mapping[str, Any] | None, plan: Plan) -> None:
+    """Restore what a saved window had changed before it was saved: momentum buffers, and moved state.
+
+    The optimizer and the model were loaded from the middle of the window, and hold its half-made sums.
+
+    Args:
+        state: of the window; None: there is none.
+        plan: of the accumulator.
+
+    Raises:
+        WindowError: the window summed into momentum buffers of other parameters; nothing has changed.
+    """
+    if state is None:
+        return
+    gradients = state["gradients"]
+    if isinstance(gradients, Mapping) and gradients.keys() == {"momentum", "before"}:
+        _restore_momentum(gradients["before"], plan.owned)
+    plan.state.take()
+    plan.state.load_state(state["state_before"])
+    plan.state.restore()
+
+
+def _restore_momentum(before: Mapping[str, Any], owned: list[Owned]) -> None:
+    entries = {entry.name: entry for entry in owned}
+    unknown = [name for name in before if name not in entries]
+    if unknown:
+        raise WindowError(
+            f"The saved window summed into the momentum buffer of {unknown[0]!r}, which is no parameter "
+            "here. "
+            "Load the optimizer's state from before that window instead."
+        )
+    with torch.no_grad():
+        for name, buffer in before.items():
+            target, own = entries[name].target, entries[name].optimizer.state
+            if buffer is None:
+                own.pop(target, None)
+            else:
+                own.setdefault(target, {})["momentum_buffer"] = buffer.to(target.device, copy=True)

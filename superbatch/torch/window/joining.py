@@ -1,0 +1,86 @@
+"""Micro-batches put together to the batch that they were parts of."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch.batch.containers import array_shape, children, is_flat, is_scalar, rebuilder
+from superbatch.batch.tree import count_samples
+from superbatch.errors import SplitError, explain
+
+
+def joined(microbatches: Sequence[Any]) -> Any:
+    """Return the batch whose samples are those of all micro-batches, in their order.
+
+    Args:
+        microbatches: of one structure; tensors and arrays with the samples first, lists with one plain object
+            per sample; what has no samples must be equal in all of them.
+
+    Returns:
+        A batch of that structure.
+
+    Raises:
+        SplitError: they cannot be put together.
+
+    Examples:
+        >>> joined([{"x": torch.ones(2, 3), "rate": 0.1}, {"x": torch.ones(1, 3), "rate": 0.1}])["x"].shape
+        torch.Size([3, 3])
+    """
+    if len(microbatches) == 1:
+        return microbatches[0]
+    counts = [count_samples(microbatch) for microbatch in microbatches]
+    batch = _joined(microbatches, "")
+    if count_samples(batch) != sum(counts):
+        raise _cannot(f"of {counts} samples", f"together they would have {count_samples(batch)}")
+    return batch
+
+
+def _joined(parts: Sequence[Any], path: str) -> Any:
+    first, where = parts[0], f"whose parts {path!r}" if path else "that"
+    if any(type(part) is not type(first) for part in parts):
+        raise _cannot(f"{where} are of different types", "they have no structure in common")
+    shape = array_shape(first)
+    if shape:
+        return _concatenated(parts, where)
+    if is_flat(first):  # one plain object for each sample
+        return type(first)(one for part in parts for one in part)
+    entries = None if shape is not None or is_scalar(first) else children(first)
+    if entries is not None:
+        others = [children(part) or () for part in parts]
+        if any([key for key, _ in other] != [key for key, _ in entries] for other in others):
+            raise _cannot(f"{where} have different entries", "they have no structure in common")
+        return rebuilder(first, path)(
+            [
+                _joined([other[place][1] for other in others], f"{path}.{key}" if path else str(key))
+                for place, (key, _) in enumerate(entries)
+            ]
+        )
+    if any(part is not first and not bool(part == first) for part in parts):
+        raise _cannot(f"{where} differ", "they have no samples to be put one after the other")
+    return first
+
+
+def _concatenated(parts: Sequence[Any], where: str) -> Any:
+    shapes = sorted({tuple(part.shape[1:]) for part in parts})
+    if len(shapes) > 1:
+        raise _cannot(f"{where} have samples of the shapes {', '.join(map(str, shapes))}", "they do not fit")
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts))
+    if "numpy" in sys.modules and isinstance(parts[0], sys.modules["numpy"].ndarray):
+        return sys.modules["numpy"].concatenate(list(parts))
+    raise _cannot(f"{where} are {type(parts[0]).__name__}", "it is not known how they are put together")
+
+
+def _cannot(given: str, wrong: str) -> SplitError:
+    return SplitError(
+        explain(
+            f"a window of micro-batches {given}",
+            wrong,
+            "pad them to one shape, or give the batch itself in place of a window",
+        )
+    )

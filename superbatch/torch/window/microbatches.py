@@ -1,0 +1,271 @@
+"""The micro-batches of one window; those that are still to come can be cut otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from superbatch.batch.plan import Plan as BatchPlan
+from superbatch.batch.split import TokenBudget, cut, near_equal
+from superbatch.batch.tree import plan as plan_of
+from superbatch.errors import InputError, SplitError, WindowError, explain
+from superbatch.window import Window
+
+from ..sizes.auto import AutoSize
+from ..sizes.sizing import Fixed
+from .batches import Paths, microbatches_of
+from .config import Plan
+from .joining import joined
+from .options import check_auto
+
+# What the check of the statement looks at where the size is not known: so many pieces of so many samples.
+FEW = 8
+
+
+class Pieces:
+    """Micro-batches in order, and the samples of each.
+
+    Args:
+        microbatches: as they are to be worked through.
+        samples: of each; None where they cannot be counted.
+        order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
+        paths: `whole` and `per_sample` declarations.
+        batch: the planned batch that they were cut from, if it may be cut otherwise.
+        whole: the batch that they were cut from, if it was one.
+
+    Examples:
+        >>> pieces = Pieces(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
+        >>> len(pieces), pieces.samples
+        (2, [4, 3])
+    """
+
+    def __init__(
+        self,
+        microbatches: list[Any],
+        samples: list[int] | None,
+        order: list[int] | None,
+        paths: Paths,
+        *,
+        batch: BatchPlan | None = None,
+        whole: Any = None,
+    ) -> None:
+        self.microbatches = microbatches
+        self.samples = samples
+        self._order = order
+        self.paths = paths
+        self._batch = batch
+        self._whole = whole
+
+    @property
+    def can_be_recut(self) -> bool:
+        """Whether the batch is one piece that may be cut anywhere."""
+        return self._batch is not None
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def count(self, index: int) -> int:
+        """Return the samples of a micro-batch, 0 where they cannot be counted."""
+        return 0 if self.samples is None else self.samples[index]
+
+    def places(self, index: int, first: int) -> Sequence[int]:
+        """Return the positions of a micro-batch's samples in the effective batch, which begins at `first`."""
+        assert self.samples is not None
+        start = sum(self.samples[:index])
+        stop = start + self.samples[index]
+        if self._order is None:
+            return range(first + start, first + stop)
+        return [first + position for position in self._order[start:stop]]
+
+    def to_check(self) -> list[Any]:
+        """Return what the loss is tried with: the micro-batches, or something in their place.
+
+        * A few samples at a time, where their size is being found out: it is not known yet what fits;
+        * Pairs, where each has only one sample, which has no parts to be compared with.
+        """
+        samples = self.samples
+        if samples is None or self._whole is None or (max(samples) > 1 and self._batch is None):
+            return self.microbatches
+        take = plan_of(self._whole, **self.paths).take
+        size = min(FEW, sum(samples)) if max(samples) > 1 else 2
+        starts = range(0, sum(samples) - size + 1, size)
+        return [take(start, start + size) for start in starts[:: max(1, len(starts) // FEW)]]
+
+    def parts(self) -> list[Any]:
+        """Return the batch as it was given: whole, or as micro-batches."""
+        return self.microbatches if self._whole is None else [self._whole]
+
+    def pick(self, samples: Sequence[int]) -> Any:
+        """Return a micro-batch of chosen samples, counted as `parts` has them; None if none can be made."""
+        try:
+            return plan_of(joined(self.parts()), **self.paths).take(0, len(samples), order=samples)
+        except (SplitError, InputError):  # micro-batches of unequal shapes
+            return None
+
+    def of_two(self, first: int, second: int, most: int) -> list[int]:
+        """Return the first samples of two micro-batches, at most so many of each, counted as in `parts`."""
+        return self._of([first, second], most)
+
+    def firsts(self, order: Sequence[int]) -> list[int]:
+        """Return a few samples spread over micro-batches in a given order, counted as in `parts`."""
+        few = min(4, len(order))
+        spread = [order[place * (len(order) - 1) // max(1, few - 1)] for place in range(few)]
+        return self._of(spread, max(1, 4 // few))
+
+    def _of(self, indices: Sequence[int], most: int) -> list[int]:
+        assert self.samples is not None
+        places: list[int] = []
+        for index in indices:
+            start = sum(self.samples[:index])
+            places += range(start, start + min(most, self.samples[index]))
+        ordered = self._order is not None and self._whole is not None
+        return [self._order[place] for place in places] if ordered and self._order else places
+
+    def split(self, index: int, most: int) -> int:
+        """Cut one micro-batch into near-equal ones of at most so many samples; return how many there are now.
+
+        Raises:
+            SplitError: it cannot be cut.
+        """
+        planned = plan_of(self.microbatches[index], **self.paths)
+        sizes = near_equal(planned.samples, most)
+        self._replace(index, cut(planned, sizes), sizes)
+        return len(sizes)
+
+    def recut(self, index: int, sizes: Sequence[int]) -> None:
+        """Cut all micro-batches from one on otherwise."""
+        assert self.samples is not None
+        assert self._batch is not None
+        start, parts = sum(self.samples[:index]), []
+        for size in sizes:
+            parts.append(self._batch.take(start, start + size))
+            start += size
+        # Not before all are there: a cut that breaks half way must not lose samples.
+        self.microbatches[index:], self.samples[index:] = parts, list(sizes)
+
+    def follow(self, sizes: Sequence[int]) -> None:
+        """Cut the micro-batches as those of a saved window were.
+
+        Raises:
+            WindowError: the batch has other samples, or its micro-batches cannot be cut so.
+        """
+        mine = self.samples
+        if mine is None or list(sizes) == mine:
+            return
+        if self._batch is not None and sum(sizes) == sum(mine):
+            self.recut(0, sizes)
+            return
+        left = list(sizes)
+        for index, samples in reversed(list(enumerate(mine))):
+            parts: list[int] = []
+            while left and sum(parts) < samples:
+                parts.insert(0, left.pop())
+            if sum(parts) != samples:
+                raise _other_batch(mine, sizes)
+            if len(parts) > 1:
+                planned = plan_of(self.microbatches[index], **self.paths)
+                self._replace(index, cut(planned, parts), parts)
+        if left:
+            raise _other_batch(mine, sizes)
+
+    def clear(self) -> None:
+        """Let the micro-batches go."""
+        self.microbatches = []
+        self._batch = self._whole = None
+
+    def _replace(self, index: int, parts: list[Any], sizes: list[int]) -> None:
+        self.microbatches[index : index + 1] = parts
+        if self.samples is not None:
+            self.samples[index : index + 1] = sizes
+
+
+def sizing_of(
+    microbatch_size: int | TokenBudget | str | None,
+    plan: Plan,
+    paths: Paths,
+    *,
+    batchnorm: str | None,
+    **options_: Any,
+) -> Fixed | AutoSize:
+    """Return how a batch is cut, as `microbatch_size` states it.
+
+    Args:
+        microbatch_size: checked before.
+        plan: of the accumulator.
+        paths: `whole` and `per_sample` declarations.
+        batchnorm: what happens to BatchNorm in training mode; None if there is none.
+        options_: further ones of `AutoSize`.
+
+    Raises:
+        InputError: sizes cannot be found out here.
+    """
+    if not isinstance(microbatch_size, str):
+        return Fixed(microbatch_size)
+    loss_fn = check_auto(microbatch_size, plan.loss_fn, batchnorm)
+    return AutoSize(
+        loss_fn,
+        plan.models,
+        plan.step.optimizers,
+        device=plan.device,
+        mode="fastest" if microbatch_size == "auto" else "largest",
+        whole=paths.get("whole", ()),
+        per_sample=paths.get("per_sample", ()),
+        **options_,
+    )
+
+
+def pieces_of(batch: Any, sizing: Fixed | AutoSize, paths: Paths, *, need_samples: bool) -> Pieces:
+    """Cut a batch as its sizing says; the micro-batches of a `Window` are taken as they are.
+
+    Args:
+        batch: a batch, or a Window.
+        sizing: how.
+        paths: `whole` and `per_sample` declarations.
+        need_samples: whether samples must be counted.
+
+    Returns:
+        The micro-batches.
+
+    Raises:
+        SplitError: the batch cannot be split, or its samples cannot be counted although they must be.
+
+    Examples:
+        >>> import torch
+        >>> pieces_of((torch.zeros(5, 2),), Fixed(2), {}, need_samples=True).samples
+        [2, 2, 1]
+    """
+    if not isinstance(sizing, Fixed):
+        assert not isinstance(batch, Window)
+        planned = plan_of(batch, **paths)
+        sizes = sizing.plan(batch, planned.samples)
+        return Pieces(cut(planned, sizes), sizes, None, paths, batch=planned, whole=batch)
+    size, most = sizing.size, sizing.most
+    if most is not None and isinstance(size, int):
+        size = min(size, most)
+    whole = None if isinstance(batch, Window) else batch
+    pieces = Pieces(*microbatches_of(batch, size, paths, need_samples=need_samples), paths, whole=whole)
+    if most is not None and pieces.samples is not None:
+        cut_large(pieces, 0, most)
+    return pieces
+
+
+def cut_large(pieces: Pieces, start: int, most: int) -> None:
+    """Cut all micro-batches from `start` on that have more than so many samples.
+
+    Raises:
+        SplitError: one cannot be cut.
+    """
+    assert pieces.samples is not None
+    for index in range(len(pieces) - 1, start - 1, -1):
+        if pieces.samples[index] > most:
+            pieces.split(index, most)
+
+
+def _other_batch(mine: Sequence[int], saved: Sequence[int]) -> WindowError:
+    return WindowError(
+        explain(
+            f"a window whose micro-batches have {list(mine)} samples",
+            f"the saved window in flight has {list(saved)}",
+            "go on with the same batch and micro-batches, or call discard() first",
+        )
+    )

@@ -1,0 +1,74 @@
+"""What is said where a window is used otherwise than it can be."""
+
+from __future__ import annotations
+
+from superbatch.errors import WindowError, explain
+
+
+def second_window() -> WindowError:
+    """Return the error for a window beside an open one."""
+    return WindowError(
+        explain(
+            "a second window of one accumulator",
+            "the first one is still open, and both would sum into the same gradients",
+            "leave the first block, or use one Accumulator per optimizer",
+        )
+    )
+
+
+def load_inside() -> WindowError:
+    """Return the error for loading a state while a window is open."""
+    return WindowError("load_state_dict() was called inside a window. Leave the window first.")
+
+
+def over() -> WindowError:
+    """Return the error for entering a window a second time."""
+    return WindowError(explain("a window that is over", "its micro-batches were let go", "make a new window"))
+
+
+def gone_on_from() -> WindowError:
+    """Return the error for a window whose saved state another window has gone on from."""
+    return WindowError(
+        explain(
+            "a window made before or beside another one that went on from the saved state",
+            "a window in flight goes on once",
+            "make a new window",
+        )
+    )
+
+
+def not_open() -> WindowError:
+    """Return the error for a loop over a window that was not entered."""
+    return WindowError(
+        explain("a loop outside of the `with` block", "the window is not open", "loop inside the block")
+    )
+
+
+def outside_of_loop() -> WindowError:
+    """Return the error for a loss that belongs to no micro-batch."""
+    return WindowError(
+        explain(
+            "backward(loss) outside of the loop over the window",
+            "the loss belongs to no micro-batch of it",
+            "call it inside `for microbatch in window:`",
+        )
+    )
+
+
+def after_failure(broken: int) -> WindowError:
+    """Return the error for a backward after that of micro-batch `broken` has raised."""
+    return WindowError(
+        explain(
+            f"a backward after that of micro-batch {broken} had failed",
+            "what the failed one had added is in the sum, and cannot be taken out again",
+            "let the error leave the window, which puts everything back, and make a new window",
+        )
+    )
+
+
+def without_backward(index: int) -> WindowError:
+    """Return the error for a micro-batch that counts and has had no backward."""
+    return WindowError(
+        f"Micro-batch {index} had no window.backward(loss). Call it for each micro-batch, in place of "
+        "loss.backward(); a micro-batch to leave out gets the weight 0."
+    )

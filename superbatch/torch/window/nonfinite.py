@@ -1,0 +1,100 @@
+"""Which micro-batch, with which loss, made which parameter's gradient NaN or infinite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from superbatch.errors import explain
+
+from .participants.gradient_sum import Owned, all_finite, clear
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """What is known of a window that is not finite.
+
+    Attributes:
+        index: the micro-batch, or None where it is on another rank or cannot be told.
+        loss: its loss.
+        parameter: the first parameter with a gradient that is not finite.
+        whole: the loss was computed on the whole batch at once, which is then the only micro-batch.
+        term: the name of the loss among several.
+        droppable: a micro-batch can be left out with its weight; otherwise this is not advised.
+    """
+
+    index: int | None = None
+    loss: float | None = None
+    parameter: str | None = None
+    whole: bool = False
+    term: str = ""
+    droppable: bool = True
+
+    def text(self, count: int, *, skipping: bool = False) -> str:
+        """Compose the error text.
+
+        Args:
+            count: micro-batches of the window.
+            skipping: whole updates are given up already, so that this is not advised.
+
+        Examples:
+            >>> Culprit(1, math.nan, "fc.weight").text(4)[:52]
+            'Given: micro-batch 1 of 0..3 with loss nan. Wrong: i'
+        """
+        if self.whole:
+            given = f"a batch with loss {self.loss:g}"
+        elif self.index is None:
+            given = (
+                "a window with a micro-batch that is not finite (on another rank, or one that cannot be told)"
+            )
+        else:
+            of = f" of the term {self.term!r}" if self.term else ""
+            given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}{of}"
+        what = "its loss" if self.loss is not None and not math.isfinite(self.loss) else "its gradient"
+        where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
+        drop = ['nonfinite="skip_microbatch" leaves it (and its weight) out']
+        others = drop if self.droppable and not self.whole else []
+        others += [] if skipping else ['nonfinite="skip_update" gives up the whole update']
+        look = f"look at that {'batch' if self.whole else 'micro-batch'}"
+        return explain(
+            given,
+            f"{what} is not finite{where}; nothing was updated, everything is as before the window",
+            "; ".join(filter(None, [look, ", ".join(others)])),
+        )
+
+
+def first_bad_parameter(owned: list[Owned], gradients: Sequence[Tensor | None]) -> str | None:
+    """Return the name of the first parameter whose gradient is not finite.
+
+    Examples:
+        >>> import torch
+        >>> weight = torch.zeros(1)
+        >>> owned = [Owned("w", weight, weight, torch.optim.SGD([weight]), 0)]
+        >>> first_bad_parameter(owned, [torch.tensor([math.nan])])
+        'w'
+    """
+    for entry, gradient in zip(owned, gradients, strict=True):
+        if gradient is not None and not all_finite([gradient]):
+            return entry.name
+    return None
+
+
+def first_bad_microbatch(
+    indices: Iterable[int], backward: Callable[[int], None], owned: list[Owned]
+) -> int | None:
+    """Return the first micro-batch whose own gradient is not finite, by running each of them once more.
+
+    Args:
+        indices: the micro-batches that took part.
+        backward: ``backward(i)`` computes the gradient of micro-batch ``i``; called in order.
+        owned: the parameters to look at.
+    """
+    for index in indices:
+        clear(owned)
+        backward(index)
+        if not all_finite([entry.parameter.grad for entry in owned if entry.parameter.grad is not None]):
+            return index
+    return None

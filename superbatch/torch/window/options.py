@@ -1,0 +1,327 @@
+"""The options of an accumulator: each checked by itself, in the words of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch.batch.split import TokenBudget
+from superbatch.errors import InputError, explain
+
+from ..devices import resolved
+from .config import Plan
+from .participants.gradient_sum import Owned
+from .saved_checks import check_structure
+from .saving import WINDOW_KEYS
+from .slips import check_loss_fn
+from .validation import check_momentum
+
+_WORDS = ("auto", "largest")
+
+
+def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype: object) -> None:
+    """Check the options that are more than a number or a choice.
+
+    Raises:
+        InputError: it names the option.
+
+    Examples:
+        >>> check_types(None, 8, None, "auto")
+    """
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(
+            explain(
+                f"loss_fn of type {type(loss_fn).__name__}",
+                "it is called with each micro-batch",
+                "pass a function microbatch -> loss",
+            )
+        )
+    check_loss_fn(loss_fn)
+    if not is_size(microbatch_size) and not isinstance(microbatch_size, TokenBudget):
+        raise InputError(
+            explain(
+                f"microbatch_size={microbatch_size!r}",
+                "a micro-batch has a whole number of samples, at least one",
+                'pass a positive int, a TokenBudget, "auto", "largest", or None for one piece',
+            )
+        )
+    known = isinstance(weight, str) and weight == "returned"
+    if weight is not None and not known and not callable(weight) and not isinstance(weight, Mapping):
+        raise InputError(
+            explain(
+                f"weight={weight!r}",
+                "it is no way to weigh a micro-batch",
+                'pass None (samples), a function such as count_tokens("labels"), or "returned"',
+            )
+        )
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if not (dtype is None or floating or (isinstance(dtype, str) and dtype == "auto")):
+        raise InputError(
+            explain(
+                f"accumulator_dtype={dtype!r}",
+                "gradients are summed in a floating-point dtype",
+                'pass torch.float32, "auto" or None',
+            )
+        )
+
+
+def is_size(microbatch_size: object) -> bool:
+    """Whether it is a number of samples, a word for one, or None.
+
+    Examples:
+        >>> is_size("largest"), is_size(True)
+        (True, False)
+    """
+    if isinstance(microbatch_size, int) and not isinstance(microbatch_size, bool):
+        return microbatch_size > 0
+    return microbatch_size is None or (isinstance(microbatch_size, str) and microbatch_size in _WORDS)
+
+
+def check_auto(
+    mode: str, loss_fn: Callable[[Any], Any] | None, batchnorm: str | None
+) -> Callable[[Any], Any]:
+    """Check that micro-batches may have any size, and can be tried; return the loss to try them with.
+
+    Raises:
+        InputError: there is no loss to try them with, or the update depends on their size.
+
+    Examples:
+        >>> check_auto("auto", len, None)
+        <built-in function len>
+    """
+    if loss_fn is None:
+        raise InputError(
+            explain(
+                f"microbatch_size={mode!r} without loss_fn",
+                "how much memory a micro-batch needs is found out by running its loss",
+                "pass loss_fn, or a number of samples",
+            )
+        )
+    if batchnorm == "per_microbatch":
+        raise InputError(
+            explain(
+                f'microbatch_size={mode!r} with batchnorm="per_microbatch"',
+                "BatchNorm would normalise over as many samples as happen to fit, another function each time",
+                "state the number of samples",
+            )
+        )
+    return loss_fn
+
+
+def as_device(device: object, owned: list[Owned]) -> torch.device | None:
+    """Return where micro-batches are moved; None if nowhere.
+
+    Raises:
+        InputError: it is no device.
+
+    Examples:
+        >>> as_device("cuda:1", [])
+        device(type='cuda', index=1)
+    """
+    if device is None:
+        return None
+    if isinstance(device, str) and device == "auto":
+        found = owned[0].parameter.device
+        return None if found.type == "cpu" else found
+    try:
+        named = torch.device(device)  # pyright: ignore[reportArgumentType, reportCallIssue]  (its own check follows)
+        return named if named.type == "cpu" else resolved(named)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise InputError(
+            explain(
+                f"device={device!r}",
+                f"it is no device that torch has here ({str(error).partition(chr(10))[0]})",
+                'pass "auto", a torch.device, its name, or None',
+            )
+        ) from error
+
+
+def as_schedulers(scheduler: Any) -> tuple[Any, ...]:
+    """Return one or several schedulers as a tuple.
+
+    Raises:
+        InputError: one of them cannot be stepped.
+
+    Examples:
+        >>> as_schedulers(None)
+        ()
+    """
+    if scheduler is None:
+        return ()
+    schedulers = tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    for one in schedulers:
+        if not callable(getattr(one, "step", None)):
+            raise InputError(
+                explain(
+                    f"scheduler of type {type(one).__name__}",
+                    "a scheduler is stepped once per update",
+                    "pass a torch.optim.lr_scheduler, a list of them, or None",
+                )
+            )
+    return schedulers
+
+
+def check_scaler(scaler: Any) -> Any:
+    """Return a gradient scaler if it is one.
+
+    Raises:
+        InputError: it cannot scale, unscale, step and update.
+
+    Examples:
+        >>> check_scaler(None)
+    """
+    needed = ("scale", "unscale_", "step", "update", "is_enabled")
+    if scaler is None or all(callable(getattr(scaler, name, None)) for name in needed):
+        return scaler
+    raise InputError(
+        explain(
+            f"scaler of type {type(scaler).__name__}",
+            "losses are scaled and gradients unscaled by it",
+            "pass a torch.amp.GradScaler or None",
+        )
+    )
+
+
+def check_bool(value: object, name: str) -> bool:
+    """Return a bool if it is one.
+
+    Raises:
+        InputError: it is not.
+
+    Examples:
+        >>> check_bool(value=True, name="check")
+        True
+    """
+    if isinstance(value, bool):
+        return value
+    raise InputError(explain(f"{name}={value!r}", "it is switched on or off", "pass True or False"))
+
+
+def as_paths(paths: object, name: str) -> tuple[str, ...]:
+    """Return declared paths as a tuple.
+
+    Raises:
+        InputError: they are no sequence of strings.
+
+    Examples:
+        >>> as_paths(["edge_index"], "whole")
+        ('edge_index',)
+    """
+    if isinstance(paths, Sequence) and not isinstance(paths, str) and all(isinstance(p, str) for p in paths):
+        return tuple(paths)
+    raise InputError(
+        explain(f"{name}={paths!r}", "paths are declared as a sequence of strings", f'pass {name}=("path",)')
+    )
+
+
+def check_masters(masters: object) -> dict[Tensor, Tensor]:
+    """Return master copies as a dictionary.
+
+    Raises:
+        InputError: they are no mapping.
+
+    Examples:
+        >>> check_masters(None)
+        {}
+    """
+    if masters is None:
+        return {}
+    if isinstance(masters, Mapping):
+        return dict(masters)
+    raise InputError(
+        explain(
+            f"masters of type {type(masters).__name__}",
+            "each parameter must be known for its copy",
+            "pass what fp32_masters(model) returns",
+        )
+    )
+
+
+def _is_window(state: object) -> bool:
+    return state is None or (isinstance(state, dict) and state.keys() >= WINDOW_KEYS)
+
+
+def check_state(state: object) -> Mapping[str, Any]:
+    """Return a saved state if `Accumulator.state_dict` made it.
+
+    Raises:
+        InputError: it did not.
+
+    Examples:
+        >>> check_state({"version": 1, "updates": 3, "window": None})["updates"]
+        3
+    """
+    if (
+        isinstance(state, Mapping)
+        and state.get("version") == 1
+        and isinstance(state.get("updates"), int)
+        and state["updates"] >= 0
+        and "window" in state
+        and _is_window(state["window"])
+    ):
+        if state["window"] is not None:
+            check_structure(state["window"])
+        return state
+    raise InputError(
+        explain(
+            f"a state of type {type(state).__name__}",
+            "it was not made by Accumulator.state_dict() of this version",
+            "pass what state_dict() returned",
+        )
+    )
+
+
+def check_combinations(plan: Plan, *, momentum: bool) -> None:
+    """Check options that may exclude each other.
+
+    Args:
+        plan: of the accumulator.
+        momentum: gradients are summed into the momentum buffer.
+
+    Raises:
+        OptimizerError, InputError: two of them do.
+    """
+    step, terms = plan.step, plan.declared.terms
+    if terms and plan.noise is not None:
+        raise InputError(
+            "noise= needs one loss with one weight, and this one has the terms "
+            f"{list(terms)}. Leave noise out, or measure it with one of the terms."
+        )
+    if terms and plan.declared.returned and plan.loss_fn is None:
+        raise InputError(
+            'weight={...: "returned"} runs loss_fn once more for each micro-batch, and there is none. Pass '
+            "functions of the micro-batch in weight=, or pass loss_fn."
+        )
+    if momentum:
+        check_momentum(
+            step.optimizers,
+            max_grad_norm=step.max_grad_norm,
+            max_grad_value=step.max_grad_value,
+            scaler=step.scaler,
+            masters=step.masters_copied,
+            weight_returned=plan.weigh == "returned",
+            nonfinite_skip_microbatch=plan.nonfinite == "skip_microbatch",
+            ranks=plan.ranks.shared,
+        )
+    if step.max_grad_value is not None and any(entry.parameter.is_complex() for entry in plan.owned):
+        raise InputError(
+            explain(
+                "max_grad_value with complex parameters",
+                "complex numbers have no order",
+                "use max_grad_norm",
+            )
+        )
+
+
+def without_loss_fn() -> InputError:
+    """Return the error for a batch where the loss is not known."""
+    return InputError(
+        explain(
+            "a batch for an Accumulator without loss_fn",
+            "it does not know the loss",
+            "pass loss_fn, or own the loop: `with accumulator.window(batch) as window: ...`",
+        )
+    )

@@ -1,0 +1,1 @@
+"""Everything that a window may change, one file each."""

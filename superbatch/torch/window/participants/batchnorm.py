@@ -1,0 +1,268 @@
+"""BatchNorm where a batch is worked through in micro-batches: refused, frozen, or per micro-batch.
+
+Normalising per micro-batch is another function than normalising over the batch (its gradient is that of
+"ghost" batch normalisation, arXiv:1705.08741), so it is never chosen silently. What can be kept exact is
+kept: the running statistics move once per update, by the batch's own mean and variance, pooled from the
+micro-batches (Chan, Golub, LeVeque 1979)::
+
+    n = sum n_i     mean = sum n_i mean_i / n     M2 = sum [ (n_i - 1) var_i + n_i (mean_i - mean)^2 ]
+    running_mean = (1 - momentum) running_mean + momentum mean
+    running_var  = (1 - momentum) running_var  + momentum M2 / (n - 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+from superbatch.errors import CoupledSamplesError, explain
+from superbatch.torch.checks.coupling import uses_batch_statistics
+from superbatch.torch.devices import in_float64
+
+from ..sync.ranks import Ranks
+
+Seen = tuple[int, Tensor, Tensor]
+"""Values per channel, mean and unbiased variance of one call."""
+
+
+def find_batchnorms(models: Iterable[nn.Module]) -> dict[str, _BatchNorm]:
+    """Return every BatchNorm of the models by its path, whatever its mode.
+
+    Examples:
+        >>> list(find_batchnorms([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))]))
+        ['1']
+    """
+    found: dict[str, _BatchNorm] = {}
+    for index, model in enumerate(models):
+        for path, module in model.named_modules():
+            if isinstance(module, _BatchNorm):
+                found[path if index == 0 else f"models[{index}].{path}"] = module
+    return found
+
+
+def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
+    """Raise if a BatchNorm is about to normalise with statistics of what it sees.
+
+    Raises:
+        CoupledSamplesError: it names the modules and the three choices.
+    """
+    coupled = [path for path, module in batchnorms.items() if uses_batch_statistics(module)]
+    if coupled:
+        named = ", ".join(repr(path) for path in coupled[:3]) + (
+            f" and {len(coupled) - 3} more" if coupled[3:] else ""
+        )
+        raise CoupledSamplesError(
+            explain(
+                f"a model with BatchNorm in training mode ({named})",
+                "it normalises a sample by the other samples of what it sees, so micro-batches do not "
+                "give the gradient of the batch",
+                'choose coupled="exact" (the batch\'s own statistics, exact), batchnorm="frozen" (running '
+                'statistics, exact), or batchnorm="per_microbatch" (another function: normalised per '
+                "micro-batch, running statistics pooled over the batch)",
+            )
+        )
+
+
+def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, ranks: Ranks) -> Frozen | Pooled | None:
+    """Return what stands in for BatchNorms during windows, None for nothing.
+
+    Args:
+        batchnorms: from `find_batchnorms`.
+        choice: ``"error"``, ``"per_microbatch"`` or ``"frozen"``.
+        ranks: that share a batch.
+
+    Raises:
+        CoupledSamplesError: a BatchNorm cannot be used so.
+
+    Examples:
+        >>> of_windows({"1": nn.BatchNorm1d(2)}, "error", Ranks(())) is None
+        True
+    """
+    if not batchnorms or choice == "error":
+        return None
+    return Frozen(batchnorms) if choice == "frozen" else Pooled(batchnorms, ranks)
+
+
+class Frozen:
+    """BatchNorms that use their running statistics during a window, whatever their mode outside it."""
+
+    def __init__(self, batchnorms: dict[str, _BatchNorm]) -> None:
+        for path, module in batchnorms.items():
+            if module.running_mean is None:
+                raise CoupledSamplesError(
+                    explain(
+                        f'batchnorm="frozen" and {path!r}, a BatchNorm without running statistics',
+                        "it normalises with what it sees in evaluation mode too",
+                        "give it track_running_stats=True, or replace it by GroupNorm or LayerNorm",
+                    )
+                )
+        self._modules = list(batchnorms.values())
+        self._training: list[bool] = []
+
+    def open(self) -> None:
+        """Switch to evaluation mode."""
+        self._training = [module.training for module in self._modules]
+        for module in self._modules:
+            module.training = False
+
+    def compute(self, ranks: Ranks) -> None:
+        """Do nothing: running statistics stay as they are."""
+
+    def close(self, ranks: Ranks) -> None:
+        """Leave the modules as they were given."""
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Give each module its own mode back."""
+        for module, training in zip(self._modules, self._training, strict=False):
+            module.training = training
+        self._training = []
+
+
+class Pooled:
+    """BatchNorms that normalise per micro-batch, and whose running statistics move once per window.
+
+    During the window a module's momentum is 1, so that after each of its calls its running statistics *are*
+    those of the micro-batch it saw. A module called several times per forward has one pool per call.
+    """
+
+    def __init__(self, batchnorms: dict[str, _BatchNorm], ranks: Ranks) -> None:
+        if ranks.shared and any(isinstance(module, nn.SyncBatchNorm) for module in batchnorms.values()):
+            raise CoupledSamplesError(
+                explain(
+                    'batchnorm="per_microbatch" with SyncBatchNorm',
+                    "it communicates in every forward, but ranks may have different numbers of micro-batches",
+                    "use BatchNorm: its running statistics are pooled over the ranks here",
+                )
+            )
+        self._modules = [module for module in batchnorms.values() if module.track_running_stats]
+        self._before: list[dict[str, Any]] = []
+        self._hooks: list[RemovableHandle] = []
+        # Off during a backward: what a checkpoint recomputes there must not be counted again.
+        self.watching = False
+        self._call: dict[_BatchNorm, int] = {}
+        self._pools: dict[_BatchNorm, list[list[Seen]]] = {}
+        self._moved: dict[_BatchNorm, tuple[Tensor, Tensor, Tensor]] | None = None
+
+    def open(self) -> None:
+        """Start to watch."""
+        self._moved = None
+        self._pools = {module: [] for module in self._modules if uses_batch_statistics(module)}
+        for module in self._pools:
+            self._before.append(
+                {
+                    "module": module,
+                    "momentum": module.momentum,
+                    "mean": _clone(module.running_mean),
+                    "var": _clone(module.running_var),
+                    "batches": _clone(module.num_batches_tracked),
+                }
+            )
+            module.momentum = 1.0
+            self._hooks.append(module.register_forward_hook(self._observe, with_kwargs=True))
+
+    def start_microbatch(self) -> None:
+        """Count the calls of each module from the first again."""
+        self._call.clear()
+        self.watching = True
+
+    def forget_microbatch(self) -> None:
+        """Leave out the statistics of the last micro-batch."""
+        for module, calls in self._call.items():
+            for pool in self._pools[module][:calls]:
+                pool.pop()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what was seen so far and the statistics before the window, in the order of the modules."""
+        statistics = [{key: before[key] for key in ("mean", "var", "batches")} for before in self._before]
+        return [
+            {**before, "pools": [list(pool) for pool in pools]}
+            for before, pools in zip(statistics, self._pools.values(), strict=True)
+        ]
+
+    def load_state(self, state: list[dict[str, Any]]) -> None:
+        """Go on from what `state` returned."""
+        for before, saved in zip(self._before, state, strict=True):
+            before.update({key: saved[key] for key in ("mean", "var", "batches")})
+            self._pools[before["module"]] = [list(pool) for pool in saved["pools"]]
+
+    def compute(self, ranks: Ranks) -> None:
+        """Compute the statistics that `close` sets: here it may fail, for the optimizer has not stepped."""
+        befores = {before["module"]: before for before in self._before}
+        self._moved = {}
+        with torch.no_grad():
+            for module, pools in self._pools.items():
+                before = befores[module]
+                mean, var, batches = before["mean"], before["var"], before["batches"].clone()
+                # A rank without any weight has seen nothing, but takes part in the sums.
+                for call in range(ranks.max(len(pools))):
+                    seen = _pooled(module, pools[call] if call < len(pools) else [], ranks)
+                    batches += 1
+                    momentum = 1.0 / float(batches) if before["momentum"] is None else before["momentum"]
+                    mean, var = _towards(mean, seen[0], momentum), _towards(var, seen[1], momentum)
+                self._moved[module] = mean, var, batches
+
+    def close(self, ranks: Ranks) -> None:
+        """Move the running statistics once, by the batch's own."""
+        if self._moved is None:
+            self.compute(ranks)
+        moved, self._moved, self._pools = self._moved, None, {}
+        self.put_back()
+        with torch.no_grad():
+            for module, (mean, var, batches) in (moved or {}).items():
+                _set(module.running_mean, mean)
+                _set(module.running_var, var)
+                _set(module.num_batches_tracked, batches)
+
+    def put_back(self) -> None:
+        """Leave the modules as they were given, running statistics aside."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        for before in self._before:
+            before["module"].momentum = before["momentum"]
+        self._before = []
+
+    def _observe(self, module: Any, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        if not self.watching:
+            return
+        call = self._call.get(module, 0)
+        self._call[module] = call + 1
+        pools = self._pools[module]
+        if call == len(pools):
+            pools.append([])
+        count = (inputs[0] if inputs else named["input"]).numel() // module.num_features
+        pools[call].append((count, module.running_mean.clone(), module.running_var.clone()))
+
+
+def _pooled(module: _BatchNorm, pool: list[Seen], ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance over all micro-batches and ranks."""
+    assert module.running_mean is not None
+    nothing = in_float64(module.running_mean).new_zeros((0, module.num_features))
+    means = torch.cat([nothing, *(in_float64(mean).unsqueeze(0) for _, mean, _ in pool)])
+    variances = torch.cat([nothing, *(in_float64(variance).unsqueeze(0) for *_, variance in pool)])
+    # Made on the host, and moved without waiting.
+    n_i = torch.tensor([count for count, *_ in pool], dtype=torch.float64).reshape(-1, 1)
+    n_i = n_i.to(means.device, non_blocking=True)
+    n = ranks.sum_tensor(n_i.sum())
+    mean = ranks.sum_tensor((n_i * means).sum(0)) / n
+    m2 = ranks.sum_tensor(((n_i - 1) * variances + n_i * (means - mean).square()).sum(0))
+    return mean, m2 / (n - 1)
+
+
+def _towards(running: Tensor, new: Tensor, momentum: float) -> Tensor:
+    # The dtype first: the device may have no float64.
+    return running.lerp(new.to(running.dtype).to(running.device), momentum)
+
+
+def _clone(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _set(tensor: Tensor | None, value: Tensor | None) -> None:
+    if tensor is not None and value is not None:
+        tensor.copy_(value)

@@ -1,0 +1,162 @@
+"""Sum a window's gradient in buffers: of a wider dtype, or to look at each micro-batch first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from .gradient_sum import (
+    LOW_PRECISION,
+    Owned,
+    add_after_gradient,
+    all_finite,
+    attach,
+    clear,
+    remove,
+    require_none,
+    run_backward,
+    take_gradient,
+)
+
+
+class InBuffers:
+    """Sum in buffers of a wide dtype; the gradient of each micro-batch is freed as soon as it is added.
+
+    With `isolated=True` a micro-batch's gradient waits after its backward until it is kept or dropped.
+
+    Args:
+        owned: the parameters.
+        dtype: of the buffers of parameters of lower precision; wider parameters keep their own dtype.
+        isolated: look at each micro-batch's gradient as a whole before adding it.
+        only_owned: restrict the backward to these parameters.
+    """
+
+    def __init__(
+        self,
+        owned: list[Owned],
+        dtype: torch.dtype | None,
+        *,
+        isolated: bool = False,
+        only_owned: bool = False,
+    ) -> None:
+        self._owned = owned
+        self._dtype = dtype
+        self._isolated = isolated
+        self.inputs = [entry.parameter for entry in owned] if only_owned else None
+        self._buffers: dict[str, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._factor = 1.0
+        self._inside = False
+        self._added = False  # since the savepoint
+
+    def open(self) -> None:
+        """Start a window: no gradient of it exists yet."""
+        clear(self._owned)
+        self._buffers.clear()
+        self.savepoint()
+        if not self._isolated:
+            self._hooks = add_after_gradient(self._owned, self._add)
+
+    def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
+        """Add ``factor * d loss / d parameters``."""
+        self._factor = factor
+        require_none(self._owned)
+        self._inside = True
+        try:
+            run_backward(loss, None, self.inputs, retain_graph=retain_graph)
+        finally:
+            self._inside = False
+
+    def isolated_is_finite(self, others: Sequence[Tensor] = ()) -> bool:
+        """Whether the isolated gradient of the last micro-batch is finite, and the other tensors as well."""
+        gradients = [entry.parameter.grad for entry in self._owned if entry.parameter.grad is not None]
+        return all_finite([*others, *gradients])
+
+    def keep(self) -> None:
+        """Add the isolated gradient of the last micro-batch to the sum."""
+        self._inside = True
+        entries = [entry for entry in self._owned if entry.parameter.grad is not None]
+        sums = [self._buffers.get(entry.name) for entry in entries]
+        if any(one is None or one.is_sparse for one in sums):
+            for entry in entries:
+                self._add(entry)
+        else:
+            self._add_all(entries, [one for one in sums if one is not None])
+        self._inside = False
+
+    def drop(self) -> None:
+        """Forget the isolated gradient of the last micro-batch."""
+        for entry in self._owned:
+            entry.parameter.grad = None
+
+    def savepoint(self) -> None:
+        """Remember the sums as those before a micro-batch; nothing is copied."""
+        self._added = False
+
+    def rollback(self) -> bool:
+        """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
+        if self._added:
+            return False
+        clear(self._owned)
+        return True
+
+    def close(self) -> list[Tensor | None]:
+        """End the sums and return them, one per owned parameter."""
+        remove(self._hooks)
+        require_none(self._owned)
+        return [self._buffers.pop(entry.name, None) for entry in self._owned]
+
+    def zeros(self, index: int) -> Tensor:
+        """Return a gradient of zeros."""
+        parameter = self._owned[index].parameter
+        return torch.zeros_like(parameter, dtype=self._sum_dtype(parameter), requires_grad=False)
+
+    def attach(self, gradients: list[Tensor | None]) -> None:
+        """Hand the normalised gradients to the optimizer."""
+        attach(self._owned, gradients)
+
+    def discard(self) -> None:
+        """Forget the window: everything is as before it."""
+        remove(self._hooks)
+        self._buffers.clear()
+        clear(self._owned)
+
+    def describe(self) -> str:
+        """Say where and in what the sum is made, to go on with it only in the like."""
+        return f"buffers of {self._dtype}"
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums so far."""
+        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums."""
+        devices = {entry.name: entry.parameter.device for entry in self._owned}
+        self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in state.items()}
+
+    def _add_all(self, entries: list[Owned], sums: list[Tensor]) -> None:
+        """Add gradients to sums that are there: one call for all takes half the time for small ones."""
+        self._added = True  # first, as below
+        gradients = [take_gradient(entry, inside=self._inside) for entry in entries]
+        if any(gradient.is_sparse for gradient in gradients):
+            for one, gradient in zip(sums, gradients, strict=True):
+                one.add_(gradient, alpha=self._factor)
+        else:
+            torch._foreach_add_(sums, gradients, alpha=self._factor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+
+    def _add(self, entry: Owned) -> None:
+        self._added = True  # first: the gradient is taken away before it is in the sum
+        gradient = take_gradient(entry, inside=self._inside)
+        buffer = self._buffers.get(entry.name)
+        if buffer is None:
+            # A new tensor: autograd may have given two parameters one gradient.
+            self._buffers[entry.name] = gradient.to(self._sum_dtype(gradient)) * self._factor
+        else:
+            buffer.add_(gradient, alpha=self._factor)
+
+    def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.dtype in LOW_PRECISION else tensor.dtype

@@ -1,0 +1,325 @@
+"""What a window sums gradients for, and what the places where it can do so have in common.
+
+There are three places - `in_grad`, `in_buffers`, `in_momentum` - with the same methods::
+
+    open()                        the window starts: no gradient of it exists yet
+    backward(loss, factor)        add factor * d loss / d parameters
+    savepoint()                   remember the sums as those before a micro-batch
+    rollback()                    restore the sums of the savepoint, if that is possible
+    close()                       the sums, one per owned parameter (None: it had no gradient), ready to be
+    normalised
+    zeros(index)                  a gradient of zeros for one owned parameter
+    attach(gradients)             hand them to the optimizer as `.grad` of the targets, rounded once if need
+    be
+    discard()                     as before the window
+    state(), load_state(state)    the sum so far, to save a window in flight
+
+`factor` comes from `superbatch.normalize`. A *target* is what the optimizer updates: the parameter
+itself, or its float32 master copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from superbatch.errors import OptimizerError, WindowError, explain
+from superbatch.torch.devices import alike
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+_engine_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+_in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter that the window's optimizers own.
+
+    Attributes:
+        name: its path in the model, or its place in the optimizer for a parameter outside the models.
+        parameter: what the model computes with.
+        target: what the optimizer updates.
+        optimizer: whose it is.
+        number: of its parameter group there.
+    """
+
+    name: str
+    parameter: Tensor
+    target: Tensor
+    optimizer: torch.optim.Optimizer
+    number: int
+
+    @property
+    def group(self) -> Mapping[str, Any]:
+        """The parameter group as it is now: loading an optimizer's state makes new ones."""
+        return self.optimizer.param_groups[self.number]
+
+
+class Gradients(Protocol):
+    """What the three places have in common."""
+
+    inputs: list[Tensor] | None
+    """What a backward is restricted to; None: it is not."""
+
+    def open(self) -> None:
+        """Start a window: no gradient of it exists yet."""
+        ...
+
+    def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
+        """Add ``factor * d loss / d parameters``."""
+        ...
+
+    def savepoint(self) -> None:
+        """Remember the sums as those before a micro-batch; nothing is copied."""
+        ...
+
+    def rollback(self) -> bool:
+        """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
+        ...
+
+    def close(self) -> list[Tensor | None]:
+        """End the sums and return them, one per owned parameter."""
+        ...
+
+    def zeros(self, index: int) -> Tensor:
+        """Return a gradient of zeros."""
+        ...
+
+    def attach(self, gradients: list[Tensor | None]) -> None:
+        """Hand the normalised gradients to the optimizer."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the window: everything is as before it."""
+        ...
+
+    def describe(self) -> str:
+        """Say where and in what the sum is made, to go on with it only in the like."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums so far."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums."""
+        ...
+
+
+def clear(owned: list[Owned]) -> None:
+    """Drop the gradients of the parameters and their targets (to None, so that no memory is held)."""
+    for entry in owned:
+        entry.parameter.grad = None
+        if entry.target is not entry.parameter:
+            entry.target.grad = None
+
+
+def foreign_gradient(name: str) -> WindowError:
+    """Return the error for a gradient that is not the window's own."""
+    return WindowError(
+        explain(
+            f"the gradient of {name!r}, changed inside a window but not by its backward(loss)",
+            "the sum of the window is no longer that of its micro-batches",
+            "do not call zero_grad() or another backward inside a window; where two windows are open at "
+            "the same "
+            "time (a GAN), give both models to both accumulators, as [generator, critic], so that each "
+            "touches its "
+            "own gradients only",
+        )
+    )
+
+
+def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> None:
+    """Give each parameter a gradient of its own, apart from `taken` as well.
+
+    Autograd hands one tensor to two parameters whose sum it went through; the next micro-batch would be added
+    to it twice. To a parameter that is a term of the loss it hands the loss's own gradient, and from a
+    replayed graph the memory that the next replay writes to (see `in_shared_memory`).
+    """
+    seen: set[int] = set() if taken is None else {_address(taken)}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            place = _address(gradient._values() if gradient.is_sparse else gradient)
+            if (place in seen and place) or in_shared_memory(gradient):
+                parameter.grad = gradient.clone()
+            else:
+                seen.add(place)
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's storage begins; 0 for a subclass that only wraps others."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def are_apart(gradients: Iterable[Tensor | None]) -> bool:
+    """Return whether each gradient begins a memory of its own: seen in a fifth of the time of `unshare`.
+
+    Examples:
+        >>> one = torch.ones(2)
+        >>> are_apart([one, None, torch.ones(2)]), are_apart([one, one.detach()])
+        (True, False)
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    if any(map(Tensor.storage_offset, present)):
+        return False
+    try:
+        return len(set(map(Tensor.data_ptr, present))) == len(present)
+    except RuntimeError:  # a sparse gradient has none of its own
+        return False
+
+
+def in_shared_memory(gradient: Tensor | None) -> bool:
+    """Return whether another tensor uses a gradient's memory, or a replayed graph may.
+
+    A replayed graph (`torch.cuda.make_graphed_callables`, ``mode="reduce-overhead"``) writes the gradients of
+    every micro-batch to the same memory. Autograd makes the first one ``.grad``, without a copy, and the next
+    replay would overwrite the sum.
+
+    Examples:
+        >>> one = torch.ones(2)
+        >>> in_shared_memory(one), in_shared_memory(one.detach())
+        (False, True)
+    """
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+        return False
+    if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
+        return True  # its tensors do not count as users of their memory
+    # One for the tensor, one for the storage that Python sees.
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > 2
+
+
+def require_none(owned: list[Owned]) -> None:
+    """Check that no parameter holds a gradient, where each is taken away as soon as it is there.
+
+    Raises:
+        WindowError: somebody else has computed one.
+    """
+    for entry in owned:
+        if entry.parameter.grad is not None:
+            raise foreign_gradient(entry.name)
+
+
+def take_gradient(entry: Owned, *, inside: bool) -> Tensor:
+    """Take a parameter's new gradient; `inside` says whether it comes from the window's backward.
+
+    Raises:
+        WindowError: it does not.
+        OptimizerError: another hook has taken it already.
+    """
+    gradient = entry.parameter.grad
+    if not inside:
+        raise foreign_gradient(entry.name)
+    if gradient is None:
+        raise steps_in_backward(entry.name)
+    entry.parameter.grad = None
+    return gradient
+
+
+def steps_in_backward(name: str) -> OptimizerError:
+    """Return the error for an optimizer that changes a parameter inside the backward of a micro-batch."""
+    return OptimizerError(
+        explain(
+            f"the parameter {name!r}, which an optimizer steps inside the backward",
+            "it would be updated once per micro-batch, by gradients that are only parts of the batch's",
+            "step the optimizer once per window: remove the hook (register_post_accumulate_grad_hook, "
+            "register_hook, _apply_optimizer_in_backward)",
+        )
+    )
+
+
+def run_backward(
+    loss: Tensor, gradient: Tensor | None, inputs: list[Tensor] | None, *, retain_graph: bool
+) -> None:
+    """Run autograd, restricted to some leaves if there are others.
+
+    Raises:
+        OptimizerError: a reentrant checkpoint lies on the way, which cannot be restricted.
+    """
+    try:
+        if type(loss) is not Tensor or gradient is None or _in_transform():
+            torch.autograd.backward(loss, gradient, retain_graph, inputs=inputs)
+        else:
+            # What torch.autograd.backward calls (and Megatron-LM too), without its checks of user input: they
+            # take 25 us, a tenth of a micro-batch of a tiny model. See docs/decisions/0007.
+            _engine_backward(
+                (loss,),
+                (gradient,),
+                keep_graph=retain_graph,
+                create_graph=False,
+                inputs=tuple(inputs or ()),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+    except RuntimeError as error:
+        if inputs is not None and "use_reentrant" in str(error):
+            raise OptimizerError(
+                explain(
+                    "a reentrant checkpoint in models that also have parameters of other optimizers",
+                    "the backward must leave those parameters alone, which reentrant checkpoints do not "
+                    "allow",
+                    "pass use_reentrant=False to torch.utils.checkpoint, or freeze the other parameters",
+                )
+            ) from error
+        raise
+
+
+def attach(owned: list[Owned], gradients: list[Tensor | None]) -> None:
+    """Make the gradients the targets' ``.grad``, rounded here, once, where a target has a narrower dtype."""
+    for entry, gradient in zip(owned, gradients, strict=True):
+        if gradient is not entry.target.grad:
+            entry.target.grad = None if gradient is None else gradient.to(entry.target.dtype)
+
+
+def add_after_gradient(owned: list[Owned], add: Callable[[Owned], None]) -> list[RemovableHandle]:
+    """Call ``add(entry)`` each time autograd has put a gradient into ``entry.parameter.grad``."""
+
+    def hook_of(entry: Owned) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            with torch.no_grad():
+                add(entry)
+
+        return hook
+
+    return [entry.parameter.register_post_accumulate_grad_hook(hook_of(entry)) for entry in owned]
+
+
+def remove(hooks: list[RemovableHandle]) -> None:
+    """Take hooks off again, so that a model is left as it was given."""
+    while hooks:
+        hooks.pop().remove()
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    """Whether no element of any tensor is NaN or infinite (sparse tensors: of their values).
+
+    Examples:
+        >>> all_finite([torch.zeros(2), torch.tensor([1.0, float("inf")])])
+        False
+    """
+    dense = [values(tensor) for tensor in tensors if tensor.numel()]
+    if not dense:
+        return True
+    # The largest magnitude is not finite iff some element is not; unlike the 2-norm it cannot overflow.
+    infinity = float("inf")
+    largest = [torch.stack(torch._foreach_norm(group, infinity)) for group in alike(dense)]  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    parts = [norms.isfinite().all() for norms in largest]
+    # One answer for all of a device, and of several devices one as well.
+    return bool(
+        parts[0] if len(parts) == 1 else torch.stack([part.to(parts[0].device) for part in parts]).all()
+    )
+
+
+def values(tensor: Tensor) -> Tensor:
+    """Return a gradient's elements: the tensor itself, or the summed values of a sparse one."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor

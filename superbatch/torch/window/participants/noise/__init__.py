@@ -1,0 +1,1 @@
+"""Noise of the gradient, measured from the micro-batches of windows."""

@@ -1,0 +1,139 @@
+"""The ordinary place to sum a window's gradient: ``.grad``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gradient_sum import Owned, are_apart, attach, clear, in_shared_memory, run_backward, unshare
+from .gradient_versions import Marks, Settling
+
+
+class InGrad:
+    """Sum in ``.grad`` by autograd itself: no memory and no pass beyond plain PyTorch's."""
+
+    def __init__(
+        self,
+        owned: list[Owned],
+        *,
+        only_owned: bool,
+        whole: bool = False,
+        settling: Settling | None = None,
+    ) -> None:
+        self._owned = owned
+        self._whole = whole
+        # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
+        # are,
+        # but reentrant checkpoints refuse it: so only where there are other parameters.
+        self.inputs = [entry.parameter for entry in owned] if only_owned else None
+        self._factors: dict[tuple[Any, ...], Tensor] = {}
+        self.yet = 1.0  # what the sums have yet to be multiplied by; saved with the window
+        self._marks = Marks(owned, settling or Settling())
+
+    def open(self) -> None:
+        """Start a window: no gradient of it exists yet."""
+        clear(self._owned)
+        self._factors.clear()
+        self.yet = 1.0
+        self._marks.forget()
+        self._marks.savepoint()
+
+    def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
+        """Add ``factor * d loss / d parameters``."""
+        self._marks.require()
+        factor = factor / self.yet
+        # Passed as the gradient of the loss, the factor costs no multiplication in the graph.
+        key = (factor, loss.dtype, loss.device, loss.shape)
+        gradient = self._factors.get(key)
+        if gradient is None:
+            gradient = self._factors[key] = loss.new_full(loss.shape, factor)
+        run_backward(loss, gradient, self.inputs, retain_graph=retain_graph)
+        self.took(gradient)
+
+    def backward_rounded(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
+        """Add ``factor * d loss / d parameters`` of a loss in bfloat16 or float16.
+
+        Its gradient has its dtype, in which a factor such as 1/3 is wrong by 0.2 %. So the backward gets a
+        power of two, and what is left of the factor, between 1/2 and 1, is applied to the sums: where the
+        next factor leaves something else, and at the end.
+        """
+        rest, exponent = math.frexp(factor)
+        self._marks.require()
+        if rest != self.yet:
+            present = [gradient for gradient in self._marks.gradients if gradient is not None]
+            for gradient in present:
+                gradient.mul_(self.yet / rest)
+            self.yet = rest
+            if present:
+                self._marks.set()
+        self.backward(loss, math.ldexp(rest, exponent), retain_graph=retain_graph)
+
+    def took(self, of_loss: Tensor | None = None) -> None:
+        """Take the gradients that are in ``.grad`` now as the window's own, apart from that of the loss."""
+        if not self._marks.set():
+            return
+        new = self._marks.gradients
+        if not are_apart([*new, of_loss]) or any(map(in_shared_memory, new)):
+            unshare((entry.parameter for entry in self._owned), of_loss)
+            self._marks.forget()
+            self._marks.set()
+
+    def savepoint(self) -> None:
+        """Remember the sums as those before a micro-batch; nothing is copied."""
+        self._marks.savepoint()
+
+    def rollback(self) -> bool:
+        """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
+        return self._marks.rollback()
+
+    def close(self) -> list[Tensor | None]:
+        """End the sums and return them, one per owned parameter."""
+        self._marks.require(last=True)
+        gradients = self._marks.gradients
+        if self.yet != 1.0:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(self.yet)
+            self.yet = 1.0
+        self._marks.forget()
+        self._marks.savepoint()  # which holds the sums as well
+        return gradients
+
+    def zeros(self, index: int) -> Tensor:
+        """Return a gradient of zeros."""
+        return torch.zeros_like(self._owned[index].parameter, requires_grad=False)
+
+    def attach(self, gradients: list[Tensor | None]) -> None:
+        """Hand the normalised gradients to the optimizer."""
+        attach(self._owned, gradients)
+
+    def discard(self) -> None:
+        """Forget the window: everything is as before it."""
+        self._marks.forget()
+        self._marks.savepoint()
+        clear(self._owned)
+
+    def describe(self) -> str:
+        """Say where and in what the sum is made, to go on with it only in the like."""
+        return ".grad of the whole batch" if self._whole else ".grad"
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums so far."""
+        return {
+            entry.name: entry.parameter.grad.clone()
+            for entry in self._owned
+            if entry.parameter.grad is not None
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from saved sums."""
+        for entry in self._owned:
+            gradient = state.get(entry.name)
+            entry.parameter.grad = (
+                None if gradient is None else gradient.to(entry.parameter.device, copy=True)
+            )
+        self._marks.forget()
+        self._marks.set()

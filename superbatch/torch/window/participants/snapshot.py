@@ -1,0 +1,396 @@
+"""What a window can change besides gradients - random state and buffers - and how it is put back.
+
+Two keepers with the same methods: ``take()`` before a window, then ``release()`` or ``restore()`` after it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from superbatch.torch.devices import copy_alike, generator_states
+
+# Seconds of a micro-batch for which states are not copied: that costs up to 1 % of it (it also disturbs
+# the allocator), and a window of such micro-batches is soon begun again.
+SHORT = 0.05
+
+
+class RandomKeeper:
+    """Copies the state of the generators that user code may draw from: torch's, Python's, NumPy's.
+
+    Examples:
+        >>> keeper = RandomKeeper()
+        >>> keeper.take()
+        >>> first = torch.rand(())
+        >>> keeper.restore()
+        >>> bool(first == torch.rand(()))
+        True
+
+    Attributes:
+        devices: whose generators are kept, beside the CPU's.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self.devices = tuple(devices)
+        self._python: tuple[Any, Any] = (None, None)
+        self._numpy: tuple[bytes, Any] = (b"", None)
+        self.taken: dict[str, Any] = {}
+        self._mark: dict[str, Any] | None = None
+        self._marked = 0.0
+
+    def take(self) -> None:
+        """Copy the states; forgets those taken before, also where there is no memory for the copies."""
+        self.taken = {}
+        self.taken = {**torch_random_state(self.devices), "python": self._python_state()}
+        if "numpy" in sys.modules:
+            self.taken["numpy"] = self._numpy_state()
+
+    def now(self) -> dict[str, Any]:
+        """Return the states at this moment."""
+        return random_state(self.devices)
+
+    def mark(self) -> None:
+        """Note torch's states at the start of a micro-batch, where that takes nothing beside the last one.
+
+        Python's state would take longer than many a micro-batch.
+        """
+        now = time.perf_counter()
+        last, self._marked = self._marked, now
+        self._mark = None  # also if there is no memory for the copy
+        if now - last > SHORT:
+            self._mark = torch_random_state(self.devices)
+
+    def back_to_mark(self) -> bool:
+        """Put the states back as at `mark`; False if one that was not noted has moved since `take`."""
+        now = random_state(self.devices, numpy=False)
+        if now["python"] != self.taken["python"]:
+            return False
+        if "numpy" in self.taken and not _equal(self.taken["numpy"], sys.modules["numpy"].random.get_state()):
+            return False
+        if self._mark is None:
+            del now["python"]
+            return all(torch.equal(state, self.taken[name]) for name, state in now.items())
+        restore_random_state(self._mark)
+        return True
+
+    def restore(self) -> None:
+        """Put the states back as they were at `take`."""
+        restore_random_state(self.taken)
+
+    def _python_state(self) -> Any:
+        """Python's state, copied only if it has moved: a tuple of 625 numbers is 25 KB in 625 pieces."""
+        memory = python_memory()
+        if memory is None or memory != self._python[0]:
+            self._python = (memory, random.getstate())
+        return self._python[1]
+
+    def _numpy_state(self) -> Any:
+        """NumPy's state, copied only if it has moved.
+
+        To copy it takes longer than all else at the start of a window; to see that it has not moved, 1 us.
+        A second normal number that the generator still holds back does not show: then copy it always.
+        """
+        numpy_random = sys.modules["numpy"].random
+        memory = numpy_memory(numpy_random)
+        if memory is None:
+            return numpy_random.get_state()
+        seen, state = self._numpy
+        if memory != seen or state is None or state[3]:
+            self._numpy = (memory, numpy_random.get_state())
+        return self._numpy[1]
+
+
+def python_memory() -> tuple[bytes, object] | None:
+    """Return what Python's global generator holds, None where it is not laid out as expected.
+
+    Examples:
+        >>> before = python_memory()
+        >>> _ = random.random()
+        >>> python_memory() == before
+        False
+    """
+    generator = _python_generator()
+    if generator is None:
+        return None
+    # After the head of the object: int index; uint32_t state[624]. The next normal number is an attribute.
+    return ctypes.string_at(id(generator) + object.__basicsize__, 4 + 624 * 4), generator.gauss_next
+
+
+@cache
+def _python_generator() -> Any:
+    """Python's global generator, if its memory holds what its state says."""
+    generator = getattr(random, "_inst", None)
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
+    version, internal, _ = generator.getstate()
+    words = 1 + 624
+    if version != 3 or type(generator).__basicsize__ < object.__basicsize__ + 4 * words:
+        return None
+    memory = (ctypes.c_uint32 * words).from_address(id(generator) + object.__basicsize__)
+    return generator if (*memory[1:], memory[0]) == internal else None
+
+
+# Of NumPy's documented struct mt19937_state: uint32_t key[624]; int pos;
+_MT19937_BYTES = 624 * 4 + 4
+
+
+def numpy_memory(numpy_random: Any) -> bytes | None:
+    """Return the bytes of NumPy's global generator, None if it is of another kind.
+
+    Args:
+        numpy_random: the module ``numpy.random``.
+
+    Examples:
+        >>> import numpy
+        >>> before = numpy_memory(numpy.random)
+        >>> _ = numpy.random.rand()
+        >>> numpy_memory(numpy.random) == before
+        False
+    """
+    get_bit_generator = getattr(numpy_random, "get_bit_generator", None)  # from NumPy 1.24 on
+    bits = None if get_bit_generator is None else get_bit_generator()
+    if bits is None or type(bits).__name__ != "MT19937":
+        return None
+    return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
+
+
+def random_state(devices: Iterable[torch.device] = (), *, numpy: bool = True) -> dict[str, Any]:
+    """Return the state of torch's generators (CPU and devices), Python's and NumPy's (if loaded).
+
+    Examples:
+        >>> sorted(random_state(numpy=False))
+        ['python', 'torch']
+    """
+    state = {**torch_random_state(devices), "python": random.getstate()}
+    if numpy and "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def torch_random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+    """Return the state of torch's generators: the CPU's and those of devices.
+
+    Examples:
+        >>> list(torch_random_state())
+        ['torch']
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state()}
+    state.update(generator_states(devices))
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set generators to a state from `random_state` (lists for tuples, as after a file, are fine).
+
+    Examples:
+        >>> restore_random_state(random_state())
+    """
+    for name, value in state.items():
+        if name == "torch":
+            torch.set_rng_state(value)
+        elif name == "python":
+            version, internal, gauss = value
+            random.setstate((version, tuple(internal), gauss))
+        elif name == "numpy":
+            if "numpy" in sys.modules:
+                kind, key, *rest = value
+                sys.modules["numpy"].random.set_state(
+                    (kind, sys.modules["numpy"].array(key, dtype="uint32"), *rest)
+                )
+        else:
+            device = torch.device(name)
+            torch.get_device_module(device).set_rng_state(value, device)
+
+
+def generator_restorer(value: Any) -> Callable[[], object] | None:
+    """Remember the state of a generator that a user's object holds.
+
+    Args:
+        value: anything.
+
+    Returns:
+        A function that puts its state back; None if it is no generator of torch, Python or NumPy.
+
+    Examples:
+        >>> own = random.Random(0)
+        >>> restore = generator_restorer(own)
+        >>> first = own.random()
+        >>> restore()
+        >>> own.random() == first
+        True
+    """
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):  # the system's has no state
+        return None if isinstance(value, random.SystemRandom) else partial(value.setstate, value.getstate())
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy_random is not None and isinstance(value, numpy_random.RandomState):
+        return partial(value.set_state, value.get_state(legacy=False))
+    if numpy_random is not None and isinstance(value, numpy_random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
+
+
+def generator_moved(value: Any, restore: Any) -> bool:
+    """Return whether a generator has drawn since `generator_restorer` made `restore`.
+
+    Examples:
+        >>> own = torch.Generator()
+        >>> restore = generator_restorer(own)
+        >>> before = generator_moved(own, restore)
+        >>> _ = torch.rand(1, generator=own)
+        >>> before, generator_moved(own, restore)
+        (False, True)
+    """
+    now: Any = generator_restorer(value)
+    before, after = restore.args[-1], now.args[-1]
+    if isinstance(before, Tensor):
+        return not torch.equal(before, after)
+    return pickle.dumps(before) != pickle.dumps(after)  # of NumPy's, arrays are inside
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two states of NumPy's generator are equal (lists for arrays, as after a file, are fine)."""
+    return a[0] == b[0] and list(a[1]) == list(b[1]) and tuple(a[2:]) == tuple(b[2:])
+
+
+def as_plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a random state without arrays, so that ``torch.load(weights_only=True)`` reads it.
+
+    Examples:
+        >>> as_plain({"numpy": ("MT19937", memoryview(b"ab"), 624, 0, 0.0)})["numpy"][1]
+        [97, 98]
+    """
+    if "numpy" not in state:
+        return dict(state)
+    kind, key, *rest = state["numpy"]
+    return {**state, "numpy": [str(kind), list(map(int, key)), *rest]}
+
+
+class BufferKeeper:
+    """Copies the buffers of models at the start of a window, so that a failed window can put them back.
+
+    A large buffer that a whole window left alone (a causal mask, a rotary table) is not copied again until
+    its version counter moves: copying it for every window would cost memory that the hand-written loop does
+    not need.
+
+    Examples:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> keeper = BufferKeeper([norm])
+        >>> keeper.take()
+        >>> _ = norm(torch.randn(4, 2))
+        >>> keeper.restore()
+        >>> norm.running_mean
+        tensor([0., 0.])
+    """
+
+    # Up to this size a copy costs nothing worth a thought. Running statistics must stay below it: torch's
+    # batch_norm changes them without moving their version counter.
+    ALWAYS_COPIED_BYTES = 1 << 20
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._owners: list[nn.Module] = []
+        for model in models:
+            self.add(model.modules())
+        self._constant: dict[int, int] = {}
+        self._taken: list[_Taken] = []
+
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Keep the buffers of further modules too, from the next `take` on; each module counts once."""
+        known = set(self._owners)
+        self._owners += [module for module in modules if module._buffers and module not in known]
+
+    def take(self) -> None:
+        """Copy every buffer that may change; forgets the copies taken before, also where memory runs out."""
+        self._taken = []
+        if not self._owners:
+            return
+        found = [(module, *item) for module in self._owners for item in module._buffers.items()]
+        copies = _clones([None if self._is_constant(buffer) else buffer for *_, buffer in found])
+        self._taken = [_Taken(*one, copy) for one, copy in zip(found, copies, strict=True)]
+
+    def release(self) -> None:
+        """Drop the copies at the end of a window and note which large buffers it left alone."""
+        for module, name, buffer, copy in self._taken:
+            if copy is None or buffer is None or buffer.nbytes <= self.ALWAYS_COPIED_BYTES:
+                continue
+            if module._buffers.get(name) is buffer and torch.equal(buffer, copy):
+                self._constant[id(buffer)] = buffer._version
+        self._taken = []
+
+    def moved(self) -> list[tuple[nn.Module, str]]:
+        """Return which floating-point buffers are no longer as at `take`."""
+        return [
+            (module, name)
+            for module, name, buffer, copy in self._taken
+            if buffer is not None
+            and copy is not None
+            and buffer.is_floating_point()
+            and not (module._buffers.get(name) is buffer and torch.equal(buffer, copy))
+        ]
+
+    def changed(self) -> bool:
+        """Whether any buffer is no longer as at `take`."""
+        return any(
+            module._buffers.get(name) is not buffer
+            or (buffer is not None and copy is not None and not torch.equal(buffer, copy))
+            or (buffer is not None and copy is None and not self._is_constant(buffer))
+            for module, name, buffer, copy in self._taken
+        )
+
+    def restore(self) -> None:
+        """Put back every buffer, its identity included, as it was at `take`."""
+        with torch.no_grad():
+            for module, name, buffer, copy in self._taken:
+                module._buffers[name] = buffer
+                if buffer is not None and copy is not None:
+                    if buffer.shape != copy.shape:
+                        buffer.resize_(copy.shape)
+                    buffer.copy_(copy)
+
+    def state(self) -> list[Tensor | None]:
+        """Return the copies taken, in the order of the modules (None for a buffer that was not copied)."""
+        return [taken.copy for taken in self._taken]
+
+    def load_state(self, copies: list[Tensor | None]) -> None:
+        """Use copies from `state` in place of those taken."""
+        self._taken = [taken._replace(copy=copy) for taken, copy in zip(self._taken, copies, strict=True)]
+
+    def _is_constant(self, buffer: Tensor | None) -> bool:
+        return buffer is not None and self._constant.get(id(buffer)) == buffer._version
+
+
+def _clones(buffers: list[Tensor | None]) -> list[Tensor | None]:
+    """Copy buffers: on an accelerator by one kernel for each device and dtype."""
+    copies: list[Tensor | None] = []
+    elsewhere: list[tuple[Tensor, Tensor]] = []
+    for buffer in buffers:
+        # Of a lazy module, before its first forward: there is nothing in it yet.
+        if buffer is None or is_lazy(buffer):
+            copies.append(None)
+        elif buffer.is_cpu or buffer.is_meta or buffer.layout is not torch.strided or buffer.requires_grad:
+            copies.append(buffer.clone())
+        else:
+            empty = torch.empty_like(buffer)
+            copies.append(empty)
+            elsewhere.append((empty, buffer))
+    if elsewhere:
+        copy_alike([copy for copy, _ in elsewhere], [buffer for _, buffer in elsewhere])
+    return copies
+
+
+class _Taken(NamedTuple):
+    module: nn.Module
+    name: str
+    buffer: Tensor | None
+    copy: Tensor | None

@@ -1,0 +1,160 @@
+"""Errors for the commonest slips in the use of an Accumulator, each naming the code to write instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any, ParamSpec
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from superbatch.errors import InputError
+
+P = ParamSpec("P")
+
+_WINDOWS = "for window in windows(loader, accumulation_steps=8): accumulate(window)"
+# Options of other libraries, and the way to say the same here.
+_OTHERS = {
+    **dict.fromkeys(
+        (
+            "accumulation_steps",
+            "gradient_accumulation_steps",
+            "grad_accumulation_steps",
+            "grad_accum_steps",
+            "accum_steps",
+            "accum_iter",
+            "accumulate_grad_batches",
+            "iter_size",
+            "batch_multiplier",
+        ),
+        f"pass whole batches and microbatch_size=, or group a loader's micro-batches: {_WINDOWS}",
+    ),
+    **dict.fromkeys(("micro_batch_size", "batch_size"), "pass microbatch_size="),
+    **dict.fromkeys(
+        ("clip_grad_norm", "gradient_clip_val", "max_norm", "grad_clip", "clip_grad"), "pass max_grad_norm="
+    ),
+    **dict.fromkeys(("lr_scheduler", "schedulers"), "pass scheduler="),
+    **dict.fromkeys(("loss", "criterion", "loss_func"), "pass loss_fn=, a function of one micro-batch"),
+    **dict.fromkeys(("weights", "sample_weight"), "pass weight=, a function of one micro-batch"),
+    **dict.fromkeys(("grad_scaler",), "pass scaler="),
+}
+
+
+def name_unknown_options(init: Callable[P, None]) -> Callable[P, None]:
+    """Wrap a constructor so that an option of another library is answered with ours.
+
+    Raises:
+        InputError: on the call of the result, for such an option. Other unknown ones are Python's TypeError.
+
+    Examples:
+        >>> @name_unknown_options
+        ... def init(*, scheduler=None): ...
+        >>> init(lr_scheduler=1)
+        Traceback (most recent call last):
+        superbatch.errors.InputError: Accumulator has no option lr_scheduler=. Instead, pass scheduler=.
+    """
+    known = frozenset(inspect.signature(init).parameters)
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs.keys() - known:
+            if name in _OTHERS:
+                raise InputError(f"Accumulator has no option {name}=. Instead, {_OTHERS[name]}.")
+        init(*args, **kwargs)
+
+    return checked
+
+
+def check_loss_fn(loss_fn: object) -> None:
+    """Check that a loss function can be called with one micro-batch.
+
+    Args:
+        loss_fn: a callable, or None.
+
+    Raises:
+        InputError: it needs another number of arguments, as torch's loss modules do.
+
+    Examples:
+        >>> check_loss_fn(lambda microbatch: 0.0)
+        >>> check_loss_fn(nn.MSELoss())
+        Traceback (most recent call last):
+        superbatch.errors.InputError: loss_fn MSELoss() takes 2 arguments, but it is called with one...
+    """
+    if loss_fn is None or not callable(loss_fn):
+        return
+    needed = _required_arguments(loss_fn)
+    if needed is None or needed == 1:
+        return
+    name = repr(loss_fn) if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__name__", repr(loss_fn))
+    raise InputError(
+        f"loss_fn {name} takes {needed} arguments, but it is called with one micro-batch. Pass a function "
+        "of one "
+        'argument, for example loss_fn=lambda microbatch: criterion(model(microbatch["x"]), microbatch["y"]).'
+    )
+
+
+def _required_arguments(function: Any) -> int | None:
+    """The number of arguments a call must give; 1 where one positional is possible; None: not known."""
+    try:
+        called = function.forward if isinstance(function, nn.Module) else function
+        # As it is called: a decorator that passes arguments of its own may wrap another signature.
+        signature = inspect.signature(called, follow_wrapped=False)
+    except (ValueError, TypeError):  # builtins without a signature
+        return None
+    try:
+        signature.bind(None)
+    except TypeError:
+        empty = inspect.Parameter.empty
+        star = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return sum(p.default is empty and p.kind not in star for p in signature.parameters.values())
+    return 1
+
+
+def refuse_no_batch(batch: object) -> None:
+    """Check that a batch is data, and not something that yields batches.
+
+    Args:
+        batch: as given to the accumulator.
+
+    Raises:
+        InputError: it is a loader, a dataset or an iterator.
+
+    Examples:
+        >>> refuse_no_batch({"x": [1, 2]})
+        >>> refuse_no_batch(iter([]))
+        Traceback (most recent call last):
+        superbatch.errors.InputError: A list_iterator is not a batch but yields them. Loop over it...
+    """
+    if isinstance(batch, DataLoader | Dataset | Iterator):
+        what = "holds samples" if isinstance(batch, Dataset) else "yields them"
+        raise InputError(
+            f"A {type(batch).__name__} is not a batch but {what}. Loop over "
+            f"{'a DataLoader of it' if isinstance(batch, Dataset) else 'it'}: for batch in loader: "
+            f"accumulate(batch), or, where it yields micro-batches, {_WINDOWS}."
+        )
+
+
+def without_tensor(loss: object, *, weighted: bool = True) -> InputError:
+    """Return the error for a loss that is no tensor.
+
+    Args:
+        loss: what `loss_fn` returned, or what was given to ``backward``.
+        weighted: whether a loss may come with its weight here.
+
+    Examples:
+        >>> print(without_tensor(0.5))
+        The loss is a float, not a tensor. Return the tensor that was computed from the model's outputs.
+    """
+    kind = type(loss).__name__
+    inner = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
+    if isinstance(inner, Tensor):
+        advice = "Return its .loss, as in: return model(**microbatch).loss."
+    elif isinstance(loss, tuple | list) and weighted:
+        advice = 'Return the loss alone, or pass weight="returned" and return (loss, weight).'
+    elif isinstance(loss, tuple | list):
+        advice = "Return the loss alone."
+    else:
+        advice = "Return the tensor that was computed from the model's outputs."
+    return InputError(f"The loss is a {kind}, not a tensor. {advice}")

@@ -1,0 +1,225 @@
+"""The end of a window, in the one order that is right; each function is one part of it.
+
+reduce -> normalise -> unscale -> finite check -> clip -> optimizer -> scaler -> scheduler -> zero_grad
+
+Once per window: a norm of a gradient that is not normalised, not unscaled or not reduced is the norm of
+something else, and a scheduler counts updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from superbatch.errors import OptimizerError, WindowError, explain
+
+from .before_step import BeforeStep, not_made
+from .norm import elements_of
+from .participants.gradient_sum import Gradients, Owned, clear
+from .participants.momentum_gradients import InMomentum
+from .sync.ranks import Ranks
+from .wrapped import reaches
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an update is made with.
+
+    Attributes:
+        optimizers: stepped in this order.
+        schedulers: stepped after an update was made, once each.
+        scaler: a `torch.amp.GradScaler`, or None.
+        max_grad_norm: the largest 2-norm of the normalised gradient, or None.
+        max_grad_value: the largest magnitude of one of its elements, or None.
+        masters_copied: whether targets are copies that the parameters must be set to after an update.
+    """
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[Any, ...]
+    scaler: Any | None
+    max_grad_norm: float | None
+    max_grad_value: float | None
+    masters_copied: bool
+
+    @property
+    def scaling(self) -> bool:
+        """Whether losses are scaled, so that an overflow is an ordinary event."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+
+def ready(
+    step: Step, place: Gradients, ranks: Ranks, owned: list[Owned], divisor: float
+) -> list[Tensor | None]:
+    """Reduce, normalise, unscale: return the gradient of the batch, one tensor (or None) per parameter."""
+    gradients = ranks.sum_gradients(place.close(), place.zeros)
+    if divisor != 1.0:
+        present = [gradient for gradient in gradients if gradient is not None]
+        if present:
+            torch._foreach_div_(present, divisor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    _require_any(place, gradients)
+    if step.scaling:
+        # unscale_ works on `.grad` and remembers an overflow for the scaler's own step().
+        assert step.scaler is not None
+        place.attach(gradients)
+        for optimizer in _with_gradient(step.optimizers):
+            step.scaler.unscale_(optimizer)
+        gradients = [entry.target.grad for entry in owned]
+    # A sparse gradient's norm is that of its summed values, and only those can be clipped in place.
+    return [
+        gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+        for gradient in gradients
+    ]
+
+
+def clip(step: Step, gradients: list[Tensor | None], norm: float) -> None:
+    """Clip the normalised gradient in place, by norm and then by value, as torch's own functions do."""
+    # Unlike torch's function this leaves out the pass over all gradients when it would multiply by one.
+    if step.max_grad_norm is not None and norm + 1e-6 > step.max_grad_norm:
+        factor = step.max_grad_norm / (norm + 1e-6)
+        torch._foreach_mul_(elements_of(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    if step.max_grad_value is not None:
+        for elements in elements_of(gradients):
+            elements.clamp_(-step.max_grad_value, step.max_grad_value)
+
+
+def update(
+    step: Step, place: Gradients, owned: list[Owned], gradients: list[Tensor | None], before: BeforeStep
+) -> str | None:
+    """Make the update: optimizer, scaler, master copies; return why it was not made, None if it was."""
+    before.begin()
+    if isinstance(place, InMomentum):
+        place.apply()
+    place.attach(gradients)
+    if step.scaling:
+        idle = _scaled_step(step)
+    else:
+        # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and counters.
+        idle = [optimizer for optimizer in step.optimizers if not reaches(optimizer, optimizer.step)]
+    # Where autocast encloses the whole training loop, it would go on with copies of the parameters as they
+    # were.
+    torch.clear_autocast_cache()
+    if step.masters_copied:
+        with torch.no_grad():
+            for entry in owned:
+                if entry.target is not entry.parameter:
+                    entry.parameter.copy_(entry.target)
+    return not_made(idle, before, len(step.optimizers)) if idle else None
+
+
+def advance(step: Step, loss: float) -> None:
+    """Step the schedulers: they count updates that were made."""
+    for scheduler in step.schedulers:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(loss)
+        else:
+            scheduler.step()
+
+
+def zero_grad(owned: list[Owned], until_next: list[Tensor]) -> None:
+    """Set the gradients to None; on the CPU their memory is kept until the next window.
+
+    Freed here it would go back to the operating system, and the next window would pay for each page of it
+    again: 3 % of a window of a small transformer. On an accelerator torch's allocator keeps it.
+    """
+    if owned[0].target.device.type == "cpu":
+        gradients = [entry.target.grad for entry in owned]
+        until_next[:] = [gradient for gradient in gradients if gradient is not None]
+    clear(owned)
+
+
+def overflow(step: Step, owned: list[Owned]) -> str:
+    """Lower the scaler's scale after an overflow; no optimizer steps, not even one without an infinity.
+
+    Returns:
+        Why no update was made.
+    """
+    assert step.scaler is not None
+    step.scaler.update()  # unscale_ has told it of each optimizer
+    clear(owned)
+    return "overflow: the gradient of the scaled loss is not finite"
+
+
+def start_scaling(step: Step, device: torch.device) -> float | None:
+    """Make the scaler's scale, as its first loss does, and return it.
+
+    A window may have no loss that makes it: without weight on this rank, or gone on with after a restart.
+    """
+    if not step.scaling:
+        return None
+    assert step.scaler is not None
+    step.scaler.scale(torch.zeros((), device=device))
+    return step.scaler.get_scale()
+
+
+def require_scale(step: Step, scale: float | None) -> None:
+    """Check that all losses of a window were scaled alike.
+
+    Raises:
+        WindowError: the scale is not what it was: the scaler was updated in another window meanwhile.
+    """
+    if step.scaling:
+        assert step.scaler is not None
+        if step.scaler.get_scale() != scale:
+            raise WindowError(
+                explain(
+                    f"a GradScaler whose scale went from {scale} to {step.scaler.get_scale()} inside the "
+                    f"window",
+                    "gradients scaled differently are in one sum",
+                    "use one GradScaler per Accumulator where windows are open at the same time",
+                )
+            )
+
+
+def forget_scaling(step: Step) -> None:
+    """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
+    # A scaler that has scaled nothing has no scale yet, and would refuse; there is nothing to forget then.
+    if step.scaling and getattr(step.scaler, "_growth_tracker", 0) is not None:
+        assert step.scaler is not None
+        step.scaler.update(step.scaler.get_scale())
+
+
+def _scaled_step(step: Step) -> list[torch.optim.Optimizer]:
+    assert step.scaler is not None
+    idle = [
+        optimizer
+        for optimizer in _with_gradient(step.optimizers)
+        if not reaches(optimizer, partial(step.scaler.step, optimizer), always=True)
+    ]
+    step.scaler.update()
+    return idle
+
+
+def _with_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """The optimizers that have a gradient: a scaler refuses one that has none."""
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    ]
+
+
+def _require_any(place: Gradients, gradients: Sequence[Tensor | None]) -> None:
+    if not isinstance(place, InMomentum) and all(gradient is None for gradient in gradients):
+        raise OptimizerError(
+            explain(
+                "a window whose losses gave no gradient to any parameter of the optimizer",
+                "an update would change nothing",
+                "check that the loss depends on the parameters that the optimizer was made with",
+            )
+        )
+
+
+def learning_rates(step: Step) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group of each optimizer."""
+    return tuple(
+        float(group["lr"])
+        for optimizer in step.optimizers
+        for group in optimizer.param_groups
+        if "lr" in group
+    )

@@ -1,0 +1,325 @@
+"""What can be known to be wrong before any work is done, and is said in the words of the caller."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from superbatch.errors import InputError, OptimizerError, explain
+
+from .participants.gradient_sum import LOW_PRECISION, Owned, steps_in_backward
+from .slips import without_tensor
+
+
+def as_models(model: object) -> tuple[nn.Module, ...]:
+    """Return one or several models as a tuple.
+
+    Raises:
+        InputError: it is neither a module nor a non-empty sequence of modules.
+
+    Examples:
+        >>> len(as_models([nn.Linear(1, 1), nn.Linear(1, 1)]))
+        2
+    """
+    models: tuple[Any, ...] = tuple(model) if isinstance(model, list | tuple) else (model,)
+    if not models or not all(isinstance(m, nn.Module) for m in models):
+        raise InputError(
+            explain(
+                f"model of type {_types(models)}",
+                "gradients are accumulated for the parameters of torch modules",
+                "pass a torch.nn.Module, or a list of them",
+            )
+        )
+    return models
+
+
+def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
+    """Return one or several optimizers as a tuple, if each can be stepped once per window.
+
+    Raises:
+        OptimizerError: it is no optimizer, or needs a closure (LBFGS).
+
+    Examples:
+        >>> as_optimizers(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))[0].defaults["lr"]
+        0.001
+    """
+    optimizers: tuple[Any, ...] = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise OptimizerError(
+            explain(
+                f"optimizer of type {_types(optimizers)}",
+                "an update is made by torch optimizers",
+                "pass a torch.optim.Optimizer, or a list of them",
+            )
+        )
+    for one in optimizers:
+        closure = inspect.signature(type(one).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise OptimizerError(
+                explain(
+                    f"the optimizer {type(one).__name__}, whose step needs a closure",
+                    "it evaluates the loss several times per update, each time over the whole batch, "
+                    "which one pass over micro-batches cannot give it",
+                    "use an optimizer that steps on gradients (SGD, AdamW, ...)",
+                )
+            )
+    return optimizers
+
+
+def own_parameters(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] | None
+) -> list[Owned]:
+    """List what the optimizers update, each with its name in the models.
+
+    Raises:
+        OptimizerError: no optimizer parameter that needs a gradient belongs to the models, two optimizers
+            share one, or a parameter is stepped inside the backward.
+        InputError: `masters` maps something else than parameters of the models.
+    """
+    names = _names(models)
+    parameter_of: Mapping[Any, Tensor] = _parameters_by_target(names, masters or {})
+    owned: list[Owned] = []
+    seen: set[Tensor] = set()
+    for index, optimizer in enumerate(optimizers):
+        for number, group in enumerate(optimizer.param_groups):
+            targets: list[Tensor] = group["params"]
+            for place, target in enumerate(targets):
+                if target in seen:
+                    raise OptimizerError(
+                        explain(
+                            f"a parameter in two optimizers ({names.get(target, 'outside the model')!r})",
+                            "one window makes one update of each parameter",
+                            "give each parameter to one optimizer",
+                        )
+                    )
+                seen.add(target)
+                parameter = parameter_of.get(target, target)
+                if not parameter.requires_grad:
+                    continue
+                name = names.get(parameter, f"optimizer[{index}].group[{number}].parameter[{place}]")
+                owned.append(Owned(name, parameter, target, optimizer, number))
+    unused = [parameter for parameter, master in (masters or {}).items() if master not in seen]
+    if unused and masters:
+        raise OptimizerError(
+            explain(
+                f"a master of {names.get(unused[0], 'a frozen parameter')!r} that no optimizer updates",
+                "the parameter would not be updated through it",
+                "make the optimizer over masters.values(), not over model.parameters()",
+            )
+        )
+    if not any(entry.parameter in names for entry in owned):
+        raise OptimizerError(
+            explain(
+                f"an optimizer over {len(seen)} tensors and a model with {len(names)} trainable parameters",
+                "none of them is a parameter of the model that needs a gradient, so no update could "
+                "change the model",
+                "make the optimizer with model.parameters(), or pass masters={parameter: copy} for "
+                "float32 copies",
+            )
+        )
+    for entry in owned:
+        if hasattr(entry.parameter, "_in_backward_optimizers"):
+            raise steps_in_backward(entry.name)
+    return owned
+
+
+def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
+    """Which parameters need a gradient, in order: it changes when one is frozen, added or replaced."""
+    targets = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return [id(parameter) * parameter.requires_grad for parameter in [*targets, *masters]]
+
+
+def has_others(models: Sequence[nn.Module], owned: list[Owned]) -> bool:
+    """Whether the models have trainable parameters that belong to other optimizers."""
+    mine = {entry.parameter for entry in owned}
+    return any(p.requires_grad and p not in mine for model in models for p in model.parameters())
+
+
+class BackwardWatch:
+    """Watches the first window for parameters that change inside a backward, and undoes it.
+
+    Only where parameters have hooks of their own are they copied, so that an ordinary model costs nothing.
+    """
+
+    def __init__(self, owned: list[Owned]) -> None:
+        hooked = any(
+            getattr(entry.parameter, "_post_accumulate_grad_hooks", None) or entry.parameter._backward_hooks
+            for entry in owned
+        )
+        self._watched = [(entry, entry.parameter.detach().clone()) for entry in owned] if hooked else []
+
+    def check(self) -> None:
+        """Raise if a backward has changed a parameter, which then is as it was.
+
+        Raises:
+            OptimizerError: it names the parameter.
+        """
+        # By value: what is written through `.data` does not move the version counter.
+        changed = [entry.name for entry, before in self._watched if not torch.equal(entry.parameter, before)]
+        if changed:
+            self.put_back()
+            raise steps_in_backward(changed[0])
+
+    def put_back(self) -> None:
+        """Undo what hooks have done to the parameters."""
+        with torch.no_grad():
+            for entry, before in self._watched:
+                entry.parameter.copy_(before)
+
+
+def check_loss(loss: object) -> None:
+    """Check that a loss can be differentiated: one element of floating dtype with a graph.
+
+    Raises:
+        InputError: it is no tensor, has several elements, or has no graph.
+
+    Examples:
+        >>> check_loss(torch.ones(1, requires_grad=True).sum())
+    """
+    if not isinstance(loss, Tensor):
+        raise without_tensor(loss)
+    if loss.numel() != 1:
+        raise InputError(
+            explain(
+                f"a loss of shape {tuple(loss.shape)}",
+                "a micro-batch has one loss",
+                'return its mean (reduction="mean") or its sum (reduction="sum")',
+            )
+        )
+    if not loss.is_floating_point():
+        raise InputError(
+            explain(
+                f"a loss of dtype {loss.dtype}",
+                "a loss is a real number, so that it can be made smaller",
+                "return its absolute value or real part",
+            )
+        )
+    if not loss.requires_grad:
+        raise InputError(
+            explain(
+                "a loss without a graph",
+                "it depends on no parameter that needs a gradient, so there is nothing to accumulate",
+                "compute it from the model outside torch.no_grad(), with parameters that require gradients",
+            )
+        )
+
+
+def check_positive(value: object, name: str) -> float | None:
+    """Return a positive finite number, or None where there is none.
+
+    Raises:
+        InputError: it is neither.
+
+    Examples:
+        >>> check_positive(1, "max_grad_norm")
+        1.0
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0 or math.isnan(value):
+        raise InputError(
+            explain(f"{name}={value!r}", "a limit is a positive number", "pass a positive float or None")
+        )
+    return float(value)
+
+
+def check_choice(value: object, name: str, choices: Any) -> Any:
+    """Return a value if it is one of the choices of a Literal type.
+
+    Raises:
+        InputError: it is not; the text lists them.
+
+    Examples:
+        >>> from typing import Literal
+        >>> check_choice("a", "letter", Literal["a", "b"])
+        'a'
+    """
+    allowed = get_args(choices)
+    if isinstance(value, str) and value in allowed:
+        return value
+    listed = ", ".join(repr(choice) for choice in allowed)
+    raise InputError(explain(f"{name}={value!r}", "it is not one of the choices", f"pass one of {listed}"))
+
+
+def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) -> None:
+    """Check that accumulating into the momentum buffer is exact.
+
+    Raises:
+        OptimizerError: the optimizer is not one SGD with momentum, or uses Nesterov, dampening, or the like.
+        InputError: another option needs the whole gradient, which then exists nowhere.
+    """
+    optimizer = step_optimizers[0]
+    if len(step_optimizers) > 1 or type(optimizer) is not torch.optim.SGD:
+        reason = "only one torch.optim.SGD has a state that is linear in the gradient"
+    else:
+        reason = next(filter(None, map(_not_linear, optimizer.param_groups)), None)
+    if reason:
+        raise OptimizerError(
+            explain(
+                f'accumulate_into="momentum" with {type(optimizer).__name__}',
+                reason,
+                'use accumulate_into="grad"',
+            )
+        )
+    for name, value in conflicts.items():
+        if value:
+            raise InputError(
+                explain(
+                    f'accumulate_into="momentum" with {name}',
+                    "the gradient of the batch never exists on its own, so it cannot be looked at or changed",
+                    f'use accumulate_into="grad", or leave out {name}',
+                )
+            )
+
+
+def _not_linear(group: Mapping[str, Any]) -> str | None:
+    """Why a group's momentum buffer cannot take a gradient in parts."""
+    reasons = {
+        "there is no momentum buffer without momentum": not group["momentum"],
+        "Nesterov needs the gradient alone beside the buffer": group["nesterov"],
+        "dampening treats the first update differently from the others": group["dampening"],
+        "a differentiable update needs the gradient in the graph": group["differentiable"],
+        "the buffer has the parameters' dtype, in which a long sum stops growing": any(
+            parameter.dtype in LOW_PRECISION for parameter in group["params"]
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _names(models: Iterable[nn.Module]) -> dict[Tensor, str]:
+    """Name of every trainable parameter; a tied one has its first name."""
+    names: dict[Tensor, str] = {}
+    for index, model in enumerate(models):
+        prefix = "" if index == 0 else f"models[{index}]."
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                names.setdefault(parameter, prefix + name)
+    return names
+
+
+def _parameters_by_target(
+    names: Mapping[Tensor, str], masters: Mapping[Tensor, Tensor]
+) -> dict[Tensor, Tensor]:
+    for parameter, master in masters.items():
+        known = parameter in names or (isinstance(parameter, Tensor) and not parameter.requires_grad)
+        if not known or not isinstance(master, Tensor) or master.shape != parameter.shape:
+            raise InputError(
+                explain(
+                    "masters with an entry that is no trainable parameter of the model and a copy of its "
+                    "shape",
+                    "a master is the copy, in a wider dtype, that the optimizer updates in place of a "
+                    "parameter",
+                    "make them with fp32_masters(model)",
+                )
+            )
+    return {master: parameter for parameter, master in masters.items()}
+
+
+def _types(values: Iterable[object]) -> str:
+    return ", ".join(type(value).__name__ for value in values) or "an empty sequence"

@@ -1,0 +1,105 @@
+"""Refusals of models whose gradients are sharded, or reduced by other rules than a sum over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from superbatch.errors import InputError
+
+_INSTEAD = "Wrap the model in DistributedDataParallel instead"
+
+
+def refuse_sharded(models: Iterable[nn.Module]) -> None:
+    """Check that no model is sharded over ranks.
+
+    Args:
+        models: of an accumulator.
+
+    Raises:
+        InputError: a module is wrapped in FullyShardedDataParallel (FSDP1) or given to fully_shard (FSDP2),
+            or a parameter is a DTensor; the text names which, and where.
+
+    Examples:
+        >>> refuse_sharded([nn.Linear(1, 1)])
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+    for model in models:
+        for path, module in model.named_modules():
+            where = f"at {path!r} " if path else ""
+            # By name: importing these modules takes longer than importing this library.
+            names = {kind.__name__ for kind in type(module).__mro__}
+            if "FullyShardedDataParallel" in names:
+                raise InputError(
+                    f"The model {where}is wrapped in FullyShardedDataParallel (FSDP1), whose flat "
+                    "parameters cannot "
+                    f"be accumulated here. {_INSTEAD}."
+                )
+            if "FSDPModule" in names:
+                raise InputError(
+                    f"The model {where}is sharded by fully_shard (FSDP2), which this version does not "
+                    "support. "
+                    f"{_INSTEAD}."
+                )
+        for name, parameter in model.named_parameters():
+            if type(parameter).__name__ == "DTensor":
+                raise InputError(
+                    f"The parameter {name!r} is a DTensor (tensor parallel), which this version does not "
+                    "support. "
+                    "Pass a model whose parameters are whole on each rank."
+                )
+
+
+def refuse_comm_hooks(wrappers: Iterable[DistributedDataParallel]) -> None:
+    """Check that DDP wrappers reduce gradients by a plain mean, which a window replaces by one sum.
+
+    Args:
+        wrappers: of the models.
+
+    Raises:
+        InputError: a wrapper has a communication hook, which would not be called.
+
+    Examples:
+        >>> refuse_comm_hooks([])
+
+    Source: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+    """
+    for wrapper in wrappers:
+        hook = _hook_of(wrapper)
+        if hook is not None:
+            raise InputError(
+                f"DistributedDataParallel has the communication hook {hook!r}, which a window would not "
+                "call: it sums gradients itself, once. Leave out register_comm_hook()."
+            )
+
+
+def refuse_static_graphs(wrappers: Iterable[DistributedDataParallel]) -> None:
+    """Check that no DDP wrapper relies on a static graph.
+
+    Args:
+        wrappers: of the models.
+
+    Raises:
+        InputError: a wrapper has static_graph=True, whose reducer fails in a second backward under no_sync.
+
+    Examples:
+        >>> refuse_static_graphs([])
+    """
+    if any(wrapper.static_graph for wrapper in wrappers):
+        raise InputError(
+            "DistributedDataParallel(static_graph=True) cannot be accumulated: its reducer counts the "
+            "backward "
+            "passes that no_sync() leaves out. Leave out static_graph=True."
+        )
+
+
+def _hook_of(wrapper: Any) -> str | None:
+    hooks = getattr(wrapper, "_comm_hooks", ())
+    if hooks:
+        return getattr(hooks[0][0], "__qualname__", repr(hooks[0][0]))
+    # A built-in one is known to the C++ logger alone.
+    return wrapper._get_ddp_logging_data().get("comm_hook") or None

@@ -1,0 +1,1 @@
+"""Batch sizes and learning rates: growth, scaling and surveys, for every framework."""

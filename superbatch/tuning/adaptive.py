@@ -1,0 +1,275 @@
+"""A batch that follows the noise: is it large enough, and how long shall the next window be?
+
+All of it is a function of ``rho = tr Cov(g) / |G|^2``, noise over signal of the batch's gradient ``g``, with
+both parts unbiased (`superbatch.noise`):
+
+    norm test      rho <= rho*                          (Byrd et al. 2012; Lau et al. 2024, arXiv:2402.11215)
+    cosine test    E cos(two halves) = 1 / (1 + 2 rho) >= c            (SimiGrad, Qin et al., NeurIPS 2021)
+
+The usual norm test divides by ``|g|^2``, which holds the noise too: its ratio is ``rho / (1 + rho)``, below 1
+whatever the noise, so ``theta = 1`` always passes. `naive_ratio` says which ``theta^2`` means which rho*.
+
+The controller decides from windows that are past. Whoever looks at a window's gradient to decide whether the
+window is long enough selects by the noise, and its mean is biased (see `superbatch.torch.update_until`).
+"""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError, explain
+from ..integers import positive_int
+from ..results.noise import Noise
+from ..schedule import check_update
+
+CHANGE = 0.10
+"""A window is changed only by more than this share: each change disturbs what is measured."""
+
+FACTOR = 2
+"""A window becomes at most so many times longer or shorter than the one before."""
+
+
+@dataclass(frozen=True)
+class BatchTest:
+    """Is a batch large enough?
+
+    Attributes:
+        passed: None where the noise scale is not determined.
+        value: what was tested: rho, or the cosine; None likewise.
+        bound: what it was held against.
+        batch: the batch in samples that just passes; None likewise.
+    """
+
+    passed: bool | None
+    value: float | None
+    bound: float
+    batch: float | None
+
+
+def norm_test(noise: Noise, *, samples: float | None = None, target: float = 1.0) -> BatchTest:
+    """Test whether a batch has at most `target` times as much noise as signal.
+
+    Args:
+        noise: as measured.
+        samples: of the batch; None: as those that were measured.
+        target: rho*; 1 is a batch as large as the noise scale, half of whose samples are progress.
+
+    Returns:
+        The answer; with `batch` the noise scale over `target`.
+
+    Raises:
+        InputError: the target is not positive.
+
+    Examples:
+        >>> noise = Noise(batch_size=400.0, low=300.0, high=550.0, signal=0.5, variance=200.0, windows=80,
+        ...     effective_windows=60.0, samples_per_window=100.0, groups=(), reason=None)
+        >>> norm_test(noise)
+        BatchTest(passed=False, value=4.0, bound=1.0, batch=400.0)
+    """
+    _positive("target", target)
+    if noise.batch_size is None or not noise.determined:
+        return BatchTest(None, None, target, None)
+    ratio = noise.batch_size / _positive("samples", noise.samples_per_window if samples is None else samples)
+    return BatchTest(ratio <= target, ratio, target, noise.batch_size / target)
+
+
+def cosine_test(noise: Noise, *, cosine: float, samples: float | None = None) -> BatchTest:
+    """Test whether the gradients of a batch's two halves point the same way: their cosine as expected.
+
+    No second gradient is kept: ``E cos = 1 / (1 + 2 rho)``.
+
+    Args:
+        noise: as measured.
+        cosine: that is wished for, between 0 and 1.
+        samples: of the batch; None: as those that were measured.
+
+    Returns:
+        The answer; with `batch` = ``2 B_noise c / (1 - c)``.
+
+    Raises:
+        InputError: the cosine is not between 0 and 1.
+
+    Examples:
+        >>> noise = Noise(batch_size=100.0, low=80.0, high=130.0, signal=0.5, variance=50.0, windows=80,
+        ...     effective_windows=60.0, samples_per_window=100.0, groups=(), reason=None)
+        >>> cosine_test(noise, cosine=0.5)
+        BatchTest(passed=False, value=0.333..., bound=0.5, batch=200.0)
+    """
+    tested = norm_test(noise, samples=samples, target=ratio_at_cosine(cosine))
+    value = None if tested.value is None else expected_cosine(tested.value)
+    return BatchTest(tested.passed, value, cosine, tested.batch)
+
+
+def expected_cosine(ratio: float) -> float:
+    """The cosine of the gradients of two half batches: ``1 / (1 + 2 rho)``.
+
+    Args:
+        ratio: rho of the whole batch.
+
+    Returns:
+        The cosine that is expected where the noise has many directions.
+
+    Examples:
+        >>> round(expected_cosine(0.1), 3), round(expected_cosine(1.0), 3)
+        (0.833, 0.333)
+    """
+    return 1 / (1 + 2 * ratio)
+
+
+def ratio_at_cosine(cosine: float) -> float:
+    """The noise over signal at which two half batches have this cosine: ``(1/c - 1) / 2``.
+
+    Args:
+        cosine: between 0 and 1.
+
+    Returns:
+        rho.
+
+    Raises:
+        InputError: it is not between 0 and 1.
+
+    Examples:
+        >>> ratio_at_cosine(0.5)
+        0.5
+    """
+    if not 0 < cosine < 1:
+        raise InputError(
+            explain(f"cosine={cosine!r}", "no finite batch reaches it", "pass a number between 0 and 1")
+        )
+    return (1 / cosine - 1) / 2
+
+
+def naive_ratio(ratio: float) -> float:
+    """What a norm test measures that divides by ``|g|^2`` of the noisy gradient: ``rho / (1 + rho)``.
+
+    Args:
+        ratio: rho*, the noise over signal that is meant.
+
+    Returns:
+        The ``theta^2`` to give to such a test; below 1 always.
+
+    Examples:
+        >>> naive_ratio(1.0), naive_ratio(7.3)
+        (0.5, 0.879...)
+    """
+    return ratio / (1 + ratio)
+
+
+class Controller:
+    """Chooses the accumulation steps of each window from the noise of windows before it.
+
+    ``K = ceil(B_noise / (target x microbatch))``, at most twice or half the steps before, between `least` and
+    `most`, and changed only by more than 10 %. While the noise scale is not determined, its interval reaching
+    to infinity because that of the signal reaches zero, the steps are held.
+
+    Pass it to `windows` as the accumulation steps: it is asked once for each window, on every rank.
+
+    Args:
+        noise: what is known now, such as ``lambda: accumulate.noise``.
+        microbatch: samples of one micro-batch, on all ranks together.
+        start: accumulation steps of the first window. Noise is seen by the differences of micro-batches: on
+            one rank 2 at least, and `least` 2.
+        target: noise over signal that is aimed at (see `norm_test`).
+        least: accumulation steps at least.
+        most: accumulation steps at most; None: no cap of your own.
+        first: rank 0's number on every rank, so that all have windows of one length; see
+            `superbatch.torch.controller`.
+
+    Raises:
+        InputError: a value cannot be used.
+
+    Examples:
+        >>> noise = Noise(batch_size=400.0, low=300.0, high=550.0, signal=0.5, variance=200.0, windows=80,
+        ...     effective_windows=60.0, samples_per_window=100.0, groups=(), reason=None)
+        >>> controller = Controller(lambda: noise, microbatch=10, start=4)
+        >>> [controller(update) for update in range(6)]
+        [4, 8, 16, 32, 40, 40]
+    """
+
+    def __init__(
+        self,
+        noise: Callable[[], Noise | None],
+        *,
+        microbatch: int,
+        start: int,
+        target: float = 1.0,
+        least: int = 1,
+        most: int | None = None,
+        first: Callable[[int], int] = int,
+    ) -> None:
+        self._noise, self._first = noise, first
+        self._microbatch = positive_int("microbatch", microbatch)
+        self._target = _positive("target", target)
+        self._least = positive_int("least", least)
+        self._most = math.inf if most is None else positive_int("most", most)
+        self._steps, self._update = positive_int("start", start), -1
+        if not self._least <= start <= self._most:
+            raise InputError(
+                explain(
+                    f"start={start} with least={least} and most={most}",
+                    "the first window is no exception",
+                    "give least <= start <= most",
+                )
+            )
+
+    @property
+    def steps(self) -> int:
+        """The accumulation steps that were chosen last."""
+        return self._steps
+
+    def __call__(self, update: int) -> int:
+        """Choose the accumulation steps of an update; asked again for the same update, say the same.
+
+        Args:
+            update: its index.
+        """
+        check_update(update, "update")
+        if update != self._update:
+            # The first window of all is as long as was asked for.
+            if self._update >= 0 or update > 0:
+                self._steps = self._first(self.propose(self._noise()))
+            self._update = update
+        return self._steps
+
+    def propose(self, noise: Noise | None) -> int:
+        """Return the steps that would come next with this noise; nothing changes.
+
+        Args:
+            noise: as measured; None: not measured.
+        """
+        if noise is None or noise.batch_size is None or not noise.determined:
+            return self._steps
+        wanted = math.ceil(noise.batch_size / (self._target * self._microbatch))
+        low = max(self._least, math.ceil(self._steps / FACTOR))
+        high = min(self._most, self._steps * FACTOR)
+        wanted = int(min(max(wanted, low), high))
+        return wanted if abs(wanted - self._steps) > CHANGE * self._steps else self._steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to save: the steps, and for which update they were chosen."""
+        return {"version": 1, "steps": self._steps, "update": self._update}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Args:
+            state: from `state_dict`.
+
+        Raises:
+            InputError: it is no such state.
+        """
+        if state.get("version") != 1:
+            raise InputError(
+                explain("a state without version 1", "it is not of a Controller", "pass its own")
+            )
+        self._steps, self._update = int(state["steps"]), int(state["update"])
+
+
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not (value > 0 and math.isfinite(value)):
+        raise InputError(explain(f"{name}={value!r}", "it is a positive number", "pass one"))
+    return value

@@ -1,0 +1,293 @@
+"""Does accumulation pay? Time to the same loss with K micro-batches per update, against one.
+
+A larger batch needs more samples, ``1 + K b R / B_noise`` of the fewest possible, and fewer updates,
+``t_micro + t_update / K`` per micro-batch (`superbatch.noise.relative_time`). On one
+device an update is nearly free, so accumulation only costs samples: the finding of Marek et al. 2025,
+https://arxiv.org/abs/2507.07101. Over slow links, or with an optimizer that is slow or offloaded, it pays:
+their exception.
+"""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ..errors import InputError, explain
+from ..integers import positive_int
+from ..noise.meter import relative_time
+from ..results.advice import Advice, AdviceOfModel, Steps, Verdict, number_text
+from ..results.memory import Limit
+from ..results.noise import Noise, NoiseOfModel
+from ..results.scaling import Scaling
+from .noise_range import NoiseRange, noise_range, noise_range_of
+
+HELPS, WASTEFUL = 0.95, 1.05
+"""Bounds of W(K) / W(1): within 5 % nobody would notice."""
+
+SYSTEMATIC = 3.0
+"""How far a noise scale may be off as a model of training, either way: that of Adam depends so much on what
+is assumed of its preconditioner."""
+
+EXCEPTIONS = (
+    "hyper-parameters that were published for the large batch are to be reproduced",
+    "updates are slow in a way that the times do not show: offloaded state, Muon or Shampoo, slow links",
+    "DP-SGD, which adds noise once per update",
+    "a loss that is normalised over the whole batch: by its tokens, or contrastive over its negatives",
+    "parameters in bfloat16 without float32 masters or stochastic rounding, where small updates vanish",
+)
+
+UNCERTAINTY = (
+    "The samples that a large batch wastes are a lower bound: in runs to the same loss the noise scale was "
+    "good to about 25 % up to a batch of its own size; beyond it the waste was 1.5 to 2 times as large.",
+    "The noise scale grows during training; early on a smaller batch does.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of the parts of an update.
+
+    Attributes:
+        microbatch: forward and backward of one micro-batch.
+        update: the optimizer, once per update, with whatever else happens then.
+        all_reduce: the exchange of gradients over ranks, once per update.
+        source: where these are from, in words.
+    """
+
+    microbatch: float
+    update: float
+    all_reduce: float = 0.0
+    source: str = "given"
+
+    @property
+    def per_update(self) -> float:
+        """What an update takes beside its micro-batches."""
+        return self.update + self.all_reduce
+
+
+def best_steps(*, noise: float, batch: float, microbatch_seconds: float, update_seconds: float) -> float:
+    """Return the accumulation steps with the least time to the same loss: where W(K) is smallest.
+
+    ``K* = sqrt(t_update / t_micro x B_noise / (b R))``; at 1 or below none pay.
+
+    Args:
+        noise: the noise scale in samples; may be infinite.
+        batch: samples without accumulation: of a micro-batch, on all ranks.
+        microbatch_seconds: forward and backward of one.
+        update_seconds: of an update, beside them.
+
+    Returns:
+        K*, not rounded.
+
+    Examples:
+        >>> best_steps(noise=1600, batch=64, microbatch_seconds=0.1, update_seconds=0.4)
+        10.0
+    """
+    share = update_seconds / microbatch_seconds
+    return math.sqrt(share * noise / batch) if share else 0.0
+
+
+def judge(low: float, high: float) -> Verdict:
+    """Return the verdict on a range of W(K) / W(1).
+
+    Args:
+        low: its lower end.
+        high: its upper end.
+
+    Examples:
+        >>> judge(0.4, 0.9), judge(1.06, 2.0), judge(0.8, 1.2)
+        ('helps', 'wasteful', 'undetermined')
+    """
+    if high < HELPS:
+        return "helps"
+    return "wasteful" if low > WASTEFUL else "undetermined"
+
+
+def advise(
+    *,
+    microbatch_size: int,
+    accumulation_steps: int,
+    noise: Noise | NoiseRange | float | None,
+    times: Times,
+    ranks: int = 1,
+    models: Sequence[NoiseOfModel] = (),
+    noise_from: str = "given",
+    alternative: Scaling | None = None,
+    parameters: int | None = None,
+    limit: Limit | None = None,
+    peak: int | None = None,
+    whole: int | None = None,
+) -> Advice:
+    """Say whether accumulation pays, from numbers alone.
+
+    Args:
+        microbatch_size: b, samples of a micro-batch on one rank.
+        accumulation_steps: K, the number in question, 2 at least.
+        noise: the noise scale: a measurement, a range, a number of samples; None: nothing is known.
+        times: of the parts of an update.
+        ranks: R.
+        models: the noise scale under models of Adam's preconditioner; those of `noise` if it is a measurement
+            and none are given.
+        noise_from: where the noise scale is from, in words.
+        alternative: the settings without accumulation.
+        parameters: of the model.
+        limit: memory that there is.
+        peak: bytes of one micro-batch with the update.
+        whole: bytes of the whole batch of a rank in one piece.
+
+    Returns:
+        The report; what it has on a run (recipe, versions, ...) is left empty.
+
+    Raises:
+        InputError: a number cannot be used.
+
+    Examples:
+        >>> alone = advise(microbatch_size=32, accumulation_steps=16, noise=200.0,
+        ...     times=Times(microbatch=0.1, update=0.002))
+        >>> cluster = advise(microbatch_size=4, accumulation_steps=16, ranks=8,
+        ...     noise=NoiseRange(4000.0, 3000.0, 6000.0),
+        ...     times=Times(microbatch=0.1, update=0.05, all_reduce=1.0))
+        >>> alone.verdict, cluster.verdict, round(cluster.best, 1)
+        ('wasteful', 'helps', 36.2)
+    """
+    batch = positive_int("microbatch_size", microbatch_size) * positive_int("ranks", ranks)
+    if positive_int("accumulation_steps", accumulation_steps) < 2:
+        raise InputError(
+            explain("accumulation_steps=1", "that is no accumulation", "give the number in question")
+        )
+    _check_times(times)
+    known = noise if isinstance(noise, NoiseRange) else noise_range(noise)
+    models = tuple(models) or (noise.models if isinstance(noise, Noise) else ())
+    scales = [noise_range_of(each) for each in models]
+    wide = _widened(known, scales)
+    rows = tuple(
+        _steps(k, batch, wide, times, scales)
+        for k in sorted({1, 2, 4, 8, 16, 32, 64, 128, accumulation_steps})
+    )
+    asked = next(row for row in rows if row.accumulation_steps == accumulation_steps)
+    verdict = judge(asked.low, asked.high)
+    return Advice(
+        verdict=verdict,
+        reason=_reason(verdict, asked, batch, known, times),
+        asked=accumulation_steps,
+        steps=rows,
+        best=None if known.value is None else _best(known.value, batch, times),
+        best_low=_best(wide.low, batch, times),
+        best_high=_best(wide.high, batch, times),
+        microbatch_size=microbatch_size,
+        ranks=ranks,
+        noise=known.value,
+        noise_low=known.low,
+        noise_high=known.high,
+        noise_from=noise_from,
+        systematic=SYSTEMATIC,
+        microbatch_seconds=times.microbatch,
+        update_seconds=times.update,
+        all_reduce_seconds=times.all_reduce,
+        times_from=times.source,
+        alternative=alternative,
+        parameters=parameters,
+        limit=limit,
+        peak=peak,
+        whole=whole,
+        exceptions=EXCEPTIONS,
+        uncertainty=UNCERTAINTY,
+        models=tuple(map(partial(_of_model, batch=batch, times=times), models, scales)),
+    )
+
+
+def _best(noise: float, batch: int, times: Times) -> float:
+    return best_steps(
+        noise=noise, batch=batch, microbatch_seconds=times.microbatch, update_seconds=times.per_update
+    )
+
+
+def _of_model(model: NoiseOfModel, scale: NoiseRange, *, batch: int, times: Times) -> AdviceOfModel:
+    best = None if scale.value is None else _best(scale.value, batch, times)
+    return AdviceOfModel(power=model.power, noise=scale.value, low=scale.low, high=scale.high, best=best)
+
+
+def _widened(known: NoiseRange, scales: Sequence[NoiseRange]) -> NoiseRange:
+    """The interval and a factor beyond it; further where another model of Adam has its noise scale there.
+
+    A model whose signal is not told from its noise says nothing of the range.
+    """
+    others = [each.value for each in scales if each.value is not None]
+    return NoiseRange(
+        known.value,
+        min([known.low / SYSTEMATIC, *others]),
+        max([known.high * SYSTEMATIC, *others]),
+    )
+
+
+def _steps(k: int, batch: int, noise: NoiseRange, times: Times, models: Sequence[NoiseRange] = ()) -> Steps:
+    """W(K) / W(1) falls with the noise scale, so the ends of one are those of the other."""
+    return Steps(
+        accumulation_steps=k,
+        batch=k * batch,
+        time=None if noise.value is None else _time(k, batch, noise.value, times),
+        low=_time(k, batch, noise.high, times),
+        high=_time(k, batch, noise.low, times),
+        samples=None
+        if noise.value is None
+        else _time(k, batch, noise.value, Times(microbatch=1.0, update=0.0)),
+        by_model=tuple(None if each.value is None else _time(k, batch, each.value, times) for each in models),
+    )
+
+
+def _time(k: int, batch: int, noise: float, times: Times) -> float:
+    return relative_time(
+        k,
+        noise=noise,
+        microbatch_size=batch,
+        microbatch_seconds=times.microbatch,
+        update_seconds=times.per_update,
+    )
+
+
+def _reason(verdict: Verdict, asked: Steps, batch: int, noise: NoiseRange, times: Times) -> str:
+    k, share = asked.accumulation_steps, times.per_update / times.microbatch
+    at = "" if asked.time is None else f"{asked.time:.2f}, in a range of "
+    said = (
+        f"With {k} micro-batches per update the same loss takes {at}{asked.low:.2f} to {asked.high:.2f} of "
+        "the time that it takes with one."
+    )
+    if verdict == "helps":
+        return f"{said} An update takes {_times(share)} as long as a micro-batch, and {k} of them share one."
+    if verdict == "wasteful":
+        assert noise.high < math.inf  # else the range would reach down to the time saved on updates alone
+        return (
+            f"{said} An update takes {_times(share)} as long as a micro-batch, too little to pay for the "
+            f"samples that a batch of {asked.batch} needs beyond those of {batch}: the noise scale is "
+            f"{_samples(noise)}."
+        )
+    if noise.value is None:
+        return f"{said} The noise scale is not determined: measure longer, or give it."
+    if asked.high - asked.low < WASTEFUL - HELPS:
+        return f"{said} It hardly matters."
+    return f"{said} The noise scale ({_samples(noise)}) is not known well enough to tell."
+
+
+def _times(share: float) -> str:
+    return f"{share:.1f} times" if share >= 1 else f"{share:.2g} times"
+
+
+def _samples(noise: NoiseRange) -> str:
+    value, low, high = (number_text(each) for each in (noise.value or 0.0, noise.low, noise.high))
+    if noise.value is None:
+        return f"at least {low}"
+    return value if low == high else f"{value}, between {low} and {high}"
+
+
+def _check_times(times: Times) -> None:
+    for name, value, least in (
+        ("microbatch", times.microbatch, "more than 0"),
+        ("update", times.update, "0 or more"),
+        ("all_reduce", times.all_reduce, "0 or more"),
+    ):
+        fine = value > 0 if least == "more than 0" else value >= 0
+        if isinstance(value, bool) or not fine or not math.isfinite(value):
+            raise InputError(explain(f"{name}={value!r} seconds", "it is a time", f"give {least}"))

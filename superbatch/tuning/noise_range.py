@@ -1,0 +1,75 @@
+"""The noise scale as other questions take it: measured, a number that was given, or not known."""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+from ..errors import InputError, explain
+from ..results.noise import Noise, NoiseOfModel
+
+
+@dataclass(frozen=True)
+class NoiseRange:
+    """What is known of the noise scale ``B_noise``, in samples.
+
+    Attributes:
+        value: the estimate; None where it is not determined.
+        low: the smallest value that the data allow.
+        high: the largest; infinity where they set no bound.
+    """
+
+    value: float | None
+    low: float
+    high: float
+
+
+def noise_range_of(model: NoiseOfModel) -> NoiseRange:
+    """Read what one model of Adam's preconditioner says, as `noise_range` reads a measurement.
+
+    Args:
+        model: one of `Noise.models`.
+
+    Examples:
+        >>> noise_range_of(NoiseOfModel(power=1, batch_size=None, low=40.0, high=math.inf, signal=0.1,
+        ...     variance=9.0, windows=20))
+        NoiseRange(value=None, low=40.0, high=inf)
+    """
+    known = model.batch_size is not None and math.isfinite(model.high)
+    return NoiseRange(model.batch_size if known else None, model.low, model.high)
+
+
+def noise_range(noise: Noise | float | None) -> NoiseRange:
+    """Read what is known of the noise scale.
+
+    Args:
+        noise: a measurement; a number of samples (infinity: nothing but noise); None: nothing is known.
+
+    Returns:
+        The estimate with its interval. A measurement whose interval has no upper end gives no estimate, for
+        the signal was not told from zero; its lower end is kept.
+
+    Raises:
+        InputError: the number is not positive.
+
+    Examples:
+        >>> noise_range(1500.0)
+        NoiseRange(value=1500.0, low=1500.0, high=1500.0)
+        >>> noise_range(None)
+        NoiseRange(value=None, low=0.0, high=inf)
+    """
+    if noise is None:
+        return NoiseRange(None, 0.0, math.inf)
+    if isinstance(noise, Noise):
+        return NoiseRange(noise.batch_size if noise.determined else None, noise.low, noise.high)
+    if isinstance(noise, bool) or not isinstance(noise, Real) or not noise > 0:  # pyright: ignore[reportUnnecessaryIsInstance]  (of any caller)
+        raise InputError(
+            explain(
+                f"noise={noise!r}",
+                "a noise scale is a batch size, in samples",
+                "pass a positive number, what an Accumulator with noise=True measured, or None",
+            )
+        )
+    return NoiseRange(float(noise), float(noise), float(noise))

@@ -1,0 +1,365 @@
+"""From batch B to kappa B: what becomes of the learning rate and the optimizer's other settings.
+
+Three quantities are kept, in samples rather than in updates: how far the weights drift, how strongly noise
+shakes them, and how long the optimizer remembers. With ``r = gain(kappa, B_noise / B)``, between 1 and kappa:
+
+    SGD          lr kappa, or lr r near and beyond the noise scale; momentum and weight decay as they are
+    Adam, AdamW  lr sqrt(kappa), or lr sqrt(r); beta2 ** kappa; eps / sqrt(kappa); beta1 as it is
+    AdamW        weight decay x kappa / (factor of lr), which keeps lr x decay per sample
+
+The linear rule: Goyal et al. 2017, arXiv:1706.02677. The gain: Johnson et al. 2020, arXiv:2007.05105, and
+McCandlish et al. 2018, arXiv:1812.06162, whose best learning rate has the same ratio. Beta2 by its half-life
+in samples: Marek et al. 2025, arXiv:2507.07101. Weight decay by its time constant in samples: Wang &
+Aitchison 2024, arXiv:2405.13698.
+"""
+
+from __future__ import annotations
+
+# pyright: strict
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Literal, get_args
+
+from ..errors import InputError, explain
+from ..results.noise import Noise
+from ..results.scaling import Scaling
+from .noise_range import noise_range
+from .scaling_words import limits, reason, wrong_rule
+
+Rule = Literal["linear", "sqrt", "gain", "power", "keep"]
+Family = Literal["sgd", "adam", "adamw"]
+
+RULES: Mapping[Family, tuple[Rule, ...]] = {
+    "sgd": ("linear", "gain", "keep"),
+    "adam": ("sqrt", "gain", "power", "keep"),
+    "adamw": ("sqrt", "gain", "power", "keep"),
+}
+
+
+def gain(kappa: float, ratio: float) -> float:
+    """How much further one update with a kappa times larger batch gets: AdaScale's gain.
+
+    ``r = (1 + ratio) / (1 + ratio / kappa)``, from 1 (no noise) to kappa (nothing but noise). It is also the
+    ratio of the best learning rates at the two batches in McCandlish's model, ``lr(B) = lr_max / (1 + B_noise
+    / B)``.
+
+    Args:
+        kappa: the new batch over the old one, positive.
+        ratio: noise over signal at the old batch, ``B_noise / B``, 0 to infinity.
+
+    Returns:
+        The gain.
+
+    Raises:
+        InputError: kappa is not positive, or the ratio negative.
+
+    Examples:
+        >>> gain(4, ratio=0.0), gain(4, ratio=4.0), gain(4, ratio=float("inf"))
+        (1.0, 2.5, 4.0)
+
+    References:
+        arXiv:2007.05105, arXiv:1812.06162
+    """
+    _positive("kappa", kappa)
+    if not ratio >= 0:
+        raise InputError(
+            explain(f"ratio={ratio!r}", "noise over signal is not negative", "pass B_noise / B, or infinity")
+        )
+    return float(kappa) if math.isinf(ratio) else (1 + ratio) / (1 + ratio / kappa)
+
+
+def half_life(beta: float, batch: float) -> float:
+    """After how many samples a moving average has forgotten one half: ``batch ln(1/2) / ln(beta)``.
+
+    Args:
+        beta: of the average, between 0 and 1.
+        batch: samples of one update.
+
+    Returns:
+        Samples.
+
+    Examples:
+        >>> round(half_life(0.95, 512)), round(half_life(0.95 ** (1 / 512), 1))
+        (6919, 6919)
+    """
+    _below_one("beta", beta)
+    return _positive("batch", batch) * math.log(0.5) / math.log(beta)
+
+
+def scaled_beta(beta: float, kappa: float) -> float:
+    """The moving average with the same memory in samples at a kappa times larger batch: ``beta ** kappa``.
+
+    Args:
+        beta: between 0 (no memory) and 1.
+        kappa: the new batch over the old one.
+
+    Returns:
+        The new beta.
+
+    Examples:
+        >>> scaled_beta(0.999, 32), scaled_beta(0.0, 32)
+        (0.968..., 0.0)
+    """
+    return float(beta) if beta == 0 else float(_below_one("beta", beta)) ** _positive("kappa", kappa)
+
+
+def warmup_updates(updates: float, kappa: float) -> int:
+    """Length of a warm-up that keeps its samples: ``updates / kappa``, rounded, 1 at least.
+
+    Args:
+        updates: of the warm-up with the old batch; 0 is none, and stays none.
+        kappa: the new batch over the old one.
+
+    Returns:
+        Updates with the new batch.
+
+    Examples:
+        >>> warmup_updates(2000, 8), warmup_updates(5, 64), warmup_updates(0, 2)
+        (250, 1, 0)
+    """
+    if not updates >= 0:
+        raise InputError(explain(f"updates={updates!r}", "a warm-up has a length", "pass 0 or more"))
+    return max(1, round(updates / _positive("kappa", kappa))) if updates else 0
+
+
+def scale(
+    settings: Mapping[str, float],
+    *,
+    optimizer: Family,
+    kappa: float,
+    ratio: float | None = None,
+    rule: Rule | None = None,
+) -> Scaling:
+    """Scale an optimizer's settings to a kappa times larger (or, below 1, smaller) batch.
+
+    Args:
+        settings: by name: ``lr``, and of ``momentum``, ``beta1``, ``beta2``, ``eps``, ``eps_root``,
+            ``weight_decay`` those that there are.
+        optimizer: the family. For ``"adamw"`` weight decay is decoupled: each update takes ``lr x
+            weight_decay`` of the weights. For the others it is a term of the loss, and stays what it is.
+        kappa: the new batch over the old one.
+        ratio: noise over signal at the old batch, ``B_noise / B``; None: not known.
+        rule: None: ``"gain"`` where the ratio is known, else ``"linear"`` (SGD) or ``"sqrt"`` (Adam).
+            ``"power"`` is sqrt with beta1 to the power of kappa as well. ``"keep"`` keeps the rate.
+
+    Returns:
+        The new settings, and what they rest on.
+
+    Raises:
+        InputError: there is no such rule for this optimizer; a value cannot be used.
+
+    Examples:
+        >>> print(scale({"lr": 0.1, "momentum": 0.9}, optimizer="sgd", kappa=4, ratio=12.0))
+        sgd, batch x 4, rule 'gain': lr 0.1 -> 0.325, momentum 0.9 (kept)
+        >>> adamw = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+        >>> print(scale(adamw, optimizer="adamw", kappa=1 / 4))
+        adamw, batch x 0.25, rule 'sqrt': lr 0.001 -> 0.0005, beta1 0.9 (kept), beta2 0.95 -> 0.987259, \
+eps 1e-08 -> 2e-08, weight_decay 0.1 -> 0.05
+    """
+    _positive("kappa", kappa)
+    chosen = choose(optimizer, rule, ratio)
+    earned = gain(kappa, ratio) if ratio is not None and chosen == "gain" else None
+    rate = rate_factor(optimizer, chosen, kappa, ratio)
+    after = {name: _change(name, value, optimizer, chosen, kappa, rate) for name, value in settings.items()}
+    return Scaling(
+        optimizer=optimizer,
+        rule=chosen,
+        kappa=float(kappa),
+        ratio=ratio,
+        gain=earned,
+        rate=rate,
+        before={name: float(value) for name, value in settings.items()},
+        after=after,
+        why=reason(optimizer, chosen),
+        limits=tuple(_limits(optimizer, chosen, kappa, ratio, after)),
+    )
+
+
+def choose(optimizer: Family, rule: Rule | None, ratio: float | None) -> Rule:
+    """Choose a rule, or check the one that is wished.
+
+    Args:
+        optimizer: the family.
+        rule: a wish, or None.
+        ratio: noise over signal at the old batch, or None.
+
+    Returns:
+        The rule.
+
+    Raises:
+        InputError: there is no such rule for this optimizer, or it needs the ratio.
+
+    Examples:
+        >>> choose("adam", None, None), choose("adam", None, 8.0), choose("sgd", None, None)
+        ('sqrt', 'gain', 'linear')
+    """
+    if optimizer not in get_args(Family):
+        raise InputError(
+            explain(f"optimizer={optimizer!r}", "no rule is known for it", f"pass one of {get_args(Family)}")
+        )
+    if rule is None:
+        return "gain" if ratio is not None else RULES[optimizer][0]
+    if rule not in RULES[optimizer]:
+        raise InputError(
+            explain(
+                f"rule={rule!r} for {optimizer}",
+                wrong_rule(optimizer, rule),
+                f"pass one of {RULES[optimizer]}",
+            )
+        )
+    if rule == "gain" and ratio is None:
+        raise InputError(
+            explain(
+                'rule="gain" without a noise scale that is determined',
+                "the gain is a function of noise over signal",
+                f'measure it, give it as a number, or pass rule="{RULES[optimizer][0]}"',
+            )
+        )
+    return rule
+
+
+def rate_factor(optimizer: Family, rule: Rule, kappa: float, ratio: float | None) -> float:
+    """The factor of the learning rate.
+
+    Args:
+        optimizer: the family.
+        rule: one of its rules.
+        kappa: the new batch over the old one.
+        ratio: noise over signal at the old batch; needed by ``"gain"``.
+
+    Returns:
+        The factor.
+
+    Examples:
+        >>> rate_factor("sgd", "gain", 4, 4.0), rate_factor("adam", "sqrt", 4, None)
+        (2.5, 2.0)
+    """
+    if rule == "keep":
+        return 1.0
+    if rule != "gain":
+        return float(kappa) if rule == "linear" else math.sqrt(kappa)
+    assert ratio is not None  # `choose` has seen to it
+    earned = gain(kappa, ratio)
+    return earned if optimizer == "sgd" else math.sqrt(earned)
+
+
+def scale_config(
+    config: Mapping[str, object],
+    from_batch: float,
+    to_batch: float,
+    *,
+    optimizer: Family,
+    noise: Noise | float | None = None,
+    rule: Rule | None = None,
+) -> dict[str, object]:
+    """Scale a configuration of optax or Keras, in their own words; entries that have no rule are kept.
+
+    Args:
+        config: keyword arguments of an optimizer: ``learning_rate``, ``momentum``, ``b1``/``beta_1``,
+            ``b2``/``beta_2``, ``eps``/``epsilon``, ``eps_root``, ``weight_decay``; or those of torch.
+        from_batch: samples of one update that the configuration is for.
+        to_batch: samples of one update that it shall be for.
+        optimizer: ``"sgd"``, ``"adam"``, or ``"adamw"`` where weight decay is decoupled: `optax.adamw`,
+            `keras.optimizers.AdamW`, and any Keras optimizer of Adam's kind that is given ``weight_decay``.
+        noise: the noise scale in samples, a measurement, or None.
+        rule: see `scale`.
+
+    Returns:
+        A new configuration.
+
+    Raises:
+        InputError: a value cannot be scaled (a schedule in place of a number), or see `scale`.
+
+    Examples:
+        >>> scale_config({"learning_rate": 0.003, "b2": 0.95, "nesterov": True}, 512, 128, optimizer="adam")
+        {'learning_rate': 0.0015, 'b2': 0.987..., 'nesterov': True}
+        >>> scale_config({"learning_rate": 0.1, "momentum": 0.9}, 256, 1024, optimizer="sgd")
+        {'learning_rate': 0.4, 'momentum': 0.9}
+    """
+    known = {name: _NAMES[name] for name in config if name in _NAMES and config[name] is not None}
+    numbers: dict[str, float] = {}
+    for name, ours in known.items():
+        value = config[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InputError(
+                explain(
+                    f"{name}={value!r}",
+                    "only numbers are scaled here",
+                    "scale the numbers that the schedule is made of, and its lengths by "
+                    "from_batch / to_batch",
+                )
+            )
+        if ours in numbers:
+            raise InputError(explain(f"{name} beside another name of it", "one of them holds", "pass one"))
+        numbers[ours] = value
+    kappa = _positive("to_batch", to_batch) / _positive("from_batch", from_batch)
+    value = noise_range(noise).value
+    done = scale(
+        numbers,
+        optimizer=optimizer,
+        kappa=kappa,
+        ratio=None if value is None else value / from_batch,
+        rule=rule,
+    )
+    return {name: done.after[known[name]] if name in known else value for name, value in config.items()}
+
+
+_NAMES: Mapping[str, str] = {
+    "learning_rate": "lr",
+    "lr": "lr",
+    "momentum": "momentum",
+    "b1": "beta1",
+    "beta_1": "beta1",
+    "beta1": "beta1",
+    "b2": "beta2",
+    "beta_2": "beta2",
+    "beta2": "beta2",
+    "eps": "eps",
+    "epsilon": "eps",
+    "eps_root": "eps_root",
+    "weight_decay": "weight_decay",
+}
+
+
+def _limits(
+    optimizer: Family, rule: Rule, kappa: float, ratio: float | None, after: Mapping[str, float]
+) -> list[str]:
+    over = 1.0
+    if ratio is not None:
+        over = rate_factor(optimizer, rule, kappa, ratio) / rate_factor(optimizer, "gain", kappa, ratio)
+    return limits(optimizer, rule, kappa, ratio, after, over=over)
+
+
+def _change(name: str, value: float, optimizer: Family, rule: Rule, kappa: float, rate: float) -> float:
+    """One setting for the new batch."""
+    if name not in set(_NAMES.values()):
+        raise InputError(explain(f"the setting {name!r}", "no rule is known for it", "leave it out"))
+    if name in ("lr", "eps", "eps_root", "weight_decay") and not (value >= 0 and math.isfinite(value)):
+        raise InputError(explain(f"{name}={value!r}", "it is not negative, and finite", "mend it first"))
+    adam = optimizer != "sgd"
+    changes: Mapping[str, Callable[[], float]] = {
+        "lr": lambda: value * rate,
+        "beta2": lambda: scaled_beta(value, kappa),
+        "beta1": lambda: scaled_beta(value, kappa) if rule == "power" else value,
+        "eps": lambda: value / math.sqrt(kappa) if adam else value,
+        "eps_root": lambda: value / kappa if adam else value,  # of optax, beside the second moment
+        "weight_decay": lambda: value * kappa / rate if optimizer == "adamw" else value,
+    }
+    return float(changes[name]() if name in changes else value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and value is not True and value is not False
+
+
+def _positive(name: str, value: float) -> float:
+    if not _is_number(value) or not (value > 0 and math.isfinite(value)):
+        raise InputError(explain(f"{name}={value!r}", "it is a positive number", "pass one"))
+    return value
+
+
+def _below_one(name: str, value: float) -> float:
+    if not _is_number(value) or not 0 < value < 1:
+        raise InputError(explain(f"{name}={value!r}", "it lies between 0 and 1", "pass such a number"))
+    return value
