@@ -32,7 +32,7 @@ class Known:
         checked: the first-window check has seen what a forward moves.
         bindings: that moved; True: each held a tensor before the first window.
         tensors: whose content moved, with their names.
-        frozen: parameters that are watched by their version counters.
+        watched: tensors that were not seen to move, by their version counters; with their names.
         generators: of random numbers, held by modules or objects.
         said: names that the user has been warned of.
     """
@@ -41,7 +41,7 @@ class Known:
     checked: bool = False
     bindings: dict[tuple[int, Any], tuple[Table, bool]] = field(default_factory=dict)
     tensors: dict[int, tuple[weakref.ref[Tensor], str, bool]] = field(default_factory=dict)
-    frozen: dict[str, Tensor] = field(default_factory=dict)
+    watched: dict[int, tuple[weakref.ref[Tensor], str, bool]] = field(default_factory=dict)
     generators: list[Any] = field(default_factory=list)
     said: set[str] = field(default_factory=set)
 

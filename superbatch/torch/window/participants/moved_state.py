@@ -7,7 +7,7 @@ What it costs follows from what is seen to move:
 
 * windows 1, 4, 16, 64, ... are *looked at*: every binding is noted, small tensors are copied, of large
   ones a few values;
-* in the others only what was seen to move is copied, and of frozen parameters the version counters are noted;
+* in the others only what was seen to move is copied, and of other tensors the version counters are noted;
 * the first-window check copies a large tensor when an operation is about to write it.
 """
 
@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from .snapshot import BufferKeeper, generator_moved, generator_restorer
 
 MOST_BYTES = 1 << 26  # of copies of tensors that were never seen to move
 MOST_ADDED_UP = 1 << 28  # bytes of tensors that are read to see whether they move
+_version = attrgetter("_version")
 
 
 class MovedState:
@@ -115,7 +117,7 @@ class MovedState:
         if self._looked:
             self._learn()
         else:
-            self._learn_frozen()
+            self._learn_watched()
         self._known.windows += 1
         self._buffers.release()
         self._forget()
@@ -124,7 +126,7 @@ class MovedState:
         """Put everything back as it was at `take`, identities included."""
         lost = self.lost()
         self._learn_of(kept for kept in self._tensors.values() if kept.is_lost())
-        self._learn_frozen()
+        self._learn_watched()
         loose = self._loose_state_moved()
         self._buffers.restore()
         for kept in self._tensors.values():
@@ -147,7 +149,8 @@ class MovedState:
 
     def lost(self) -> list[str]:
         """Return names of the state that has moved since `take` and was not copied: `restore` leaves it."""
-        return [kept.name for kept in self._tensors.values() if kept.is_lost()] + self._written_frozen()
+        written = [self._known.watched[identity][1] for identity in self._written_watched()]
+        return [kept.name for kept in self._tensors.values() if kept.is_lost()] + written
 
     def unseen(self) -> list[str]:
         """Return names of tensors that are too large for a write through ``.data`` to be seen."""
@@ -160,7 +163,7 @@ class MovedState:
             or any(kept.moved() for kept in self._tensors.values())
             or any(generator_moved(value, restore) for value, restore in self._generators)
             or any(True for _ in self._rebound(loose=self._loose_state_moved()))
-            or bool(self._written_frozen())
+            or bool(self._written_watched())
         )
 
     # -- the first-window check ----------------------------------------------------------------------------
@@ -269,10 +272,11 @@ class MovedState:
         self._bindings: list[tuple[Table, dict[Any, Any]]] = []
         self._tensors: dict[int, KeptTensor] = {}
         self._generators: list[tuple[Any, Callable[[], object]]] = []
-        self._versions: dict[str, int] = {}  # of frozen parameters that are watched
+        self._watched: list[Tensor] = []
+        self._versions: list[int] = []
 
     def _look(self, *, check: bool) -> None:
-        """Note everything that can be reached."""
+        """Note everything that can be reached; large tensors that come later may be results: not watched."""
         known, found = self._known, reach(self._models, self._functions)
         self._looked = True
         self._names = found.names
@@ -291,18 +295,18 @@ class MovedState:
                     self._generators.append((value, restore))
         known.generators = [value for value, _ in self._generators]
         self._copy(check=check)
-        known.frozen = {
-            kept.name: kept.tensor
-            for kept in self._tensors.values()
-            if kept.frozen and id(kept.tensor) not in known.tensors and not kept.tensor.is_inference()
+        known.watched = {
+            identity: (weakref.ref(kept.tensor), kept.name, kept.loose)
+            for identity, kept in self._tensors.items()
+            if not (kept.trained or identity in known.tensors or kept.tensor.is_inference())
+            and (first or kept.frozen or kept.alias.nbytes <= SMALL_BYTES)
         }
 
     def _copy(self, *, check: bool) -> None:
         """Copy tensors that were seen to move, and small ones; of others look at some values.
 
-        Of frozen parameters too: a backbone may have hundreds. Only before anything is known of them - in a
-        first window that was not checked - they are copied up to the size of the trained ones: so large are
-        the teachers of moving averages.
+        Frozen parameters are copied in a first window that was not checked alone, up to the size of the
+        trained ones: so large are the teachers of moving averages.
         """
         known = self._known
         unknown = not (known.windows or known.checked or check)
@@ -327,7 +331,7 @@ class MovedState:
     def _take_known(self) -> None:
         """Note what was seen to move."""
         known = self._known
-        if not (known.bindings or known.tensors or known.generators or known.frozen):
+        if not (known.bindings or known.tensors or known.generators or known.watched):
             return
         for table, state in known.bindings.values():
             values = table.read()
@@ -340,7 +344,8 @@ class MovedState:
                 self._tensors[identity] = kept = KeptTensor.of(name, tensor, loose=loose)
                 kept.copy_now()
         self._generators = [(v, r) for v in known.generators if (r := generator_restorer(v)) is not None]
-        self._versions = {name: tensor._version for name, tensor in known.frozen.items()}
+        self._watched = [alive for one, *_ in known.watched.values() if (alive := one()) is not None]
+        self._versions = list(map(_version, self._watched))
 
     def _learn(self) -> None:
         """Note what has moved since `take`, to copy it from now on."""
@@ -354,19 +359,16 @@ class MovedState:
     def _learn_of(self, moved: Iterable[KeptTensor]) -> None:
         for kept in moved:
             self._known.tensors[id(kept.tensor)] = (weakref.ref(kept.tensor), kept.name, kept.loose)
-            self._known.frozen.pop(kept.name, None)
+            self._known.watched.pop(id(kept.tensor), None)
 
-    def _learn_frozen(self) -> None:
-        for name in self._written_frozen():
-            tensor = self._known.frozen.pop(name)
-            self._known.tensors[id(tensor)] = (weakref.ref(tensor), name, False)
+    def _learn_watched(self) -> None:
+        for identity in self._written_watched():
+            self._known.tensors[identity] = self._known.watched.pop(identity)
 
-    def _written_frozen(self) -> list[str]:
-        """Return the frozen parameters that were written since `take`, of those that are only watched."""
-        now = self._known.frozen
-        return [
-            name for name, before in self._versions.items() if name in now and now[name]._version != before
-        ]
+    def _written_watched(self) -> list[int]:
+        """Return the tensors that were written since `take`, of those that are only watched."""
+        known, each = self._known.watched, zip(self._watched, self._versions, strict=True)
+        return [id(tensor) for tensor, was in each if tensor._version != was and id(tensor) in known]
 
     def _rebound(self, *, loose: bool, results: bool = False) -> Iterator[tuple[Table, Any, Any, Any]]:
         """Yield the bindings that are no longer as at `take`: table, key, what was bound, what is.
