@@ -17,8 +17,9 @@ from ..ir.calls import Call, Recipe, blank, blank_like, empty_like, filled, mapp
 from ..ir.conjugates import conjugates_seen
 from ..ir.layout import Layout, Part, parts_of
 from ..ir.log import Log
-from ..ir.readings import Readings, memory_of
+from ..ir.readings import Readings
 from ..ir.values import Action, Handle, Node, Operand, Value
+from ..ir.writes import Writes
 from ..rules.lookup import find
 from ..run.auto_size import microbatch_size
 from ..run.by_rows import by_rows
@@ -90,7 +91,7 @@ class Recording:
         self.leaves = Leaves()
         self.across: Across | None = None
         self._shown: list[weakref.ref[Handle]] = []
-        self._writes: list[tuple[Tensor, Value]] = []
+        self._writes = Writes()
         self.readings = Readings()
         self._uneven: dict[torch.Size, Layout] = {}  # by shape, of values with more than a row for a sample
 
@@ -258,8 +259,7 @@ class Recording:
             value = Value(None, tensor.device)  # type: ignore[arg-type]  (it has no strides to describe it by)
             value.whole = tensor
             return value
-        if self._writes:
-            self.settle_writes([tensor])
+        self.settle_writes((tensor,))
         self.note_leaf(tensor)
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -349,7 +349,7 @@ class Recording:
         All that is pending: a gradient that is worked out later would do the same sweeps again, or be another
         if an optimizer has changed the parameters meanwhile.
         """
-        writes, self._writes = self._writes, []
+        writes = self._writes.take()
         wanted = [*targets, *(self.gathered(value) for _, value in writes), *self.pending()]
         wanted = [value for value in wanted if value.whole is None]
         # Rows that a variable of the program still shows cannot be asked for once the block has ended.
@@ -377,19 +377,12 @@ class Recording:
         self.work_out(self.pending())
 
     def write_later(self, tensor: Tensor, value: Value) -> None:
-        """Write a buffer once its new value is there.
-
-        Its memory of now, without a new version, as BatchNorm does: autograd has the old one to compare with.
-        """
-        self._writes.append((tensor.data, value))
+        """Write a buffer once its new value is there."""
+        self._writes.add(tensor, value)
 
     def settle_writes(self, args: Iterable[Any]) -> None:
         """Write the buffers that wait, if one of them is about to be used."""
-        if not self._writes:
-            return
-        waiting = {memory_of(tensor) for tensor, _ in self._writes}
-        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        if any(memory_of(item) in waiting for item in flat if isinstance(item, Tensor)):
+        if self._writes and self._writes.wait_for(args):
             self.work_out([])
 
     def pending(self) -> list[Value]:
