@@ -20,6 +20,7 @@ from ..devices import accelerators
 from ..memory.heap import keep_freed_memory
 from ..window.participants.snapshot import BufferKeeper, random_state, restore_random_state
 from . import options
+from .collector import rarely_collecting
 from .ir.calls import blank_like
 from .ir.layout import Layout
 from .ir.log import Log, OnGather, paths
@@ -376,7 +377,7 @@ def virtual_batch(
         keep_freed_memory([where])
     randomness = random_state(accelerators(models, where))
     try:
-        with batch._across.held_together():
+        with batch._across.held_together(), rarely_collecting():
             with ExitStack() as stack:
                 stack.enter_context(run_eagerly(say=True))
                 # A view that is written is then differentiated as the view it is, and not by its strides.
