@@ -135,11 +135,13 @@ def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | N
     paths = call.paths
     if all(len(path) == 1 and isinstance(path[0], int) for path in paths):
         positions = [path[0] for path in paths]
-        if positions == list(range(len(args))) and not kwargs:
-            return lambda part, tensors: func(*tensors)
-        if positions == [0] and not kwargs:
-            rest = args[1:]
-            return lambda part, tensors: func(tensors[0], *rest)
+        if positions == list(range(len(positions))) and not kwargs:
+            rest = args[len(positions) :]
+            return (
+                (lambda part, tensors: func(*tensors, *rest))
+                if rest
+                else lambda part, tensors: func(*tensors)
+            )
         template = list(args)
 
         def run(part: Part, tensors: list[Tensor]) -> Any:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from .recording import Recording
 
 aten: Any = torch.ops.aten
-_kernel = with_canonical_strides(aten.native_batch_norm.default)
-_backward_kernel = with_canonical_strides(aten.native_batch_norm_backward.default)
+# `_op`: without the frame of Python around each call.
+_kernel = with_canonical_strides(aten.native_batch_norm.default._op)
+_backward_kernel = with_canonical_strides(aten.native_batch_norm_backward.default._op)
 
 
 def _given(recording: Recording, tensor: Any) -> Value | None:
@@ -158,11 +159,16 @@ def _by_channel(x: Tensor) -> Tensor:
     return (x.flatten(2).sum(2) if x.dim() > 2 else x).sum(0)
 
 
-def _update(recording: Recording, buffer: Any, value: Value, momentum: float) -> None:
-    new = (1 - momentum) * recording.show(recording.given(buffer)) + momentum * recording.show(value).to(
-        buffer.dtype
-    )
-    recording.write_later(buffer, recording.value(new))
+def _update(recording: Recording, buffer: Tensor, value: Value, momentum: float) -> None:
+    """Move a running statistic: one operation, for each operator of the formula takes a recording."""
+    old, dtype = recording.given(buffer), buffer.dtype
+
+    def moved(part: Part, tensors: list[Tensor]) -> Tensor:
+        old, new = tensors
+        return (1 - momentum) * old + momentum * new.to(dtype)
+
+    recipe = Recipe([Operand(old, None), Operand(value, None)], [None], moved)
+    recording.write_later(buffer, recording.add("batch_norm running statistic", recipe, old.meta))
 
 
 def backward(
@@ -236,27 +242,26 @@ def _input_gradient(
     if recording.across is not None:
         whole = [*whole[:2], *recording.across.sums(recording, whole[0], whole[2:], count)]
 
+    meta, x = whole[0].meta, value.meta
+    shape = (1, len(meta), *[1] * (x.dim() - 2))
+    dtype = x.dtype if x.dtype.itemsize >= meta.dtype.itemsize else meta.dtype
+
     def coefficients(part: Part, tensors: list[Tensor]) -> Any:
         mean, invstd, d_weight, d_bias, *scale = tensors
         a = invstd * scale[0] if scale else invstd
         b = -a * invstd * d_weight / count
         c = -a * d_bias / count - b * mean
-        return a, b, c
+        return [one.to(dtype).view(shape) for one in (a, b, c)]  # here, and not for each micro-batch
 
-    meta = whole[0].meta
     operands = [Operand(v, None) for v in [*whole, *([] if weight is None else [weight])]]
-    a, b, c = recording.add("batch_norm coefficients", Recipe(operands, [None] * 3, coefficients), [meta] * 3)
+    metas = [blank(shape, (len(meta), *[1] * (x.dim() - 1)), dtype)] * 3
+    a, b, c = recording.add("batch_norm coefficients", Recipe(operands, [None] * 3, coefficients), metas)
     recipe = Recipe([*inputs, *(Operand(v, None) for v in (a, b, c))], [layout], _gradient, light=True)
     return recording.add("batch_norm input", recipe, value.meta, known=True)
 
 
 def _gradient(part: Part, tensors: list[Tensor]) -> Tensor:
     dy, x, a, b, c = tensors
-    shape = [1, -1] + [1] * (x.dim() - 2)
-    a, b, c = (
-        t.to(x.dtype).view(shape) if x.dtype.itemsize >= t.dtype.itemsize else t.view(shape)
-        for t in (a, b, c)
-    )
     return torch.addcmul(c, x, b).addcmul_(dy, a).to(dy.dtype)
 
 
