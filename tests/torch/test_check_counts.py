@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import StatementError
-from superbatch.torch import Accumulator, class_weights, count_tokens, sample_weights
-from superbatch.torch.checks import check_schedule
+from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights
+from superbatch.torch.checks import check_schedule, sample_counts
 from superbatch.torch.checks.sample_counts import Count, Hints
 from tests.torch.helpers import sgd
 
@@ -148,3 +148,67 @@ def test_a_loss_that_does_not_repeat_is_told_once() -> None:
         for seed in range(4):
             accumulate(padded(uneven=True, seed=seed))
     assert ["gives another loss for the same samples" in str(one.message) for one in told] == [True]
+
+
+def zeros(rows: list[int], seed: int, *, at_ends: bool) -> Any:
+    """Samples with labels of which some are 0: padding, or a class like the others."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(rows), LENGTH, 3, dtype=torch.float64, generator=generator)
+    y = torch.arange(1, 1 + LENGTH).repeat(len(rows), 1)
+    for row, count in enumerate(rows):
+        y[row, LENGTH - count :] = 0
+    return x, y if at_ends else y.roll(3, 1)
+
+
+def over_all(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("windows", [64, 200])
+def test_labels_that_are_hardly_left_out_are_counted_in_few_windows(
+    windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[Count] = []
+    real = Count.of_values
+
+    def of_values(count: Count, values: Any) -> Tensor | None:
+        counted.append(count)
+        return real(count, values)
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, LABELS, dtype=torch.float64)
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), lambda mb: over_all(model, mb), microbatch_size=4
+    )
+    accumulate(zeros([0] * 8, 0, at_ends=False))
+    monkeypatch.setattr(Count, "of_values", of_values)
+    for update in range(1, windows):
+        accumulate(zeros([0, 1, 0, 1, 2, 1, 1, 0], update, at_ends=False))
+    assert 0 < len(counted) <= 8 + windows // check_schedule.WINDOWS
+    assert {count.ignored for count in counted} == {0}
+
+
+def test_padding_by_0_in_one_micro_batch_of_a_loader_is_found_at_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, LABELS, dtype=torch.float64)
+
+    def loss_fn(microbatch: Any) -> Tensor:
+        x, y = microbatch
+        return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=0)
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss_fn)
+    for update in range(3):
+        accumulate(Window([zeros([0, 0], 2 * update + part, at_ends=True) for part in range(2)]))
+    assert not check_schedule.in_full(3), "premise"
+    with pytest.raises(StatementError, match="update 3, which shows the error, was not made"):
+        accumulate(Window([zeros(rows, 9, at_ends=True) for rows in ([0, 0], [0, 4])]))
+
+
+@pytest.mark.parametrize(
+    "values", [[3.0, 1.0, 0.0, 2.0, 9.0], [0.0, 2.0, 2.0], [4.0, 4.0], [0.0, 0.0], [-3.0, 5.0]]
+)
+def test_the_spread_of_counts_is_the_contrast_of_the_samples_picked(values: list[float]) -> None:
+    counts = torch.tensor(values)
+    picked = counts[sample_counts.extremes(counts, 2)]
+    assert sample_counts.spread(counts) == pytest.approx(sample_counts.contrast(picked))

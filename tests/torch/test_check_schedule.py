@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import CoupledSamplesError, InputError, StatementError
 from superbatch.torch import Accumulator, Window, count_tokens
+from superbatch.torch.checks import check_schedule
 from superbatch.torch.checks.check_schedule import CALLS
 from tests.torch.helpers import (
     assert_same_parameters,
@@ -155,6 +156,17 @@ def test_a_wrong_declaration_is_found_in_the_first_window_that_shows_it(
     assert str(state) == str(optimizer.state_dict())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(generator, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_declaration_is_found_between_the_windows_that_look_at_everything(case: str) -> None:
+    data = WRONG[case][2]
+    assert not check_schedule.in_full(3), "premise"
+    _, _, accumulate = accumulator(case)
+    for update in range(3):
+        assert accumulate(data(0, update)).made
+    with pytest.raises((StatementError, CoupledSamplesError), match=r"not verified is update \d .*update 3,"):
+        accumulate(data(1, 9))
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -56,6 +56,6 @@ def test_the_calls_of_a_window_and_of_each_of_its_microbatches(whole_batch):
     # 29 and 169 when written (Python 3.11; later ones call fewer for a comprehension). A micro-batch that the
     # machine was kept from for long makes one or two more.
     assert 0 < for_each <= 32
-    # 230 with what a window sees since: whether a parameter was replaced, an optimizer wrapped, state moved,
-    # and labels unequal for the first time.
-    assert 0 < calls - 8 * for_each <= 240
+    # 216 and 223 with what a window sees since: whether a parameter was replaced, an optimizer wrapped, state
+    # moved, and labels unequal for the first time.
+    assert 0 < calls - 8 * for_each <= 226

@@ -9,7 +9,7 @@ from superbatch.errors import SplitError
 
 from ..window.microbatches import Pieces
 from .declared_loss import MOST_PIECES
-from .sample_counts import contrast, counts_in, extremes, uneven
+from .sample_counts import contrast, counts_in, extremes, spread, uneven
 
 ENOUGH = 0.1
 """A relative difference of counts that a check tells apart in any precision."""
@@ -37,13 +37,12 @@ def _uneven_samples(pieces: Pieces, chosen: list[Any]) -> Any:
     """The samples that count least and most, if the chosen pieces hardly show that there are any."""
     parts, paths = pieces.parts(), pieces.paths
     found = counts_in(parts[0], whole=paths.get("whole", ()), per_sample=paths.get("per_sample", ()))
-    for count, values in uneven(found, parts):
-        samples = extremes(values, 2)
-        most = contrast(values[samples])
+    for count, values, _ in uneven(found, parts):
+        most = spread(values)
         if most > 0 and max((_contrast(count.of([piece])) for piece in chosen), default=0.0) < min(
             most, ENOUGH
         ):
-            return pieces.pick(samples)
+            return pieces.pick(extremes(values, 2))
     return None
 
 

@@ -8,6 +8,8 @@ so, the boundary of each window looks for what is cheap to see without a forward
 * the first samples with unequal counts of labels, or unequal masks, lengths, or weights of samples or
   classes (`sample_counts`).
 
+A count that a loss hardly divides by, or that a check was spent on already, is looked for in few windows.
+
 One number in a sum that every window makes tells all ranks of it. They check together, before the update.
 
 Training may move what a loss divides by: a threshold on predictions, the number of confident ones. No data
@@ -36,12 +38,12 @@ from .check_pieces import ENOUGH, first_pieces
 from .checked import ALIKE, Checked
 from .first_check import check_later_window
 from .probing.problem import Problem
-from .sample_counts import Count, Hints, contrast, counts_in, extremes, uneven
+from .sample_counts import Count, Hints, contrast, counts_in, extremes, spread, uneven
 
 CALLS = 8
 """Calls of `loss_fn` that a check of a few samples makes."""
 WINDOWS = 100
-"""In so many windows, further checks may cost one window."""
+"""In so many windows, further checks may cost one window, and all counts are looked at once."""
 ROUTINE = 10
 """The first window that may be checked without news."""
 
@@ -133,6 +135,8 @@ class CheckSchedule:
         self._hints = Hints()
         self._known: list[Count] = []
         self._counts: list[Count] = []  # those that no check has seen unequal
+        self._urgent: list[Count] = []  # and that a window is checked for at any cost
+        self._found: News | None = None  # what this window is checked for
         self._now = self._before = _Memory()
         self._microbatches = self._pending = 0
 
@@ -164,18 +168,21 @@ class CheckSchedule:
         if not self._on:
             return False
         count = len(shown.pieces)
-        self._pending = count
+        self._pending, self._found = count, None
         if count < 2 and not self._plan.ranks.shared:  # nothing is averaged
             return False
-        found = self._find(shown)
+        every = in_full(self._updates)
+        found = self._find(shown, every=every)
         if found is None:
             return self._is_due(count)
         now, allowed = self._now, max(count, self._microbatches // WINDOWS)
         if now.spent + CALLS <= allowed or (found.sure and found.name not in now.said):
             said = [found.name, _NO_LOSS] if 0.0 in shown.losses else [found.name]
-            self._now = replace(now, said=(*now.said, *said))
+            self._now, self._found = replace(now, said=(*now.said, *said)), found
             return True
-        self._now = replace(now, unverified=self._first_unverified())
+        if now.unverified is None:  # what is looked for in few windows may have been there in those before
+            first = max(self._updates // 2, self._updates - WINDOWS) + 1 if every else self._updates
+            self._now = replace(now, unverified=first)
         return False
 
     def look(self, shown: Shown, *, unchanged: bool) -> None:
@@ -192,7 +199,7 @@ class CheckSchedule:
         try:
             checked = check_later_window(self._plan, shown.pieces, chosen, frozen=self._frozen)
         except (StatementError, CoupledSamplesError) as error:
-            has_news = self._now.unverified is not None or self._find(shown) is not None
+            has_news = self._now.unverified is not None or self._found is not None
             first = self._first_unverified() if has_news else max(1, self._now.routine)
             raise type(error)(
                 f"{error} The first update that was not verified is update {first} "
@@ -209,7 +216,7 @@ class CheckSchedule:
             self._microbatches += self._pending
         elif self._now is not self._before:
             self._now = self._before
-            self._counts = self._open(self._known)
+            self._open(self._known)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen until the last update, in plain containers."""
@@ -228,7 +235,7 @@ class CheckSchedule:
         known = {name: state[name] for name in vars(_Memory()) if name in state}
         self._now = self._before = _Memory(**known)
         self._microbatches = state["microbatches"]
-        self._counts = self._open(self._known)
+        self._open(self._known)
 
     def _is_due(self, count: int) -> bool:
         """Tell whether a check without news is due; the budget keeps another one for news."""
@@ -247,7 +254,7 @@ class CheckSchedule:
             counts = counts_in(piece, **pieces.paths, hints=self._hints)
             found += [count for count in counts if count not in found]
             if compared:
-                for count, values in uneven(found, [piece]):
+                for count, values, _ in uneven(found, [piece]):
                     seen[str(count)] = max(seen.get(str(count), 0.0), contrast(values))
                 seen[_WEIGHT] = max(seen.get(_WEIGHT, 0.0), self._contrast_of_weights(piece, pieces))
         every = self._plan.ranks.gather((compared, checked.informative, seen))
@@ -262,37 +269,45 @@ class CheckSchedule:
             seen=seen,
             unverified=None if informative else self._first_unverified(),
         )
-        self._known, self._counts = found, self._open(found)
+        self._known = found
+        self._open(found)
 
-    def _open(self, counts: Sequence[Count]) -> list[Count]:
+    def _open(self, counts: Sequence[Count]) -> None:
+        """Note the counts that are still to be looked for."""
         if self._plan.reduction != "mean":  # sums add up, whatever they are divided by
-            return []
-        return [count for count in counts if self._now.seen.get(str(count), 0.0) < ENOUGH]
+            return
+        now = self._now
+        self._counts = [count for count in counts if now.seen.get(str(count), 0.0) < ENOUGH]
+        self._urgent = [count for count in self._counts if str(count) not in now.said]
 
-    def _find(self, shown: Shown) -> News | None:
-        """What a window shows that no check has seen."""
+    def _find(self, shown: Shown, *, every: bool) -> News | None:
+        """What a window shows that no check has seen; `every`: also what is not worth a check at any cost."""
         if not self._now.compared:
             return News(_LOSS) if any(shown.losses[index] for index in shown.took_part()) else None
         if 0.0 in shown.losses and _NO_LOSS not in self._now.said:  # a mean over those with a loss shows here
             losses = [shown.losses[index] for index in shown.took_part()]
             if any(losses) and not all(losses):
                 return News(_NO_LOSS)
-        return self._unequal(shown) if self._plan.reduction == "mean" else None
+        return self._unequal(shown, every=every) if self._plan.reduction == "mean" else None
 
-    def _unequal(self, shown: Shown) -> News | None:
+    def _unequal(self, shown: Shown, *, every: bool) -> News | None:
         """The most unequal count of a window that is twice as unequal as what was checked."""
+        counts = self._counts if every else self._urgent
         found: list[News] = []
-        pieces = shown.pieces
-        for count, values in uneven(self._counts, pieces.parts()):
-            samples = extremes(values, 2)
-            found.append(News(str(count), contrast(values[samples]), samples, count.likely(pieces.parts())))
+        values_of: dict[str, Any] = {}
+        for count, values, likely in uneven(counts, shown.pieces.parts(), unlikely=every):
+            found.append(News(str(count), spread(values), sure=likely))
+            values_of[str(count)] = values
         if callable(self._plan.weigh) and self._now.seen.get(_WEIGHT, 0.0) < ENOUGH:
             found += _unequal_weights(shown)
         if not found:  # mostly; it is asked in each window
             return None
         new = [news for news in found if news.contrast > 2 * self._now.seen.get(news.name, 0.0)]
         best = max(new, key=lambda news: (news.sure, news.contrast), default=None)
-        return None if best is None else best._replace(sure=best.sure and best.contrast >= _FAINT)
+        if best is None:
+            return None
+        samples = extremes(values_of[best.name], 2) if best.name in values_of else best.samples
+        return best._replace(samples=samples, sure=best.sure and best.contrast >= _FAINT)
 
     def _contrast_of_weights(self, piece: Any, pieces: Pieces) -> float:
         """How unequally the samples on both sides of the check's cut weigh."""
@@ -309,7 +324,7 @@ class CheckSchedule:
 
     def _choose(self, shown: Shown) -> list[Any]:
         """Micro-batches that show what is new: of samples that count least and most, or of unequal losses."""
-        found, pieces = self._find(shown), shown.pieces
+        found, pieces = self._found or self._find(shown, every=False), shown.pieces
         picked = pieces.pick(found.samples) if found is not None and found.samples else None
         if picked is not None:
             return [picked]
@@ -330,6 +345,21 @@ def _hints(plan: Plan) -> Hints:
     clues = clues_of(Problem(nn.ModuleList(plan.models), plan.loss_fn))
     unequal = [weights for weights in clues.class_tensors if 1 < weights.unique().numel() <= _MOST_CLASSES]
     return Hints(clues.ignored, tuple(tuple(weights.tolist()) for weights in unequal[:4]))
+
+
+def in_full(updates: int) -> bool:
+    """Return whether a window looks at all counts: at doubling distances first, then one of many.
+
+    All ranks look at the same windows in full.
+
+    Args:
+        updates: made before the window.
+
+    Examples:
+        >>> [updates for updates in range(1, 401) if in_full(updates)]
+        [1, 2, 4, 8, 16, 32, 64, 100, 200, 300, 400]
+    """
+    return updates % WINDOWS == 0 or (updates < WINDOWS and updates.bit_count() == 1)
 
 
 def _unequal_weights(shown: Shown) -> list[News]:

@@ -20,6 +20,7 @@ from superbatch.batch.tree import get, leaves
 
 _IGNORED = (-100, -1, 0)  # labels that losses leave out
 _OF_IMAGES = 255  # and in maps of labels
+_SMALL = 1 << 12  # elements of a leaf for which a call of an operation costs more than its work
 _BY_CHANCE = 1e-3  # labels at the end of a row that are as likely alike do not pad it
 
 
@@ -64,8 +65,12 @@ class Count(NamedTuple):
             >>> Count("labels", -100).of([{"labels": torch.tensor([[1, 2], [3, -100]])}])
             tensor([2., 1.], dtype=torch.float64)
         """
+        return self.of_values(_values(parts, self.path))
+
+    def of_values(self, values: Sequence[Any]) -> Tensor | None:
+        """Return what `of` does, from the leaf of each micro-batch."""
         try:
-            counts = [self._count(_value(part, self.path)) for part in parts]
+            counts = [self._count(value) for value in values]
         except RuntimeError:  # a dtype that is not compared or summed
             return None
         known = [count for count in counts if count is not None]
@@ -77,13 +82,6 @@ class Count(NamedTuple):
         if self.per_class:
             return _weighed(value, self.per_class)
         return _unpadded(value) if self.unpadded else _counted(value, self.ignored)
-
-    def likely(self, parts: Sequence[Any]) -> bool:
-        """Tell whether a loss may well ignore this label here: 0 is one like the others, unless it pads."""
-        if self.ignored != 0:
-            return True
-        values = [_value(part, self.path) for part in parts]
-        return all(_is_plain(value) and value.ndim > 1 and _pads(value.flatten(1) != 0) for value in values)
 
 
 def counts_in(
@@ -114,21 +112,81 @@ def counts_in(
     return found
 
 
-def uneven(counts: Sequence[Count], parts: Sequence[Any]) -> Iterator[tuple[Count, Tensor]]:
-    """Yield the counts that are not the same for all samples, with their values.
+class Uneven(NamedTuple):
+    """A count that is not the same for all samples.
 
-    Labels are looked through once for the smallest: mostly it is larger than any that may be ignored.
+    Attributes:
+        kind: of what.
+        values: of the samples.
+        likely: whether a loss may well divide by it: 0 is a label like the others, unless it pads.
     """
-    path, low, high = None, 0.0, 0.0
+
+    kind: Count
+    values: Tensor
+    likely: bool
+
+
+def uneven(counts: Sequence[Count], parts: Sequence[Any], *, unlikely: bool = True) -> Iterator[Uneven]:
+    """Yield the counts that are not the same for all samples.
+
+    It is asked in each window, so that the cheapest questions come first: labels are looked through once for
+    the smallest, which mostly is larger than any that may be ignored.
+
+    Args:
+        counts: those to look at; of one leaf after the other.
+        parts: micro-batches.
+        unlikely: also those that are not likely.
+
+    Examples:
+        >>> labels = torch.tensor([[0, 5], [3, 4]])
+        >>> [found.likely for found in uneven([Count("", -100), Count("", 0)], [labels])]
+        [False]
+        >>> list(uneven([Count("", 0)], [labels], unlikely=False))
+        []
+    """
+    leaf: _Leaf | None = None
     for count in counts:
-        if count.ignored is not None or count.per_class:
-            if count.path != path:
-                path, (low, high) = count.path, _bounds(parts, count.path)
-            if low == high or (count.ignored is not None and not low <= count.ignored <= high):
-                continue
-        values = count.of(parts)
-        if values is not None and bool((values != values[0]).any()):
-            yield count, values
+        if leaf is None or leaf.path != count.path:
+            leaf = _Leaf(parts, count.path)
+        if not leaf.may_tell_apart(count):
+            continue
+        likely = count.ignored != 0 or (leaf.has_ends() and _pads(leaf.values))
+        if not (likely or unlikely):
+            continue
+        found = count.of_values(leaf.values)
+        if found is not None and bool((found != found[0]).any()):
+            yield Uneven(count, found, likely)
+
+
+class _Leaf:
+    """A leaf of some micro-batches, and what several counts ask of it."""
+
+    def __init__(self, parts: Sequence[Any], path: str) -> None:
+        self.path = path
+        self.values = _values(parts, path)
+        self._low: float | None = None
+        self._has_ends: bool | None = None
+
+    def may_tell_apart(self, count: Count) -> bool:
+        """Return whether a count may differ between samples."""
+        if count.unpadded:
+            return self.has_ends()
+        if count.ignored is None and not count.per_class:
+            return True
+        low = self._low
+        if low is None:
+            low = min((each.min().item() for each in self.values if _is_plain(each)), default=math.inf)
+            self._low = low
+        if count.ignored is not None and count.ignored < low:  # mostly: no second look
+            return False
+        high = max((each.max().item() for each in self.values if _is_plain(each)), default=math.inf)
+        return low < high and (count.ignored is None or count.ignored <= high)
+
+    def has_ends(self) -> bool:
+        """Return whether some row begins or ends with two entries that are alike."""
+        if self._has_ends is None:
+            self._has_ends = any(map(_has_ends, self.values))
+        return self._has_ends
 
 
 def contrast(counts: Tensor) -> float:
@@ -145,6 +203,20 @@ def contrast(counts: Tensor) -> float:
     return abs(first - rest) / max(first, rest) if max(first, rest) > 0 else 0.0
 
 
+def spread(counts: Tensor) -> float:
+    """Return the `contrast` of the two samples that `extremes` picks.
+
+    Examples:
+        >>> spread(torch.tensor([2.0, 0.0, 4.0])), spread(torch.tensor([0.0, 4.0]))
+        (0.5, 1.0)
+    """
+    low, high = (float(end) for end in counts.aminmax())
+    if low <= 0 < high:
+        least = float(counts[counts > 0].min())
+        low = least if least < high else low
+    return (high - low) / high if high > 0 else 0.0
+
+
 def extremes(counts: Tensor, rows: int) -> list[int]:
     """Return the samples that count least and most, in increasing order, so that every cut tells them apart.
 
@@ -154,9 +226,10 @@ def extremes(counts: Tensor, rows: int) -> list[int]:
         >>> extremes(torch.tensor([3.0, 1.0, 0.0, 2.0, 9.0]), 2)
         [1, 4]
     """
-    order = [int(place) for place in torch.argsort(counts, stable=True)]
-    some = [place for place in order if counts[place] > 0]
-    if some and counts[some[0]] < counts[some[-1]]:
+    values = counts.tolist()
+    order = sorted(range(len(values)), key=values.__getitem__)
+    some = [place for place in order if values[place] > 0]
+    if some and values[some[0]] < values[some[-1]]:
         order = some
     rows = min(rows, len(order))
     return [*order[: rows // 2], *order[len(order) - (rows - rows // 2) :]]
@@ -218,9 +291,22 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _pads(kept: Tensor) -> bool:
-    """Whether nothing is kept behind the first that is not kept, and more than one is not in some row."""
-    return bool((kept[:, 1:] <= kept[:, :-1]).all()) and not bool(kept[:, -2:].any(1).all())
+def _pads(values: Sequence[Any]) -> bool:
+    """Whether 0 stands at the ends of rows alone, and more than once in some row."""
+    if not all(_is_plain(value) and value.ndim > 1 for value in values):
+        return False
+    kept = [value.flatten(1) != 0 for value in values]
+    if not all(bool((row[:, 1:] <= row[:, :-1]).all()) for row in kept):
+        return False
+    return not all(bool(row[:, -2:].any(1).all()) for row in kept)
+
+
+def _has_ends(value: Any) -> bool:
+    if not _is_plain(value) or value.ndim < 2:
+        return False
+    rows = value if value.ndim == 2 else value.flatten(1)
+    pairs = rows[:, :2].tolist() + rows[:, -2:].tolist()
+    return rows.shape[1] > 1 and any([first == second for first, second in pairs])  # noqa: C419  (one call)
 
 
 def _is_binary(value: Tensor) -> bool:
@@ -263,9 +349,6 @@ def _unpadded(value: Any) -> Tensor | None:
         return None
     value, width = value.detach(), value.shape[1]
     first, last = value[:, :1], value[:, -1:]
-    ends = torch.cat([value[:, 1:2] == first, value[:, -2:-1] == last])
-    if not bool(ends.any()):  # mostly: no second look
-        return torch.ones(len(value), dtype=torch.float64)
     behind = (value != last).flip(1).int().argmax(1)  # 0 where all are the same: nothing is known of them
     before = (value != first).int().argmax(1)
     most = torch.maximum(behind, before)
@@ -276,16 +359,13 @@ def _unpadded(value: Any) -> Tensor | None:
     return 1 - torch.where(padded, most, 0).cpu().double() / width
 
 
-def _bounds(parts: Sequence[Any], path: str) -> tuple[float, float]:
-    """The smallest and the largest label of some micro-batches."""
+def _values(parts: Sequence[Any], path: str) -> list[Any]:
+    """The leaf of each micro-batch; of many small tensors of one shape, one tensor with all samples."""
     try:  # mostly of tensors alone: without a call of ours for each micro-batch
         key = int(path) if type(parts[0]) is tuple else path
-        values = list(map(itemgetter(key), parts))
-        if len(values) > 1:
-            values = [torch.cat(values if values[0].ndim == 1 else list(map(torch.flatten, values)))]
-        low, high = values[0].aminmax()
-        return low.item(), high.item()
+        values: list[Any] = list(map(itemgetter(key), parts)) if path else list(parts)
+        if len({value.shape[1:] for value in values}) == 1 and values[0].numel() <= _SMALL:
+            return [torch.cat(values)]
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
-        each = [value.aminmax() for part in parts if _is_plain(value := _value(part, path))]
-        lowest = min((low.item() for low, _ in each), default=math.inf)
-        return lowest, max((high.item() for _, high in each), default=math.inf)
+        pass
+    return [_value(part, path) for part in parts]

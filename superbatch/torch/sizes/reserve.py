@@ -61,7 +61,7 @@ class Reserve:
         states = self._states()
         if states == min(len(self._owned), self._share) and not self.tight:
             return
-        if sum(entry.target.nbytes for entry in self._owned) < LEAST_BYTES:
+        if sum([entry.target.nbytes for entry in self._owned]) < LEAST_BYTES:
             return
         if self._known is None or self._known[0] != states:
             self._known = (states, self.bytes_of_update())
@@ -100,7 +100,7 @@ class Reserve:
         return next(parameter.device for model in self._models for parameter in model.parameters())
 
     def _states(self) -> int:
-        return sum(len(leaf.state) for leaf in self._leaves)
+        return sum([len(leaf.state) for leaf in self._leaves])
 
     def _allocate(self, needed: int) -> None:
         """Allocate in pieces no larger than the step's own, so that gaps between blocks serve as well."""

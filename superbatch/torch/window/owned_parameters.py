@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,13 +40,7 @@ class Structure:
 
     def changed(self) -> bool:
         """Whether a module or parameter was added, removed or replaced."""
-        if sum(map(len, self._tables)) != self._entries:
-            return True
-        # By identity: tensors are compared by value, element by element.
-        for now, then in self._seen:  # noqa: SIM110  (a generator is a call for each)
-            if list(map(id, now.values())) != then:
-                return True
-        return False
+        return self._identities() != self._seen
 
     def update(self, owned: Iterable[Owned]) -> None:
         """Look at the models again.
@@ -74,10 +69,13 @@ class Structure:
         self._tables: list[dict[str, Any]] = [
             table for model in self._models for m in model.modules() for table in (m._modules, m._parameters)
         ]
-        self._entries = sum(map(len, self._tables))
         # What is seen is held, so that no other object takes over its identity.
         self._held = [tuple(table.values()) for table in self._tables]
-        self._seen = [(table, list(map(id, table.values()))) for table in self._tables if table]
+        self._seen = self._identities()
+
+    def _identities(self) -> list[int]:
+        """Return what stands in the tables, by identity: tensors are compared by value."""
+        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
 
 
 class OwnedParameters:

@@ -217,9 +217,5 @@ def _require_any(place: Gradients, gradients: Sequence[Tensor | None]) -> None:
 
 def learning_rates(step: Step) -> tuple[float, ...]:
     """Return the learning rate of each parameter group of each optimizer."""
-    return tuple(
-        float(group["lr"])
-        for optimizer in step.optimizers
-        for group in optimizer.param_groups
-        if "lr" in group
-    )
+    groups = [group for optimizer in step.optimizers for group in optimizer.param_groups if "lr" in group]
+    return tuple([float(group["lr"]) for group in groups])

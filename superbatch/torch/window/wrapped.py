@@ -9,6 +9,8 @@ from torch.optim import Optimizer
 
 # What is not looked into at each update: it is as long as the list of parameters.
 _OF_PARAMETERS = ("state", "param_groups", "defaults")
+_OPTIONS = {bool, int, float, str}
+_OWN = {"state", "param_groups", "_optimizer_step_post_hooks"}
 
 
 def leaves_of(optimizer: Optimizer) -> list[Optimizer]:
@@ -45,12 +47,13 @@ def _leaves(optimizer: Optimizer, seen: set[int]) -> list[Optimizer]:
 def _held(optimizer: Optimizer) -> list[Optimizer]:
     found: list[Any] = []
     for name, held in vars(optimizer).items():
-        if name in _OF_PARAMETERS or not held:  # mostly hooks that nobody has registered
+        # Asked at each update: mostly hooks that nobody has registered, and options.
+        if not held or type(held) in _OPTIONS or name in _OF_PARAMETERS:
             continue
-        if isinstance(held, list | tuple):
-            found += held
-        elif isinstance(held, dict):
+        if isinstance(held, dict):
             found += held.values()
+        elif isinstance(held, list | tuple):
+            found += held
         else:
             found.append(held)
     return [each for each in found if isinstance(each, Optimizer)] if found else []
@@ -95,8 +98,7 @@ def reaches(optimizer: Optimizer, step: Callable[[], object], *, always: bool = 
 
 def _is_hidden(optimizer: Optimizer) -> bool:
     """Whether an optimizer wraps another in a way that is not known: it has no state or hooks of its own."""
-    own = vars(optimizer)
-    return not all(name in own for name in ("state", "param_groups", "_optimizer_step_post_hooks"))
+    return not vars(optimizer).keys() >= _OWN
 
 
 def describe(optimizer: Optimizer) -> str:

@@ -52,7 +52,7 @@ class Places:
     def _sum_dtype(self, microbatches: int) -> torch.dtype | None:
         """The dtype of the buffers that low-precision gradients are summed in, or None for no buffers."""
         plan = self._plan
-        if not any(entry.parameter.dtype in LOW_PRECISION for entry in plan.owned):
+        if {entry.parameter.dtype for entry in plan.owned}.isdisjoint(LOW_PRECISION):
             return None
         if not isinstance(self._dtype, str):
             return self._dtype

@@ -52,7 +52,7 @@ class Ranks:
     @property
     def shared(self) -> bool:
         """Whether there are several."""
-        return self.count > 1
+        return self.group is not None and self.count > 1
 
     def hold_back(self) -> ExitStack:
         """Return a context in which no forward and no backward communicates."""
