@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from superbatch.errors import CoupledSamplesError
 from superbatch.torch import virtual_batch
 from superbatch.torch.memory.meter import peak_bytes
-from superbatch.torch.virtual.trace import told_sizes
+from superbatch.torch.virtual.rules import told_sizes
 from tests.torch.embedding_tasks import assert_same_gradients
 
 N, M, D = 11, 4, 7

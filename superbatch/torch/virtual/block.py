@@ -23,9 +23,9 @@ from . import options
 from .collector import rarely_collecting
 from .ir.calls import blank_like
 from .ir.layout import Layout
-from .ir.log import Log, OnGather, paths
 from .ir.values import Sliced, Value
 from .ranks.reducer import Across
+from .run.log import Log, OnGather, paths
 from .run.store import Store
 from .trace.aliases import current
 from .trace.leaves import Leaves

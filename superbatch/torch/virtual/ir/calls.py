@@ -315,6 +315,12 @@ def written_by(func: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> list[T
     return [item for item in flat if isinstance(item, Tensor)]
 
 
+@cache
+def is_collective(func: Any) -> bool:
+    """Tell whether an operator communicates: ``is_collective(torch.ops.aten.add.Tensor)`` is False."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
 def mapped(results: Any, function: Callable[[Any], Any], kind: Any = Tensor) -> Any:
     """Apply a function to each item of a kind in what an operator returned."""
     if isinstance(results, kind):

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..trace.tensor import VirtualTensor
 from .calls import written_by
 from .values import Value
 
 
 def memory_of(tensor: Tensor) -> int | None:
     """Return what is the same for tensors in the same memory; None for a virtual or sparse one."""
-    if isinstance(tensor, VirtualTensor) or tensor.layout is not torch.strided:
+    if getattr(tensor, "memoryless", False) or tensor.layout is not torch.strided:
         return None
     return tensor.untyped_storage()._cdata
 

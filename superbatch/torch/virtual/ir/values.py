@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from torch import Tensor
 from superbatch.results.coupling import Meeting
 
 from .layout import Layout, Part, cut
-
-if TYPE_CHECKING:
-    from ..run.by_rows import ByRows
 
 
 class Handle:
@@ -181,6 +178,20 @@ class Action(NamedTuple):
     view: bool
     light: bool
     known: bool
+
+
+class ByRows(NamedTuple):
+    """Operation on whole values, done for the rows of a micro-batch.
+
+    Attributes:
+        action: what it does then.
+        operands: what it reads then.
+        larger: its results are much larger than what it cuts.
+    """
+
+    action: Action
+    operands: tuple[Operand, ...]
+    larger: bool
 
 
 def going_back() -> bool:

@@ -18,8 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,22 +27,15 @@ from torch import Tensor, nn
 from superbatch.errors import CoupledSamplesError, WindowError, explain
 from superbatch.torch.window.sync.ranks import Ranks, find_ranks
 
-from ..ir.calls import Recipe, blank, mapped
+from ..ir.calls import Recipe, blank
 from ..ir.layout import Layout, Part
+from ..ir.recorder import Recorder
 from ..ir.reductions import Moments
 from ..ir.values import Operand, Value
 from ..trace.aliases import assign
 from ..trace.tensor import VirtualTensor
+from . import collectives
 from .sync_norm import routed, synchronised_layers
-
-if TYPE_CHECKING:
-    from ..trace.recording import Recording
-
-
-@cache
-def is_collective(func: Any) -> bool:
-    """Tell whether an operator communicates: ``is_collective(torch.ops.aten.add.Tensor)`` is False."""
-    return func.namespace in ("c10d", "_c10d_functional")
 
 
 class Across:
@@ -57,7 +49,6 @@ class Across:
 
     Attributes:
         ranks: those over which gradients are averaged.
-        now: the ranks over which a BatchNorm in training mode normalises; None: this one alone.
         ending: the program has come to the end of the block, so that all collectives are recorded.
     """
 
@@ -65,14 +56,14 @@ class Across:
         self, models: Sequence[nn.Module], modules: Iterable[nn.Module], group: Any, device: torch.device
     ) -> None:
         self.ranks = find_ranks(models, group)
-        self.now = self.ranks if group is not None and self.ranks.shared else None
+        self._now = self.ranks if group is not None and self.ranks.shared else None
         # The user's own `no_sync` says that the gradients are reduced later.
         self._reduces = self.ranks.shared and all(w.require_backward_grad_sync for w in self.ranks.wrappers)
         self.ending = False
         self._device = device
         self._layers = synchronised_layers(modules)
-        self._groups = _different([*map(self.group_of, self._layers), self.ranks])
-        self._recording: weakref.ref[Recording] | None = None
+        self._groups = _different([*map(self._group_of, self._layers), self.ranks])
+        self._recording: weakref.ref[Recorder] | None = None
         self._last: Value | None = None
         self._totals: weakref.WeakKeyDictionary[Value, tuple[Ranks, Value]] = weakref.WeakKeyDictionary()
         # Without gradients a block may well be one rank's alone (a validation).
@@ -80,8 +71,22 @@ class Across:
         self._pending: deque[Callable[[], object]] = deque()
         self._issuing = False
 
-    def group_of(self, layer: nn.SyncBatchNorm) -> Ranks:
-        """Return the ranks of a layer."""
+    @property
+    def normalises(self) -> bool:
+        """A BatchNorm in training mode is over ranks."""
+        return self._now is not None
+
+    @contextmanager
+    def over(self, layer: nn.SyncBatchNorm) -> Iterator[None]:
+        """Normalise over the ranks of a layer, for as long as the context lasts."""
+        before, ranks = self._now, self._group_of(layer)
+        self._now = ranks if ranks.shared else None
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def _group_of(self, layer: nn.SyncBatchNorm) -> Ranks:
         if not dist.is_available() or not dist.is_initialized():
             return Ranks(())
         return Ranks((), layer.process_group or dist.group.WORLD, self._device)
@@ -103,7 +108,7 @@ class Across:
 
     # -- statistics -----------------------------------------------------------------------------------------
 
-    def layout_of(self, recording: Recording, value: Value) -> Layout | None:
+    def layout_of(self, recording: Recorder, value: Value) -> Layout | None:
         """Return how to cut what a BatchNorm over ranks reads; None for an InstanceNorm.
 
         Raises:
@@ -120,7 +125,7 @@ class Across:
 
     def statistics(
         self,
-        recording: Recording,
+        recording: Recorder,
         x: Operand,
         moments: Callable[[Part, list[Tensor]], Any],
         form: tuple[int, torch.dtype],
@@ -135,7 +140,7 @@ class Across:
             form: number of channels, and dtype of the statistics.
             eps: of the layer.
         """
-        ranks, (channels, dtype) = self.now, form
+        ranks, (channels, dtype) = self._now, form
         assert ranks is not None
 
         def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
@@ -163,7 +168,7 @@ class Across:
         self._totals[found[0]] = ranks, count
         return found
 
-    def layout_back(self, recording: Recording, value: Value, mean: Value) -> Layout | None:
+    def layout_back(self, recording: Recorder, value: Value, mean: Value) -> Layout | None:
         """Return the same for its backward; None if it was not over ranks."""
         return self.layout_of(recording, value) if self.spans(mean) else None
 
@@ -171,7 +176,7 @@ class Across:
         """Return whether a mean that a BatchNorm normalises with is over ranks."""
         return mean in self._totals
 
-    def summed(self, recording: Recording, mean: Value, mine: Value) -> Value:
+    def summed(self, recording: Recorder, mean: Value, mine: Value) -> Value:
         """Return a flat value summed over the ranks that a mean is over."""
         ranks, _ = self._totals[mean]
         size, dtype = len(mine.meta), mine.meta.dtype
@@ -182,7 +187,7 @@ class Across:
         self._pending.append(lambda: ranks.sum_tensor(self._nothing(size, dtype)))
         return self._collective(recording, "sum over ranks", [mine], reduce, [mine.meta])[0]
 
-    def sums(self, recording: Recording, mean: Value, sums: list[Value], count: int) -> list[Value]:
+    def sums(self, recording: Recorder, mean: Value, sums: list[Value], count: int) -> list[Value]:
         """Return what the sums of a backward are over all ranks, for the count of this one.
 
         Args:
@@ -226,7 +231,7 @@ class Across:
 
     def _collective(
         self,
-        recording: Recording,
+        recording: Recorder,
         name: str,
         values: list[Value],
         run: Callable[[Part, list[Tensor]], Any],
@@ -263,12 +268,12 @@ class Across:
 
     # -- the program's own collectives ----------------------------------------------------------------------
 
-    def user_collective(self, recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def user_collective(self, recording: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Do a collective that the program calls, on numbers; what it writes is whole afterwards."""
         if self._issuing:
             return func(*args, **kwargs)
         self.catch_up()
-        recording.settle_writes(_flat(args))
+        recording.settle_writes(collectives.flat(args))
         with self._issued():
             self.agree()
         real: dict[int, tuple[VirtualTensor, Tensor]] = {}
@@ -286,11 +291,11 @@ class Across:
         with self._issued():
             result = func(*map(number, args), **{name: number(arg) for name, arg in kwargs.items()})
             if real:
-                result = _waited(result)
+                result = collectives.waited(result)
         for item, tensor in real.values():
-            if _is_written(item, func, args):
+            if collectives.is_written(item, func, args):
                 assign(recording, item, recording.given(tensor))
-        return _shown(recording, func, args, result) if real else result
+        return collectives.shown(recording, func, args, result) if real else result
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -355,42 +360,3 @@ def _different(all_ranks: Iterable[Ranks]) -> list[Ranks]:
     """Those with several ranks, each group once, the last of them last."""
     shared = {id(ranks.group): ranks for ranks in reversed(list(all_ranks)) if ranks.shared}
     return list(reversed(shared.values()))
-
-
-def _shown(recording: Recording, func: Any, args: Any, result: Any) -> Any:
-    """What the program gets of a collective: the tensors that it gave to be written, or new ones."""
-    if func.namespace == "c10d":
-        return (args[0], result[-1]) if isinstance(result, (list, tuple)) else result
-    return mapped(result, lambda tensor: recording.show(recording.given(tensor)))
-
-
-def _is_written(item: VirtualTensor, func: Any, args: Any) -> bool:
-    written = [
-        arg
-        for arg, told in zip(args, func._schema.arguments, strict=False)
-        # Lists of lists of tensors come without a mark: outputs are named so, and come first.
-        if (told.alias_info is not None and told.alias_info.is_write)
-        or told.name in ("output_tensors", "outputs", "output", "output_tensor", "tensors")
-    ]
-    return any(found is item for found in _flat(written))
-
-
-def _flat(items: Any) -> Iterator[Any]:
-    for item in items if isinstance(items, (list, tuple)) else [items]:
-        if isinstance(item, (list, tuple)):
-            yield from _flat(item)
-        else:
-            yield item
-
-
-def _waited(result: Any) -> Any:
-    """Return what a collective returned, once its numbers can be read."""
-    items = result if isinstance(result, (list, tuple)) else [result]
-    for item in items:
-        if isinstance(item, Tensor):
-            torch.ops._c10d_functional.wait_tensor(item)
-        elif isinstance(item, torch.ScriptObject):
-            from torch._C import _distributed_c10d as c10d  # is not there in builds without distributed
-
-            c10d.Work.unbox(item).wait()  # pyright: ignore[reportAttributeAccessIssue]  (not in torch's stubs)
-    return result

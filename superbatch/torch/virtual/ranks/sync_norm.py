@@ -79,15 +79,11 @@ class _Forward:
             if momentum is None:  # the mean of all updates so far
                 momentum = 1.0 / float(layer.num_batches_tracked)
         running = (layer.running_mean, layer.running_var) if layer.track_running_stats else (None, None)
-        ranks = across.group_of(layer)
-        before, across.now = across.now, ranks if ranks.shared else None
-        try:
+        with across.over(layer):
             # Not `nn.functional.batch_norm`, which refuses a rank with one value per channel.
             return torch.batch_norm(
                 input, layer.weight, layer.bias, *running, True, momentum or 0.0, layer.eps, False
             )
-        finally:
-            across.now = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the forward of the copied layer."""

@@ -13,7 +13,7 @@ from ..ir.calls import Call, Recipe, filled
 from ..ir.layout import Layout, Part, sized
 from ..ir.reductions import Joined
 from ..ir.values import Operand, Value
-from ..trace.told_sizes import backward_of_a_view, expanded
+from .told_sizes import backward_of_a_view, expanded
 
 aten: Any = torch.ops.aten
 

@@ -9,28 +9,13 @@ done so from the start; the rest where memory on the device is short, and nothin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from ..ir.calls import substituted
 from ..ir.layout import Layout
-from ..ir.values import Action, Node, Operand, Value, going_back
+from ..ir.values import ByRows, Node, Operand, Value, going_back
 from .memo import Form, Template, template
-
-
-class ByRows(NamedTuple):
-    """How an operation on whole values is done for the rows of a micro-batch.
-
-    Attributes:
-        action: what it does then.
-        operands: what it reads then.
-        larger: whether its results are much larger than what it cuts.
-    """
-
-    action: Action
-    operands: tuple[Operand, ...]
-    larger: bool
 
 
 def by_rows(form: Form) -> ByRows | None:

@@ -20,9 +20,9 @@ from superbatch.torch.memory.out_of_memory import out_of_memory
 from ..ir.calls import Call, Path, Recipe, filled, results, substituted
 from ..ir.layout import Layout
 from ..ir.values import Action, Operand, Value
+from ..rules.decompositions import AT_ONCE, decomposition
 from ..rules.lookup import draws, find
 from ..rules.shape_rules import LIKES
-from ..trace import composites
 
 
 class About(NamedTuple):
@@ -42,7 +42,7 @@ class About(NamedTuple):
 @cache
 def about(func: Any) -> About:
     """Return what an operator is."""
-    return About(func in composites.AT_ONCE, func.overloadpacket in LIKES, draws(func))
+    return About(func in AT_ONCE, func.overloadpacket in LIKES, draws(func))
 
 
 class Template(NamedTuple):
@@ -184,7 +184,7 @@ def _with_stand_ins(form: Form) -> Call:
 def _made(call: Call) -> Template | None:
     recipe = find(call)
     batch = any(value.layout is not None for value in call.tensors)
-    if recipe is None and batch and composites.decomposition(call.func) is not None:
+    if recipe is None and batch and decomposition(call.func) is not None:
         return None
     try:
         metas = results(call, recipe)

@@ -13,12 +13,12 @@ from superbatch.errors import WindowError, explain
 
 from ..ir.conjugates import conjugates_seen
 from ..ir.layout import Layout, Part, cut
-from ..ir.log import Log
 from ..ir.readings import memory_of
 from ..ir.values import Node, Reduction, Value
 from .ahead import Ahead
 from .carried import Carried, worth_carrying
 from .instructions import Instruction, Load, More, filled
+from .log import Log
 from .plan import Plan
 from .store import Kept, Store
 from .wholes import Wholes

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ir.log import Log
 from ..ir.values import Node, Value, going_back
 from .growth import mark_growth, values_of
+from .log import Log
 from .memo import Form
 from .store import Held, Store
 

@@ -8,18 +8,15 @@ again when they are read.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from superbatch.errors import WindowError, explain
 
+from ..ir.recorder import Recorder
 from ..ir.values import Value
 from .tensor import Storage, ViewStep, VirtualTensor
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 aten: Any = torch.ops.aten
 
@@ -88,7 +85,7 @@ _RESHAPES = {
 }
 
 
-def _put_back(recording: Recording, step: ViewStep, base: Value, new: Value) -> Value:
+def _put_back(recording: Recorder, step: ViewStep, base: Value, new: Value) -> Value:
     """Return the base of a view after the view was written.
 
     Args:
@@ -123,7 +120,7 @@ def _put_back(recording: Recording, step: ViewStep, base: Value, new: Value) -> 
     )
 
 
-def current(recording: Recording, tensor: VirtualTensor) -> Value:
+def current(recording: Recorder, tensor: VirtualTensor) -> Value:
     """Return the value of a tensor, after what was written into what it shares memory with."""
     storage = tensor._storage
     if tensor._seen != storage.version:
@@ -136,7 +133,7 @@ def current(recording: Recording, tensor: VirtualTensor) -> Value:
 
 
 def view(
-    recording: Recording, base: VirtualTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recording: Recorder, base: VirtualTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return a view of a tensor."""
     if base._recording is not recording:
@@ -149,7 +146,7 @@ def view(
     return VirtualTensor(recording, value, base._storage, steps)
 
 
-def _adopt(recording: Recording, target: VirtualTensor, value: Value) -> None:
+def _adopt(recording: Recorder, target: VirtualTensor, value: Value) -> None:
     """Take over a tensor of another block, such as a momentum that an optimizer made there."""
     if target._steps:
         raise WindowError(
@@ -164,31 +161,7 @@ def _adopt(recording: Recording, target: VirtualTensor, value: Value) -> None:
     recording.watch(target._handle)
 
 
-def become(target: VirtualTensor, other: Tensor) -> None:
-    """Let a tensor be another from now on, as ``target.data = other`` does: what it was a view of stays.
-
-    Raises:
-        WindowError: its shape or dtype is another.
-    """
-    if (other.shape, other.dtype) != (target.shape, target.dtype):
-        raise WindowError(
-            explain(
-                f".data = a tensor of shape {tuple(other.shape)}, {other.dtype}",
-                f"the tensor of the virtual batch is of shape {tuple(target.shape)}, {target.dtype}",
-                "use a new variable for it",
-            )
-        )
-    recording = target._recording
-    if isinstance(other, VirtualTensor) and other._recording is recording:
-        target._storage, target._steps = other._storage, other._steps
-        target._handle, target._seen = other._handle, other._seen
-    else:
-        handle = recording.value(other).handle()
-        target._storage, target._steps, target._handle, target._seen = Storage(handle), (), handle, 0
-        recording.watch(handle)
-
-
-def assign(recording: Recording, target: VirtualTensor, value: Value) -> None:
+def assign(recording: Recorder, target: VirtualTensor, value: Value) -> None:
     """Write a value into a tensor, and so into all that share its memory."""
     if value.meta.shape != target.shape:
         value = recording.compute(aten.expand.default, (value, list(target.shape)), {})

@@ -14,19 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ir.calls import Recipe, blank
 from ..ir.layout import Layout, Part
+from ..ir.recorder import Recorder
 from ..ir.reductions import First, Moments
 from ..ir.strides import with_canonical_strides
 from ..ir.values import Operand, Run, Value
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 aten: Any = torch.ops.aten
 # `_op`: without the frame of Python around each call.
@@ -34,7 +32,7 @@ _kernel = with_canonical_strides(aten.native_batch_norm.default._op)
 _backward_kernel = with_canonical_strides(aten.native_batch_norm_backward.default._op)
 
 
-def _given(recording: Recording, tensor: Any) -> Value | None:
+def _given(recording: Recorder, tensor: Any) -> Value | None:
     return None if tensor is None else recording.value(tensor)
 
 
@@ -60,7 +58,7 @@ def _layout_of(value: Value) -> Layout | None:
 
 
 def forward(
-    recording: Recording,
+    recording: Recorder,
     x: Any,
     weight: Any,
     bias: Any,
@@ -75,7 +73,7 @@ def forward(
     layout = _layout_of(value)
     affine = [_given(recording, weight), _given(recording, bias)]
     across = recording.across
-    if across is not None and across.now is not None and training:
+    if across is not None and across.normalises and training:
         layout = layout or across.layout_of(recording, value)
     if layout is None or any(v is not None and v.layout is not None for v in affine):
         return _elsewhere(recording, x, (weight, bias, running_mean, running_var, training, momentum, eps))
@@ -114,7 +112,7 @@ def _normalised(places: tuple[int | None, ...], eps: float) -> Run:
 
 
 def _statistics(
-    recording: Recording, value: Value, layout: Layout, weight: Value | None, eps: float
+    recording: Recorder, value: Value, layout: Layout, weight: Value | None, eps: float
 ) -> list[Value]:
     """Mean, 1 / standard deviation, biased and unbiased variance, for each channel."""
     channels = value.meta.shape[1]
@@ -123,7 +121,7 @@ def _statistics(
         dtype = torch.float32
     moments = _moments(dtype)
     across = recording.across
-    if across is not None and across.now is not None:
+    if across is not None and across.normalises:
         return across.statistics(recording, Operand(value, layout), moments, (channels, dtype), eps)
 
     def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
@@ -159,7 +157,7 @@ def _by_channel(x: Tensor) -> Tensor:
     return (x.flatten(2).sum(2) if x.dim() > 2 else x).sum(0)
 
 
-def _update(recording: Recording, buffer: Tensor, value: Value, momentum: float) -> None:
+def _update(recording: Recorder, buffer: Tensor, value: Value, momentum: float) -> None:
     """Move a running statistic: one operation, for each operator of the formula takes a recording."""
     old, dtype = recording.given(buffer), buffer.dtype
 
@@ -172,7 +170,7 @@ def _update(recording: Recording, buffer: Tensor, value: Value, momentum: float)
 
 
 def backward(
-    recording: Recording,
+    recording: Recorder,
     grad: Any,
     x: Any,
     weight: Any,
@@ -235,7 +233,7 @@ def _sums(places: tuple[int | None, ...], eps: float) -> Run:
 
 
 def _input_gradient(
-    recording: Recording, inputs: list[Operand], weight: Value | None, whole: list[Value], layout: Layout
+    recording: Recorder, inputs: list[Operand], weight: Value | None, whole: list[Value], layout: Layout
 ) -> Value:
     value = inputs[1].value
     count = value.meta.numel() // max(value.meta.shape[1], 1)
@@ -268,7 +266,7 @@ def _gradient(part: Part, tensors: list[Tensor]) -> Tensor:
 # -- samples among the channels (InstanceNorm), or anywhere else ---------------------------------------------
 
 
-def _elsewhere(recording: Recording, x: Any, rest: tuple[Any, ...]) -> Any:
+def _elsewhere(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
     weight, bias, running_mean, _, training, _, eps = rest
     value = recording.value(x)
     channels = [_given(recording, t) for t in (weight, bias)]
@@ -293,7 +291,7 @@ def _elsewhere(recording: Recording, x: Any, rest: tuple[Any, ...]) -> Any:
     return recording.shown(recording.add("instance_norm", recipe, [value.meta, stat, stat]))
 
 
-def _at_once(recording: Recording, x: Any, rest: tuple[Any, ...]) -> Any:
+def _at_once(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
     """On the whole tensor, by the form that returns the running statistics, and does not write them."""
     out, mean, invstd, new_mean, new_var = aten._native_batch_norm_legit_functional(x, *rest)
     recording.write_later(rest[2], recording.value(new_mean))
@@ -301,7 +299,7 @@ def _at_once(recording: Recording, x: Any, rest: tuple[Any, ...]) -> Any:
     return out, mean, invstd
 
 
-def _elsewhere_backward(recording: Recording, grad: Any, x: Any, rest: tuple[Any, ...]) -> Any:
+def _elsewhere_backward(recording: Recorder, grad: Any, x: Any, rest: tuple[Any, ...]) -> Any:
     weight, running_mean, _, save_mean, save_invstd, training, eps, mask = rest
     value, given = recording.value(x), recording.value(grad)
     layout = value.layout or given.layout
@@ -328,7 +326,7 @@ def _elsewhere_backward(recording: Recording, grad: Any, x: Any, rest: tuple[Any
 
 
 def cudnn_forward(
-    recording: Recording,
+    recording: Recorder,
     x: Any,
     weight: Any,
     bias: Any,
@@ -346,7 +344,7 @@ def cudnn_forward(
 
 
 def cudnn_backward(
-    recording: Recording,
+    recording: Recorder,
     x: Any,
     grad: Any,
     weight: Any,

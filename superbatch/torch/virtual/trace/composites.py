@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,25 +14,24 @@ from superbatch.torch.memory.out_of_memory import out_of_memory
 
 from ..ir.calls import Call, mapped, substituted
 from ..ir.layout import Layout
+from ..ir.recorder import Recorder
+from ..rules.decompositions import decomposition
 from . import batch_norm, indexing, recurrent
 from .aliases import view
 from .paranoia import WrongRuleError
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 aten: Any = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _layout(recording: Recording, tensor: Any) -> Layout | None:
+def _layout(recording: Recorder, tensor: Any) -> Layout | None:
     return recording.value(tensor).layout if isinstance(tensor, Tensor) else None
 
 
 # -- means --------------------------------------------------------------------------------------------------
 
 
-def _mean(recording: Recording, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _mean(recording: Recorder, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """A mean over samples is their sum, divided once by the number of all."""
     count = x.dim()
     dims = (
@@ -50,7 +49,7 @@ def _mean(recording: Recording, x: Any, dim: Any = None, keepdim: bool = False, 
 
 
 def _nll_loss_forward(
-    recording: Recording, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
+    recording: Recorder, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> Any:
     """A mean over samples is the sum of losses, divided once by the sum of weights.
 
@@ -74,7 +73,7 @@ def _nll_loss_forward(
 # -- lists of views -----------------------------------------------------------------------------------------
 
 
-def _slices(recording: Recording, x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
+def _slices(recording: Recorder, x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [
         view(recording, x, aten.slice.Tensor, (dim, start, start + size), {})
@@ -82,16 +81,16 @@ def _slices(recording: Recording, x: Any, sizes: Sequence[int], dim: int) -> lis
     ]
 
 
-def _split(recording: Recording, x: Any, size: int, dim: int = 0) -> list[Any]:
+def _split(recording: Recorder, x: Any, size: int, dim: int = 0) -> list[Any]:
     rows = x.shape[dim]
     return _slices(recording, x, [min(size, rows - start) for start in range(0, rows, size)] or [0], dim)
 
 
-def _split_with_sizes(recording: Recording, x: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+def _split_with_sizes(recording: Recorder, x: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     return _slices(recording, x, sizes, dim)
 
 
-def _unbind(recording: Recording, x: Any, dim: int = 0) -> list[Any]:
+def _unbind(recording: Recorder, x: Any, dim: int = 0) -> list[Any]:
     return [view(recording, x, aten.select.int, (dim, index), {}) for index in range(x.shape[dim])]
 
 
@@ -119,50 +118,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 }
 
 
-# Their results are read by what looks at memory itself.
-# Recurrent kernels keep a form of their own for their backward, which leaves out what nobody wants.
-AT_ONCE = {
-    aten._cudnn_rnn.default,
-    aten._cudnn_rnn_backward.default,
-    aten._pack_padded_sequence.default,
-    aten.mkldnn_rnn_layer.default,
-    aten.mkldnn_rnn_layer_backward.default,
-}
-
-# Decompositions that put many small operations, or another order of random numbers, in the place of one; that
-# of a view forgets the shape of what is empty.
-_WHOLE = {
-    aten.native_batch_norm,
-    aten.index_put,
-    aten.embedding_dense_backward,
-    aten.native_dropout,
-    aten.cumprod,
-    aten.cumsum,
-    aten.logcumsumexp,
-    aten.view,
-}
-
-
-@cache
-def decomposition(func: Any) -> Callable[..., Any] | None:
-    """Return torch's own decomposition of an operator into simpler ones, if there is one.
-
-    None of an operator with several results: the others are what its kernel keeps for its backward, in a form
-    of its own, and a decomposition may give another.
-    """
-    if func.overloadpacket in _WHOLE or len(func._schema.returns) > 1:
-        return None
-    from torch._decomp import decomposition_table  # loads sympy: only where it is needed
-
-    return decomposition_table.get(func)
-
-
-def is_composite(func: Any) -> bool:
-    """Whether torch defines the operator by others alone."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-def attempt(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def attempt(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation as several, if it is one of these here; else return NotImplemented."""
     composite = found(func)
     if composite is None:
@@ -178,7 +134,7 @@ def found(func: Any) -> Callable[..., Any] | None:
     return COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
 
 
-def decomposed(recording: Recording, call: Call) -> Any:
+def decomposed(recording: Recorder, call: Call) -> Any:
     """Do an operation by torch's own decomposition; NotImplemented if there is none that works."""
     simpler = decomposition(call.func)
     if simpler is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch.utils._mode_utils import no_dispatch
 from superbatch.errors import WindowError, explain
 
 from ..ir.calls import mapped, written_by
+from ..ir.recorder import Recorder
 from ..ir.values import Value
+from ..rules.decompositions import is_composite
 from ..run.memo import Form
 from . import composites
 from .aliases import assign, current, functional_of, view, with_defaults
@@ -22,20 +24,17 @@ from .randomness import drawn_as_the_batch
 from .tensor import VirtualTensor
 from .unsupported import REFUSED
 
-if TYPE_CHECKING:
-    from .recording import Recording
-
 aten: Any = torch.ops.aten
 
 
-def dispatch(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation of which an argument is a virtual tensor."""
     if recording.paranoid and recording.open:
         return held(recording, func, args, kwargs, _done)
     return _done(recording, func, args, kwargs)
 
 
-def _done(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _done(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not recording.open:
         return _with_numbers(recording, func, args, kwargs)
     if torch.is_inference_mode_enabled():
@@ -72,10 +71,10 @@ class _Kind(NamedTuple):
 def _kind_of(func: Any) -> _Kind:
     answer = _ANSWERS.get(func, composites.LISTS.get(func))
     several = composites.found(func) is not None
-    return _Kind(answer, composites.is_composite(func), func._schema.is_mutable, func.is_view, several)
+    return _Kind(answer, is_composite(func), func._schema.is_mutable, func.is_view, several)
 
 
-def _with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any, given: Any = None) -> Any:
+def _with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any, given: Any = None) -> Any:
     """Run an operation on real tensors: `given` ones by the id of the virtual tensor, or their numbers."""
 
     def one(item: Any) -> Any:
@@ -92,7 +91,7 @@ def _with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any, given
 # -- writing in place ---------------------------------------------------------------------------------------
 
 
-def _write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     functional, target = functional_of(func), args[0] if args else None
     if functional is None or not isinstance(target, VirtualTensor) or "out" in kwargs:
         return _write_with_numbers(recording, func, args, kwargs)
@@ -112,7 +111,7 @@ def _write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[
     return target
 
 
-def _reshape(recording: Recording, func: Any, functional: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def _reshape(recording: Recorder, func: Any, functional: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """`squeeze_`, `t_` and the like: the same memory in another shape."""
     target: VirtualTensor = args[0]
     other = view(recording, target, functional, args[1:], kwargs)
@@ -122,7 +121,7 @@ def _reshape(recording: Recording, func: Any, functional: Any, args: tuple[Any, 
     return target
 
 
-def _write_with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any) -> Any:
+def _write_with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any) -> Any:
     """Write into real tensors, or several at once, or in a way that has no other form."""
     written = written_by(func, args, kwargs)
     for arg in (*args, *kwargs.values()):
@@ -152,15 +151,15 @@ def _write_with_numbers(recording: Recording, func: Any, args: Any, kwargs: Any)
 # -- numbers ------------------------------------------------------------------------------------------------
 
 
-def _number(recording: Recording, tensor: Tensor) -> Any:
+def _number(recording: Recorder, tensor: Tensor) -> Any:
     return recording.numbers(tensor).item()
 
 
-def _equal(recording: Recording, first: Tensor, second: Tensor) -> bool:
+def _equal(recording: Recorder, first: Tensor, second: Tensor) -> bool:
     return torch.equal(recording.numbers(first), recording.numbers(second))
 
 
-def _refuse_memory(recording: Recording, *args: Any, **kwargs: Any) -> Any:
+def _refuse_memory(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     raise WindowError(
         explain(
             "an operation that changes the memory of a tensor of the virtual batch",

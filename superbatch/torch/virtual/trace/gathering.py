@@ -11,9 +11,9 @@ from torch import Tensor
 from superbatch.results.coupling import Meeting
 
 from ..ir.layout import Part
-from ..ir.log import Log
 from ..ir.reductions import Joined
 from ..ir.values import Action, Node, Operand, Value
+from ..run.log import Log
 
 aten: Any = torch.ops.aten
 

@@ -8,23 +8,20 @@ own operation runs on whole tensors, and what the program sees afterwards is com
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ir.calls import mapped
 from ..ir.conjugates import conjugates_seen
+from ..ir.recorder import Recorder
 from ..ir.references import REFERENCES, arguments_by_name, dropped
 from ..ir.values import Value
-from ..ranks import reference as ranks_reference
-from . import composites
+from . import composites, ranks_reference
 from .aliases import current
 from .paranoia import compare
 from .tensor import VirtualTensor
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 Do = Callable[..., Any]  # (recording, operator, args, kwargs)
 aten: Any = torch.ops.aten
@@ -32,7 +29,7 @@ _BATCH_NORM = {aten.native_batch_norm, aten.cudnn_batch_norm}
 _BATCH_NORM_BACKWARD = {aten.native_batch_norm_backward, aten.cudnn_batch_norm_backward}
 
 
-def held(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], do: Do) -> Any:
+def held(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], do: Do) -> Any:
     """Do an operation, and hold what comes of it against the same on whole tensors.
 
     Raises:
@@ -68,7 +65,7 @@ def _running(told: dict[str, Any]) -> list[str]:
 
 
 def _over_ranks(
-    recording: Recording, func: Any, args: tuple[Any, ...], told: dict[str, Any], ours: list[Any]
+    recording: Recorder, func: Any, args: tuple[Any, ...], told: dict[str, Any], ours: list[Any]
 ) -> list[Any] | None:
     """Return the results of a BatchNorm over ranks; None of any other operation."""
     across, packet = recording.across, func.overloadpacket
@@ -87,7 +84,7 @@ def _flat(results: Any) -> list[Any]:
     return [part for item in items for part in (_flat(item) if isinstance(item, (list, tuple)) else [item])]
 
 
-def _whole(recording: Recording, given: tuple[Any, Any]) -> tuple[list[Value], list[Tensor], tuple[Any, Any]]:
+def _whole(recording: Recorder, given: tuple[Any, Any]) -> tuple[list[Value], list[Tensor], tuple[Any, Any]]:
     """Return the values, their numbers, and the arguments with copies of these."""
     values: list[Value] = []
     for arg in (*given[0], *given[1].values()):
@@ -105,7 +102,7 @@ def _whole(recording: Recording, given: tuple[Any, Any]) -> tuple[list[Value], l
 
 
 def _compare(
-    recording: Recording, func: Any, values: list[Value], inputs: list[Tensor], ours: Any, expected: Any
+    recording: Recorder, func: Any, values: list[Value], inputs: list[Tensor], ours: Any, expected: Any
 ) -> None:
     # Statistics of 16-bit numbers are kept in float32 here; not all kernels do so.
     cast = [
@@ -115,7 +112,7 @@ def _compare(
     compare(recording, func, values, inputs, ours, cast)
 
 
-def _held_dropout(recording: Recording, func: Any, args: Any, kwargs: Any, do: Do) -> Any:
+def _held_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do) -> Any:
     """Hold what was dropped against the mask that came with it."""
     given = recording.values(args, kwargs)
     results = do(recording, func, args, kwargs)
@@ -131,7 +128,7 @@ def _held_dropout(recording: Recording, func: Any, args: Any, kwargs: Any, do: D
 # -- writing in place ---------------------------------------------------------------------------------------
 
 
-def _held_write(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: Any, do: Do) -> Any:
+def _held_write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any, do: Do) -> Any:
     """Hold a tensor that was written, and what it is a view of."""
     target = args[0] if args else None
     written = isinstance(target, VirtualTensor) and target._recording is recording and "out" not in kwargs

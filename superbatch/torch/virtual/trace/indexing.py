@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .recording import Recording
+from ..ir.recorder import Recorder
 
 
-def index(recording: Recording, x: Any, indices: Sequence[Any]) -> Any:
+def index(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
     """``x[indices]``, where each sample is read by itself; else NotImplemented."""
     if not _by_sample(recording, x) or not indices:
         return NotImplemented
@@ -31,7 +30,7 @@ def index(recording: Recording, x: Any, indices: Sequence[Any]) -> Any:
 
 
 def index_put(
-    recording: Recording, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
+    recording: Recorder, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Any:
     """Write, or add, where `index` would read."""
     if not _by_sample(recording, x) or not indices or recording.value(values).meta.dtype != x.dtype:
@@ -54,13 +53,13 @@ def index_put(
     return write(1, place, values).reshape(x.shape)
 
 
-def _by_sample(recording: Recording, x: Any) -> bool:
+def _by_sample(recording: Recorder, x: Any) -> bool:
     """Whether each row is one sample."""
     layout = recording.value(x).layout
     return layout is not None and tuple(layout) == (0, 1, 1)
 
 
-def _one_of_each(recording: Recording, x: Any, indices: Sequence[Any]) -> Any:
+def _one_of_each(recording: Recorder, x: Any, indices: Sequence[Any]) -> Any:
     """Of ``x[arange(N), a, b, ...]``: where to gather along the flattened other dimensions; else None."""
     first = indices[0]
     if len(indices) < 2 or any(item is None or item.dim() != 1 or _is_mask(item) for item in indices):
@@ -81,7 +80,7 @@ def _flat(x: Any, count: int) -> Any:
     return x.reshape(x.shape[0], math.prod(x.shape[1:count]), *x.shape[count:])
 
 
-def _one_of_features(recording: Recording, x: Any, indices: Sequence[Any]) -> tuple[int, Tensor] | None:
+def _one_of_features(recording: Recorder, x: Any, indices: Sequence[Any]) -> tuple[int, Tensor] | None:
     """Of ``x[:, index]`` with one index that is whole: its dimension, and the index."""
     told = [(dim, item) for dim, item in enumerate(indices) if item is not None]
     if len(told) != 1:

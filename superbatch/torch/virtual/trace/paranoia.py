@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,9 @@ from superbatch.torch.devices import in_float64
 from ..ir.calls import Call, filled, substituted
 from ..ir.conjugates import conjugates_seen
 from ..ir.layout import Part
+from ..ir.recorder import Recorder
 from ..ir.references import REFERENCES, arguments_by_name
 from ..ir.values import Value
-
-if TYPE_CHECKING:
-    from .recording import Recording
-
 
 # What is in new memory is arbitrary: for the comparison it is zero.
 DEFINED: dict[Any, Any] = {
@@ -44,7 +41,7 @@ class WrongRuleError(SuperbatchError, AssertionError):
     """An operation on micro-batches gave something else than on the whole batch."""
 
 
-def check(recording: Recording, call: Call, results: Any) -> None:
+def check(recording: Recorder, call: Call, results: Any) -> None:
     """Do the call on whole tensors, and compare.
 
     Raises:
@@ -63,7 +60,7 @@ def check(recording: Recording, call: Call, results: Any) -> None:
 
 
 def compare(
-    recording: Recording,
+    recording: Recorder,
     func: Any,
     values: Sequence[Value],
     inputs: list[Tensor],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,13 +12,11 @@ from superbatch.torch.devices import seeded
 
 from ..ir.calls import Call, Recipe, empty_like, mapped, shapes, substituted
 from ..ir.layout import Part
+from ..ir.recorder import Recorder
 from ..ir.values import Value
 from ..rules.attention_rules import BACKWARD, DROPPED, Seeded, with_dropout
 from ..rules.lookup import elementwise
 from .aliases import functional_of
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 aten: Any = torch.ops.aten
 
@@ -97,7 +95,7 @@ _SHAPE_ALONE = {
 }
 
 
-def drawn_as_the_batch(recording: Recording, call: Call) -> Any:
+def drawn_as_the_batch(recording: Recorder, call: Call) -> Any:
     """Draw the numbers of the real large batch, in tensors with its strides, and keep them.
 
     Returns:

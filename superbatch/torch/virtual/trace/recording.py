@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,14 +16,15 @@ from superbatch.torch.memory.out_of_memory import out_of_memory
 from ..ir.calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results
 from ..ir.conjugates import conjugates_seen
 from ..ir.layout import Layout, Part, parts_of
-from ..ir.log import Log
 from ..ir.readings import Readings
+from ..ir.recorder import RankSums
 from ..ir.values import Action, Handle, Node, Operand, Value
 from ..ir.writes import Writes
 from ..rules.lookup import find
 from ..run.auto_size import microbatch_size
 from ..run.by_rows import by_rows
 from ..run.growth import may_grow
+from ..run.log import Log
 from ..run.memo import Form, Template, about, action, template
 from ..run.plan import plan
 from ..run.store import Store
@@ -31,14 +32,12 @@ from ..run.sweep import run, unchanged
 from ..run.wholes import mark
 from . import composites, paranoia
 from .aliases import current
+from .dispatch import dispatch
 from .gathering import ASKED, gather
 from .leaves import Leaves
 from .randomness import Randomness, drawn_as_the_batch
+from .spreading import spread
 from .tensor import VirtualTensor, refuse_hollow
-from .told_sizes import spread
-
-if TYPE_CHECKING:
-    from ..ranks.reducer import Across
 
 aten: Any = torch.ops.aten
 _SMALL = 4096  # elements; copied when used, so that they may be written afterwards
@@ -89,13 +88,17 @@ class Recording:
         self.compile = compile
         self.open, self.ending = True, False
         self.leaves = Leaves()
-        self.across: Across | None = None
+        self.across: RankSums | None = None
         self._shown: list[weakref.ref[Handle]] = []
         self._writes = Writes()
         self.readings = Readings()
         self._uneven: dict[torch.Size, Layout] = {}  # by shape, of values with more than a row for a sample
 
     # -- recording --------------------------------------------------------------------------------------
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation of which an argument is a virtual tensor."""
+        return dispatch(self, func, args, kwargs)
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operation on values, and return the values of its results."""

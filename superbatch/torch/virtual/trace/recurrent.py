@@ -8,24 +8,22 @@ whole batch at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ir.calls import Recipe, blank, blank_like
 from ..ir.layout import Layout, Part
+from ..ir.recorder import Recorder
 from ..ir.values import Operand
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 aten: Any = torch.ops.aten
 _FORWARD, _BACKWARD = aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default
 _STATES = ("hx", "cx", "grad_hy", "grad_cy")  # (layers, samples, features)
 
 
-def forward(recording: Recording, *args: Any, **kwargs: Any) -> Any:
+def forward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     """`_cudnn_rnn`: output, last states, and in the place of what it keeps, nothing."""
     told = _told(_FORWARD, args, kwargs)
     layout = _layout(recording, told)
@@ -49,7 +47,7 @@ def forward(recording: Recording, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def backward(recording: Recording, *args: Any, **kwargs: Any) -> Any:
+def backward(recording: Recorder, *args: Any, **kwargs: Any) -> Any:
     """`_cudnn_rnn_backward`: gradients of input, first states and weights."""
     told = _told(_BACKWARD, args, kwargs)
     layout = _layout(recording, told) if told["train"] else None
@@ -83,7 +81,7 @@ def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _layout(recording: Recording, told: dict[str, Any]) -> Layout | None:
+def _layout(recording: Recorder, told: dict[str, Any]) -> Layout | None:
     """Where the input has its samples, if each is for itself; else None."""
     if len(told["batch_sizes"]) or (told["dropout"] and told["train"]) or told["input"].dim() != 3:
         return None
@@ -102,7 +100,7 @@ def _layout(recording: Recording, told: dict[str, Any]) -> Layout | None:
 
 
 def _operands(
-    recording: Recording, told: dict[str, Any], names: list[str], layout: Layout
+    recording: Recorder, told: dict[str, Any], names: list[str], layout: Layout
 ) -> tuple[list[Operand], Callable[[list[Tensor]], dict[str, Any]]]:
     """What is read, and a function that puts it in the place of the arguments."""
     names = [name for name in names if told[name] is not None]
@@ -149,5 +147,5 @@ def _of_shape(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return blank(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
-def _recorded(recording: Recording, func: Any, recipe: Recipe, metas: list[Tensor | None]) -> Any:
+def _recorded(recording: Recorder, func: Any, recipe: Recipe, metas: list[Tensor | None]) -> Any:
     return recording.shown(recording.add(func, recipe, metas))

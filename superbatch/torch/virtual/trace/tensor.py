@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from superbatch.errors import WindowError, explain
 
+from ..ir.recorder import Recorder
 from ..ir.values import Handle, Value
-
-if TYPE_CHECKING:
-    from .recording import Recording
 
 
 class Storage:
@@ -55,12 +53,12 @@ class VirtualTensor(Tensor):
     _steps: tuple[ViewStep, ...]
     _handle: Handle
     _seen: int
-    _recording: Recording
+    _recording: Recorder
 
     @staticmethod
     def __new__(
         cls,
-        recording: Recording,
+        recording: Recorder,
         value: Value,
         storage: Storage | None = None,
         steps: tuple[ViewStep, ...] = (),
@@ -91,9 +89,8 @@ class VirtualTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the operation."""
-        from .dispatch import dispatch  # which needs this class
-
-        return dispatch(_recording_of(args, kwargs or {}), func, args, kwargs or {})
+        kwargs = kwargs or {}
+        return _recording_of(args, kwargs).dispatch(func, args, kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -102,9 +99,7 @@ class VirtualTensor(Tensor):
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        from .aliases import become
-
-        become(self, other)
+        _become(self, other)
 
     # What reads memory itself, below every dispatch, is given the numbers.
 
@@ -156,6 +151,30 @@ class VirtualTensor(Tensor):
         return self._recording.numbers(self).detach().__reduce_ex__(protocol)
 
 
+def _become(target: VirtualTensor, other: Tensor) -> None:
+    """Let a tensor be another from now on, as ``target.data = other`` does: what it was a view of stays.
+
+    Raises:
+        WindowError: its shape or dtype is another.
+    """
+    if (other.shape, other.dtype) != (target.shape, target.dtype):
+        raise WindowError(
+            explain(
+                f".data = a tensor of shape {tuple(other.shape)}, {other.dtype}",
+                f"the tensor of the virtual batch is of shape {tuple(target.shape)}, {target.dtype}",
+                "use a new variable for it",
+            )
+        )
+    recording = target._recording
+    if isinstance(other, VirtualTensor) and other._recording is recording:
+        target._storage, target._steps = other._storage, other._steps
+        target._handle, target._seen = other._handle, other._seen
+    else:
+        handle = recording.value(other).handle()
+        target._storage, target._steps, target._handle, target._seen = Storage(handle), (), handle, 0
+        recording.watch(handle)
+
+
 def _no_memory(what: str) -> WindowError:
     return WindowError(
         explain(
@@ -193,9 +212,9 @@ def hollow_error(tensor: Tensor) -> WindowError:
     )
 
 
-def _recording_of(args: Any, kwargs: dict[str, Any]) -> Recording:
+def _recording_of(args: Any, kwargs: dict[str, Any]) -> Recorder:
     """The recording of the first virtual tensor, one that is still open if there is one."""
-    found: Recording | None = None
+    found: Recorder | None = None
     for arg in (*args, *kwargs.values()):
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(item, VirtualTensor) and (found is None or not found.open):

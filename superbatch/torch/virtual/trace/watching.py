@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..ir.calls import mapped, written_by
+from ..ir.calls import is_collective, mapped, written_by
 from ..ir.conjugates import conjugates_seen
-from ..ranks.reducer import is_collective
+from ..ir.recorder import Recorder
 from .dispatch import dispatch
 from .tensor import VirtualTensor
-
-if TYPE_CHECKING:
-    from .recording import Recording
-
 
 _VIRTUAL = (VirtualTensor,)  # the types of nearly all calls
 
@@ -30,7 +26,7 @@ class Watching(TorchDispatchMode):
     """
 
     def __init__(
-        self, recording: Callable[[], Recording | None], before: Callable[[Iterable[Tensor]], None]
+        self, recording: Callable[[], Recorder | None], before: Callable[[Iterable[Tensor]], None]
     ) -> None:
         super().__init__()
         self._recording = recording

@@ -16,9 +16,9 @@ from torch.nn.modules import module as all_modules
 from superbatch.errors import CoupledSamplesError, explain
 from superbatch.results.coupling import CouplingReport, MeetingPoint, WholeValue
 
-from ..run.plan import Plan
-from ..run.store import Store
-from .values import Node, going_back
+from ..ir.values import Node, going_back
+from .plan import Plan
+from .store import Store
 
 OnGather = Literal["ok", "warn", "error"]
 

@@ -8,20 +8,14 @@ values by shape, where they are other than one row for each sample.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ir.calls import Call, Recipe, shapes
+from ..ir.calls import Call, Recipe
 from ..ir.layout import Layout, Part, sized
 from ..ir.values import Operand
-from . import paranoia
-
-if TYPE_CHECKING:
-    from ..run.memo import Form
-    from .recording import Recording
 
 aten: Any = torch.ops.aten
 
@@ -60,29 +54,6 @@ def expanded(call: Call, like: Layout | None = None) -> Recipe | None:
         return tensors[0].expand(sized(size, output, part))
 
     return Recipe([Operand(value, value.layout)], [output], run, view=True, light=True)
-
-
-def spread(recording: Recording, form: Form, layouts: Mapping[torch.Size, Layout]) -> Any:
-    """Expand a whole value for each sample, where the samples are.
-
-    Args:
-        recording: of the block.
-        form: of `expand`.
-        layouts: of values of the block, by shape.
-
-    Returns:
-        None where it has no row for each sample, or is expanded as in every call of its form.
-    """
-    value, like = form.tensors[0], layouts.get(torch.Size(form.args[1]))
-    if value.meta is None or value.layout is not None or (value.whole is None and like is None):
-        return None
-    recipe = expanded(call := form.call(), like)
-    if recipe is None:
-        return None
-    results = recording.add(call.func, recipe, shapes(call))
-    if recording.paranoid:
-        paranoia.check(recording, call, results)
-    return results
 
 
 def backward_of_a_view(call: Call) -> Recipe | None:

@@ -5,22 +5,19 @@ The sums go over the ranks once more, as collectives of the block, so every rank
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from superbatch.torch.devices import in_float64
 
+from ..ir.recorder import RankSums, Recorder
 from ..ir.references import Given
 from ..ir.values import Value
 
-if TYPE_CHECKING:
-    from ..trace.recording import Recording
-    from .reducer import Across
 
-
-def forward(recording: Recording, across: Across, mean: Value, given: Given) -> list[Tensor]:
+def forward(recording: Recorder, across: RankSums, mean: Value, given: Given) -> list[Tensor]:
     """Return the output, mean, 1 / standard deviation and the running statistics that there are.
 
     Args:
@@ -50,7 +47,7 @@ def forward(recording: Recording, across: Across, mean: Value, given: Given) -> 
     return [found, average, invstd, *running]
 
 
-def backward(recording: Recording, across: Across, mean: Value, given: Given, *, mask: Any) -> list[Any]:
+def backward(recording: Recorder, across: RankSums, mean: Value, given: Given, *, mask: Any) -> list[Any]:
     """Return the gradients of input, weight and bias.
 
     Args:
@@ -78,7 +75,7 @@ def backward(recording: Recording, across: Across, mean: Value, given: Given, *,
 
 
 def _over(
-    recording: Recording, across: Across, mean: Value, mine: Any, *, split: bool = True
+    recording: Recorder, across: RankSums, mean: Value, mine: Any, *, split: bool = True
 ) -> list[Tensor]:
     flat = torch.stack(mine) if split else mine
     (found,) = recording.there([across.summed(recording, mean, recording.given(flat))])

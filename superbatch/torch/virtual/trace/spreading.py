@@ -1,0 +1,38 @@
+"""Expansion of a whole value, where the samples are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..ir.calls import shapes
+from ..ir.layout import Layout
+from ..ir.recorder import Recorder
+from ..rules import told_sizes
+from ..run.memo import Form
+from . import paranoia
+
+
+def spread(recording: Recorder, form: Form, layouts: Mapping[torch.Size, Layout]) -> Any:
+    """Expand a whole value for each sample, where the samples are.
+
+    Args:
+        recording: of the block.
+        form: of `expand`.
+        layouts: of values of the block, by shape.
+
+    Returns:
+        None where it has no row for each sample, or is expanded as in every call of its form.
+    """
+    value, like = form.tensors[0], layouts.get(torch.Size(form.args[1]))
+    if value.meta is None or value.layout is not None or (value.whole is None and like is None):
+        return None
+    recipe = told_sizes.expanded(call := form.call(), like)
+    if recipe is None:
+        return None
+    results = recording.add(call.func, recipe, shapes(call))
+    if recording.paranoid:
+        paranoia.check(recording, call, results)
+    return results
