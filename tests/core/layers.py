@@ -6,6 +6,9 @@ The last five are the folders of `lab`, experiments on top of the library.
 
 A file may import its own part and the parts of the layers below. Parts of one layer do not import each other:
 one backend never needs another backend, and a plot needs no recipe.
+
+Within `superbatch/torch/virtual` the folders are layers too, and no files of superbatch import each other in
+a circle. Imports count wherever they stand: in functions and under `if TYPE_CHECKING` too.
 """
 
 from __future__ import annotations
@@ -44,6 +47,31 @@ PARTS = {
     "studies": _part(4, "torch", "jax", "optax", "tensorflow", "keras", "numpy", "scipy"),
     "cli": _part(5, "typer", "click", "rich", "jinja2", "torch"),
 }
+
+
+VIRTUAL = "superbatch.torch.virtual"
+FOLDERS = ("ir", "rules", "run", "trace", "ranks")  # from the lowest; files beside them are above them
+
+# Files of superbatch that still import each other in a circle. This list may only get shorter.
+IN_CIRCLES = frozenset(
+    f"superbatch.torch.{name}"
+    for name in (
+        "checks.check_pieces",
+        "checks.check_schedule",
+        "checks.first_check",
+        "loss.terms",
+        "window.config",
+        "window.culprit",
+        "window.discarding",
+        "window.dropping",
+        "window.microbatches",
+        "window.open_window",
+        "window.options",
+        "window.participants.noise.windows",
+        "window.retry",
+        "window.saving",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +153,64 @@ def check(root: Path) -> list[str]:
     assert files, f"no package superbatch in {root}"
     answers = (wrong(found, root) for file in files for found in imports_of(file, root))
     return [answer for answer in answers if answer is not None]
+
+
+def _folder(module: str) -> int | None:
+    """The place among `FOLDERS` of a module in virtual/; None outside."""
+    if module != VIRTUAL and not module.startswith(f"{VIRTUAL}."):
+        return None
+    name = module.removeprefix(VIRTUAL).removeprefix(".").split(".")[0]
+    return FOLDERS.index(name) if name in FOLDERS else len(FOLDERS)
+
+
+def upward_in_virtual(root: Path) -> list[str]:
+    """One sentence per import in superbatch/torch/virtual that goes to a folder above its own."""
+    found: list[str] = []
+    for file in sorted((root / "superbatch/torch/virtual").rglob("*.py")):
+        here = _folder(module_name(file, root))
+        for one in imports_of(file, root):
+            there = _folder(one.name)
+            if here is not None and there is not None and there > here:
+                found.append(f"{file.relative_to(root)}:{one.line} imports {one.name}: imports go down only")
+    return found
+
+
+def _graph(root: Path) -> dict[str, set[str]]:
+    """For each module of superbatch the modules whose files it imports from."""
+    files = {module_name(file, root): file for file in sorted((root / "superbatch").rglob("*.py"))}
+
+    def holder(name: str) -> str:
+        while name and name not in files:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        module: {holder(found.name) for found in imports_of(file, root)} & files.keys() - {module}
+        for module, file in files.items()
+    }
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Modules that a module imports, directly or by way of others."""
+    reached: set[str] = set()
+    todo = list(graph[start])
+    while todo:
+        module = todo.pop()
+        if module not in reached:
+            reached.add(module)
+            todo += graph[module]
+    return reached
+
+
+def circles(root: Path) -> list[set[str]]:
+    """The largest sets of modules in which each one imports every other, directly or by way of others."""
+    graph = _graph(root)
+    reached = {module: _reached(graph, module) for module in graph}
+    found: list[set[str]] = []
+    for module in graph:
+        if module in reached[module] and not any(module in circle for circle in found):
+            found.append({other for other in reached[module] if module in reached[other]})
+    return found
 
 
 def eager_modules(root: Path) -> set[str]:

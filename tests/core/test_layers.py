@@ -58,6 +58,21 @@ def test_imports_go_down_only() -> None:
     assert not found, "\n".join(found)
 
 
+def test_imports_between_the_folders_of_virtual_go_down_only() -> None:
+    folders = {file.parent.name for file in (ROOT / "superbatch/torch/virtual").glob("*/*.py")}
+    assert folders == set(layers.FOLDERS), "the premise: each folder has its place"
+    found = layers.upward_in_virtual(ROOT)
+    assert not found, "\n".join(found)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    found = layers.circles(ROOT)
+    new = [sorted(circle - layers.IN_CIRCLES) for circle in found if circle - layers.IN_CIRCLES]
+    assert not new, f"these import each other, directly or by way of others: {new}"
+    gone = layers.IN_CIRCLES - set().union(*found)
+    assert not gone, f"in no circle any more, so to be taken off IN_CIRCLES: {sorted(gone)}"
+
+
 def test_the_core_imports_the_standard_library_only() -> None:
     modules = core_modules()
     assert {"superbatch", "superbatch.errors", "superbatch.results"} <= set(modules)
@@ -149,6 +164,50 @@ def test_a_planted_import_is_found(skeleton: Path, file: str, code: str, message
         planted.unlink()
     assert layers.check(skeleton) == [], "the premise: nothing else is found"
     assert any(message in line and file in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("file", "code"),
+    [
+        ("ir/planted.py", "from ..run.plan import Plan"),
+        (
+            "ir/planted.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..trace import tensor",
+        ),
+        ("rules/planted.py", "def f():\n    from ..trace.recording import Recording"),
+        ("run/planted.py", "from superbatch.torch.virtual.ranks.reducer import x"),
+        ("ranks/planted.py", "from ..block import virtual_batch"),
+        ("ranks/planted.py", "from .. import virtual_batch"),
+    ],
+)
+def test_a_planted_import_upwards_in_virtual_is_found(skeleton: Path, file: str, code: str) -> None:
+    planted = skeleton / "superbatch/torch/virtual" / file
+    planted.write_text(code + "\n", encoding="utf-8")
+    try:
+        (found,) = layers.upward_in_virtual(skeleton)
+    finally:
+        planted.unlink()
+    assert layers.upward_in_virtual(skeleton) == [], "the premise: nothing else is found"
+    assert file in found, found
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from .first import x",
+        "def f():\n    from superbatch.torch import first",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import first",
+    ],
+)
+def test_a_planted_circle_is_found(tmp_path: Path, back: str) -> None:
+    package = tmp_path / "superbatch" / "torch"
+    package.mkdir(parents=True)
+    codes = {"first": "from .second import x", "second": "from . import third", "third": "", "fourth": back}
+    for name, code in codes.items():
+        (package / f"{name}.py").write_text(code + "\n", encoding="utf-8")
+    assert layers.circles(tmp_path) == [], "the premise: without the way back there is none"
+    (package / "third.py").write_text(back + "\n", encoding="utf-8")
+    assert layers.circles(tmp_path) == [{f"superbatch.torch.{name}" for name in ("first", "second", "third")}]
 
 
 @pytest.mark.parametrize(
