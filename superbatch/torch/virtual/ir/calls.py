@@ -127,6 +127,23 @@ def _in_order(matrices: Tensor, by_rows: bool) -> Tensor:
     return matrices.contiguous() if by_rows else matrices.mT.contiguous().mT
 
 
+class Direct:
+    """A call whose tensors are its first arguments: who knows that can make it without a frame around it.
+
+    Attributes:
+        func: takes the tensors, and `rest` behind them.
+    """
+
+    __slots__ = ("func", "rest")
+
+    def __init__(self, func: Callable[..., Any], rest: tuple[Any, ...]) -> None:
+        self.func, self.rest = func, rest
+
+    def __call__(self, part: Part, tensors: list[Tensor]) -> Any:
+        """Make the call."""
+        return self.func(*tensors, *self.rest)
+
+
 def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | None) -> Run:
     func = _INSTEAD.get(call.func, call.func)
     func = getattr(func, "_op", func)  # without the frame of Python around it
@@ -136,12 +153,7 @@ def _filled(call: Call, args: tuple[Any, ...] | None, kwargs: dict[str, Any] | N
     if all(len(path) == 1 and isinstance(path[0], int) for path in paths):
         positions = [path[0] for path in paths]
         if positions == list(range(len(positions))) and not kwargs:
-            rest = args[len(positions) :]
-            return (
-                (lambda part, tensors: func(*tensors, *rest))
-                if rest
-                else lambda part, tensors: func(*tensors)
-            )
+            return Direct(func, args[len(positions) :])
         template = list(args)
 
         def run(part: Part, tensors: list[Tensor]) -> Any:

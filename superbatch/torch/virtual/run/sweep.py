@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,11 +17,15 @@ from ..ir.readings import memory_of
 from ..ir.values import Node, Reduction, Value
 from .ahead import Ahead
 from .carried import Carried, worth_carrying
+from .generated import generated
 from .instructions import Instruction, Load, More, filled
+from .interpreter import Function, interpreted
 from .log import Log
 from .plan import Plan
 from .store import Kept, Store
 from .wholes import Wholes
+
+WORTH_WRITING = 8  # micro-batches: a function is made in the time that it saves in six
 
 
 def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: bool = False) -> None:
@@ -164,6 +168,8 @@ def _sweep(
     if compile:
         for program in dict.fromkeys(program for _, program in programs):
             program.compile(elsewhere=store.ahead is not None)
+    if len(parts) >= WORTH_WRITING:
+        programs[0][1].make(generated)
     if carried is not None and not first:
         # First where something is carried, so that it is let go before the others need memory.
         programs.insert(0, programs.pop())
@@ -207,6 +213,16 @@ class _Program:
         self._read: list[Value] = []  # rows that are there, and may lie in the host's memory
         self._program = [self._instruction(node) for node in nodes]
         self._free()
+        self.make(interpreted)
+
+    def make(self, how: Callable[..., Function]) -> None:
+        """Make what runs the instructions, once they are as they will be.
+
+        Args:
+            how: `interpreted` or `generated`.
+        """
+        carried = None if self._carried is None else self._carried.rows
+        self._function = how(self._program, self._registers, carried)
 
     def compile(self, *, elsewhere: bool) -> None:
         """Put segments that are compiled in the place of operations.
@@ -218,6 +234,7 @@ class _Program:
 
         self._program = segmented(self._program, self._registers, elsewhere=elsewhere)
         self._free()
+        self.make(interpreted)
 
     def _free(self) -> None:
         """Let each instruction let go of what nothing reads after it."""
@@ -301,33 +318,7 @@ class _Program:
             following: what is read first afterwards.
             carries: it is the one that carries rows from sweep to sweep, if one does.
         """
-        registers = self._registers.copy()
-        for run, inputs, output, more, frees, _, _ in self._program:
-            if more is None:
-                registers[output] = run(part, [registers[slot] for slot in inputs])
-            else:
-                for load in more.loads:
-                    registers[load.slot] = self._rows(load, part, ahead, following)
-                tensors = [registers[slot] for slot in inputs]
-                for slot in more.early:
-                    registers[slot] = None
-                self._finish(more, run(part, tensors), part, registers, carries=carries)
-                del tensors
-            for slot in frees:
-                registers[slot] = None
-
-    def _finish(self, more: More, result: Any, part: Part, registers: list[Any], *, carries: bool) -> None:
-        """Put away what an instruction gave."""
-        for index, slot in more.outputs:
-            registers[slot] = result if index is None else result[index]
-        if more.reduction is not None:
-            found = [result if index is None else result[index] for index in more.whole]
-            more.reduction.add(part, found)
-        for slot, kept in more.keeps:
-            kept.put(part, registers[slot])
-        for slot, value in more.carries if carries else ():
-            assert self._carried is not None
-            self._carried.rows[value] = registers[slot]
+        self._function(part, self._rows, ahead, following, carries)
 
     def _rows(
         self, load: Load, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None

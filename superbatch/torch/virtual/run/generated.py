@@ -1,0 +1,181 @@
+"""A sweep's program as a function of Python, written for its structure.
+
+The structure is how instructions are wired: which registers each reads, fills and frees. It says nothing of
+tensors, values or operators, so it is the same in each update, and often for each of many equal layers. The
+function has local variables for registers and calls operators directly: that is about half of what an
+interpreter takes for an instruction beside its operator. To write one takes as long as some hundred
+instructions, so the first program of a structure is interpreted, and the second one is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from ..ir.calls import Direct
+from .instructions import Instruction, More
+from .interpreter import Function, interpreted
+
+Structure = tuple[Any, ...]
+
+
+def generated(program: Sequence[Instruction], registers: Sequence[Any], carried: Any) -> Function:
+    """Return what `interpreted` does, as a function written for the structure once that was met before."""
+    known = _remembered(structure(program, registers))
+    known.programs += 1
+    if known.programs == 1:
+        return interpreted(program, registers, carried)
+    if known.make is None:
+        known.make = _made(known.structure)
+    return known.make(carried, list(_constants(program, registers)))
+
+
+class _Known:
+    """What is remembered of a structure: how many programs there were, and what makes the function."""
+
+    __slots__ = ("make", "programs", "structure")
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+        self.programs = 0
+        self.make: Callable[..., Function] | None = None
+
+
+@lru_cache(maxsize=1 << 10)
+def _remembered(structure: Structure) -> _Known:
+    return _Known(structure)
+
+
+def structure(program: Sequence[Instruction], registers: Sequence[Any]) -> Structure:
+    """Return how a program is wired: equal for programs that differ in constants alone."""
+    whole = tuple([slot for slot, value in enumerate(registers) if value is not None])
+    steps = [
+        (
+            1 + len(run.rest) if isinstance(run, Direct) else 0,
+            tuple(inputs),
+            output,
+            tuple(frees),
+            None if more is None else _of_more(more),
+        )
+        for run, inputs, output, more, frees, _, _ in program
+    ]
+    return (whole, *steps)
+
+
+def _of_more(more: More) -> Structure:
+    return (
+        tuple([load.slot for load in more.loads]),
+        tuple(more.outputs),
+        None if more.reduction is None else tuple(more.whole),
+        tuple([slot for slot, _ in more.keeps]),
+        tuple([slot for slot, _ in more.carries]),
+        tuple(more.early),
+    )
+
+
+def _constants(program: Sequence[Instruction], registers: Sequence[Any]) -> Iterator[Any]:
+    """Yield what a function needs beside its structure, in the order in which `_Writer` names it."""
+    yield from (value for value in registers if value is not None)
+    for run, _, _, more, _, _, _ in program:
+        if isinstance(run, Direct):
+            yield run.func
+            yield from run.rest
+        else:
+            yield run
+        if more is not None:
+            yield from more.loads
+            if more.reduction is not None:
+                yield more.reduction.add
+            yield from (kept.put for _, kept in more.keeps)
+            yield from (value for _, value in more.carries)
+
+
+def _made(structure: Structure) -> Callable[..., Function]:
+    whole, *steps = structure
+    writer = _Writer(whole)
+    for step in steps:
+        writer.write(*step)
+    names: dict[str, Any] = {}
+    exec(compile(writer.source(), "<sweep of superbatch>", "exec"), names)
+    return names["make"]
+
+
+class _Writer:
+    """Writes the source of a function.
+
+    Args:
+        whole: registers of whole values, which are constants.
+    """
+
+    def __init__(self, whole: Sequence[int]) -> None:
+        self._lines: list[str] = []
+        self._count = 0
+        self._whole = {slot: self._constant() for slot in whole}
+
+    def _constant(self) -> str:
+        self._count += 1
+        return f"c{self._count - 1}"
+
+    def write(
+        self, direct: int, inputs: Sequence[int], output: int, frees: Sequence[int], more: Structure | None
+    ) -> None:
+        """Write an instruction.
+
+        Args:
+            direct: 0: it is called as a `Run`; else one more than the arguments behind its tensors.
+            inputs: as in `Instruction`.
+            output: likewise.
+            frees: likewise.
+            more: as `_of_more` says.
+        """
+        read = [self._whole.get(slot) or f"r{slot}" for slot in inputs]
+        function = self._constant()
+        arguments = [*read, *(self._constant() for _ in range(direct - 1))]
+        tensors = f"[{', '.join(read)}]"
+        call = f"{function}({', '.join(arguments)})" if direct else f"{function}(part, {tensors})"
+        if more is None:
+            self._lines.append(f"r{output} = {call}")
+        else:
+            loads, *rest, early = more
+            self._lines += [f"r{slot} = rows({self._constant()}, part, ahead, following)" for slot in loads]
+            if early:
+                self._lines.append(f"tensors = {tensors}")
+                self._free(early)
+                call = f"{function}(part, tensors)"
+            self._lines.append(f"result = {call}")
+            self._finish(*rest)
+            self._lines.append("result = tensors = None" if early else "result = None")
+        self._free(frees)
+
+    def _finish(
+        self,
+        outputs: Sequence[tuple[int | None, int]],
+        reduced: Sequence[int | None] | None,
+        keeps: Sequence[int],
+        carries: Sequence[int],
+    ) -> None:
+        def part_of(index: int | None) -> str:
+            return "result" if index is None else f"result[{index}]"
+
+        self._lines += [f"r{slot} = {part_of(index)}" for index, slot in outputs]
+        if reduced is not None:
+            self._lines.append(f"{self._constant()}(part, [{', '.join(map(part_of, reduced))}])")
+        self._lines += [f"{self._constant()}(part, r{slot})" for slot in keeps]
+        self._lines += [f"if carries: carried[{self._constant()}] = r{slot}" for slot in carries]
+
+    def _free(self, slots: Sequence[int]) -> None:
+        if slots:
+            self._lines.append(" = ".join([*(f"r{slot}" for slot in slots), "None"]))
+
+    def source(self) -> str:
+        """Return what was written, in a function that takes the constants."""
+        names = "".join(f"c{index}, " for index in range(self._count))
+        lines = [
+            "def make(carried, constants):",
+            f" ({names}) = constants",
+            " def program(part, rows, ahead, following, carries):",
+            *(f"  {line}" for line in self._lines),
+            " return program",
+        ]
+        return "\n".join(lines)
