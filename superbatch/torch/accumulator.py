@@ -17,7 +17,7 @@ from ..results.memory import MemoryReport
 from ..results.noise import Noise
 from ..results.update import Update
 from ..window import Window
-from .checks.check_schedule import CheckSchedule, saved_checks
+from .checks.check_schedule import CheckSchedule
 from .checks.first_check import check_first_window
 from .devices import accelerators
 from .loss.declared import WeightOption, declare
@@ -368,14 +368,14 @@ class Accumulator:
             WindowError: a window is open.
         """
         state = options.check_state(state)
+        self._schedule.check_state(state.get("check"))
         if self._window is not None:
             raise misuse.load_inside()
-        seen = saved_checks(state.get("check"))
         load_masters = masters_loader(self._plan.models, self._masters, state.get("masters"))
         meter = None if self._plan.noise is None else self._plan.noise.meter
         self._of_windows = saving.load_sizing_and_noise(state, self._sizing, meter)
         load_masters()
-        self._schedule.load_state_dict(seen)
+        self._schedule.load_state_dict(state.get("check"))
         self._plan.before_step.mend()
         self._updates, self._resume = state["updates"], state["window"]
 

@@ -18,6 +18,13 @@ from superbatch.torch import Accumulator, count_tokens
 from tests.torch.helpers import sgd, tiny_lm, token_mean, tokens
 
 
+def sample_mean(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """The mean over samples of the means over their tokens."""
+    logits, labels = model(batch["ids"]).transpose(1, 2), batch["labels"]
+    each = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    return (each.sum(1) / (labels != -100).sum(1)).mean()
+
+
 def train(rank: int, **options: Any) -> dict[str, Any]:
     """Three windows that count alike, then one that does not, on rank 1 alone."""
     model = DistributedDataParallel(tiny_lm())
@@ -48,6 +55,35 @@ def train(rank: int, **options: Any) -> dict[str, Any]:
     }
 
 
+def train_apart(rank: int, case: str, **options: Any) -> dict[str, Any]:
+    """Windows whose samples count alike on each rank, and from the third one on otherwise on rank 1."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(tiny_lm())
+    calls: list[int] = []
+
+    def loss_fn(microbatch: Any) -> torch.Tensor:
+        calls.append(1)
+        return (token_mean if "samples" not in case else sample_mean)(model, microbatch)
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=2, **options)
+    of_windows, error = [], ""
+    for window in range(5):
+        batch = tokens(
+            [3 if rank and window > 1 and "lengths" not in case else 7] * 4, seed=2 * window + rank
+        )
+        if "lengths" in case and rank and window > 1:
+            batch = {name: leaf[:, :4] for name, leaf in batch.items()}
+        first = len(calls)
+        try:
+            accumulate(batch)
+        except StatementError as raised:
+            error = str(raised)
+            break
+        of_windows.append(len(calls) - first)
+    sums = [float(p.detach().double().sum()) for p in model.parameters()]
+    return {"updates": accumulate.updates, "error": error, "calls": of_windows, "sums": sums}
+
+
 def main(rank: int, folder: Path) -> None:
     """Run all cases."""
     dist.init_process_group(
@@ -58,6 +94,11 @@ def main(rank: int, folder: Path) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     found = {"wrong": train(rank), "right": train(rank, weight=count_tokens("labels"))}
+    for case in ("labels", "lengths", "labels of samples", "lengths of samples"):
+        found[case] = train_apart(rank, case)
+    for case in ("labels", "lengths"):
+        found[f"{case}, declared"] = train_apart(rank, case, weight=count_tokens("labels"))
+        found[f"{case}, unchecked"] = train_apart(rank, case, check=False)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()

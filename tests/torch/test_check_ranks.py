@@ -55,3 +55,34 @@ def test_a_right_declaration_is_checked_once_more_on_all_ranks(found: list[dict[
     assert one["calls"][1:3] == other["calls"][1:3] == [2, 2]
     assert other["calls"][3] > 2 == other["calls"][4] and one["calls"][4] == 2
     assert one["sums"] == other["sums"]
+
+
+@pytest.mark.parametrize("case", ["labels", "lengths"])
+def test_ranks_that_differ_from_each_other_alone_are_found(found: list[dict[str, Any]], case: str) -> None:
+    one, other = (of_rank[case] for of_rank in found)
+    assert one["updates"] == other["updates"] == 2 and one["sums"] == other["sums"]
+    assert all(
+        'count_tokens("labels")'.replace('"', "'") in of["error"].replace('"', "'") for of in (one, other)
+    )
+    assert all("update 2, which shows the error" in of["error"] for of in (one, other))
+
+
+@pytest.mark.parametrize("case", ["labels", "lengths"])
+def test_unchecked_their_update_would_be_wrong(found: list[dict[str, Any]], case: str) -> None:
+    """The mutant, and the premise."""
+    wrong, right = (found[0][f"{case}, {how}"] for how in ("unchecked", "declared"))
+    assert wrong["updates"] == right["updates"] == 5
+    assert wrong["sums"] != pytest.approx(right["sums"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "case", ["labels of samples", "lengths of samples", "labels, declared", "lengths, declared"]
+)
+def test_right_declarations_on_ranks_that_differ_are_checked_once(
+    found: list[dict[str, Any]], case: str
+) -> None:
+    one, other = (of_rank[case] for of_rank in found)
+    assert one["updates"] == other["updates"] == 5 and not one["error"] + other["error"]
+    assert one["calls"][1] == one["calls"][3] == one["calls"][4] == 2
+    assert one["calls"] == other["calls"] and (one["calls"][2] > 2 or case == "lengths, declared")
+    assert one["sums"] == other["sums"]

@@ -6,7 +6,9 @@ so, the boundary of each window looks for what is cheap to see without a forward
 * the first loss that is not 0;
 * the first micro-batches with unequal weights per sample;
 * the first samples with unequal counts of labels, or unequal masks, lengths, or weights of samples or
-  classes (`sample_counts`).
+  classes (`sample_counts`);
+* the first micro-batches whose samples have unequal lengths (`lengths`);
+* the first ranks whose samples count otherwise than those of other ranks (`rank_counts`).
 
 A count that a loss hardly divides by, or that a check was spent on already, is looked for in few windows.
 
@@ -21,23 +23,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from superbatch.batch.tree import plan as plan_of
-from superbatch.errors import CoupledSamplesError, InputError, StatementError
-from superbatch.normalize import Number
+from superbatch.errors import CoupledSamplesError, InputError, SplitError, StatementError
 
 from ..window.config import Plan
+from ..window.joining import joined
 from ..window.microbatches import Pieces
 from ..window.options import check_bool
 from .candidates import clues_of
+from .check_memory import Memory, check_saved_checks
+from .check_news import News, Shown
 from .check_pieces import ENOUGH, first_pieces
 from .checked import ALIKE, Checked
-from .first_check import check_later_window
+from .first_check import check_later_window, check_pairs
+from .lengths import Pair, lengths_in, ragged
 from .probing.problem import Problem
+from .rank_counts import apart, digest, first_sample, levels_of
 from .sample_counts import Count, Hints, contrast, counts_in, extremes, spread, uneven
 
 CALLS = 8
@@ -50,66 +56,13 @@ ROUTINE = 10
 _MOST_CLASSES = 1024  # a longer tensor is none of class weights
 _FAINT = ENOUGH / 2
 _WEIGHT, _LOSS, _NO_LOSS = "weights of samples", "losses other than 0", "losses of 0 beside others"
+_LENGTHS = "lengths of micro-batches"
 _UNCHECKED = (
     "superbatch did not check the loss of this loop, which owns its forward and backward: whether it is what "
     "reduction= and weight= state is up to you. Pass the loss of a micro-batch as loss_fn= beside the loop "
     "to have it checked on the first window, check it with superbatch.torch.verify, or pass check=False to "
     "silence this."
 )
-_KEYS = ("compared", "seen", "unverified", "microbatches", "spent", "said")
-
-
-class News(NamedTuple):
-    """What a window shows for the first time.
-
-    Attributes:
-        name: of what it is.
-        contrast: how unequal the samples are that show it.
-        samples: those; none: micro-batches of the smallest and the largest loss show it.
-        sure: whether it is worth a check whatever that costs.
-    """
-
-    name: str
-    contrast: float = 1.0
-    samples: Sequence[int] = ()
-    sure: bool = True
-
-
-class Shown(NamedTuple):
-    """A window whose micro-batches all went forward.
-
-    Attributes:
-        pieces: its micro-batches.
-        losses: of each.
-        weights: of each; 0 for those that were left out.
-        took_part: returns the micro-batches whose losses are in the sum.
-    """
-
-    pieces: Pieces
-    losses: Sequence[float]
-    weights: Sequence[Number]
-    took_part: Callable[[], Sequence[int]]
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """What was seen so far.
-
-    Attributes:
-        compared: whether losses that are not 0 were compared.
-        seen: the largest contrast of each count in what was compared.
-        unverified: the first update that was made without a check that could have shown an error.
-        spent: calls of `loss_fn` for further checks.
-        said: what was checked once, whatever it cost.
-        routine: number of the last window that was checked again.
-    """
-
-    compared: bool = False
-    seen: Mapping[str, float] = field(default_factory=dict)
-    unverified: int | None = None
-    spent: int = 0
-    said: Sequence[str] = ()
-    routine: int = 0
 
 
 class CheckSchedule:
@@ -137,7 +90,9 @@ class CheckSchedule:
         self._counts: list[Count] = []  # those that no check has seen unequal
         self._urgent: list[Count] = []  # and that a window is checked for at any cost
         self._found: News | None = None  # what this window is checked for
-        self._now = self._before = _Memory()
+        self._lengths: list[str] = []  # leaves whose samples may have other lengths in other micro-batches
+        self._shared: set[str] = set()  # counts and lengths that all ranks know
+        self._now = self._before = Memory()
         self._microbatches = self._pending = 0
 
     def open(self, pieces: Pieces, first: Callable[..., Checked | None] | None, updates: int) -> None:
@@ -163,10 +118,17 @@ class CheckSchedule:
         if checked is not None:
             self._record(pieces, checked, first_pieces(pieces))
 
-    def news(self, shown: Shown) -> bool:
-        """Tell whether a window shows something that no check has seen, and a check can be afforded."""
+    def news(self, shown: Shown) -> tuple[bool, int]:
+        """Tell whether a window shows something that no check has seen, and a check can be afforded.
+
+        Returns:
+            Whether it does, and a number that tells what the samples of this rank count.
+        """
         if not self._on:
-            return False
+            return False, 0
+        return self._has_news(shown), digest(self._levels(shown)) if self._shared else 0
+
+    def _has_news(self, shown: Shown) -> bool:
         count = len(shown.pieces)
         self._pending, self._found = count, None
         if count < 2 and not self._plan.ranks.shared:  # nothing is averaged
@@ -195,9 +157,14 @@ class CheckSchedule:
         Raises:
             StatementError, CoupledSamplesError: the loss is not what was declared.
         """
-        chosen = self._choose(shown) if unchanged else []
+        chosen, pairs = self._choose(shown) if unchanged else [], [self._from_ranks(shown, unchanged)]
+        parts = shown.pieces.parts()
+        if unchanged and (places := ragged(parts, self._lengths)):
+            pairs.append((parts[places[0]], parts[places[1]]))
         try:
+            chosen = [*chosen, *_united(pairs[0])]
             checked = check_later_window(self._plan, shown.pieces, chosen, frozen=self._frozen)
+            check_pairs(self._plan, shown.pieces, [pair for pair in pairs if pair], frozen=self._frozen)
         except (StatementError, CoupledSamplesError) as error:
             has_news = self._now.unverified is not None or self._found is not None
             first = self._first_unverified() if has_news else max(1, self._now.routine)
@@ -228,12 +195,14 @@ class CheckSchedule:
             "said": list(before.said),
         }
 
+    check_state = staticmethod(check_saved_checks)
+
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Resume from what `state_dict` returned; None, from an older version, changes nothing."""
         if state is None:
             return
-        known = {name: state[name] for name in vars(_Memory()) if name in state}
-        self._now = self._before = _Memory(**known)
+        known = {name: state[name] for name in vars(Memory()) if name in state}
+        self._now = self._before = Memory(**known)
         self._microbatches = state["microbatches"]
         self._open(self._known)
 
@@ -248,6 +217,7 @@ class CheckSchedule:
         return self._updates if self._now.unverified is None else self._now.unverified
 
     def _record(self, pieces: Pieces, checked: Checked, chosen: Sequence[Any]) -> None:
+        lengths = {path for piece in pieces.microbatches[:1] for path in lengths_in(piece, pieces.paths)}
         compared, found = checked.reason in ("", ALIKE), list(self._known)
         seen: dict[str, float] = {}
         for piece in chosen:
@@ -257,7 +227,11 @@ class CheckSchedule:
                 for count, values, _ in uneven(found, [piece]):
                     seen[str(count)] = max(seen.get(str(count), 0.0), contrast(values))
                 seen[_WEIGHT] = max(seen.get(_WEIGHT, 0.0), self._contrast_of_weights(piece, pieces))
-        every = self._plan.ranks.gather((compared, checked.informative, seen))
+        names = {*map(str, found), *map(_length_of, lengths)}
+        every = self._plan.ranks.gather((compared, checked.informative, names, seen))
+        self._shared = set.intersection(*(each[2] for each in every)) if len(every) > 1 else set()
+        averaged = self._plan.reduction == "mean" and self._plan.declared.needs_samples
+        self._lengths = sorted(lengths) if averaged else []
         seen = dict(self._now.seen)
         for *_, of_rank in every:
             for name, value in of_rank.items():
@@ -288,7 +262,37 @@ class CheckSchedule:
             losses = [shown.losses[index] for index in shown.took_part()]
             if any(losses) and not all(losses):
                 return News(_NO_LOSS)
-        return self._unequal(shown, every=every) if self._plan.reduction == "mean" else None
+        found = self._unequal(shown, every=every) if self._plan.reduction == "mean" else None
+        if found is not None or _LENGTHS in self._now.said:
+            return found
+        return News(_LENGTHS) if ragged(shown.pieces.parts(), self._lengths) else None
+
+    def _levels(self, shown: Shown) -> dict[str, float]:
+        """What the first sample of this rank counts, where no check has seen unequal ones."""
+        if self._plan.reduction != "mean" or not self._shared:
+            return {}
+        part = shown.pieces.parts()[0]
+        levels = levels_of(self._counts, part)
+        lengths = lengths_in(part, shown.pieces.paths) if self._lengths else {}
+        levels |= {_length_of(path): float(length) for path, length in lengths.items()}
+        known, said = self._shared, self._now.said
+        return {
+            name: value for name, value in levels.items() if name in known and _of_ranks(name) not in said
+        }
+
+    def _from_ranks(self, shown: Shown, unchanged: bool) -> Pair | None:
+        """Samples of the two ranks whose samples count least and most; None if all ranks are alike."""
+        ranks = self._plan.ranks
+        if not self._shared:
+            return None
+        names, chosen = apart(ranks.gather(self._levels(shown)), self._now.seen)
+        self._now = replace(self._now, said=(*self._now.said, *map(_of_ranks, names)))
+        if chosen is None:
+            return None
+        sends = unchanged and ranks.index in chosen
+        samples = ranks.gather(first_sample(shown.pieces.parts()[0], shown.pieces.paths) if sends else None)
+        least, most = (samples[rank] for rank in chosen)
+        return None if least is None or most is None else (least, most)
 
     def _unequal(self, shown: Shown, *, every: bool) -> News | None:
         """The most unequal count of a window that is twice as unequal as what was checked."""
@@ -333,10 +337,29 @@ class CheckSchedule:
             return []
         if found is None and pieces.samples is not None:
             picked = pieces.pick(pieces.firsts(order))
-            return [pieces.microbatches[order[-1]] if picked is None else picked]
+            if picked is not None:
+                return [picked]
         # Samples without and with a loss: where all have one, a mean over those that have one is a mean.
         mixed = pieces.pick(pieces.of_two(order[0], order[-1], 2)) if order[1:] and pieces.samples else None
-        return [piece for piece in (mixed, pieces.microbatches[order[-1]]) if piece is not None]
+        alone = pieces.count(order[-1]) == 1  # which has no parts to be compared with
+        return [
+            piece for piece in (mixed, None if alone else pieces.microbatches[order[-1]]) if piece is not None
+        ]
+
+
+def _united(pair: Pair | None) -> list[Any]:
+    try:
+        return [] if pair is None else [joined(pair)]
+    except (SplitError, InputError):  # of unequal lengths: `check_pairs` looks at them
+        return []
+
+
+def _of_ranks(name: str) -> str:
+    return f"{name} of ranks"
+
+
+def _length_of(path: str) -> str:
+    return f"{path!r} (its length)"
 
 
 def _hints(plan: Plan) -> Hints:
@@ -373,21 +396,3 @@ def _unequal_weights(shown: Shown) -> list[News]:
     if not each[least] < each[most] * (1 - 1e-9):
         return []
     return [News(_WEIGHT, 1 - each[least] / each[most], shown.pieces.of_two(least, most, 1))]
-
-
-def saved_checks(state: Any) -> Mapping[str, Any] | None:
-    """Return what `CheckSchedule.state_dict` returned, None from an older version.
-
-    Raises:
-        InputError: it is something else.
-
-    Examples:
-        >>> saved_checks(None)
-    """
-    if state is None or (
-        isinstance(state, Mapping)
-        and state.keys() >= set(_KEYS)
-        and isinstance(state.get("microbatches", 0), int)
-    ):
-        return state
-    raise InputError("The state of the check is incomplete. Pass what Accumulator.state_dict() returned.")

@@ -29,6 +29,7 @@ from ..memory.out_of_memory import out_of_memory
 from ..window.participants.moved_state import MovedState
 from ..window.participants.moving import warn_of_what_moves
 from ..window.participants.snapshot import RandomKeeper
+from . import divisions
 from .agreement import Cut, Seen
 from .checked import (
     ALIKE,
@@ -96,6 +97,26 @@ def find_contradiction(
     """
     with _prepared(problem, frozen) as (evaluation, _):
         return _examine(evaluation, _choose(pieces, problem))[0]
+
+
+def divisions_of(
+    problem: Problem, microbatches: Sequence[Any], *, frozen: Sequence[nn.Module]
+) -> list[list[divisions.Division]] | None:
+    """Return what the loss of each micro-batch was divided by; None where one cannot be evaluated.
+
+    Args:
+        problem: as in `check_statement`.
+        microbatches: evaluated from the same state each.
+        frozen: as there.
+    """
+    with _prepared(problem, frozen) as (evaluation, _):
+        try:
+            losses = [evaluation.plain(microbatch) for microbatch in microbatches]
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            return None
+    return [divisions.divisions_of(loss) for loss in losses]
 
 
 @contextmanager

@@ -67,10 +67,12 @@ class Evaluation:
         self._keeper.restore()
         self._generators.set(self._start)
 
-    def plain(self, microbatch: Any) -> None:
-        """Evaluate a micro-batch as training would, to raise what training would raise."""
+    def plain(self, microbatch: Any) -> Tensor:
+        """Evaluate a micro-batch as training would, to raise what training would raise; return the loss."""
         self.begin()
-        check_loss(evaluate(self.problem, map_arrays(_copy, microbatch))[0])
+        loss = evaluate(self.problem, map_arrays(_copy, microbatch))[0]
+        check_loss(loss)
+        return loss
 
     def see(
         self, microbatch: Any, places: Sequence[int], calls: dict[int, Any], *, scale: float = 1.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from ..window.sync.ranks import Ranks
 from .check_pieces import first_pieces
 from .checked import Checked
 from .declared_loss import check_statement
+from .lengths import Pair, check_lengths
 from .probing.problem import Problem, by_term
 
 
@@ -62,6 +64,31 @@ def check_later_window(
             require_all_right(plan.ranks, wrong=False)
         return Checked.of(())
     return _check_terms(plan, pieces, chosen, frozen)
+
+
+def check_pairs(plan: Plan, pieces: Pieces, pairs: Sequence[Pair], *, frozen: Sequence[nn.Module]) -> None:
+    """Check the loss on two samples of different lengths, which no micro-batch mixes; every rank takes part.
+
+    Args:
+        plan: of the accumulator, with a loss_fn.
+        pieces: of the window.
+        pairs: of micro-batches; none on a rank that has nothing to show.
+        frozen: BatchNorms to be taken as frozen.
+
+    Raises:
+        StatementError: the loss is a mean over all entries, and samples are declared to count alike.
+    """
+    wrong = True
+    try:
+        with plan.ranks.hold_back():
+            for pair, problem in product(pairs, by_term(_problem(plan, pieces)).values()):
+                if problem.reduction == "mean" and problem.weight is None:
+                    check_lengths(problem, pair, frozen=frozen)
+        wrong = False
+    finally:
+        wrong_ranks = plan.ranks.sum([wrong])[0]
+    if wrong_ranks:
+        raise _wrong_elsewhere()
 
 
 def _problem(plan: Plan, pieces: Pieces) -> Problem:

@@ -78,6 +78,16 @@ class Count(NamedTuple):
             return None
         return torch.cat(known)
 
+    def of_first(self, part: Any) -> float | None:
+        """Return the count of a micro-batch's first sample; None where it is none, or one of chance."""
+        if not self.likely([part]):
+            return None
+        try:
+            counts = self._count(_value(part, self.path)[:1])
+        except (TypeError, RuntimeError):
+            return None
+        return None if counts is None else float(counts[0])
+
     def _count(self, value: Any) -> Tensor | None:
         if self.per_class:
             return _weighed(value, self.per_class)

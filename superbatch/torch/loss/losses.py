@@ -120,7 +120,7 @@ class WindowLoss:
 
 
 def over_ranks(
-    sums: list[Sum], ranks: Ranks, *, bad: bool, mark: int = 0, news: bool = False
+    sums: list[Sum], ranks: Ranks, *, bad: bool, mark: int = 0, news: tuple[bool, int] = (False, 0)
 ) -> tuple[list[Sum], bool, bool]:
     """Return the sums over all ranks, whether any rank has a loss that is not finite, and any news.
 
@@ -129,7 +129,8 @@ def over_ranks(
         ranks: to sum over.
         bad: whether this rank has a loss that is not finite.
         mark: how this rank stands with measuring the noise (see `noise.windows.mark_of`).
-        news: whether this rank has seen what no check of the loss has (see `check_schedule`).
+        news: whether this rank has seen what no check of the loss has (see `check_schedule`), and a number
+            that tells what its samples count (see `rank_counts`): ranks with other numbers are news too.
 
     Raises:
         InputError: the ranks stand differently there, on every rank: a rank that went on would wait for ever.
@@ -139,9 +140,13 @@ def over_ranks(
         ([Sum(total=4.0, weight=2, nonzero=True)], False, False)
     """
     if not ranks.shared:
-        return sums, bad, news
+        return sums, bad, news[0]
     mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
-    *numbers, bad_ranks, news_of, marks, squares = ranks.sum([*mine, bad, news, mark, mark * mark])
+    has_news, count = news
+    *numbers, bad_ranks, news_of, marks, squares, counts, their_squares = ranks.sum(
+        [*mine, bad, has_news, mark, mark * mark, count, count * count]
+    )
+    differ = int(counts) ** 2 != ranks.count * int(their_squares)
     if int(marks) ** 2 != ranks.count * int(squares):  # equal where all marks are, and only there
         raise InputError(
             explain(
@@ -158,7 +163,7 @@ def over_ranks(
             for total, weight, nonzero in columns
         ],
         bool(bad_ranks),
-        bool(news_of),
+        bool(news_of) or differ,
     )
 
 

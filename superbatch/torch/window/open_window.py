@@ -289,8 +289,8 @@ class WindowInFlight:
         bad, sums = weights.not_finite(losses, dropped), weights.sums(losses, dropped)
         took_part = partial(weights.took_part, dropped)
         shown = Shown(self._pieces, weights.each(losses), weights.counted(dropped), took_part)
-        news = self._looks is not None and self._looks.news(shown)
-        sums, bad_ranks, news = over_ranks(sums, plan.ranks, bad=bool(bad), mark=mark_of(self), news=news)
+        news = (False, 0) if self._looks is None else self._looks.news(shown)
+        sums, bad_ranks, look = over_ranks(sums, plan.ranks, bad=bool(bad), mark=mark_of(self), news=news)
         if bad_ranks:
             self._refuse(sums, rates, culprit.by_loss(self, losses, bad))
             return
@@ -299,7 +299,7 @@ class WindowInFlight:
             self._discard()
             self._record(found, rates, skipped="no weight: every micro-batch was left out or has weight 0")
             return
-        if news:
+        if look:
             self._look_again(shown)
         update_rule.require_scale(step, self._scale)
         gradients = update_rule.ready(step, place, plan.ranks, plan.owned, found.divisor)

@@ -1,0 +1,47 @@
+"""Memory of what the checks of a loss have seen, and its saved form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from superbatch.errors import InputError
+
+_KEYS = ("compared", "seen", "unverified", "microbatches", "spent", "said")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of what the checks of a loss have seen so far.
+
+    Attributes:
+        compared: whether losses that are not 0 were compared.
+        seen: the largest contrast of each count in what was compared.
+        unverified: the first update that was made without a check that could have shown an error.
+        spent: calls of `loss_fn` for further checks.
+        said: what was checked once, whatever it cost.
+        routine: number of the last window that was checked again.
+    """
+
+    compared: bool = False
+    seen: Mapping[str, float] = field(default_factory=dict)
+    unverified: int | None = None
+    spent: int = 0
+    said: Sequence[str] = ()
+    routine: int = 0
+
+
+def check_saved_checks(state: object) -> None:
+    """Check that a state is one that `CheckSchedule.state_dict` returned, or None, from an older version.
+
+    Raises:
+        InputError: it is something else.
+
+    Examples:
+        >>> check_saved_checks(None)
+    """
+    if state is None or (
+        isinstance(state, Mapping) and state.keys() >= set(_KEYS) and isinstance(state["microbatches"], int)
+    ):
+        return
+    raise InputError("The state of the check is incomplete. Pass what Accumulator.state_dict() returned.")

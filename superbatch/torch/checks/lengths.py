@@ -1,0 +1,111 @@
+"""Samples of different lengths in different micro-batches or on different ranks, which no micro-batch mixes.
+
+Within a micro-batch all samples have one length, so that a mean over all entries and a mean over samples are
+the same number. Which of the two a loss is shows in the entries that it divides by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.batch.tree import get, leaves, plan
+from superbatch.errors import InputError, SplitError, StatementError
+
+from .declared_loss import divisions_of
+from .divisions import entries_per_sample
+from .probing.problem import Problem
+
+Pair = tuple[Any, Any]
+
+
+def lengths_in(part: Any, paths: Mapping[str, Any]) -> dict[str, int]:
+    """Return the entries that each sample of a micro-batch has, by the path of the leaf.
+
+    Args:
+        part: a micro-batch.
+        paths: `whole` and `per_sample` declarations.
+
+    Examples:
+        >>> lengths_in({"x": torch.ones(2, 5), "y": torch.ones(2)}, {})
+        {'x': 5}
+    """
+    try:
+        found = {leaf.path: get(part, leaf.path) for leaf in leaves(part, **paths) if leaf.length is not None}
+    except (SplitError, InputError, TypeError, LookupError):
+        return {}
+    return {path: value[0].numel() for path, value in found.items() if _has_length(value)}
+
+
+def ragged(parts: Sequence[Any], known: Sequence[str]) -> tuple[int, int] | None:
+    """Return the micro-batches with the shortest and the longest samples; None if all have one length.
+
+    Args:
+        parts: of a window.
+        known: paths of leaves with a length.
+
+    Examples:
+        >>> ragged([torch.ones(2, 5), torch.ones(1, 3)], [""])
+        (1, 0)
+    """
+    for path in known if len(parts) > 1 else ():
+        values = [_value(part, path) for part in parts]
+        if not all(map(_has_length, values)):
+            continue
+        shapes = {value.shape[1:] for value in values}
+        if len(shapes) > 1:
+            entries = [value.shape[1:].numel() for value in values]
+            if min(entries) < max(entries):
+                return entries.index(min(entries)), entries.index(max(entries))
+    return None
+
+
+def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) -> None:
+    """Check that a loss declared as a mean over samples is none over all entries of a micro-batch.
+
+    Args:
+        problem: a mean, weighed by samples.
+        pair: two micro-batches with samples of different lengths.
+        frozen: modules to run in evaluation mode.
+
+    Raises:
+        StatementError: it is one over all entries.
+    """
+    paths = {"whole": problem.whole, "per_sample": problem.per_sample}
+    of_pair = [lengths_in(one, paths) for one in pair]
+    apart = {path: (n, of_pair[1][path]) for path, n in of_pair[0].items() if of_pair[1].get(path, n) != n}
+    first, second = (plan(one, **paths) for one in pair)
+    tried = [first.take(0, 1), first.take(0, 2, order=(0, 0)), second.take(0, 2, order=(0, 0))]
+    seen = divisions_of(problem, tried, frozen=frozen) if apart else None
+    if seen is None:
+        return
+    entries = entries_per_sample(seen[0], seen[1], seen[2], list(apart.values()))
+    if entries is None:
+        return
+    labels = [path for path in apart if not get(pair[0], path).is_floating_point()]
+    path = (labels or list(apart))[-1]
+    few, many = sorted(apart[path])
+    shift = ", shift=True" if entries == apart[path][0] - 1 else ""
+    remedy = (
+        f"count_tokens({path!r}{shift})" if labels else f"a function that returns the entries of {path!r}"
+    )
+    raise StatementError(
+        f"loss_fn returns a mean over all entries of a micro-batch, and samples of {path!r} have {few} of "
+        f"them in one micro-batch and {many} in another: where samples count alike, an entry of a short one "
+        f"counts more. Instead pass weight={remedy}, or a function that returns the number of samples if "
+        "they are to count alike."
+    )
+
+
+def _value(part: Any, path: str) -> Any:
+    try:
+        return get(part, path)
+    except (ValueError, LookupError):
+        return None
+
+
+def _has_length(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided and value.ndim > 1 and len(value) > 0

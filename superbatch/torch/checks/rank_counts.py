@@ -1,0 +1,82 @@
+"""Counts that are the same for all samples of a rank, and other ones on another rank.
+
+No rank sees anything unequal. A number in the sum that every window makes tells that ranks differ; then two
+of them send one sample each, and all ranks check the loss on both.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from superbatch.batch.tree import map_arrays, plan
+from superbatch.errors import InputError, SplitError
+
+from .sample_counts import Count
+
+Levels = Mapping[str, float]
+_BITS = 20  # its square summed over the ranks stays exact in float64
+
+
+def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
+    """Return what the first sample of a micro-batch counts, by the name of the count.
+
+    Args:
+        counts: to look at; those of chance, such as the class 0, are left out.
+        part: a micro-batch.
+
+    Examples:
+        >>> import torch
+        >>> levels_of([Count("y", -100)], {"y": torch.tensor([[1, -100, -100], [2, 2, 2]])})
+        {"'y' (without -100)": 1.0}
+    """
+    found = {str(count): count.of_first(part) for count in counts if not count.unpadded}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def digest(levels: Levels) -> int:
+    """Return a number of 20 bits that tells levels apart; 0 for none.
+
+    Examples:
+        >>> digest({}), digest({"y": 1.0}) != digest({"y": 2.0})
+        (0, True)
+    """
+    return zlib.crc32(repr(sorted(levels.items())).encode()) % (1 << _BITS) if levels else 0
+
+
+def apart(every: Sequence[Levels], seen: Levels) -> tuple[list[str], tuple[int, int] | None]:
+    """Return the counts in which ranks differ, and the ranks with the least and most of the most unequal one.
+
+    Args:
+        every: the levels of each rank.
+        seen: the largest contrast of each count in what was compared already.
+
+    Examples:
+        >>> apart([{"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 8.0}], {})
+        (['b'], (0, 1))
+    """
+    names = [name for name in sorted(every[0]) if all(name in levels for levels in every)]
+    names = [name for name in names if len({levels[name] for levels in every}) > 1]
+    best, chosen = 0.0, None
+    for name in names:
+        values = [levels[name] for levels in every]
+        some = [value for value in values if value > 0]
+        contrast = 1 - min(some) / max(some) if some else 0.0
+        if contrast > max(best, 2 * seen.get(name, 0.0)):
+            best, chosen = contrast, (values.index(min(some)), values.index(max(some)))
+    return names, chosen
+
+
+def first_sample(part: Any, paths: Mapping[str, Any]) -> Any:
+    """Return a copy of a micro-batch's first sample on the host; None where it cannot be taken."""
+    try:
+        return map_arrays(_on_host, plan(part, **paths).take(0, 1))
+    except (SplitError, InputError):
+        return None
+
+
+def _on_host(array: Any) -> Any:
+    return array.detach().cpu().clone() if isinstance(array, Tensor) else array.copy()

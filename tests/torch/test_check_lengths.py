@@ -1,0 +1,166 @@
+"""Micro-batches of unequal lengths: a mean over all entries is told from one over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from superbatch.errors import StatementError
+from superbatch.torch import Accumulator, Window, count_tokens
+from superbatch.torch.checks import check_schedule
+from tests.torch.helpers import assert_same_parameters, large_batch, sgd, start_of
+
+LABELS = 5
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def window(*lengths: int, samples: int = 2, seed: int = 0) -> Window:
+    generator = torch.Generator().manual_seed(seed)
+    return Window(
+        [
+            {
+                "x": torch.randn(samples, length, 3, dtype=torch.float64, generator=generator),
+                "labels": torch.randint(0, LABELS, (samples, length), generator=generator),
+                "keep": torch.ones(samples, length, dtype=torch.float64),
+                "kind": torch.randint(0, LABELS, (samples,), generator=generator),
+            }
+            for length in lengths
+        ]
+    )
+
+
+def every(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["x"]).transpose(1, 2), batch["labels"], reduction="none")
+
+
+def of_classes(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["x"]).transpose(1, 2), batch["labels"])
+
+
+def flat(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def shifted(model: nn.Module, batch: Any) -> Tensor:
+    logits, labels = model(batch["x"])[:, :-1], batch["labels"][:, 1:]
+    each = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return each.sum() / labels.numel()
+
+
+def masked(model: nn.Module, batch: Any) -> Tensor:
+    return (every(model, batch) * batch["keep"]).sum() / batch["keep"].sum()
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return functional.mse_loss(model(batch["x"])[..., :3], batch["x"])
+
+
+# Means over all entries, and what counts them.
+OVER_ENTRIES: dict[str, Loss] = {
+    "cross entropy": of_classes,
+    "flat": flat,
+    "mean": lambda model, batch: every(model, batch).mean(),
+    "a sum over the labels": shifted,
+    "a sum over a mask": masked,
+    "squares": squares,
+}
+
+
+def sample_by_sample(model: nn.Module, batch: Any) -> Tensor:
+    pairs = zip(model(batch["x"]), batch["labels"], strict=True)
+    return torch.stack([functional.cross_entropy(*pair) for pair in pairs]).mean()
+
+
+OVER_SAMPLES: dict[str, Loss] = {
+    "means of means": lambda model, batch: every(model, batch).mean(1).mean(),
+    "sums": lambda model, batch: every(model, batch).sum(1).mean(),
+    "sample by sample": sample_by_sample,
+    "a label for each sample": lambda model, batch: functional.cross_entropy(
+        model(batch["x"]).mean(1), batch["kind"]
+    ),
+    "with an accuracy beside it": lambda model, batch: (
+        every(model, batch).sum(1).mean()
+        + 0 * (model(batch["x"]).argmax(2) == batch["labels"]).double().mean()
+    ),
+    "a sum over samples": lambda model, batch: every(model, batch).mean(1).sum() / len(batch["x"]),
+}
+
+
+def accumulator(loss: Loss, **options: Any) -> tuple[Accumulator, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, LABELS, dtype=torch.float64)
+    return Accumulator(model, sgd(model.parameters()), lambda mb: loss(model, mb), **options), model
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("case", OVER_ENTRIES)
+def test_a_mean_over_entries_is_found_in_the_first_window_that_shows_it(case: str, samples: int) -> None:
+    accumulate, model = accumulator(OVER_ENTRIES[case])
+    for seed in range(2):
+        assert accumulate(window(6, 6, samples=samples, seed=seed)).made
+    before = start_of(model)
+    with pytest.raises(StatementError, match=r"mean over all entries.*have 3 of them.*6.*update 2, which"):
+        accumulate(window(6, 3, 4, samples=samples, seed=3))
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+
+
+def test_the_first_window_may_be_the_one_and_the_remedy_is_the_large_batch() -> None:
+    accumulate, _ = accumulator(of_classes)
+    with pytest.raises(StatementError, match=r"weight=count_tokens\(.labels.\)"):
+        accumulate(window(6, 3))
+    accumulate, model = accumulator(of_classes, weight=count_tokens("labels"))
+    _, reference = accumulator(of_classes)
+    start, batch = start_of(model), window(6, 3, 4)
+    assert accumulate(batch).made
+    padded = {
+        "x": torch.cat([functional.pad(mb["x"], (0, 0, 0, 6 - mb["x"].shape[1])) for mb in batch]),
+        "labels": torch.cat(
+            [functional.pad(mb["labels"], (0, 6 - mb["x"].shape[1]), value=-100) for mb in batch]
+        ),
+    }
+    large_batch(sgd(reference.parameters()), lambda whole: of_classes(reference, whole), [padded])
+    assert_same_parameters(reference, model, 1e-12, start=start)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("case", OVER_SAMPLES)
+def test_a_mean_over_samples_passes(case: str, samples: int) -> None:
+    accumulate, _ = accumulator(OVER_SAMPLES[case])
+    assert accumulate(window(6, 6, samples=samples)).made
+    for seed in range(4):
+        assert accumulate(window(6, 3, 4, samples=samples, seed=seed)).made
+
+
+@pytest.mark.parametrize("case", OVER_ENTRIES)
+def test_a_weight_of_ones_own_is_a_declaration(case: str) -> None:
+    for weight in (lambda mb: len(mb["x"]), lambda mb: mb["labels"].numel()):
+        accumulate, _ = accumulator(OVER_ENTRIES[case], weight=weight)
+        for seed in range(3):
+            assert accumulate(window(6, 3, 4, seed=seed)).made
+
+
+def test_terms_are_looked_at_by_themselves() -> None:
+    def losses(model: nn.Module, batch: Any) -> Any:
+        return {"words": of_classes(model, batch), "samples": every(model, batch).sum(1).mean()}
+
+    accumulate, _ = accumulator(losses, weight={"words": count_tokens("labels"), "samples": None})
+    assert accumulate(window(6, 3)).made
+    accumulate, _ = accumulator(losses, weight={"words": None, "samples": None})
+    with pytest.raises(StatementError, match="mean over all entries"):
+        accumulate(window(6, 3))
+
+
+def test_without_the_look_at_lengths_the_update_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant, and the premise: the update is not that of the padded batch."""
+    monkeypatch.setattr(check_schedule, "ragged", lambda *_: None)
+    accumulate, model = accumulator(of_classes)
+    right, other = accumulator(of_classes, weight=count_tokens("labels"))
+    start = start_of(model)
+    assert accumulate(window(6, 1)).made and right(window(6, 1)).made
+    with pytest.raises(AssertionError, match="not the update of the large batch"):
+        assert_same_parameters(other, model, 1e-2, start=start)
