@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import StatementError
-from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights
+from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights, verify
 from superbatch.torch.checks import check_schedule, sample_counts
 from superbatch.torch.checks.sample_counts import Count, Hints
 from tests.torch.helpers import sgd
@@ -147,7 +147,19 @@ def test_a_loss_that_does_not_repeat_is_told_once() -> None:
         warnings.simplefilter("always")
         for seed in range(4):
             accumulate(padded(uneven=True, seed=seed))
-    assert ["gives another loss for the same samples" in str(one.message) for one in told] == [True]
+    (one,) = (str(each.message) for each in told)
+    assert "could not check the statement about the loss on the first window, reduction='mean'" in one
+    assert "weight=None: loss_fn gives another loss for the same samples" in one
+    assert "check a loss_fn without them with superbatch.torch.verify(model, loss_fn, batch)" in one
+
+
+def test_what_the_warning_advises_checks_the_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, LABELS, dtype=torch.float64)
+    batch = padded(uneven=True, seed=0)
+    for weight, passes in ((None, False), (count_tokens("1", ignore_index=PAD), True)):
+        report = verify(model, lambda mb: without_padding(model, mb), batch, microbatch_size=2, weight=weight)
+        assert report.exact == passes
 
 
 def zeros(rows: list[int], seed: int, *, at_ends: bool) -> Any:

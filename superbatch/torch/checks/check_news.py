@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from superbatch.normalize import Number
-
-from ..window.microbatches import Pieces
 
 
 class News(NamedTuple):
@@ -24,19 +20,3 @@ class News(NamedTuple):
     contrast: float = 1.0
     samples: Sequence[int] = ()
     sure: bool = True
-
-
-class Shown(NamedTuple):
-    """A window whose micro-batches all went forward.
-
-    Attributes:
-        pieces: its micro-batches.
-        losses: of each.
-        weights: of each; 0 for those that were left out.
-        took_part: returns the micro-batches whose losses are in the sum.
-    """
-
-    pieces: Pieces
-    losses: Sequence[float]
-    weights: Sequence[Number]
-    took_part: Callable[[], Sequence[int]]

@@ -11,6 +11,7 @@ from ..window.microbatches import Pieces
 from .declared_loss import MOST_PIECES
 from .sample_counts import contrast, counts_in, extremes, spread, uneven
 
+_SEVERAL = 4  # samples: at most twice as many as a micro-batch of two has, whose memory is known to be there
 ENOUGH = 0.1
 """A relative difference of counts that a check tells apart in any precision."""
 
@@ -18,7 +19,8 @@ ENOUGH = 0.1
 def first_pieces(pieces: Pieces) -> list[Any]:
     """Return a few micro-batches of two samples or more, spread over the window.
 
-    Where their samples count alike, and others of the window do not, those take the place of the last one.
+    Where their samples count alike, and others of the window do not, those take the place of one. So do four
+    samples where each micro-batch has two or three.
 
     Args:
         pieces: of the window.
@@ -29,8 +31,20 @@ def first_pieces(pieces: Pieces) -> list[Any]:
         pair = pieces.pick([0, 1]) if len(pieces) > 1 and sum(pieces.samples or ()) > 1 else None
         return given if pair is None else [pair]
     chosen = able[:: max(1, len(able) // MOST_PIECES)][:MOST_PIECES]
-    shown = _uneven_samples(pieces, chosen)
-    return chosen if shown is None else [*chosen[: MOST_PIECES - 1], shown]
+    picked = (_uneven_samples(pieces, chosen), _several_samples(pieces, given))
+    more = [piece for piece in picked if piece is not None]
+    return [*chosen[: MOST_PIECES - len(more)], *more]
+
+
+def _several_samples(pieces: Pieces, given: list[Any]) -> Any:
+    """Four samples where micro-batches have two or three; None elsewhere.
+
+    A loss may agree for each pair and for no more samples: two classes of a pair are equally frequent.
+    """
+    most = max(pieces.samples or [0])
+    if not 2 <= most < _SEVERAL or sum(pieces.samples or ()) < _SEVERAL or given is not pieces.microbatches:
+        return None
+    return pieces.pick(pieces.firsts(range(len(pieces))))
 
 
 def _uneven_samples(pieces: Pieces, chosen: list[Any]) -> Any:

@@ -33,11 +33,11 @@ from superbatch.errors import CoupledSamplesError, InputError, SplitError, State
 
 from ..window.config import Plan
 from ..window.joining import joined
-from ..window.microbatches import Pieces
+from ..window.microbatches import Pieces, Shown
 from ..window.options import check_bool
 from .candidates import clues_of
 from .check_memory import Memory, check_saved_checks
-from .check_news import News, Shown
+from .check_news import News
 from .check_pieces import ENOUGH, first_pieces
 from .checked import ALIKE, Checked
 from .first_check import check_later_window, check_pairs
@@ -263,7 +263,7 @@ class CheckSchedule:
             if any(losses) and not all(losses):
                 return News(_NO_LOSS)
         found = self._unequal(shown, every=every) if self._plan.reduction == "mean" else None
-        if found is not None or _LENGTHS in self._now.said:
+        if found is not None or shown.pieces.cut_from_one or _LENGTHS in self._now.said:
             return found
         return News(_LENGTHS) if ragged(shown.pieces.parts(), self._lengths) else None
 

@@ -176,9 +176,10 @@ def _say_what_was_not_checked(
         )
     elif NOT_REPEATABLE in reasons:
         why = (
-            "loss_fn gives another loss for the same samples, or draws random numbers that cannot be drawn "
-            "again for the parts of a micro-batch. Draw them where the batch is made, or with torch's, "
-            "Python's or NumPy's global generators once per call or once per sample; or check it without them"
+            f"loss_fn gives another loss for the same samples{_drawn(evaluation)}, or draws random numbers "
+            "that cannot be drawn again for the parts of a micro-batch. Draw them where the batch is made, "
+            "or with torch's, Python's or NumPy's global generators once per call or once per sample; or "
+            "check a loss_fn without them"
         )
     elif checked.reason == NOT_CUT:
         why = "no micro-batch of it can be cut in two. Check a batch of your choice"
@@ -189,12 +190,28 @@ def _say_what_was_not_checked(
         return
     if not keeper.not_said([checked.reason or NOT_REPEATABLE]):  # also by an earlier window
         return
+    declared = _declared(evaluation.problem)
     warnings.warn(
-        f"superbatch could not check the statement about the loss on the first window: {why} with "
-        "superbatch.torch.verify; check=False silences this.",
+        "superbatch could not check the statement about the loss on the first window, "
+        f"{declared}: {why} with "
+        "superbatch.torch.verify(model, loss_fn, batch); check=False silences this.",
         UserWarning,
         stacklevel=7,
     )
+
+
+def _declared(problem: Problem) -> str:
+    """Declaration of a loss as it is typed."""
+    weight = problem.weight
+    weighed = repr(weight) if isinstance(weight, str | None) else getattr(weight, "__name__", "a function")
+    return f"reduction={problem.reduction!r}" + (
+        "" if problem.reduction == "total" else f" and weight={weighed}"
+    )
+
+
+def _drawn(evaluation: Evaluation) -> str:
+    """Random operations that could not be drawn for each sample."""
+    return f" (through {', '.join(sorted(evaluation.unruled))})" if evaluation.unruled else ""
 
 
 def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:

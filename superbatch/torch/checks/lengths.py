@@ -7,6 +7,7 @@ the same number. Which of the two a loss is shows in the entries that it divides
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .declared_loss import divisions_of
 from .divisions import entries_per_sample
 from .probing.problem import Problem
 
+_shape = attrgetter("shape")
 Pair = tuple[Any, Any]
 
 
@@ -52,14 +54,12 @@ def ragged(parts: Sequence[Any], known: Sequence[str]) -> tuple[int, int] | None
         (1, 0)
     """
     for path in known if len(parts) > 1 else ():
-        values = [_value(part, path) for part in parts]
-        if not all(map(_has_length, values)):
+        shapes = _shapes(parts, path)
+        if len(set(shapes)) < 2:  # mostly
             continue
-        shapes = {value.shape[1:] for value in values}
-        if len(shapes) > 1:
-            entries = [value.shape[1:].numel() for value in values]
-            if min(entries) < max(entries):
-                return entries.index(min(entries)), entries.index(max(entries))
+        entries = [shape[1:].numel() for shape in shapes]
+        if min(entries) < max(entries):
+            return entries.index(min(entries)), entries.index(max(entries))
     return None
 
 
@@ -100,11 +100,15 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     )
 
 
-def _value(part: Any, path: str) -> Any:
+def _shapes(parts: Sequence[Any], path: str) -> list[torch.Size]:
+    """The shapes of a leaf in each micro-batch; none where it is no tensor in some of them."""
     try:
-        return get(part, path)
-    except (ValueError, LookupError):
-        return None
+        if "." in path or not path:
+            return [get(part, path).shape for part in parts]
+        key = int(path) if type(parts[0]) is tuple else path  # without a call of ours for each micro-batch
+        return list(map(_shape, map(itemgetter(key), parts)))
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return []
 
 
 def _has_length(value: Any) -> bool:

@@ -80,10 +80,11 @@ class Count(NamedTuple):
 
     def of_first(self, part: Any) -> float | None:
         """Return the count of a micro-batch's first sample; None where it is none, or one of chance."""
-        if not self.likely([part]):
+        value = _value(part, self.path)
+        if self.ignored == 0 and not (_has_ends(value) and _pads([value])):
             return None
         try:
-            counts = self._count(_value(part, self.path)[:1])
+            counts = self._count(value[:1])
         except (TypeError, RuntimeError):
             return None
         return None if counts is None else float(counts[0])

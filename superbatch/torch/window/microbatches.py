@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from superbatch.batch.plan import Plan as BatchPlan
 from superbatch.batch.split import TokenBudget, cut, near_equal
 from superbatch.batch.tree import plan as plan_of
 from superbatch.errors import InputError, SplitError, WindowError, explain
+from superbatch.normalize import Number
 from superbatch.window import Window
 
 from ..sizes.auto import AutoSize
@@ -55,6 +56,7 @@ class Pieces:
         self.paths = paths
         self._batch = batch
         self._whole = whole
+        self.cut_from_one = whole is not None  # so that all have samples of the same shapes
 
     @property
     def can_be_recut(self) -> bool:
@@ -107,10 +109,15 @@ class Pieces:
         return self._of([first, second], most)
 
     def firsts(self, order: Sequence[int]) -> list[int]:
-        """Return a few samples spread over micro-batches in a given order, counted as in `parts`."""
-        few = min(4, len(order))
+        """Return a few samples spread over micro-batches in a given order, counted as in `parts`.
+
+        They are at most twice as many as a micro-batch has, for which there is memory mostly.
+        """
+        assert self.samples is not None
+        most = min(4, 2 * max(self.samples))
+        few = min(most, len(order))
         spread = [order[place * (len(order) - 1) // max(1, few - 1)] for place in range(few)]
-        return self._of(spread, max(1, 4 // few))
+        return self._of(spread, max(1, most // few))
 
     def _of(self, indices: Sequence[int], most: int) -> list[int]:
         assert self.samples is not None
@@ -177,6 +184,22 @@ class Pieces:
         self.microbatches[index : index + 1] = parts
         if self.samples is not None:
             self.samples[index : index + 1] = sizes
+
+
+class Shown(NamedTuple):
+    """A window whose micro-batches all went forward.
+
+    Attributes:
+        pieces: its micro-batches.
+        losses: of each.
+        weights: of each; 0 for those that were left out.
+        took_part: returns the micro-batches whose losses are in the sum.
+    """
+
+    pieces: Pieces
+    losses: Sequence[float]
+    weights: Sequence[Number]
+    took_part: Callable[[], Sequence[int]]
 
 
 def sizing_of(

@@ -16,7 +16,7 @@ from torch import Tensor
 from superbatch.errors import NonFiniteError
 from superbatch.results.update import Update
 
-from ..checks.check_schedule import CheckSchedule, Shown
+from ..checks.check_schedule import CheckSchedule
 from ..loss.losses import Sum, WindowLoss, over_ranks
 from ..loss.terms import losses_in, weights_in
 from ..memory.out_of_memory import out_of_memory
@@ -25,7 +25,7 @@ from ..sizes.reserve import raise_if_out_of_memory
 from ..sizes.sizing import Sizing
 from . import culprit, dropping, misuse, retry, saving, update_rule
 from .config import Plan
-from .microbatches import Pieces
+from .microbatches import Pieces, Shown
 from .nonfinite import Culprit
 from .norm import finite_norm
 from .participants.batchnorm import Pooled

@@ -1,0 +1,178 @@
+"""Losses as programs have them: each wrong declaration is found, and no right one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.torch import Accumulator
+from superbatch.torch.checks import check_pieces
+from tests.torch.helpers import sgd
+
+SAMPLES, LENGTH, CLASSES = 8, 6, 5
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def batch_of(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    lengths = torch.randint(2, LENGTH + 1, (SAMPLES,), generator=generator)
+    return {
+        "rows": {"x": normal(SAMPLES, 4), "other": normal(SAMPLES, 4), "target": normal(SAMPLES, CLASSES)},
+        "words": normal(SAMPLES, LENGTH, 4),
+        "labels": torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator),
+        "mask": torch.arange(LENGTH) < lengths[:, None],
+        "kind": torch.randint(0, CLASSES, (SAMPLES,), generator=generator),
+        "weight": torch.rand(SAMPLES, dtype=torch.float64, generator=generator) + 0.1,
+        "boxes": torch.randint(0, 2, (SAMPLES, CLASSES), generator=generator).double(),
+    }
+
+
+def rows(model: nn.Module, batch: Any, **options: Any) -> Tensor:
+    return functional.cross_entropy(model(batch["rows"]["x"]), batch["kind"], **options)
+
+
+def words(model: nn.Module, batch: Any, **options: Any) -> Tensor:
+    labels = torch.where(batch["mask"], batch["labels"], -100)
+    return functional.cross_entropy(model(batch["words"]).transpose(1, 2), labels, **options)
+
+
+def weighted(model: nn.Module, batch: Any) -> Tensor:
+    return (rows(model, batch, reduction="none") * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def by_positives(model: nn.Module, batch: Any) -> Tensor:
+    each = functional.binary_cross_entropy_with_logits(
+        model(batch["rows"]["x"]), batch["boxes"], pos_weight=torch.tensor(3.0).double(), reduction="sum"
+    )
+    return each / batch["boxes"].sum()
+
+
+def targets_of(batch: Any) -> Tensor:
+    return batch["mask"].sum(1) % 3 + 1
+
+
+def ctc(model: nn.Module, batch: Any) -> Tensor:
+    steps = torch.full((len(batch["words"]),), LENGTH)
+    logits = model(batch["words"]).log_softmax(-1).transpose(0, 1)
+    targets, lengths = batch["labels"][:, :3] % (CLASSES - 1) + 1, targets_of(batch)
+    sums = functional.ctc_loss(logits, targets, steps, lengths, reduction="sum", zero_infinity=True)
+    return sums / lengths.sum()
+
+
+def dice(model: nn.Module, batch: Any, *dims: int) -> Tensor:
+    found, boxes = model(batch["rows"]["x"]).sigmoid(), batch["boxes"]
+    dims = dims or (0, 1)
+    return (1 - (2 * (found * boxes).sum(dims) + 1) / (found.sum(dims) + boxes.sum(dims) + 1)).mean()
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    one, other = (functional.normalize(model(batch["rows"][name]), dim=1) for name in ("x", "other"))
+    return functional.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+
+
+def experts(model: nn.Module, batch: Any) -> Tensor:
+    shares = model(batch["words"]).softmax(-1).flatten(0, 1)
+    used = functional.one_hot(shares.argmax(-1), CLASSES).double().mean(0)
+    return rows(model, batch) + 0.01 * CLASSES * (shares.mean(0) * used).sum()
+
+
+def ranking(model: nn.Module, batch: Any) -> Tensor:
+    score, kind = model(batch["rows"]["x"])[:, 0], batch["kind"]
+    valid = kind[:, None] > kind
+    each = functional.softplus(score - score[:, None])
+    return (each * valid).sum() / valid.sum().clamp(min=1)
+
+
+def by_frequency(model: nn.Module, batch: Any) -> Tensor:
+    counts = torch.bincount(batch["kind"], minlength=CLASSES)
+    return rows(model, batch, weight=1 / (1 + counts).double())
+
+
+def focal(model: nn.Module, batch: Any) -> Tensor:
+    each = rows(model, batch, reduction="none")
+    return ((1 - (-each).exp()).square() * each).mean()
+
+
+def advantage(model: nn.Module, batch: Any) -> Tensor:
+    gain = (batch["weight"] - batch["weight"].mean()) / (batch["weight"].std() + 1e-6)
+    return (gain * rows(model, batch, reduction="none")).mean()
+
+
+def per_sample(model: nn.Module, batch: Any) -> Tensor:
+    return (words(model, batch, reduction="none").sum(1) / batch["mask"].sum(1)).mean()
+
+
+def decay(model: nn.Module) -> Tensor:
+    return model.get_parameter("weight").square().sum()
+
+
+def tokens_in(batch: Any) -> int:
+    return int(batch["mask"].sum())
+
+
+# A loss, a wrong declaration of it, and the right one; None: no declaration fits.
+PROGRAMS: dict[str, tuple[Loss, dict[str, Any], dict[str, Any] | None]] = {
+    "token mean": (words, {}, {"weight": tokens_in}),
+    "label smoothing": (lambda m, b: words(m, b, label_smoothing=0.1), {}, {"weight": tokens_in}),
+    "token sum": (lambda m, b: words(m, b, reduction="sum"), {}, {"reduction": "total"}),
+    "mean over samples": (per_sample, {"weight": tokens_in}, {}),
+    "sample weights": (weighted, {}, {"weight": lambda b: float(b["weight"].sum())}),
+    "positives": (by_positives, {}, {"weight": lambda b: float(b["boxes"].sum())}),
+    "ctc": (ctc, {}, {"weight": lambda b: int(targets_of(b).sum())}),
+    "dice of the batch": (dice, {}, None),
+    "dice of each sample": (lambda m, b: dice(m, b, 1), {"reduction": "sum"}, {}),
+    "contrastive": (contrastive, {}, None),
+    "router": (experts, {}, None),
+    "ranking": (ranking, {}, None),
+    "class frequencies": (by_frequency, {}, None),
+    "focal": (focal, {"reduction": "sum"}, {}),
+    "advantages": (advantage, {}, None),
+    "root": (lambda m, b: rows(m, b).sqrt(), {}, None),
+    "hardest": (lambda m, b: rows(m, b, reduction="none").max(), {}, None),
+    "decay in a mean": (lambda m, b: rows(m, b) + 0.1 * decay(m), {"reduction": "sum"}, {}),
+    "decay in a sum": (
+        lambda m, b: rows(m, b, reduction="sum") + 0.1 * decay(m),
+        {"reduction": "sum"},
+        None,
+    ),
+}
+
+
+def train(loss: Loss, **options: Any) -> Accumulator:
+    torch.manual_seed(0)
+    model = nn.Linear(4, CLASSES, dtype=torch.float64)
+    accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: loss(model, mb), **options)
+    for seed in range(4):
+        accumulate(batch_of(seed))
+    return accumulate
+
+
+@pytest.mark.parametrize("microbatch_size", [2, 4])
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_wrong_declaration_is_found(case: str, microbatch_size: int) -> None:
+    loss, wrong, _ = PROGRAMS[case]
+    with pytest.raises((StatementError, CoupledSamplesError)):
+        train(loss, microbatch_size=microbatch_size, **wrong)
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4])
+@pytest.mark.parametrize("case", [name for name, (*_, right) in PROGRAMS.items() if right is not None])
+def test_a_right_declaration_passes(case: str, microbatch_size: int) -> None:
+    loss, _, right = PROGRAMS[case]
+    assert train(loss, microbatch_size=microbatch_size, **(right or {})).updates == 4
+
+
+def test_pairs_alone_do_not_show_class_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: two samples count alike under them, whatever their classes."""
+    monkeypatch.setattr(check_pieces, "_several_samples", lambda *_: None)
+    assert train(by_frequency, microbatch_size=2).updates == 4
