@@ -33,7 +33,7 @@ def divisions_of(loss: Tensor) -> list[Division]:
     Examples:
         >>> x = torch.ones(2, 3, requires_grad=True)
         >>> [division.number for division in divisions_of(x.mean() + x.mean(1).mean() + x.sum() / 4)]
-        [4.0, 6.0, 2.0]
+        [4.0, 2.0, 6.0]
     """
     found: list[Division] = []
     nodes, known = [loss.grad_fn], set[Any]()
