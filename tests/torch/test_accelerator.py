@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superbatch.torch import Accumulator, sample_weights, verify
 from superbatch.torch.rng.sample_rng import sample_stream
 from superbatch.torch.window.norm import finite_norm
-from superbatch.torch.window.participants.snapshot import BufferKeeper
+from superbatch.torch.window.participants.buffers import BufferKeeper
 from tests.torch.accelerator_stand_in import DEVICE, READS, Elsewhere, elsewhere, stand_in
 
 
@@ -263,7 +263,8 @@ def test_losses_that_a_replayed_graph_overwrites(device: None) -> None:
 
 def test_mutant_keeps_the_memory_of_the_graph(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "superbatch.torch.window.participants.parameter_gradients.in_shared_memory", lambda gradient: False
+        "superbatch.torch.window.participants.parameter_gradients.any_in_shared_memory",
+        lambda gradients: False,
     )
     *_, weight, right = _replayed(lambda x: x)
     assert not torch.allclose(weight, right, rtol=1e-2)

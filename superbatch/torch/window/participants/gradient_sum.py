@@ -33,6 +33,7 @@ from superbatch.errors import OptimizerError, WindowError, explain
 from superbatch.torch.devices import alike
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+_use_count = torch._C._storage_Use_Count
 
 _engine_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -196,7 +197,21 @@ def in_shared_memory(gradient: Tensor | None) -> bool:
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
         return True  # its tensors do not count as users of their memory
     # One for the tensor, one for the storage that Python sees.
-    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > 2
+    return _use_count(gradient.untyped_storage()._cdata) > 2
+
+
+def any_in_shared_memory(gradients: Iterable[Tensor | None]) -> bool:
+    """Return whether one of the gradients is `in_shared_memory`: for ordinary ones in half of the time.
+
+    Examples:
+        >>> any_in_shared_memory([torch.ones(2), None]), any_in_shared_memory([torch.ones(2).detach()])
+        (False, True)
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    ordinary = {(type(gradient), gradient.layout, gradient.is_cuda) for gradient in present}
+    if ordinary != {(Tensor, torch.strided, False)}:
+        return any(map(in_shared_memory, present))
+    return max([_use_count(gradient.untyped_storage()._cdata) for gradient in present]) > 2
 
 
 def require_none(owned: list[Owned]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter, is_, ne
+from typing import Any
 
 from torch import Tensor
 
@@ -42,8 +43,10 @@ class Marks:
         self._parameters = [entry.parameter for entry in owned]
         self._names = [entry.name for entry in owned]
         self._settling = settling
-        self.forget()
-        self.savepoint()
+        self._none: list[Any] = [None] * len(owned)
+        self._gradients: list[Tensor | None] = self._none  # lists are replaced, never changed
+        self._versions: list[int | None] = self._none
+        self.clear()
 
     def set(self) -> bool:
         """Note the gradients as they are now, after a backward; return whether one is there that was not.
@@ -65,17 +68,18 @@ class Marks:
 
     def _look(self) -> None:
         before = self._gradients
+        any_before = self._versions.count(None) < len(self._versions)
         # Held here, a gradient's identity cannot be taken over by another tensor.
         self._gradients = list(map(_grad, self._parameters))
         self._versions = _versions(self._gradients)
-        if any(gradient is not None for gradient in before):
+        if any_before:
             kept = all(was is None or was is now for was, now in zip(before, self._gradients, strict=True))
             self._settling.seen, self._settling.kept = True, self._settling.kept and kept
         self._settled = self._settling.seen and self._settling.kept and self._stay()
 
     def savepoint(self) -> None:
         """Remember the gradients noted last, with their versions, as those before a micro-batch."""
-        self._saved = (self._gradients, self._versions)  # both lists are replaced by `set`, never changed
+        self._saved = (self._gradients, self._versions)
 
     def rollback(self) -> bool:
         """Restore the gradients of the savepoint; return False if one has been written to since.
@@ -116,10 +120,17 @@ class Marks:
         if not all(same):
             raise foreign_gradient(self._names[same.index(False)])
 
+    def clear(self) -> None:
+        """Let the gradients go, those of the savepoint too."""
+        self._gradients = self._none
+        self._versions = self._none
+        self._saved = (self._none, self._none)
+        self._settled = False
+
     def forget(self) -> None:
         """Let the gradients go: there is none before the next `set`."""
-        self._gradients: list[Tensor | None] = [None] * len(self._parameters)
-        self._versions: list[int | None] = [None] * len(self._parameters)
+        self._gradients = self._none
+        self._versions = self._none
         self._settled = False
 
     def _stay(self) -> bool:

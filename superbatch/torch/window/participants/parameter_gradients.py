@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradient_sum import Owned, are_apart, attach, clear, in_shared_memory, run_backward, unshare
+from .gradient_sum import Owned, any_in_shared_memory, are_apart, attach, clear, run_backward, unshare
 from .gradient_versions import Marks, Settling
 
 
@@ -38,8 +38,7 @@ class InGrad:
         clear(self._owned)
         self._factors.clear()
         self.yet = 1.0
-        self._marks.forget()
-        self._marks.savepoint()
+        self._marks.clear()
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
@@ -76,7 +75,7 @@ class InGrad:
         if not self._marks.set():
             return
         new = self._marks.gradients
-        if not are_apart([*new, of_loss]) or any(map(in_shared_memory, new)):
+        if not are_apart([*new, of_loss]) or any_in_shared_memory(new):
             unshare((entry.parameter for entry in self._owned), of_loss)
             self._marks.forget()
             self._marks.set()
@@ -98,8 +97,7 @@ class InGrad:
                 if gradient is not None:
                     gradient.mul_(self.yet)
             self.yet = 1.0
-        self._marks.forget()
-        self._marks.savepoint()  # which holds the sums as well
+        self._marks.clear()
         return gradients
 
     def zeros(self, index: int) -> Tensor:
@@ -112,8 +110,7 @@ class InGrad:
 
     def discard(self) -> None:
         """Forget the window: everything is as before it."""
-        self._marks.forget()
-        self._marks.savepoint()
+        self._marks.clear()
         clear(self._owned)
 
     def describe(self) -> str:
