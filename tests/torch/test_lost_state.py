@@ -178,6 +178,91 @@ def test_the_coupled_path_does_not_begin_again_either() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+class Counting(nn.Module):
+    """A layer whose buffer, once it `counts`, is written by each forward."""
+
+    seen: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(size, dtype=F64))
+        self.layer = nn.Linear(2, 1, dtype=F64)
+        self.counts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.seen.add_(1)
+        return self.layer(x)
+
+
+def _watching(size: int, *functions: Any) -> tuple[Any, MovedState]:
+    """Return a layer and a keeper in its second window: nothing has moved in the first."""
+    model = Counting(size)
+    keeper = MovedState([model], functions)
+    for _ in range(2):
+        keeper.take()
+        model(torch.ones(1, 2, dtype=F64))
+        keeper.release()
+    keeper.take()
+    return model, keeper
+
+
+def test_a_view_of_a_buffer_is_restored_with_it() -> None:
+    model = Counting(3)
+    seen = model.seen.detach()
+    keeper = MovedState([model], [lambda x: model(x) * seen.sum()])
+    for window in range(2):
+        keeper.take()
+        if window:
+            model.counts = True
+            model(torch.ones(1, 2, dtype=F64))
+            assert seen.any(), "premise: it has moved"
+            assert keeper.lost() == []
+            keeper.restore()  # without a warning
+            assert not seen.any()
+        else:
+            keeper.release()
+
+
+def test_what_a_check_writes_and_restores_is_no_move_of_the_window() -> None:
+    bank = torch.zeros(3, dtype=F64)
+    model, keeper = _watching(1 << 18, lambda: bank)
+    check = keeper.twin()
+    check.take(check=True)
+    before = bank._version, model.seen._version
+    with check.watching():
+        bank.add_(1)
+        model.seen.add_(1)
+    check.end_check()
+    assert not bank.any()
+    assert not model.seen.any()
+    assert (bank._version, model.seen._version) > before, "premise: only the content is as before"
+    assert keeper.lost() == []
+    assert not keeper.changed()
+    keeper.restore()  # without a warning
+    bank.add_(1)
+    assert keeper.lost() == ["bank"]
+
+
+@pytest.mark.parametrize("size", [3, 1 << 18], ids=["small", "large"])
+def test_a_buffer_that_begins_to_move_is_restored_or_told(size: int) -> None:
+    model, keeper = _watching(size)
+    model.counts = True
+    model(torch.ones(1, 2, dtype=F64))
+    if size == 3:
+        assert keeper.lost() == []
+        keeper.restore()
+        assert not model.seen.any()
+        return
+    assert keeper.lost() == ["seen"]
+    with pytest.warns(UserWarning, match="the state 'seen' moved for the first time"):
+        keeper.restore()
+    keeper.take()  # from now on it is copied
+    model(torch.ones(1, 2, dtype=F64))
+    keeper.restore()
+    assert bool((model.seen == 1).all())
+
+
 def test_what_is_too_large_to_be_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moved_state, "MOST_ADDED_UP", 0)
     program = Program(_data, ["now", "later"])

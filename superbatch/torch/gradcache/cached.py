@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from superbatch.batch.split import TokenBudget
 from superbatch.errors import InputError, WindowError, explain
 
-from ..window.participants.snapshot import BufferKeeper
+from ..window.participants.buffers import BufferKeeper
 from ..window.sync.ranks import Ranks, find_ranks
 from .encoders import Encode, Encoder, all_models, as_encoders
 from .new_gradients import NewGradients, leaves_of, outside_autocast

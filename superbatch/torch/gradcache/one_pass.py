@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from superbatch.errors import CoupledSamplesError, explain
 
 from ..checks.coupling import changes_state, uses_batch_statistics
-from ..window.participants.snapshot import BufferKeeper
+from ..window.participants.buffers import BufferKeeper
 
 _CHOICES = (
     "compute the whole batch's own statistics with virtual_batch(...), freeze the module (module.eval(): its "

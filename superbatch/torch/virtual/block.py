@@ -18,7 +18,8 @@ from superbatch.results.coupling import CouplingReport
 from ..checks.introspection import run_eagerly
 from ..devices import accelerators
 from ..memory.heap import keep_freed_memory
-from ..window.participants.snapshot import BufferKeeper, random_state, restore_random_state
+from ..window.participants.buffers import BufferKeeper
+from ..window.participants.snapshot import random_state, restore_random_state
 from . import options
 from .collector import rarely_collecting
 from .ir.calls import blank_like
@@ -356,9 +357,8 @@ def virtual_batch(
     """
     models = options.checked_models(model)
     options.check(rng, on_gather, device_budget, paranoid=paranoid, compile=compile, group=group)
-    size: int | Literal["auto"] = "auto"
-    if microbatch_size != "auto":
-        size = positive_int("microbatch_size", microbatch_size)
+    automatic = microbatch_size == "auto"
+    size = "auto" if automatic else positive_int("microbatch_size", microbatch_size)
     where = options.checked_device(device, (parameter for one in models for parameter in one.parameters()))
     batch = VirtualBatch(
         models,
@@ -373,7 +373,7 @@ def virtual_batch(
     )
     buffers = BufferKeeper(models)
     buffers.take()
-    if size != "auto":  # which goes to the limit: all is handed back
+    if not automatic:  # which goes to the limit: all is handed back
         keep_freed_memory([where])
     randomness = random_state(accelerators(models, where))
     try:

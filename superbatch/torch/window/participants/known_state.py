@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from .reached import Table
+from .watched import Entry, Watched
 
 
 class Moving(NamedTuple):
@@ -32,7 +30,7 @@ class Known:
         checked: the first-window check has seen what a forward moves.
         bindings: that moved; True: each held a tensor before the first window.
         tensors: whose content moved, with their names.
-        watched: tensors that were not seen to move, by their version counters; with their names.
+        watched: tensors that were not seen to move.
         generators: of random numbers, held by modules or objects.
         said: names that the user has been warned of.
     """
@@ -40,8 +38,8 @@ class Known:
     windows: int = 0
     checked: bool = False
     bindings: dict[tuple[int, Any], tuple[Table, bool]] = field(default_factory=dict)
-    tensors: dict[int, tuple[weakref.ref[Tensor], str, bool]] = field(default_factory=dict)
-    watched: dict[int, tuple[weakref.ref[Tensor], str, bool]] = field(default_factory=dict)
+    tensors: dict[int, Entry] = field(default_factory=dict)
+    watched: Watched = field(default_factory=Watched)
     generators: list[Any] = field(default_factory=list)
     said: set[str] = field(default_factory=set)
 

@@ -15,22 +15,24 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
-from .bindings import NOTHING, UNHELD, copied, differs, held, is_content, is_plain, tensors_of
-from .kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept
+from .bindings import NOTHING, copied, is_plain, tensors_of
+from .bound_names import BoundNames
+from .buffers import BufferKeeper
+from .kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept, version
 from .known_state import Known, Moving
 from .reached import Table, reach
-from .snapshot import BufferKeeper, generator_moved, generator_restorer
+from .snapshot import generator_moved, generator_restorer
+from .watched import Counters, Watched
 
 MOST_BYTES = 1 << 26  # of copies of tensors that were never seen to move
 MOST_ADDED_UP = 1 << 28  # bytes of tensors that are read to see whether they move
-_version = attrgetter("_version")
+_NONE = Counters()
 
 
 class MovedState:
@@ -66,12 +68,14 @@ class MovedState:
         self._known = Known()
         self._buffers = BufferKeeper(self._models)
         self._names: dict[nn.Module, str] = {}
+        self._original: MovedState | None = None
+        self._passed: list[int] = []
         self._forget()
 
     def twin(self) -> MovedState:
         """Return another keeper of the same state: for one micro-batch, or for a check in an open window."""
         other = MovedState(self._models, self._functions)
-        other._known, other._names = self._known, self._names
+        other._known, other._names, other._original = self._known, self._names, self
         other._buffers.add(self._names)
         return other
 
@@ -80,9 +84,7 @@ class MovedState:
 
         A large tensor where none of its shape was bound before is a result of the forward, and stays.
         """
-        before = {
-            (id(table.content), key): was for table, values in self._bindings for key, was in values.items()
-        }
+        before = self._bound.by_place()
         found = reach(self._models, self._functions)
         buffers = [Table(name, module._buffers, own=True) for name, module in found.outside]
         of_buffers = set(map(id, buffers))
@@ -105,7 +107,11 @@ class MovedState:
             check: the first-window check begins, inside of `watching`: large tensors are copied when they
                 are written, trained parameters too.
         """
-        self._forget()
+        if self._noted:
+            self._forget()
+        self._noted = True
+        if check and self._original is not None:
+            self._passed = self._original.counters()
         if check or self._known.is_due():
             self._look(check=check)
         else:
@@ -131,11 +137,7 @@ class MovedState:
         self._buffers.restore()
         for kept in self._tensors.values():
             kept.restore()
-        for table, key, before, _ in list(self._rebound(loose=loose, results=True)):
-            if before is NOTHING:
-                table.unbind(key)
-            else:
-                table.write(key, before)
+        self._bound.restore(loose=loose)
         for _, restore in self._generators:
             restore()
         if lost:
@@ -149,8 +151,9 @@ class MovedState:
 
     def lost(self) -> list[str]:
         """Return names of the state that has moved since `take` and was not copied: `restore` leaves it."""
-        written = [self._known.watched[identity][1] for identity in self._written_watched()]
-        return [kept.name for kept in self._tensors.values() if kept.is_lost()] + written
+        written = [self._known.watched.name_of(tensor) for tensor in self._counters.written()]
+        kept = [kept.name for kept in self._tensors.values() if kept.is_lost()]
+        return kept + written + [self._name_of(*one) for one in self._buffers.lost()]
 
     def unseen(self) -> list[str]:
         """Return names of tensors that are too large for a write through ``.data`` to be seen."""
@@ -162,8 +165,8 @@ class MovedState:
             self._buffers.changed()
             or any(kept.moved() for kept in self._tensors.values())
             or any(generator_moved(value, restore) for value, restore in self._generators)
-            or any(True for _ in self._rebound(loose=self._loose_state_moved()))
-            or bool(self._written_watched())
+            or any(True for _ in self._bound.rebound(loose=self._loose_state_moved()))
+            or bool(self._counters.written())
         )
 
     # -- the first-window check ----------------------------------------------------------------------------
@@ -174,19 +177,20 @@ class MovedState:
 
     def moving(self) -> list[Moving]:
         """Return what is no longer as at `take`."""
-        found = [
-            Moving(f"{self._names[module]}.{name}".lstrip("."), sure=True)
-            for module, name in self._buffers.moved()
-        ]
+        found = [Moving(self._name_of(module, name), sure=True) for module, name in self._buffers.moved()]
         found += [Moving(kept.name, not kept.trained) for kept in self._tensors.values() if kept.moved()]
         loose = self._loose_state_moved()
-        found += [Moving(table.name_of(key), sure=False) for table, key, *_ in self._rebound(loose=loose)]
+        found += [
+            Moving(table.name_of(key), sure=False) for table, key, *_ in self._bound.rebound(loose=loose)
+        ]
         return list(dict.fromkeys(found))
 
     def contents(self) -> dict[str, Any]:
         """Return copies of what bindings and tensors hold now, by name."""
         found = {kept.name: kept.tensor.detach().clone() for kept in self._tensors.values() if kept.moved()}
-        found |= {table.name_of(key): copied(value) for table, key, _, value in self._rebound(loose=True)}
+        found |= {
+            table.name_of(key): copied(value) for table, key, _, value in self._bound.rebound(loose=True)
+        }
         return found
 
     def not_said(self, names: Iterable[str]) -> list[str]:
@@ -206,6 +210,21 @@ class MovedState:
             self.restore()
         finally:
             self._forget()
+            if self._original is not None:
+                self._original.pass_over(self._passed)
+
+    def counters(self) -> list[int]:
+        """Return the version counters of all that is compared by them."""
+        kept = [version(kept.tensor) for kept in self._tensors.values()]
+        return [*self._counters.read(), *kept, *self._buffers.counters()]
+
+    def pass_over(self, before: list[int]) -> None:
+        """Count what was written since `counters` returned `before` as not written: a check restored it."""
+        watched, kept = len(self._counters.read()), len(self._tensors)
+        self._counters.pass_over(before[:watched])
+        self._buffers.pass_over(before[watched + kept :])
+        for one, was in zip(self._tensors.values(), before[watched : watched + kept], strict=True):
+            one.version += version(one.tensor) - was
 
     # -- a window that is saved ----------------------------------------------------------------------------
 
@@ -223,7 +242,7 @@ class MovedState:
             },
             "bindings": {
                 table.name_of(key): [] if before is NOTHING else [self._as_taken(before)]
-                for table, key, before, _ in self._rebound(loose=self._loose_state_moved())
+                for table, key, before, _ in self._bound.rebound(loose=self._loose_state_moved())
                 if before is NOTHING or is_plain(before)
             },
         }
@@ -248,32 +267,19 @@ class MovedState:
                     if name in moved and name not in by_name and can_be_kept(tensor):
                         by_name[name] = kept = KeptTensor.of(name, tensor, loose=table.loose)
                         self._tensors[id(tensor)] = kept
-            self._bind_before(table, rebound)
+            self._bound.assume(table, rebound)
         for name, content in moved.items():
             if name in by_name:
                 by_name[name].copy = content.to(by_name[name].tensor.device, copy=True)
 
-    def _bind_before(self, table: Table, saved: Mapping[str, Any]) -> None:
-        """Note for a table what was bound in it before the saved window."""
-        now = table.read()
-        wanted: dict[Any, Any] = {}
-        for key in now:
-            if table.name_of(key) in saved:
-                wanted[key] = next(iter(saved[table.name_of(key)]), NOTHING)
-        if wanted:
-            self._bindings = [(t, b) for t, b in self._bindings if t.content is not table.content]
-            before = {key: held(value, first=True) for key, value in now.items()} | wanted
-            self._bindings.append((table, {k: v for k, v in before.items() if v is not NOTHING}))
-
     # -- what there is -------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        self._looked = False
-        self._bindings: list[tuple[Table, dict[Any, Any]]] = []
+        self._noted = self._looked = False
+        self._bound = BoundNames()
         self._tensors: dict[int, KeptTensor] = {}
         self._generators: list[tuple[Any, Callable[[], object]]] = []
-        self._watched: list[Tensor] = []
-        self._versions: list[int] = []
+        self._counters = _NONE
 
     def _look(self, *, check: bool) -> None:
         """Note everything that can be reached; large tensors that come later may be results: not watched."""
@@ -281,26 +287,26 @@ class MovedState:
         self._looked = True
         self._names = found.names
         self._buffers.add(self._names)
-        buffers = {id(buffer) for module in self._names for buffer in module._buffers.values()}
+        in_buffers = self._buffers.covers()
         first = not known.windows
         for table in found.tables:
-            values = table.read()
-            self._bindings.append((table, {k: held(value, first=first) for k, value in values.items()}))
-            for key, value in values.items():
+            for key, value in self._bound.note(table, first=first).items():
                 for name, tensor in tensors_of(table.name_of(key), value):
                     wanted = can_be_kept(tensor) and (check or not tensor.requires_grad)
-                    if wanted and id(tensor) not in buffers and id(tensor) not in self._tensors:
+                    if wanted and id(tensor) not in self._tensors and not in_buffers(tensor):
                         self._tensors[id(tensor)] = KeptTensor.of(name, tensor, loose=table.loose)
                 if not isinstance(value, Tensor) and (restore := generator_restorer(value)) is not None:
                     self._generators.append((value, restore))
         known.generators = [value for value, _ in self._generators]
         self._copy(check=check)
-        known.watched = {
-            identity: (weakref.ref(kept.tensor), kept.name, kept.loose)
-            for identity, kept in self._tensors.items()
-            if not (kept.trained or identity in known.tensors or kept.tensor.is_inference())
-            and (first or kept.frozen or kept.alias.nbytes <= SMALL_BYTES)
-        }
+        known.watched = Watched(
+            {
+                identity: (weakref.ref(kept.tensor), kept.name, kept.loose)
+                for identity, kept in self._tensors.items()
+                if not (kept.trained or identity in known.tensors or kept.tensor.is_inference())
+                and (first or kept.frozen or kept.alias.nbytes <= SMALL_BYTES)
+            }
+        )
 
     def _copy(self, *, check: bool) -> None:
         """Copy tensors that were seen to move, and small ones; of others look at some values.
@@ -331,11 +337,8 @@ class MovedState:
     def _take_known(self) -> None:
         """Note what was seen to move."""
         known = self._known
-        if not (known.bindings or known.tensors or known.generators or known.watched):
-            return
         for table, state in known.bindings.values():
-            values = table.read()
-            self._bindings.append((table, {k: held(value, first=state) for k, value in values.items()}))
+            self._bound.note(table, first=state)
         for identity, (reference, name, loose) in list(known.tensors.items()):
             tensor = reference()
             if tensor is None:
@@ -344,13 +347,12 @@ class MovedState:
                 self._tensors[identity] = kept = KeptTensor.of(name, tensor, loose=loose)
                 kept.copy_now()
         self._generators = [(v, r) for v in known.generators if (r := generator_restorer(v)) is not None]
-        self._watched = [alive for one, *_ in known.watched.values() if (alive := one()) is not None]
-        self._versions = list(map(_version, self._watched))
+        self._counters = Counters(known.watched)
 
     def _learn(self) -> None:
         """Note what has moved since `take`, to copy it from now on."""
         known = self._known
-        for table, key, before, _ in self._rebound(loose=True):
+        for table, key, before, _ in self._bound.rebound(loose=True):
             only = replace(table, keys=frozenset([key])) if isinstance(table.content, dict) else table
             state = isinstance(before, Tensor | tuple)
             known.bindings.setdefault((id(table.content), key), (only, state))
@@ -359,42 +361,16 @@ class MovedState:
     def _learn_of(self, moved: Iterable[KeptTensor]) -> None:
         for kept in moved:
             self._known.tensors[id(kept.tensor)] = (weakref.ref(kept.tensor), kept.name, kept.loose)
-            self._known.watched.pop(id(kept.tensor), None)
+            self._known.watched.remove([kept.tensor])
 
     def _learn_watched(self) -> None:
-        for identity in self._written_watched():
-            self._known.tensors[identity] = self._known.watched.pop(identity)
+        written = self._counters.written()
+        if written:
+            self._known.tensors |= self._known.watched.remove(written)
 
-    def _written_watched(self) -> list[int]:
-        """Return the tensors that were written since `take`, of those that are only watched."""
-        known, each = self._known.watched, zip(self._watched, self._versions, strict=True)
-        return [id(tensor) for tensor, was in each if tensor._version != was and id(tensor) in known]
-
-    def _rebound(self, *, loose: bool, results: bool = False) -> Iterator[tuple[Table, Any, Any, Any]]:
-        """Yield the bindings that are no longer as at `take`: table, key, what was bound, what is.
-
-        Args:
-            loose: also ints that the loss function counts outside of modules: they are state only where a
-                tensor or a float beside them is (the pointer of a queue), otherwise a count of calls.
-            results: also what holds a result of the forward now.
-        """
-        for table, before in self._bindings:
-            now = table.read()
-            for key in dict.fromkeys((*before, *now)):
-                was, value = before.get(key, NOTHING), now.get(key, NOTHING)
-                if was is UNHELD or not differs(was, value):
-                    continue
-                if not results and held(value, first=True) is UNHELD:
-                    continue
-                if table.loose and not (is_content(was) or is_content(value)):
-                    if not loose or not (is_plain(was) and is_plain(value)):
-                        continue
-                    if isinstance(was, tuple) and len(was) != len(value):  # a log
-                        continue
-                yield table, key, was, value
+    def _name_of(self, module: nn.Module, buffer: str) -> str:
+        return f"{self._names.get(module, '')}.{buffer}".lstrip(".")
 
     def _loose_state_moved(self) -> bool:
         """Return whether a tensor or float that the loss function reaches outside of modules has moved."""
-        return any(kept.loose and kept.moved() for kept in self._tensors.values()) or any(
-            table.loose for table, *_ in self._rebound(loose=False)
-        )
+        return self._bound.any_loose() or any(kept.loose and kept.moved() for kept in self._tensors.values())

@@ -1,7 +1,4 @@
-"""What a window can change besides gradients - random state and buffers - and how it is put back.
-
-Two keepers with the same methods: ``take()`` before a window, then ``release()`` or ``restore()`` after it.
-"""
+"""Random state that a window can change, and how it is put back: ``take()`` before it, then ``restore()``."""
 
 from __future__ import annotations
 
@@ -12,13 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
-from superbatch.torch.devices import copy_alike, generator_states
+from superbatch.torch.devices import generator_states
 
 # Seconds of a micro-batch for which states are not copied: that costs up to 1 % of it (it also disturbs
 # the allocator), and a window of such micro-batches is soon begun again.
@@ -275,122 +271,3 @@ def as_plain(state: dict[str, Any]) -> dict[str, Any]:
         return dict(state)
     kind, key, *rest = state["numpy"]
     return {**state, "numpy": [str(kind), list(map(int, key)), *rest]}
-
-
-class BufferKeeper:
-    """Copies the buffers of models at the start of a window, so that a failed window can put them back.
-
-    A large buffer that a whole window left alone (a causal mask, a rotary table) is not copied again until
-    its version counter moves: copying it for every window would cost memory that the hand-written loop does
-    not need.
-
-    Examples:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> keeper = BufferKeeper([norm])
-        >>> keeper.take()
-        >>> _ = norm(torch.randn(4, 2))
-        >>> keeper.restore()
-        >>> norm.running_mean
-        tensor([0., 0.])
-    """
-
-    # Up to this size a copy costs nothing worth a thought. Running statistics must stay below it: torch's
-    # batch_norm changes them without moving their version counter.
-    ALWAYS_COPIED_BYTES = 1 << 20
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._owners: list[nn.Module] = []
-        for model in models:
-            self.add(model.modules())
-        self._constant: dict[int, int] = {}
-        self._taken: list[_Taken] = []
-
-    def add(self, modules: Iterable[nn.Module]) -> None:
-        """Keep the buffers of further modules too, from the next `take` on; each module counts once."""
-        known = set(self._owners)
-        self._owners += [module for module in modules if module._buffers and module not in known]
-
-    def take(self) -> None:
-        """Copy every buffer that may change; forgets the copies taken before, also where memory runs out."""
-        self._taken = []
-        if not self._owners:
-            return
-        found = [(module, *item) for module in self._owners for item in module._buffers.items()]
-        copies = _clones([None if self._is_constant(buffer) else buffer for *_, buffer in found])
-        self._taken = [_Taken(*one, copy) for one, copy in zip(found, copies, strict=True)]
-
-    def release(self) -> None:
-        """Drop the copies at the end of a window and note which large buffers it left alone."""
-        for module, name, buffer, copy in self._taken:
-            if copy is None or buffer is None or buffer.nbytes <= self.ALWAYS_COPIED_BYTES:
-                continue
-            if module._buffers.get(name) is buffer and torch.equal(buffer, copy):
-                self._constant[id(buffer)] = buffer._version
-        self._taken = []
-
-    def moved(self) -> list[tuple[nn.Module, str]]:
-        """Return which floating-point buffers are no longer as at `take`."""
-        return [
-            (module, name)
-            for module, name, buffer, copy in self._taken
-            if buffer is not None
-            and copy is not None
-            and buffer.is_floating_point()
-            and not (module._buffers.get(name) is buffer and torch.equal(buffer, copy))
-        ]
-
-    def changed(self) -> bool:
-        """Whether any buffer is no longer as at `take`."""
-        return any(
-            module._buffers.get(name) is not buffer
-            or (buffer is not None and copy is not None and not torch.equal(buffer, copy))
-            or (buffer is not None and copy is None and not self._is_constant(buffer))
-            for module, name, buffer, copy in self._taken
-        )
-
-    def restore(self) -> None:
-        """Put back every buffer, its identity included, as it was at `take`."""
-        with torch.no_grad():
-            for module, name, buffer, copy in self._taken:
-                module._buffers[name] = buffer
-                if buffer is not None and copy is not None:
-                    if buffer.shape != copy.shape:
-                        buffer.resize_(copy.shape)
-                    buffer.copy_(copy)
-
-    def state(self) -> list[Tensor | None]:
-        """Return the copies taken, in the order of the modules (None for a buffer that was not copied)."""
-        return [taken.copy for taken in self._taken]
-
-    def load_state(self, copies: list[Tensor | None]) -> None:
-        """Use copies from `state` in place of those taken."""
-        self._taken = [taken._replace(copy=copy) for taken, copy in zip(self._taken, copies, strict=True)]
-
-    def _is_constant(self, buffer: Tensor | None) -> bool:
-        return buffer is not None and self._constant.get(id(buffer)) == buffer._version
-
-
-def _clones(buffers: list[Tensor | None]) -> list[Tensor | None]:
-    """Copy buffers: on an accelerator by one kernel for each device and dtype."""
-    copies: list[Tensor | None] = []
-    elsewhere: list[tuple[Tensor, Tensor]] = []
-    for buffer in buffers:
-        # Of a lazy module, before its first forward: there is nothing in it yet.
-        if buffer is None or is_lazy(buffer):
-            copies.append(None)
-        elif buffer.is_cpu or buffer.is_meta or buffer.layout is not torch.strided or buffer.requires_grad:
-            copies.append(buffer.clone())
-        else:
-            empty = torch.empty_like(buffer)
-            copies.append(empty)
-            elsewhere.append((empty, buffer))
-    if elsewhere:
-        copy_alike([copy for copy, _ in elsewhere], [buffer for _, buffer in elsewhere])
-    return copies
-
-
-class _Taken(NamedTuple):
-    module: nn.Module
-    name: str
-    buffer: Tensor | None
-    copy: Tensor | None

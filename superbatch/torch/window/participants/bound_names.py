@@ -1,0 +1,90 @@
+"""What names were bound to at one moment: what has been bound anew since, and how it is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .bindings import NOTHING, UNHELD, differs, held, is_content, is_plain
+from .reached import Table
+
+
+class BoundNames:
+    """Bindings of tables as they were when each was noted.
+
+    Examples:
+        >>> scale = {"value": 1.0}
+        >>> names = BoundNames()
+        >>> names.note(Table("scale", scale), first=True)
+        >>> scale["value"] = 2.0
+        >>> [(key, was, now) for _, key, was, now in names.rebound(loose=False)]
+        [('value', 1.0, 2.0)]
+        >>> names.restore(loose=False)
+        >>> scale
+        {'value': 1.0}
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Table, dict[Any, Any]]] = []
+
+    def note(self, table: Table, *, first: bool) -> dict[Any, Any]:
+        """Note what is bound in a table, and return it.
+
+        Args:
+            table: to be noted.
+            first: all of it was there before the first window, so that nothing in it is a result.
+        """
+        values = table.read()
+        self._noted.append((table, {key: held(value, first=first) for key, value in values.items()}))
+        return values
+
+    def rebound(self, *, loose: bool, results: bool = False) -> Iterator[tuple[Table, Any, Any, Any]]:
+        """Yield the bindings that are no longer as they were: table, key, what was bound, what is.
+
+        Args:
+            loose: also ints that the loss function counts outside of modules: they are state only where a
+                tensor or a float beside them is (the pointer of a queue), otherwise a count of calls.
+            results: also what holds a result of the forward now.
+        """
+        for table, before in self._noted:
+            now = table.read()
+            for key in dict.fromkeys((*before, *now)):
+                was, value = before.get(key, NOTHING), now.get(key, NOTHING)
+                if was is UNHELD or not differs(was, value):
+                    continue
+                if not results and held(value, first=True) is UNHELD:
+                    continue
+                if table.loose and not (is_content(was) or is_content(value)):
+                    if not loose or not (is_plain(was) and is_plain(value)):
+                        continue
+                    if isinstance(was, tuple) and len(was) != len(value):  # a log
+                        continue
+                yield table, key, was, value
+
+    def any_loose(self) -> bool:
+        """Return whether a tensor or float outside of modules was bound anew."""
+        return any(table.loose for table, *_ in self.rebound(loose=False))
+
+    def restore(self, *, loose: bool) -> None:
+        """Bind everything as it was, results of the forward too."""
+        for table, key, before, _ in list(self.rebound(loose=loose, results=True)):
+            if before is NOTHING:
+                table.unbind(key)
+            else:
+                table.write(key, before)
+
+    def by_place(self) -> dict[tuple[int, Any], Any]:
+        """Return what was bound, by the identity of the table's content and the key."""
+        return {(id(table.content), key): was for table, values in self._noted for key, was in values.items()}
+
+    def assume(self, table: Table, saved: Mapping[str, Any]) -> None:
+        """Note for a table what was bound in it before a saved window, by the names of bindings."""
+        now = table.read()
+        wanted: dict[Any, Any] = {}
+        for key in now:
+            if table.name_of(key) in saved:
+                wanted[key] = next(iter(saved[table.name_of(key)]), NOTHING)
+        if wanted:
+            self._noted = [(t, b) for t, b in self._noted if t.content is not table.content]
+            before = {key: held(value, first=True) for key, value in now.items()} | wanted
+            self._noted.append((table, {k: v for k, v in before.items() if v is not NOTHING}))
