@@ -112,7 +112,7 @@ def test_nothing_is_kept_after_the_block() -> None:
     with virtual_batch(model, 4) as batch:
         loss = F.cross_entropy(model(batch(x)), y)
         loss.backward()
-    recording = batch._recording
+    recording = batch._session.recording
     assert recording is not None and recording.store.most_on_device > 0, "premise"
     del x, y
     gc.collect()

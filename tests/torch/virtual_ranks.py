@@ -324,8 +324,9 @@ def let_go(rank: int, group: Any) -> dict[str, Any]:
         for _ in range(3):
             with virtual_batch(shell, MICROBATCH) as batch:
                 means(shell, batch(part(images(64), rank, COUNTS))).backward()
-            kept = [weakref.ref(batch), weakref.ref(batch._recording), weakref.ref(batch._across)]
-            del batch
+            session = batch._session
+            kept = [weakref.ref(batch), weakref.ref(session.recording), weakref.ref(session.across)]
+            del batch, session
             gone += [one() is None for one in kept]
     finally:
         gc.enable()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from superbatch.errors import CoupledSamplesError, explain
 
 from ..checks.coupling import changes_state, uses_batch_statistics
+from ..module_tables import buffers_of
 from ..window.participants.buffers import BufferKeeper
 
 _CHOICES = (
@@ -47,7 +48,7 @@ class OnePass:
             (_path(number, path), module)
             for number, model in enumerate(models)
             for path, module in model.named_modules()
-            if module._buffers  # this is walked for every micro-batch
+            if buffers_of(module)  # this is walked for every micro-batch
         ]
         self._keeper = BufferKeeper(models)
         self._keeper.take()
@@ -101,7 +102,7 @@ class OnePass:
         return {
             f"{path}.{name}" if path else name: (module, buffer)
             for path, module in self._modules
-            for name, buffer in module._buffers.items()
+            for name, buffer in buffers_of(module).items()
             if buffer is not None
         }
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.grad_mode import _force_original_view_tracking
 
-from superbatch.batch.tree import count_samples, map_arrays, map_leaves
-from superbatch.errors import InputError, WindowError, explain
 from superbatch.integers import positive_int
 from superbatch.results.coupling import CouplingReport
 
@@ -22,36 +20,17 @@ from ..window.participants.buffers import BufferKeeper
 from ..window.participants.snapshot import random_state, restore_random_state
 from . import options
 from .collector import rarely_collecting
-from .ir.calls import blank_like
-from .ir.layout import Layout
-from .ir.values import Sliced, Value
-from .ranks.reducer import Across
-from .run.log import Log, OnGather, paths
-from .run.store import Store
-from .trace.aliases import current
-from .trace.leaves import Leaves
-from .trace.randomness import Randomness
-from .trace.recording import Recording
-from .trace.tensor import VirtualTensor, is_hollow, refuse_hollow
-from .trace.unsupported import RefuseVirtualData, refuse_nested, sets_data
+from .run.log import OnGather
+from .session import Session
+from .trace.unsupported import RefuseVirtualData, sets_data
 from .trace.watching import Watching
-
-RandomNumbers = Literal["microbatch", "batch"]
 
 
 class VirtualBatch:
-    """What `virtual_batch` yields: call it with the batch.
+    """Batch of a block: `virtual_batch` yields it, and it is called with the batch.
 
     Args:
-        models: whose parameters get gradients.
-        microbatch_size: most samples of a micro-batch, or "auto".
-        device: where to compute.
-        rng: as in `virtual_batch`.
-        device_budget: likewise.
-        on_gather: likewise.
-        paranoid: likewise.
-        compile: likewise.
-        group: likewise.
+        session: of the block.
 
     Examples:
         >>> model = nn.Linear(3, 1)
@@ -61,37 +40,8 @@ class VirtualBatch:
         (torch.Size([5, 3]), 'VirtualTensor')
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        microbatch_size: int | Literal["auto"],
-        device: torch.device,
-        *,
-        rng: RandomNumbers,
-        device_budget: int | None,
-        on_gather: OnGather,
-        paranoid: bool,
-        compile: bool,
-        group: Any,
-    ) -> None:
-        self._size: int | Literal["auto"] = microbatch_size
-        self._device = device
-        self._rng: RandomNumbers = rng
-        self._budget = device_budget
-        self._paranoid = paranoid
-        self._compile = compile
-        self._recording: Recording | None = None
-        self._models = models
-        self._log = Log(models, on_gather)
-        modules = [module for model in models for module in paths(model)]
-        self._across = Across(models, modules, group, device)
-        parameters = dict.fromkeys(p for one in modules for p in one._parameters.values() if p is not None)
-        buffers = [b for one in modules for b in one._buffers.values() if b is not None]
-        self._gradients = [(p, p.grad) for p in parameters]
-        self._added_to = self._gradients
-        self._written: dict[Tensor, Tensor] = {}  # gradients of before, and what was in them
-        self._over = False
-        self._memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch with virtual tensors in place of its tensors.
@@ -107,29 +57,7 @@ class VirtualBatch:
             InputError, SplitError: the samples cannot be counted, or are not as many as in the first call.
             WindowError: the block has ended.
         """
-        if self._over:
-            raise WindowError(
-                explain(
-                    "a batch for a block that has ended",
-                    "what is computed from it would run on the whole batch at once",
-                    "call it in the block (look at the indentation), and compute and go back there",
-                )
-            )
-        samples = count_samples(map_leaves(refuse_nested, batch))
-        if self._recording is None:
-            self._recording = self._begin(samples)
-        recording = self._recording
-        if samples != recording.samples:
-            raise InputError(
-                explain(
-                    f"a batch of {samples} samples beside one of {recording.samples}",
-                    "the tensors of a block have their samples in common",
-                    "use a block for each batch",
-                )
-            )
-        return map_arrays(
-            lambda leaf: _wrapped(leaf, recording) if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch
-        )
+        return self._session.enter(batch)
 
     def report(self) -> CouplingReport:
         """Return what happened so far: where samples met, what was kept, what was done again.
@@ -141,140 +69,7 @@ class VirtualBatch:
             >>> [(point.module, point.operation, point.kept) for point in batch.report().points]
             [('1', 'batch_norm', 256)]
         """
-        recording = self._recording
-        if recording is None:
-            return self._log.report(0, 0)
-        return self._log.report(recording.samples, len(recording.parts), recording.store)
-
-    def _begin(self, samples: int) -> Recording:
-        self._log.in_pieces = self._size == "auto" or self._size < samples
-        recording = Recording(
-            samples,
-            self._size,
-            self._device,
-            randomness=Randomness(self._rng),
-            store=Store(self._device, self._budget),
-            log=self._log,
-            paranoid=self._paranoid,
-            compile=self._compile,
-        )
-        recording.across = self._across
-        # Those of now: the program may have set them to zero or to None since the block began.
-        self._added_to = [(parameter, parameter.grad) for parameter, _ in self._gradients]
-        for parameter, _ in self._added_to:
-            recording.note_leaf(parameter)
-        return recording
-
-    def _settle(self) -> None:
-        """Work out what the program may still ask for, and leave real gradients."""
-        recording = self._recording
-        self._across.ending = True
-        if recording is not None:
-            recording.end()
-        self._across.catch_up()
-        virtual = [isinstance(parameter.grad, VirtualTensor) for parameter, _ in self._added_to]
-        mine = [_numbers(parameter.grad) for parameter, _ in self._added_to]
-        means = self._across.mean([parameter for parameter, _ in self._added_to], mine)
-        for (parameter, old), was_virtual, one, new in zip(self._added_to, virtual, mine, means, strict=True):
-            if not was_virtual and new is one:
-                continue
-            _put(parameter, old, new)
-        for tensor, _ in self._memory:
-            refuse_hollow(tensor)
-        if recording is not None:
-            _leave_leaves_real(recording)
-            for model in self._models:
-                _leave_real(paths(model), recording)
-
-    def _before_the_batch(self, written: Iterable[Tensor]) -> None:
-        """Keep what is in gradients that are set to zero before there is a recording."""
-        for tensor in written:
-            if tensor not in self._written and any(tensor is grad for _, grad in self._gradients):
-                self._written[tensor] = tensor.clone()
-
-    def _end(self, *, failed: bool) -> None:
-        self._over = True
-        memory, self._memory = self._memory, []
-        if failed:
-            for tensor, before in memory:
-                if is_hollow(tensor):
-                    tensor.data = before
-        leaves = Leaves() if self._recording is None else self._recording.leaves
-        if self._recording is not None:
-            self._recording.open = False
-        if failed:
-            for tensor, grad in (*leaves.had.values(), *self._gradients):
-                tensor.grad = grad
-            with torch.no_grad():
-                for grad, before in self._written.items():
-                    grad.copy_(before)
-        leaves.clear()
-        self._written.clear()
-
-
-def _numbers(grad: Tensor | None) -> Tensor | None:
-    return grad._recording.numbers(grad).detach() if isinstance(grad, VirtualTensor) else grad
-
-
-def _put(leaf: Tensor, old: Tensor | None, new: Tensor | None) -> None:
-    """Set a gradient. The tensor that was there stays the same object, as in plain PyTorch."""
-    if old is not None and new is not None and old.layout is new.layout is torch.strided:
-        new = old if new.data_ptr() == old.data_ptr() else old.copy_(new)
-    leaf.grad = None
-    leaf.grad = new
-
-
-def _leave_leaves_real(recording: Recording) -> None:
-    """Give real gradients to tensors that are no parameters of the models: those of a loss, say."""
-    for leaf, old in recording.leaves.had.values():
-        if isinstance(leaf.grad, VirtualTensor):
-            _put(leaf, old, _numbers(leaf.grad))
-
-
-def _leave_real(modules: Iterable[nn.Module], recording: Recording) -> None:
-    """Put real tensors in the place of virtual ones that a model's forward left in it.
-
-    An attribute of all samples is left virtual: to gather it would cost the memory of the whole batch.
-    """
-    for module in modules:
-        for owned in (module._buffers, module.__dict__):
-            found = [(name, item) for name, item in list(owned.items()) if isinstance(item, VirtualTensor)]
-            for name, item in found:
-                if item._recording is not recording:
-                    continue
-                if owned is module._buffers or current(recording, item).layout is None:
-                    owned[name] = recording.numbers(item).detach()
-
-
-def _wrapped(tensor: Tensor, recording: Recording) -> Any:
-    if tensor.requires_grad:
-        recording.note_leaf(tensor)
-        return _Enter.apply(tensor, recording)
-    return recording.show(_source(tensor, recording))
-
-
-class _Enter(torch.autograd.Function):
-    """The way from a real tensor with a gradient to a virtual one, and back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, recording: Recording) -> Tensor:
-        ctx.recording = recording
-        return recording.show(_source(tensor, recording))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph: numbers would be a constant, and a penalty on them vanish
-            return grads[0], None
-        return ctx.recording.numbers(grads[0]), None
-
-
-def _source(tensor: Tensor, recording: Recording) -> Value:
-    value = Value(blank_like(tensor), recording.device, Layout(0))
-    if tensor.device == recording.device:
-        recording.readings.read(value, tensor.detach())
-    else:
-        value.pieces = Sliced(tensor.detach(), Layout(0))
-    return value
+        return self._session.report()
 
 
 @contextmanager
@@ -282,7 +77,7 @@ def virtual_batch(
     model: nn.Module | Sequence[nn.Module],
     microbatch_size: int | Literal["auto"],
     *,
-    rng: RandomNumbers = "microbatch",
+    rng: options.RandomNumbers = "microbatch",
     device: torch.device | str | None = None,
     device_budget: int | None = None,
     on_gather: OnGather = "ok",
@@ -360,16 +155,8 @@ def virtual_batch(
     automatic = microbatch_size == "auto"
     size = "auto" if automatic else positive_int("microbatch_size", microbatch_size)
     where = options.checked_device(device, (parameter for one in models for parameter in one.parameters()))
-    batch = VirtualBatch(
-        models,
-        size,
-        where,
-        rng=rng,
-        device_budget=device_budget,
-        on_gather=on_gather,
-        paranoid=paranoid,
-        compile=compile,
-        group=group,
+    session = Session(
+        models, options.Options(size, where, rng, device_budget, on_gather, paranoid, compile, group)
     )
     buffers = BufferKeeper(models)
     buffers.take()
@@ -377,24 +164,24 @@ def virtual_batch(
         keep_freed_memory([where])
     randomness = random_state(accelerators(models, where))
     try:
-        with batch._across.held_together(), rarely_collecting():
+        with session.across.held_together(), rarely_collecting():
             with ExitStack() as stack:
                 stack.enter_context(run_eagerly(say=True))
                 # A view that is written is then differentiated as the view it is, and not by its strides.
                 stack.enter_context(_force_original_view_tracking(mode=True))
-                stack.enter_context(batch._log.following())
-                stack.enter_context(Watching(lambda: batch._recording, batch._before_the_batch))
-                if sets_data(batch._models):
+                stack.enter_context(session.log.following())
+                stack.enter_context(Watching(lambda: session.recording, session.before_the_batch))
+                if sets_data(models):
                     stack.enter_context(RefuseVirtualData())
-                yield batch
-            batch._settle()
+                yield VirtualBatch(session)
+            session.settle()
     except BaseException as error:
-        batch._end(failed=True)
+        session.end(failed=True)
         buffers.restore()
         restore_random_state(randomness)
         if isinstance(error, Exception):  # and not an interrupt: to tell the others is to wait for them
-            batch._across.fail()
+            session.across.fail()
         raise
     finally:
-        batch._across.end()
-    batch._end(failed=False)
+        session.across.end()
+    session.end(failed=False)

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from superbatch.errors import InputError, explain
+
+from .run.log import OnGather
+
+RandomNumbers = Literal["microbatch", "batch"]
+
+
+class Options(NamedTuple):
+    """Options of `virtual_batch`, checked."""
+
+    size: int | Literal["auto"]
+    device: torch.device
+    rng: RandomNumbers
+    device_budget: int | None
+    on_gather: OnGather
+    paranoid: bool
+    compile: bool
+    group: Any
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device:

@@ -89,7 +89,7 @@ def run(
             total = [(slope.abs() if slope.is_complex() else slope).square().sum() for slope in slopes]
             sum(total[1:], total[0]).backward()
     outputs = [output.detach() for output in outputs]
-    numbers = [o._recording.numbers(o) if isinstance(o, VirtualTensor) else o for o in outputs]
+    numbers = [o.virtual.recording.numbers(o) if isinstance(o, VirtualTensor) else o for o in outputs]
     return [*numbers, *leaves]
 
 

@@ -67,7 +67,7 @@ class _Forward:
 
     def __call__(self, input: Tensor) -> Tensor:
         layer = self._layer
-        across = input._recording.across if isinstance(input, VirtualTensor) else None
+        across = input.virtual.recording.across if isinstance(input, VirtualTensor) else None
         if across is None or not (layer.training and dist.is_available() and dist.is_initialized()):
             return type(layer).forward(layer, input)
         layer._check_input_dim(input)

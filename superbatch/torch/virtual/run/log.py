@@ -15,6 +15,7 @@ from torch.nn.modules import module as all_modules
 
 from superbatch.errors import CoupledSamplesError, explain
 from superbatch.results.coupling import CouplingReport, MeetingPoint, WholeValue
+from superbatch.torch.module_tables import children_of
 
 from ..ir.values import Node, going_back
 from .plan import Plan
@@ -30,7 +31,7 @@ def paths(
     found = {} if found is None else found
     if module not in found:
         found[module] = path
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             if child is not None:
                 paths(child, f"{path}.{name}" if path else name, found)
     return found

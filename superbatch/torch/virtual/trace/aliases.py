@@ -16,7 +16,7 @@ from superbatch.errors import WindowError, explain
 
 from ..ir.recorder import Recorder
 from ..ir.values import Value
-from .tensor import Storage, ViewStep, VirtualTensor
+from .tensor import ViewStep, VirtualTensor
 
 aten: Any = torch.ops.aten
 
@@ -122,33 +122,34 @@ def _put_back(recording: Recorder, step: ViewStep, base: Value, new: Value) -> V
 
 def current(recording: Recorder, tensor: VirtualTensor) -> Value:
     """Return the value of a tensor, after what was written into what it shares memory with."""
-    storage = tensor._storage
-    if tensor._seen != storage.version:
+    state = tensor.virtual
+    storage = state.storage
+    if state.seen != storage.version:
         value = storage.value
-        for step in tensor._steps:
+        for step in state.steps:
             value = recording.compute(step.func, (value, *step.args), step.kwargs)
-        tensor._handle, tensor._seen = value.handle(), storage.version
-        recording.watch(tensor._handle)
-    return tensor._handle.value
+        state.show(value.handle(), storage.version)
+    return state.handle.value
 
 
 def view(
     recording: Recorder, base: VirtualTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return a view of a tensor."""
-    if base._recording is not recording:
+    state = base.virtual
+    if state.recording is not recording:
         return func(recording.numbers(base), *args, **kwargs)
     value = current(recording, base)
     same = func in (aten.detach.default, aten.alias.default)
     if not same:
         value = recording.compute(func, (value, *args), kwargs)
-    steps = base._steps if same else (*base._steps, ViewStep(func, args, kwargs))
-    return VirtualTensor(recording, value, base._storage, steps)
+    steps = state.steps if same else (*state.steps, ViewStep(func, args, kwargs))
+    return VirtualTensor(recording, value, state.storage, steps)
 
 
 def _adopt(recording: Recorder, target: VirtualTensor, value: Value) -> None:
     """Take over a tensor of another block, such as a momentum that an optimizer made there."""
-    if target._steps:
+    if target.virtual.steps:
         raise WindowError(
             explain(
                 "a tensor that is a view of one of another virtual batch, written in place",
@@ -156,9 +157,7 @@ def _adopt(recording: Recorder, target: VirtualTensor, value: Value) -> None:
                 "write into a clone of it",
             )
         )
-    target._recording, target._handle, target._seen = recording, value.handle(), 0
-    target._storage = Storage(target._handle)
-    recording.watch(target._handle)
+    target.virtual.restart(recording, value.handle())
 
 
 def assign(recording: Recorder, target: VirtualTensor, value: Value) -> None:
@@ -167,10 +166,11 @@ def assign(recording: Recorder, target: VirtualTensor, value: Value) -> None:
         value = recording.compute(aten.expand.default, (value, list(target.shape)), {})
     if value.meta.dtype != target.dtype:
         value = recording.compute(aten._to_copy.default, (value,), {"dtype": target.dtype})
-    if target._recording is not recording:
+    state = target.virtual
+    if state.recording is not recording:
         _adopt(recording, target, value)
         return
-    storage, steps = target._storage, target._steps
+    storage, steps = state.storage, state.steps
     bases = [storage.value]
     for step in steps[:-1]:
         bases.append(recording.compute(step.func, (bases[-1], *step.args), step.kwargs))
@@ -178,5 +178,4 @@ def assign(recording: Recorder, target: VirtualTensor, value: Value) -> None:
     for step, base in zip(reversed(steps), reversed(bases), strict=False):
         changed = _put_back(recording, step, base, changed)
     storage.write(changed)
-    target._handle, target._seen = value.handle(), storage.version
-    recording.watch(target._handle)
+    state.show(value.handle(), storage.version)

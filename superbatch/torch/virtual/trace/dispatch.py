@@ -115,7 +115,7 @@ def _reshape(recording: Recorder, func: Any, functional: Any, args: tuple[Any, .
     """`squeeze_`, `t_` and the like: the same memory in another shape."""
     target: VirtualTensor = args[0]
     other = view(recording, target, functional, args[1:], kwargs)
-    target._steps, target._handle, target._seen = other._steps, other._handle, other._seen
+    target.virtual.become(other.virtual)
     with no_dispatch():
         func(*args, **kwargs)  # the shape that the program sees
     return target
@@ -132,7 +132,7 @@ def _write_with_numbers(recording: Recorder, func: Any, args: Any, kwargs: Any) 
     wholes: list[Value] = []
 
     def take(item: VirtualTensor) -> None:
-        owner = item._recording
+        owner = item.virtual.recording
         wholes.append(owner.gathered(current(owner, item), "gathered", func))
 
     for arg in (*args, *kwargs.values()):

@@ -131,12 +131,13 @@ def _held_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do
 def _held_write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any, do: Do) -> Any:
     """Hold a tensor that was written, and what it is a view of."""
     target = args[0] if args else None
-    written = isinstance(target, VirtualTensor) and target._recording is recording and "out" not in kwargs
-    if not written or torch.Tag.nondeterministic_seeded in func.tags:
+    if not isinstance(target, VirtualTensor) or target.virtual.recording is not recording or "out" in kwargs:
         return do(recording, func, args, kwargs)
-    assert isinstance(target, VirtualTensor)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return do(recording, func, args, kwargs)
     before = current(recording, target)
-    base, steps, storage = target._storage.value, target._steps, target._storage
+    steps, storage = target.virtual.steps, target.virtual.storage
+    base = storage.value
     given = recording.values(args[1:], kwargs)
     result = do(recording, func, args, kwargs)
     values, inputs, (rest, new_kwargs) = _whole(recording, given)

@@ -251,8 +251,8 @@ class Recording:
     def value(self, tensor: Any) -> Any:
         """Return the value of a tensor, virtual or not."""
         if isinstance(tensor, VirtualTensor):
-            if tensor._recording is not self:
-                return self.given(tensor._recording.numbers(tensor))
+            if tensor.virtual.recording is not self:
+                return self.given(tensor.virtual.recording.numbers(tensor))
             return current(self, tensor)
         return self.given(tensor)
 
@@ -326,7 +326,7 @@ class Recording:
         """Return a real tensor with the numbers of a virtual one."""
         if not isinstance(tensor, VirtualTensor):
             return tensor
-        owner = tensor._recording
+        owner = tensor.virtual.recording
         value = owner.gathered(current(owner, tensor))
         if value.whole is None and not owner.open:
             raise WindowError(
@@ -372,7 +372,7 @@ class Recording:
     def end(self) -> None:
         """Work out what the program may still ask for when it has left the block."""
         for leaf, _ in self.leaves.had.values():
-            if isinstance(leaf.grad, VirtualTensor) and leaf.grad._recording is self:
+            if isinstance(leaf.grad, VirtualTensor) and leaf.grad.virtual.recording is self:
                 value = current(self, leaf.grad)
                 if value.layout is not None:  # a row for each sample: what these need is let go in this work
                     leaf.grad = self.show(self.gathered(value))

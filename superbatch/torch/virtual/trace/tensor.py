@@ -41,19 +41,57 @@ class ViewStep(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class VirtualState:
+    """State of a virtual tensor.
+
+    Attributes:
+        recording: of its block.
+        storage: what it shares with its views.
+        steps: by which it is a view of what the storage holds.
+        handle: of the value that it showed when it was read last.
+        seen: version of the storage then.
+    """
+
+    __slots__ = ("handle", "recording", "seen", "steps", "storage")
+
+    def __init__(
+        self, recording: Recorder, handle: Handle, storage: Storage | None, steps: tuple[ViewStep, ...]
+    ) -> None:
+        self.recording, self.handle, self.steps = recording, handle, steps
+        self.storage = storage = storage or Storage(handle)
+        self.seen = storage.version
+
+    def show(self, handle: Handle, seen: int) -> None:
+        """Show another value from now on.
+
+        Args:
+            handle: of the value.
+            seen: version of the storage that it belongs to.
+        """
+        self.handle, self.seen = handle, seen
+        self.recording.watch(handle)
+
+    def restart(self, recording: Recorder, handle: Handle) -> None:
+        """Begin anew, as a tensor that is no view."""
+        self.recording, self.storage, self.steps = recording, Storage(handle), ()
+        self.show(handle, 0)
+
+    def become(self, other: VirtualState) -> None:
+        """Share the memory of another tensor of the same block, as the view that it is."""
+        self.storage, self.steps = other.storage, other.steps
+        self.handle, self.seen = other.handle, other.seen
+
+
 class VirtualTensor(Tensor):
     """A tensor of the whole batch, worked out micro-batch by micro-batch when its numbers are needed.
 
     Attributes:
         memoryless: for those that count memory: its storage says a size, and has none.
+        virtual: its recording and its value there.
     """
 
     memoryless = True
-    _storage: Storage
-    _steps: tuple[ViewStep, ...]
-    _handle: Handle
-    _seen: int
-    _recording: Recorder
+    virtual: VirtualState
 
     @staticmethod
     def __new__(
@@ -77,11 +115,7 @@ class VirtualTensor(Tensor):
         torch._C._set_throw_on_mutable_data_ptr(self)
         handle = value.handle()
         recording.watch(handle)
-        self._recording = recording
-        self._storage = storage = storage or Storage(handle)
-        self._steps = steps
-        self._handle = handle
-        self._seen = storage.version
+        self.virtual = VirtualState(recording, handle, storage, steps)
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -105,15 +139,15 @@ class VirtualTensor(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the numbers, all of them."""
-        return self._recording.numbers(self).numpy(force=force)
+        return self.virtual.recording.numbers(self).numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
         """Return the numbers, all of them."""
-        return self._recording.numbers(self).__array__(dtype)
+        return self.virtual.recording.numbers(self).__array__(dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
         """Hand over the numbers, all of them."""
-        return self._recording.numbers(self).detach().__dlpack__(**options)
+        return self.virtual.recording.numbers(self).detach().__dlpack__(**options)
 
     def data_ptr(self) -> Any:
         """Refuse."""
@@ -129,26 +163,26 @@ class VirtualTensor(Tensor):
 
     def tolist(self) -> Any:
         """Return the numbers, all of them."""
-        return self._recording.numbers(self).tolist()
+        return self.virtual.recording.numbers(self).tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Say what it is; whole values that are there with their numbers."""
-        value = self._handle.value
+        value = self.virtual.handle.value
         if value.layout is None and value.whole is not None:
             return f"VirtualTensor({value.whole!r})"
         return f"VirtualTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, spec: str) -> str:
         """Format the number of a tensor that has one."""
-        return self._recording.numbers(self).detach().__format__(spec)
+        return self.virtual.recording.numbers(self).detach().__format__(spec)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """Return the numbers: a copy belongs to no block."""
-        return self._recording.numbers(self).detach().clone()
+        return self.virtual.recording.numbers(self).detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save the numbers."""
-        return self._recording.numbers(self).detach().__reduce_ex__(protocol)
+        return self.virtual.recording.numbers(self).detach().__reduce_ex__(protocol)
 
 
 def _become(target: VirtualTensor, other: Tensor) -> None:
@@ -165,14 +199,11 @@ def _become(target: VirtualTensor, other: Tensor) -> None:
                 "use a new variable for it",
             )
         )
-    recording = target._recording
-    if isinstance(other, VirtualTensor) and other._recording is recording:
-        target._storage, target._steps = other._storage, other._steps
-        target._handle, target._seen = other._handle, other._seen
+    state = target.virtual
+    if isinstance(other, VirtualTensor) and other.virtual.recording is state.recording:
+        state.become(other.virtual)
     else:
-        handle = recording.value(other).handle()
-        target._storage, target._steps, target._handle, target._seen = Storage(handle), (), handle, 0
-        recording.watch(handle)
+        state.restart(state.recording, state.recording.value(other).handle())
 
 
 def _no_memory(what: str) -> WindowError:
@@ -218,6 +249,6 @@ def _recording_of(args: Any, kwargs: dict[str, Any]) -> Recorder:
     for arg in (*args, *kwargs.values()):
         for item in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(item, VirtualTensor) and (found is None or not found.open):
-                found = item._recording
+                found = item.virtual.recording
     assert found is not None
     return found

@@ -1,0 +1,39 @@
+"""Tables of a module: its own parameters, buffers and children by name.
+
+torch's public forms walk them anew: ``named_buffers(recurse=False)`` takes 25 times as long, for each module
+and each update. They leave out names without a tensor, and what they return cannot be written.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters: the table itself.
+
+    Examples:
+        >>> list(parameters_of(nn.Linear(2, 3, bias=False)).items())[1]
+        ('bias', None)
+    """
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own buffers: the table itself.
+
+    Examples:
+        >>> list(buffers_of(nn.BatchNorm1d(2)))
+        ['running_mean', 'running_var', 'num_batches_tracked']
+    """
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's own children: the table itself.
+
+    Examples:
+        >>> list(children_of(nn.Sequential(nn.ReLU(), nn.ReLU())))
+        ['0', '1']
+    """
+    return module._modules

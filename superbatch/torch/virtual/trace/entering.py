@@ -1,0 +1,45 @@
+"""Entry of real tensors into a recording, with their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir.calls import blank_like
+from ..ir.layout import Layout
+from ..ir.values import Sliced, Value
+from .recording import Recording
+
+
+def entered(tensor: Tensor, recording: Recording) -> Any:
+    """Return a virtual tensor with the samples of a real one."""
+    if tensor.requires_grad:
+        recording.note_leaf(tensor)
+        return _Enter.apply(tensor, recording)
+    return recording.show(_source(tensor, recording))
+
+
+class _Enter(torch.autograd.Function):
+    """The way from a real tensor with a gradient to a virtual one, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, recording: Recording) -> Tensor:
+        ctx.recording = recording
+        return recording.show(_source(tensor, recording))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph: numbers would be a constant, and a penalty on them vanish
+            return grads[0], None
+        return ctx.recording.numbers(grads[0]), None
+
+
+def _source(tensor: Tensor, recording: Recording) -> Value:
+    value = Value(blank_like(tensor), recording.device, Layout(0))
+    if tensor.device == recording.device:
+        recording.readings.read(value, tensor.detach())
+    else:
+        value.pieces = Sliced(tensor.detach(), Layout(0))
+    return value
