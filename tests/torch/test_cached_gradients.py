@@ -732,10 +732,10 @@ def test_without_shared_negatives_the_gradient_is_another():
 @pytest.mark.parametrize(
     ("name", "replacement", "case"),
     [
-        ("caching.encoders.Replay.back_to", lambda self, number: None, "randomness"),
-        ("caching.one_pass.OnePass.rewind", lambda self: None, "buffers"),
-        ("caching.new_gradients.unshare", lambda tensors: None, "shared"),
-        ("cached.torch.clear_autocast_cache", lambda: None, "autocast"),
+        ("gradcache.encoders.Replay.back_to", lambda self, number: None, "randomness"),
+        ("gradcache.one_pass.OnePass.rewind", lambda self: None, "buffers"),
+        ("gradcache.new_gradients.unshare", lambda tensors: None, "shared"),
+        ("gradcache.cached.torch.clear_autocast_cache", lambda: None, "autocast"),
     ],
 )
 def test_a_missing_part_is_noticed(name: str, replacement: Any, case: str, monkeypatch: pytest.MonkeyPatch):
