@@ -41,7 +41,7 @@ from .window.participants.snapshot import RandomKeeper
 from .window.retry import work_through
 from .window.slip_watch import SlipWatch
 from .window.slips import name_unknown_options, refuse_no_batch
-from .window.sync.ranks import find_ranks
+from .window.sync.find import find_sync
 from .window.transfer import Transfer
 from .window.update_rule import Step
 
@@ -143,14 +143,14 @@ class Accumulator:
         check: bool = True,
     ) -> None:
         models, optimizers = validation.as_models(model), validation.as_optimizers(optimizer)
-        declared, ranks = (("whole", whole), ("per_sample", per_sample)), find_ranks(models, no_sync=True)
+        declared, sync = (("whole", whole), ("per_sample", per_sample)), find_sync(models, no_sync=True)
         self._paths = {name: options.as_paths(paths, name) for name, paths in declared}
         self._whole = whole_batch(  # first: what others advise may have no meaning beside it
             coupled,
             loss_fn,
             microbatch_size,
             as_drawn=options.check_bool(sample_rng, "sample_rng"),
-            ranks=ranks,
+            sync=sync,
             reduction=reduction,
             weight=weight,
             min_weight=min_weight,
@@ -181,12 +181,12 @@ class Accumulator:
                 max_grad_value=validation.check_positive(max_grad_value, "max_grad_value"),
                 masters_copied=bool(self._masters),
             ),
-            ranks=ranks,
+            ranks=sync,
             device=moved_to,
             declared=declare(reduction, weight, min_weight, nonfinite=nonfinite),
             nonfinite=validation.check_choice(nonfinite, "nonfinite", NonFinite),
             sample_rng=sample_rng and self._whole is None,
-            norms=norms.of_windows(self._batchnorms, self._batchnorm, ranks),
+            norms=norms.of_windows(self._batchnorms, self._batchnorm, sync),
             state=MovedState(models, [loss_fn]),
             random=RandomKeeper(accelerators(models, *(entry.parameter for entry in self._owned), moved_to)),
             loss_fn=loss_fn if self._whole is None else None,

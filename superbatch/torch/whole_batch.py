@@ -36,7 +36,7 @@ from .window.participants.gradient_sum import Owned, run_backward
 from .window.participants.parameter_gradients import InGrad
 from .window.retry import begin_again, but_unseen, require_restorable
 from .window.slips import without_tensor
-from .window.sync.ranks import Ranks
+from .window.sync.sync import Sync
 from .window.validation import check_choice, check_loss
 
 Coupled = Literal["error", "exact"]
@@ -267,7 +267,7 @@ def whole_batch(
     microbatch_size: Any,
     *,
     as_drawn: bool,
-    ranks: Ranks,
+    sync: Sync,
     **options: Any,
 ) -> WholeBatch | None:
     """Return what computes windows of the whole batch, None where samples are taken as separate.
@@ -277,7 +277,7 @@ def whole_batch(
         loss_fn: of the accumulator.
         microbatch_size: of the accumulator.
         as_drawn: whether randomness must not depend on the split.
-        ranks: that share a batch.
+        sync: the ranks that share a batch.
         options: others of the accumulator, which may be given only as they are by default.
 
     Raises:
@@ -293,7 +293,7 @@ def whole_batch(
             raise _refusal(f"{name}={value!r}", wrong, do)
     if loss_fn is None:
         raise _refusal("no loss_fn", _OWNED_WRONG, _OWNED_DO)
-    if ranks.wrappers or ranks.group is not None:
+    if sync.group is not None:
         raise _refusal(
             "a model in DistributedDataParallel",
             "the samples of other ranks would not be seen by those of this one",

@@ -12,30 +12,30 @@ import torch
 from torch import nn
 
 from superbatch.lab.studies import exchange
-from superbatch.torch.window.sync.ranks import Ranks
+from superbatch.torch.window.sync.manual import Manual
 
 SLEEP = 0.05
 
 
-class Late(Ranks):
+class Late(Manual):
     """Ranks whose second one is late in every exchange."""
 
-    def sum_gradients(self, gradients: Any, zeros: Any) -> Any:
-        result = super().sum_gradients(gradients, zeros)
+    def reduce(self, gradients: Any, zeros: Any) -> Any:
+        result = super().reduce(gradients, zeros)
         time.sleep(SLEEP if self.index == 1 else 0.0)
         return result
 
 
-class Counting(Ranks):
+class Counting(Manual):
     """Ranks that note how many numbers each exchange is of."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.numbers: list[int] = []
 
-    def sum_gradients(self, gradients: Any, zeros: Any) -> Any:
+    def reduce(self, gradients: Any, zeros: Any) -> Any:
         self.numbers.append(sum(gradient.numel() for gradient in gradients))
-        return super().sum_gradients(gradients, zeros)
+        return super().reduce(gradients, zeros)
 
 
 def main(folder: Path) -> None:
@@ -47,13 +47,13 @@ def main(folder: Path) -> None:
         "large": nn.Linear(2000, 2000),
         "frozen": nn.Sequential(nn.Linear(3, 1), frozen),
     }
-    with exchange.all_ranks(torch.device("cpu")) as ranks:
+    with exchange.all_ranks(torch.device("cpu")) as sync:
         found: dict[str, Any] = {"rank": rank, "count": count, "numbers": {}}
         for name, model in models.items():
-            counting = Counting((), group=ranks.group, device=ranks.device)
+            counting = Counting(sync.group, sync.device)
             found[name] = exchange.exchange_seconds(model, counting)
             found["numbers"][name] = counting.numbers
-        late = Late((), group=ranks.group, device=ranks.device)
+        late = Late(sync.group, sync.device)
         found["late"] = exchange.exchange_seconds(models["small"], late)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from superbatch.errors import InputError, explain
-from superbatch.torch.window.sync.ranks import Ranks
+from superbatch.torch.window.sync.manual import Manual
+from superbatch.torch.window.sync.sync import Sync
 from superbatch.tuning.search import time_per_sample
 
 from ..recipes import Recipe, load_recipe
@@ -118,8 +119,8 @@ def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...
         )
         return options, (note,)
     device = this_rank(options.device)
-    with torch.random.fork_rng(), all_ranks(device) as ranks:
-        seconds = exchange_seconds(recipe.model(0).to(device), ranks)
+    with torch.random.fork_rng(), all_ranks(device) as sync:
+        seconds = exchange_seconds(recipe.model(0).to(device), sync)
     note = f"The exchange of gradients was timed over {count} ranks, as a window makes it, {ROUNDS} times."
     return replace(options, all_reduce_seconds=seconds), (note,)
 
@@ -140,34 +141,34 @@ def take_part(recipe: str, options: Options) -> None:
     exchanged(loaded, options)
 
 
-def exchange_seconds(model: nn.Module, ranks: Ranks) -> float:
+def exchange_seconds(model: nn.Module, sync: Sync) -> float:
     """Time the exchange of a model's gradients over ranks, every one of which must call this.
 
     Args:
         model: on the ranks' device; its gradients are taken to be dense.
-        ranks: of a process group.
+        sync: the ranks.
 
     Returns:
         Seconds: the lower quartile of `ROUNDS` exchanges, on the slowest rank.
 
     Examples:
-        >>> 0 <= exchange_seconds(nn.Linear(3, 1), Ranks(())) < 1  # this process alone: nothing to exchange
+        >>> 0 <= exchange_seconds(nn.Linear(3, 1), Local()) < 1  # this process alone: nothing to exchange
         True
     """
     gradients = [torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
     seconds: list[float] = []
     for _ in range(ROUNDS):
-        ranks.sum([0.0])  # all begin together
+        sync.sum_numbers([0.0])  # all begin together
         start = time.perf_counter()
-        ranks.sum_gradients([*gradients], lambda index: gradients[index])
-        if ranks.device.type == "cuda":
-            torch.cuda.synchronize(ranks.device)
+        sync.reduce([*gradients], lambda index: gradients[index])
+        if gradients[0].is_cuda:
+            torch.cuda.synchronize(gradients[0].device)
         seconds.append(time.perf_counter() - start)
-    return max(ranks.gather(time_per_sample(seconds)))
+    return max(sync.gather(time_per_sample(seconds)))
 
 
 @contextmanager
-def all_ranks(device: torch.device) -> Iterator[Ranks]:
+def all_ranks(device: torch.device) -> Iterator[Manual]:
     """Return a context in which all processes of the command are one group: gloo on the CPU, NCCL on GPUs.
 
     Args:
@@ -175,6 +176,6 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
     """
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield Ranks((), group=dist.group.WORLD, device=device)
+        yield Manual(dist.group.WORLD, device)
     finally:
         dist.destroy_process_group()

@@ -17,7 +17,7 @@ from ..devices import accelerators
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..window.config import Plan
 from ..window.microbatches import Pieces
-from ..window.sync.ranks import Ranks
+from ..window.sync.sync import Sync
 from .check_pieces import first_pieces
 from .checked import Checked
 from .declared_loss import check_statement
@@ -80,14 +80,14 @@ def check_pairs(plan: Plan, pieces: Pieces, pairs: Sequence[Pair], *, frozen: Se
     """
     wrong = True
     try:
-        with plan.ranks.hold_back():
+        with plan.ranks.no_sync():
             for pair, problem in product(pairs, by_term(_problem(plan, pieces)).values()):
                 if problem.reduction == "mean" and problem.weight is None:
                     check_lengths(problem, pair, frozen=frozen)
         wrong = False
     finally:
-        wrong_ranks = plan.ranks.sum([wrong])[0]
-    if wrong_ranks:
+        wrong_somewhere = plan.ranks.vote(wrong)
+    if wrong_somewhere:
         raise _wrong_elsewhere()
 
 
@@ -119,7 +119,7 @@ def _check_terms(plan: Plan, pieces: Pieces, chosen: Sequence[Any], frozen: Sequ
 
 
 def check_on_all_ranks(
-    problem: Problem, pieces: Sequence[Any], ranks: Ranks, *, frozen: Sequence[nn.Module] = ()
+    problem: Problem, pieces: Sequence[Any], sync: Sync, *, frozen: Sequence[nn.Module] = ()
 ) -> Checked:
     """Run `check_statement` on every rank; one that fails stops all.
 
@@ -131,23 +131,23 @@ def check_on_all_ranks(
     """
     wrong = True
     try:
-        with ranks.hold_back():
+        with sync.no_sync():
             checked = _check_in_memory(problem, pieces, frozen)
         wrong = False
     finally:  # on the way out with an error too: the other ranks wait to hear whether to go on
-        wrong_ranks = ranks.sum([wrong])[0]
-    if wrong_ranks:
+        wrong_somewhere = sync.vote(wrong)
+    if wrong_somewhere:
         raise _wrong_elsewhere()
     return checked
 
 
-def require_all_right(ranks: Ranks, *, wrong: bool) -> None:
+def require_all_right(sync: Sync, *, wrong: bool) -> None:
     """Tell the other ranks how the check went here.
 
     Raises:
         StatementError: it failed on another rank.
     """
-    if ranks.sum([wrong])[0] and not wrong:
+    if sync.vote(wrong) and not wrong:
         raise _wrong_elsewhere()
 
 

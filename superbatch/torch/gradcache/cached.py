@@ -29,7 +29,8 @@ from superbatch.batch.split import TokenBudget
 from superbatch.errors import InputError, WindowError, explain
 
 from ..window.participants.buffers import BufferKeeper
-from ..window.sync.ranks import Ranks, find_ranks
+from ..window.sync.find import find_sync
+from ..window.sync.sync import Sync
 from .encoders import Encode, Encoder, all_models, as_encoders
 from .new_gradients import NewGradients, leaves_of, outside_autocast
 from .one_pass import OnePass, refuse_batch_statistics
@@ -111,13 +112,13 @@ def cached_gradients(
     involved = all_models(encoders_of, loss_fn, models)
     paths = {"whole": whole, "per_sample": per_sample}
     names = list(encode) if isinstance(encode, Mapping | nn.ModuleDict) else None
-    ranks, scale = find_ranks(involved, group, no_sync=True), _as_scale(scale)
+    sync, scale = find_sync(involved, group, no_sync=True), _as_scale(scale)
 
     def begin() -> list[Encoder]:
         refuse_batch_statistics(involved)
         return as_encoders(encode, batch, microbatch_size, paths, involved)
 
-    return _Call(_together(ranks, begin), names, loss_fn, scale, involved, ranks).run()
+    return _Call(_together(sync, begin), names, loss_fn, scale, involved, sync).run()
 
 
 class _Call:
@@ -130,11 +131,11 @@ class _Call:
         loss_fn: Callable[[Any], Tensor],
         scale: Callable[[Tensor], Tensor],
         models: list[nn.Module],
-        ranks: Ranks,
+        sync: Sync,
     ) -> None:
         self._encoders, self._names = encoders, names
         self._loss_fn, self._scale = loss_fn, scale
-        self._models, self._ranks = models, ranks
+        self._models, self._sync = models, sync
         self._devices = {parameter.device for model in models for parameter in model.parameters()}
 
     def run(self) -> Tensor:
@@ -143,7 +144,7 @@ class _Call:
         before.note()
         self._gradients = NewGradients(self._models)
         try:
-            with self._ranks.hold_back():
+            with self._sync.no_sync():
                 loss = self._passes(buffers)
         except BaseException:
             self._gradients.discard()
@@ -154,22 +155,22 @@ class _Call:
         return loss
 
     def _passes(self, buffers: OnePass) -> Tensor:
-        _together(self._ranks, partial(self._first_pass, buffers))
-        value = _together(self._ranks, self._loss_pass)
+        _together(self._sync, partial(self._first_pass, buffers))
+        value = _together(self._sync, self._loss_pass)
         loss = value.detach()
-        _check_agreement(self._ranks.gather(float(loss)) if self._ranks.shared else [])
+        _check_agreement(self._sync.gather(float(loss)) if self._sync.shared else [])
         if not torch.is_grad_enabled():
             return loss
-        _together(self._ranks, partial(self._back_from, value))
+        _together(self._sync, partial(self._back_from, value))
         del value  # and its graph
         afterwards, kept = Replay(self._devices), BufferKeeper(self._models if buffers.touched() else [])
         afterwards.note()
         kept.take()
-        _together(self._ranks, self._second_pass)
+        _together(self._sync, self._second_pass)
         kept.restore()
         afterwards.back_to(0)
-        if self._ranks.shared:
-            self._gradients.reduce(self._ranks)
+        if self._sync.shared:
+            self._gradients.reduce(self._sync)
         return loss
 
     # -- the three steps ------------------------------------------------------------------------------------
@@ -187,8 +188,8 @@ class _Call:
     def _loss_pass(self) -> Tensor:
         """Step 2: the loss."""
         parts = [encoder.embeddings for encoder in self._encoders]
-        messages = self._ranks.gather([part.message() for part in parts])
-        joined = [part.join(self._ranks, [m[i] for m in messages]) for i, part in enumerate(parts)]
+        messages = self._sync.gather([part.message() for part in parts])
+        joined = [part.join(self._sync, [m[i] for m in messages]) for i, part in enumerate(parts)]
         loss = self._loss_fn(
             joined[0] if self._names is None else dict(zip(self._names, joined, strict=True))
         )
@@ -205,7 +206,7 @@ class _Call:
         self._gradients.unshare(pieces)
         for encoder in self._encoders:
             encoder.take_gradients()
-        if self._ranks.index:  # every rank has computed the same: that of rank 0 is counted
+        if self._sync.index:  # every rank has computed the same: that of rank 0 is counted
             self._gradients.drop_parameters()
 
     def _second_pass(self) -> None:
@@ -225,7 +226,7 @@ class _Call:
     def _look(self, outputs: list[Tensor]) -> None:
         """See what the backward will reach, before it does."""
         for leaf in leaves_of(outputs):
-            if not self._gradients.knows(leaf) and (isinstance(leaf, nn.Parameter) or self._ranks.shared):
+            if not self._gradients.knows(leaf) and (isinstance(leaf, nn.Parameter) or self._sync.shared):
                 raise InputError(
                     explain(
                         f"an encoder with a parameter of shape {tuple(leaf.shape)}, and models without it "
@@ -237,16 +238,16 @@ class _Call:
             self._gradients.hold(leaf)
 
 
-def _together(ranks: Ranks, work: Callable[[], Any]) -> Any:
+def _together(sync: Sync, work: Callable[[], Any]) -> Any:
     """Do something on all ranks; where it fails on one, all fail, instead of waiting for it."""
-    if not ranks.shared:
+    if not sync.shared:
         return work()
     result, error = None, None
     try:
         result = work()
     except BaseException as raised:  # noqa: BLE001  (raised below, once the other ranks know)
         error = raised
-    failed = ranks.max(int(error is not None))
+    failed = sync.vote(error is not None)
     if error is not None:
         raise error
     if failed:

@@ -19,7 +19,7 @@ from superbatch.batch.paths import join
 from superbatch.batch.tree import map_leaves
 from superbatch.errors import InputError, explain
 
-from ..window.sync.ranks import Ranks
+from ..window.sync.sync import Sync
 
 Found = list[tuple[str, Tensor]]
 # What not every backend can sum, and what holds it exactly.
@@ -88,7 +88,8 @@ class Embeddings:
         >>> collected = Embeddings("encode", [2, 1], None)
         >>> collected.add(torch.ones(2, 3, requires_grad=True))
         >>> collected.add(torch.zeros(1, 3))
-        >>> joined = collected.join(Ranks(()))
+        >>> from superbatch.torch.window.sync.local import Local
+        >>> joined = collected.join(Local())
         >>> joined.sum().backward()
         >>> [gradient.shape for gradient in collected.gradients(1).values()]
         [torch.Size([1, 3])]
@@ -129,11 +130,11 @@ class Embeddings:
         form = [(path, str(tensor.dtype), tuple(tensor.shape[1:])) for path, tensor in self._pieces[0]]
         return sum(self._counts), form, sorted(self._scalars)
 
-    def join(self, ranks: Ranks, messages: Sequence[Any] = ()) -> Any:
+    def join(self, sync: Sync, messages: Sequence[Any] = ()) -> Any:
         """Return all samples' embeddings, of all ranks, in the structure of the encoder's output.
 
         Args:
-            ranks: that share the batch.
+            sync: the ranks that share the batch.
             messages: of each rank, in order.
 
         Raises:
@@ -146,7 +147,7 @@ class Embeddings:
             mine = torch.cat(parts)
             if inverse is not None:
                 mine = mine[inverse.to(mine.device)]
-            joined.append(mine if not ranks.shared else self._of_all(mine, ranks, messages))
+            joined.append(mine if not sync.shared else self._of_all(mine, sync, messages))
         following = iter(joined)
         return map_leaves(lambda leaf: next(following) if isinstance(leaf, Tensor) else leaf, self._template)
 
@@ -170,7 +171,7 @@ class Embeddings:
         """Let the embeddings go."""
         self._pieces = []
 
-    def _of_all(self, mine: Tensor, ranks: Ranks, messages: Sequence[Any]) -> Tensor:
+    def _of_all(self, mine: Tensor, sync: Sync, messages: Sequence[Any]) -> Tensor:
         if any(message[1:] != messages[0][1:] for message in messages):
             raise InputError(
                 explain(
@@ -180,13 +181,13 @@ class Embeddings:
                 )
             )
         counts = [message[0] for message in messages]
-        start = sum(counts[: ranks.index])
+        start = sum(counts[: sync.index])
         stop = start + len(mine)
         # Sums of one number and zeros are exact, and every rank gets the same bits.
         carrier = _CARRIERS.get(mine.dtype, mine.dtype)
         everyone = torch.zeros((sum(counts), *mine.shape[1:]), dtype=carrier, device=mine.device)
         everyone[start:stop] = mine.detach()
-        everyone = ranks.sum_tensor(everyone).to(mine.dtype)
+        everyone = sync.sum_tensor(everyone).to(mine.dtype)
         return torch.cat([everyone[:start], mine, everyone[stop:]])
 
     def _check_rows(self, tensors: Found) -> None:

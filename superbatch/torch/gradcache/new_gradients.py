@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..window.participants.gradient_sum import steps_in_backward, unshare
-from ..window.sync.ranks import Ranks
+from ..window.sync.sync import Sync
 
 
 class NewGradients:
@@ -59,9 +59,9 @@ class NewGradients:
         """Give each tensor, and some others, a gradient of its own, after a backward that made new ones."""
         unshare([*self._before, *others])
 
-    def reduce(self, ranks: Ranks) -> None:
+    def reduce(self, sync: Sync) -> None:
         """Sum the gradients of the models' parameters over the ranks, once."""
-        summed = ranks.sum_gradients(
+        summed = sync.reduce(
             [parameter.grad for parameter in self.parameters],
             lambda index: torch.zeros_like(self.parameters[index], requires_grad=False),
         )

@@ -14,7 +14,7 @@ from superbatch import normalize
 from superbatch.errors import InputError, explain
 
 from ..window.slips import without_tensor
-from ..window.sync.ranks import Ranks
+from ..window.sync.sync import Sync
 
 
 class Losses:
@@ -120,13 +120,13 @@ class WindowLoss:
 
 
 def over_ranks(
-    sums: list[Sum], ranks: Ranks, *, bad: bool, mark: int = 0, news: tuple[bool, int] = (False, 0)
+    sums: list[Sum], sync: Sync, *, bad: bool, mark: int = 0, news: tuple[bool, int] = (False, 0)
 ) -> tuple[list[Sum], bool, bool]:
     """Return the sums over all ranks, whether any rank has a loss that is not finite, and any news.
 
     Args:
         sums: of this rank, one for each term.
-        ranks: to sum over.
+        sync: the ranks to sum over.
         bad: whether this rank has a loss that is not finite.
         mark: how this rank stands with measuring the noise (see `noise.windows.mark_of`).
         news: whether this rank has seen what no check of the loss has (see `check_schedule`), and a number
@@ -136,21 +136,22 @@ def over_ranks(
         InputError: the ranks stand differently there, on every rank: a rank that went on would wait for ever.
 
     Examples:
-        >>> over_ranks([Sum(4.0, 2, nonzero=True)], Ranks(()), bad=False)
+        >>> from superbatch.torch.window.sync.local import Local
+        >>> over_ranks([Sum(4.0, 2, nonzero=True)], Local(), bad=False)
         ([Sum(total=4.0, weight=2, nonzero=True)], False, False)
     """
-    if not ranks.shared:
+    if not sync.shared:
         return sums, bad, news[0]
     mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
     has_news, count = news
-    *numbers, bad_ranks, news_of, marks, squares, counts, their_squares = ranks.sum(
+    *numbers, bad_ranks, news_of, marks, squares, counts, their_squares = sync.sum_numbers(
         [*mine, bad, has_news, mark, mark * mark, count, count * count]
     )
-    differ = int(counts) ** 2 != ranks.count * int(their_squares)
-    if int(marks) ** 2 != ranks.count * int(squares):  # equal where all marks are, and only there
+    differ = int(counts) ** 2 != sync.count * int(their_squares)
+    if int(marks) ** 2 != sync.count * int(squares):  # equal where all marks are, and only there
         raise InputError(
             explain(
-                f"{ranks.count} ranks that measure the noise, but do not agree on which windows",
+                f"{sync.count} ranks that measure the noise, but do not agree on which windows",
                 "it is measured on all of them together; a state was loaded, or `noise` was passed, on some "
                 "ranks only",
                 "load the same state_dict() on every rank, and make every Accumulator with the same `noise`",

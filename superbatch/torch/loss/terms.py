@@ -26,7 +26,7 @@ from superbatch.errors import InputError, StatementError
 from ..window.config import Plan
 from ..window.participants.gradient_sum import LOW_PRECISION
 from ..window.participants.snapshot import RandomKeeper
-from ..window.sync.ranks import Ranks
+from ..window.sync.sync import Sync
 from ..window.transfer import to_device
 from ..window.validation import check_loss
 from .declared import Declared, check_names, read_terms
@@ -45,7 +45,7 @@ class TermWeights:
         terms: their declarations, by name.
         microbatches: of the window, on the host.
         samples: of each micro-batch, where they are known.
-        ranks: share the batch.
+        sync: the ranks that share the batch.
         forward: runs `loss_fn` on micro-batches without graph, for the weights that it returns.
     """
 
@@ -54,21 +54,21 @@ class TermWeights:
         terms: Mapping[str, Declared],
         microbatches: list[Any],
         samples: list[int] | None,
-        ranks: Ranks,
+        sync: Sync,
         forward: Forward,
     ) -> None:
         self._declared = terms
         self._forward = forward
         self._samples: list[int] = samples or [1] * len(microbatches)
         self.returned: dict[int, Number] = {}  # none: all are known ahead
-        weights, totals = weigh_ahead(lambda: self._weigh(microbatches, samples), len(terms), ranks)
+        weights, totals = weigh_ahead(lambda: self._weigh(microbatches, samples), len(terms), sync)
         self._terms = {
             name: Weights(
                 "samples",
                 term.reduction,
                 microbatches,
                 samples,
-                ranks,
+                sync,
                 min_weight=term.min_weight,
                 ahead=(each, total),
                 term=name,
@@ -309,7 +309,7 @@ def returned_weights(plan: Plan, microbatches: list[Any]) -> list[Mapping[str, N
     random.take()
     found: list[Mapping[str, Number]] = []
     try:
-        with torch.no_grad(), plan.ranks.hold_back(), state.watching():
+        with torch.no_grad(), plan.ranks.no_sync(), state.watching():
             for microbatch in microbatches:
                 # A copy, since a loss may change its micro-batch in place.
                 copied = map_arrays(_copy, microbatch)

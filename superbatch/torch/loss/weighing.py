@@ -11,7 +11,7 @@ from torch import Tensor
 from superbatch import normalize
 from superbatch.errors import InputError, StatementError, explain
 
-from ..window.sync.ranks import Ranks
+from ..window.sync.sync import Sync
 from ..window.validation import check_loss
 from .losses import Sum, WindowLoss
 
@@ -27,7 +27,8 @@ class Weights:
         reduction: of the loss over a micro-batch.
         microbatches: of the window, on the host.
         samples: of each micro-batch, where they are known.
-        ranks: share the batch; the total weight is summed over them here, once, before the first backward.
+        sync: the ranks that share the batch; the total weight is summed over them once, before the first
+            backward.
         min_weight: lower bound of the total.
         ahead: weights and their total over all ranks, where they were computed with those of other terms.
         term: name of the loss among several.
@@ -39,7 +40,7 @@ class Weights:
         reduction: normalize.Reduction,
         microbatches: list[Any],
         samples: list[int] | None,
-        ranks: Ranks,
+        sync: Sync,
         *,
         min_weight: normalize.Number | None = None,
         ahead: Ahead | None = None,
@@ -56,7 +57,7 @@ class Weights:
         self.ahead: list[normalize.Number] | None = None
         if weigh != "returned":
             if ahead is None:
-                each, totals = weigh_ahead(lambda: [weights_of(weigh, microbatches, samples)], 1, ranks)
+                each, totals = weigh_ahead(lambda: [weights_of(weigh, microbatches, samples)], 1, sync)
                 ahead = each[0], totals[0]
             self.ahead = ahead[0]
             self.planned = self._divided_by(ahead[1])
@@ -255,20 +256,21 @@ def weights_of(weigh: Weigh, microbatches: list[Any], samples: list[int] | None)
 
 
 def weigh_ahead(
-    compute: Callable[[], list[list[normalize.Number]]], terms: int, ranks: Ranks
+    compute: Callable[[], list[list[normalize.Number]]], terms: int, sync: Sync
 ) -> tuple[list[list[normalize.Number]], list[normalize.Number]]:
     """Return the weights of each term, and their totals over all ranks, by one all-reduce.
 
     Args:
         compute: computes the weights of each term.
         terms: how many there are.
-        ranks: share the batch.
+        sync: the ranks that share the batch.
 
     Raises:
         InputError: a weight is wrong, on this rank or another.
 
     Examples:
-        >>> weigh_ahead(lambda: [[2, 1], [3, 3]], 2, Ranks(()))
+        >>> from superbatch.torch.window.sync.local import Local
+        >>> weigh_ahead(lambda: [[2, 1], [3, 3]], 2, Local())
         ([[2, 1], [3, 3]], [3, 6])
     """
     weights: list[list[normalize.Number]] = []
@@ -279,8 +281,8 @@ def weigh_ahead(
     finally:
         # Also on the way out with an error: the other ranks wait for this rank's part of the sum, and learn
         # from it.
-        if ranks.shared:
-            totals = list(ranks.sum(totals))
+        if sync.shared:
+            totals = list(sync.sum_numbers(totals))
     if any(map(math.isnan, totals)):
         raise InputError("The weight of a micro-batch on another rank is wrong: see that rank's error.")
     return weights, totals

@@ -14,7 +14,8 @@ from superbatch.tuning.adaptive import Controller
 from superbatch.tuning.adascale import AdaScale
 from superbatch.tuning.scaling import Rule
 
-from ..window.sync.ranks import Ranks, find_ranks
+from ..window.sync.find import find_sync
+from ..window.sync.sync import Sync
 from .scaling import rescale, set_number
 
 
@@ -50,15 +51,15 @@ def controller(
         >>> steps(0), steps(1)  # nothing is known: held
         (4, 4)
     """
-    ranks: Ranks = find_ranks([model])
+    sync: Sync = find_sync([model])
     return Controller(
         noise,
-        microbatch=microbatch * ranks.count,
+        microbatch=microbatch * sync.count,
         start=start,
         target=target,
         least=least,
         most=most,
-        first=ranks.first,
+        first=sync.first,
     )
 
 

@@ -13,7 +13,6 @@ from superbatch.schedule import Schedule
 from superbatch.tuning.survey import Sweep
 
 from ..accumulator import Accumulator
-from ..window.sync.ranks import Ranks
 from ..window.validation import check_choice
 from .batches import Batches, keep_position
 from .dial import Dial, range_of
@@ -113,7 +112,7 @@ def lr_survey(
             go_on = _point(shadow, batch, sweep, skipped, point)
             progress(point + 1, updates)
             # The ranks' losses are one number, but none may go on alone where rounding made it two.
-            if not _all(plan.ranks, go_on):
+            if plan.ranks.vote(not go_on):
                 sweep.stop("another rank stopped")
                 break
     return sweep.report(
@@ -161,7 +160,3 @@ def _as_accumulator(given: Any) -> Accumulator:
             "pass an Accumulator, or (model, optimizer, loss_fn)",
         )
     )
-
-
-def _all(ranks: Ranks, go_on: bool) -> bool:
-    return go_on if not ranks.shared else not ranks.sum([not go_on])[0]

@@ -27,7 +27,7 @@ from superbatch.results.stopping import StoppedUpdate
 
 from ..window.norm import norm_of
 from ..window.participants import batchnorm as norms
-from ..window.sync.ranks import find_ranks
+from ..window.sync.find import find_sync
 
 
 def update_until(
@@ -177,7 +177,7 @@ def _check(model: nn.Module, optimizer: Optimizer, reduction: str, planned: floa
     for name, value in (("planned", planned), ("target", target)):
         if isinstance(value, bool) or not 0 < value < math.inf:
             raise InputError(explain(f"{name}={value!r}", "it is a positive number", "pass one"))
-    if find_ranks([model]).shared:
+    if find_sync([model]).shared:
         raise InputError(
             explain(
                 "a model on several ranks",

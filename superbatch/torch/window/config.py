@@ -20,7 +20,7 @@ from .participants.gradient_sum import Owned
 from .participants.moved_state import MovedState
 from .participants.noise.windows import NoiseOfWindows
 from .participants.snapshot import RandomKeeper
-from .sync.ranks import Ranks
+from .sync.sync import Sync
 from .transfer import Transfer
 from .update_rule import Step
 
@@ -46,7 +46,7 @@ class Plan:
     models: tuple[nn.Module, ...]
     owned: list[Owned]
     step: Step
-    ranks: Ranks
+    ranks: Sync
     device: torch.device | None
     declared: Declared
     nonfinite: NonFinite

@@ -128,7 +128,7 @@ class WindowInFlight:
         if plan.norms is not None:
             plan.norms.open()
         self._scale = update_rule.start_scaling(plan.step, plan.owned[0].parameter.device)
-        self._context = plan.ranks.hold_back()
+        self._context = plan.ranks.no_sync()
         plan.until_next.clear()
         self._place.open()
         if plan.noise is not None:

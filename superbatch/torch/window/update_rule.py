@@ -23,7 +23,7 @@ from .before_step import BeforeStep, not_made
 from .norm import elements_of
 from .participants.gradient_sum import Gradients, Owned, clear
 from .participants.momentum_gradients import InMomentum
-from .sync.ranks import Ranks
+from .sync.sync import Sync
 from .wrapped import reaches
 
 
@@ -54,10 +54,10 @@ class Step:
 
 
 def ready(
-    step: Step, place: Gradients, ranks: Ranks, owned: list[Owned], divisor: float
+    step: Step, place: Gradients, sync: Sync, owned: list[Owned], divisor: float
 ) -> list[Tensor | None]:
     """Reduce, normalise, unscale: return the gradient of the batch, one tensor (or None) per parameter."""
-    gradients = ranks.sum_gradients(place.close(), place.zeros)
+    gradients = sync.reduce(place.close(), place.zeros)
     if divisor != 1.0:
         present = [gradient for gradient in gradients if gradient is not None]
         if present:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from superbatch.errors import CoupledSamplesError, WindowError, explain
-from superbatch.torch.window.sync.ranks import Ranks, find_ranks
+from superbatch.torch.window.sync.find import find_sync
+from superbatch.torch.window.sync.local import Local
+from superbatch.torch.window.sync.manual import Manual
+from superbatch.torch.window.sync.sync import Sync
 
 from ..ir.calls import Recipe, blank
 from ..ir.layout import Layout, Part
@@ -48,24 +51,24 @@ class Across:
         device: where statistics are.
 
     Attributes:
-        ranks: those over which gradients are averaged.
+        sync: the ranks over which gradients are averaged.
         ending: the program has come to the end of the block, so that all collectives are recorded.
     """
 
     def __init__(
         self, models: Sequence[nn.Module], modules: Iterable[nn.Module], group: Any, device: torch.device
     ) -> None:
-        self.ranks = find_ranks(models, group)
-        self._now = self.ranks if group is not None and self.ranks.shared else None
+        self.sync = find_sync(models, group)
+        self._now = self.sync if group is not None and self.sync.shared else None
         # The user's own `no_sync` says that the gradients are reduced later.
-        self._reduces = self.ranks.shared and all(w.require_backward_grad_sync for w in self.ranks.wrappers)
+        self._reduces = self.sync.shared and self.sync.reduces
         self.ending = False
         self._device = device
         self._layers = synchronised_layers(modules)
-        self._groups = _different([*map(self._group_of, self._layers), self.ranks])
+        self._groups = _different([*map(self._group_of, self._layers), self.sync])
         self._recording: weakref.ref[Recorder] | None = None
         self._last: Value | None = None
-        self._totals: weakref.WeakKeyDictionary[Value, tuple[Ranks, Value]] = weakref.WeakKeyDictionary()
+        self._totals: weakref.WeakKeyDictionary[Value, tuple[Sync, Value]] = weakref.WeakKeyDictionary()
         # Without gradients a block may well be one rank's alone (a validation).
         self._agreed = self._over = not (self._groups and torch.is_grad_enabled())
         self._pending: deque[Callable[[], object]] = deque()
@@ -79,31 +82,23 @@ class Across:
     @contextmanager
     def over(self, layer: nn.SyncBatchNorm) -> Iterator[None]:
         """Normalise over the ranks of a layer, for as long as the context lasts."""
-        before, ranks = self._now, self._group_of(layer)
-        self._now = ranks if ranks.shared else None
+        before, sync = self._now, self._group_of(layer)
+        self._now = sync if sync.shared else None
         try:
             yield
         finally:
             self._now = before
 
-    def _group_of(self, layer: nn.SyncBatchNorm) -> Ranks:
+    def _group_of(self, layer: nn.SyncBatchNorm) -> Sync:
         if not dist.is_available() or not dist.is_initialized():
-            return Ranks(())
-        return Ranks((), layer.process_group or dist.group.WORLD, self._device)
+            return Local()
+        return Manual(layer.process_group or dist.group.WORLD, self._device)
 
     @contextmanager
     def held_together(self) -> Iterator[None]:
         """Hold DDP back, and let SyncBatchNorm take virtual tensors, for as long as the context lasts."""
-        for wrapper in self.ranks.wrappers:
-            # As in DDP's own forward, which may not wait for the others inside the block.
-            if torch.is_grad_enabled() and wrapper.will_sync_module_buffers():
-                wrapper._sync_buffers()
-        with self.ranks.hold_back(), routed(self._layers), ExitStack() as stack:
-            for wrapper in self.ranks.wrappers:
-                name = "_static_graph_delay_allreduce_enqueued"
-                if wrapper.static_graph:  # DDP would queue its reduction in the backward, no_sync or not
-                    stack.callback(setattr, wrapper, name, getattr(wrapper, name))
-                    setattr(wrapper, name, True)
+        self.sync.broadcast_buffers()  # DDP's own forward may not wait for the others inside the block
+        with self.sync.no_sync(), routed(self._layers):
             yield
 
     # -- statistics -----------------------------------------------------------------------------------------
@@ -140,8 +135,8 @@ class Across:
             form: number of channels, and dtype of the statistics.
             eps: of the layer.
         """
-        ranks, (channels, dtype) = self._now, form
-        assert ranks is not None
+        sync, (channels, dtype) = self._now, form
+        assert sync is not None
 
         def finish(mean: Tensor, squares: Tensor, count: int) -> list[Tensor]:
             return [torch.cat([mean, squares, mean.new_full((1,), count)])]
@@ -149,13 +144,8 @@ class Across:
         recipe = Recipe([x], [None], lambda part, tensors: moments(part, tensors)[0], lambda: Moments(finish))
         packed = recording.add("batch_norm", recipe, blank((2 * channels + 1,), (1,), dtype))
 
-        def gather(mine: Tensor) -> Tensor:
-            rows = [torch.empty_like(mine) for _ in range(ranks.count)]
-            dist.all_gather(rows, mine, group=ranks.group)
-            return torch.stack(rows)
-
         def combine(part: Part, tensors: list[Tensor]) -> Any:
-            means, squares, counts = gather(tensors[0]).split([channels, channels, 1], dim=1)
+            means, squares, counts = sync.all_gather(tensors[0]).split([channels, channels, 1], dim=1)
             count = counts.sum()
             mean = (means * (counts / count)).sum(0)
             total = (squares + counts * (means - mean).square()).sum(0)
@@ -163,9 +153,9 @@ class Across:
             return mean, (var + eps).rsqrt(), var, total / (count - 1).clamp(min=1), count
 
         metas = [blank((channels,), (1,), dtype)] * 4 + [blank((), (), dtype)]
-        self._pending.append(lambda: gather(self._nothing(2 * channels + 1, dtype)))
+        self._pending.append(lambda: sync.all_gather(self._nothing(2 * channels + 1, dtype)))
         *found, count = self._collective(recording, "batch_norm over ranks", [packed], combine, metas)
-        self._totals[found[0]] = ranks, count
+        self._totals[found[0]] = sync, count
         return found
 
     def layout_back(self, recording: Recorder, value: Value, mean: Value) -> Layout | None:
@@ -178,13 +168,13 @@ class Across:
 
     def summed(self, recording: Recorder, mean: Value, mine: Value) -> Value:
         """Return a flat value summed over the ranks that a mean is over."""
-        ranks, _ = self._totals[mean]
+        sync, _ = self._totals[mean]
         size, dtype = len(mine.meta), mine.meta.dtype
 
         def reduce(part: Part, tensors: list[Tensor]) -> Any:
-            return (ranks.sum_tensor(tensors[0].clone()),)
+            return (sync.sum_tensor(tensors[0].clone()),)
 
-        self._pending.append(lambda: ranks.sum_tensor(self._nothing(size, dtype)))
+        self._pending.append(lambda: sync.sum_tensor(self._nothing(size, dtype)))
         return self._collective(recording, "sum over ranks", [mine], reduce, [mine.meta])[0]
 
     def sums(self, recording: Recorder, mean: Value, sums: list[Value], count: int) -> list[Value]:
@@ -210,19 +200,19 @@ class Across:
                     "use a layer without statistics of the batch, or BatchNorm within each rank",
                 )
             )
-        ranks, total = known
+        sync, total = known
         metas = [value.meta for value in sums]
 
         def reduce(part: Part, tensors: list[Tensor]) -> Any:
             *mine, everywhere = tensors[: len(sums) + 1]
-            flat = ranks.sum_tensor(torch.cat(mine).to(everywhere.dtype)) * (count / everywhere)
+            flat = sync.sum_tensor(torch.cat(mine).to(everywhere.dtype)) * (count / everywhere)
             return tuple(
                 piece.to(meta.dtype)
                 for piece, meta in zip(flat.split([len(m) for m in mine]), metas, strict=True)
             )
 
         size, dtype = sum(map(len, metas)), total.meta.dtype
-        self._pending.append(lambda: ranks.sum_tensor(self._nothing(size, dtype)))
+        self._pending.append(lambda: sync.sum_tensor(self._nothing(size, dtype)))
         return self._collective(recording, "batch_norm sums over ranks", [*sums, total], reduce, metas)
 
     def _nothing(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -319,7 +309,7 @@ class Across:
     def _exchange(self, failed: bool) -> None:
         somewhere = failed
         for group in self._groups:  # that of the gradients last, so that it learns of every other
-            somewhere = bool(group.max(int(somewhere)))
+            somewhere = group.vote(somewhere)
         self._over = self._over or somewhere
         if somewhere and not failed:
             raise WindowError(
@@ -352,11 +342,11 @@ class Across:
             return gradients
         with torch.no_grad():
             # Divided first, as in DDP: a sum of float16 gradients may overflow.
-            mine = [None if gradient is None else gradient / self.ranks.count for gradient in gradients]
-            return self.ranks.sum_gradients(mine, lambda index: torch.zeros_like(parameters[index]))
+            mine = [None if gradient is None else gradient / self.sync.count for gradient in gradients]
+            return self.sync.reduce(mine, lambda index: torch.zeros_like(parameters[index]))
 
 
-def _different(all_ranks: Iterable[Ranks]) -> list[Ranks]:
+def _different(all_ranks: Iterable[Sync]) -> list[Sync]:
     """Those with several ranks, each group once, the last of them last."""
-    shared = {id(ranks.group): ranks for ranks in reversed(list(all_ranks)) if ranks.shared}
+    shared = {id(sync.group): sync for sync in reversed(list(all_ranks)) if sync.shared}
     return list(reversed(shared.values()))

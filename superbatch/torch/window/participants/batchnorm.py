@@ -24,7 +24,7 @@ from superbatch.errors import CoupledSamplesError, explain
 from superbatch.torch.checks.coupling import uses_batch_statistics
 from superbatch.torch.devices import in_float64
 
-from ..sync.ranks import Ranks
+from ..sync.sync import Sync
 
 Seen = tuple[int, Tensor, Tensor]
 """Values per channel, mean and unbiased variance of one call."""
@@ -68,24 +68,25 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
         )
 
 
-def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, ranks: Ranks) -> Frozen | Pooled | None:
+def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, sync: Sync) -> Frozen | Pooled | None:
     """Return what stands in for BatchNorms during windows, None for nothing.
 
     Args:
         batchnorms: from `find_batchnorms`.
         choice: ``"error"``, ``"per_microbatch"`` or ``"frozen"``.
-        ranks: that share a batch.
+        sync: the ranks that share a batch.
 
     Raises:
         CoupledSamplesError: a BatchNorm cannot be used so.
 
     Examples:
-        >>> of_windows({"1": nn.BatchNorm1d(2)}, "error", Ranks(())) is None
+        >>> from superbatch.torch.window.sync.local import Local
+        >>> of_windows({"1": nn.BatchNorm1d(2)}, "error", Local()) is None
         True
     """
     if not batchnorms or choice == "error":
         return None
-    return Frozen(batchnorms) if choice == "frozen" else Pooled(batchnorms, ranks)
+    return Frozen(batchnorms) if choice == "frozen" else Pooled(batchnorms, sync)
 
 
 class Frozen:
@@ -110,10 +111,10 @@ class Frozen:
         for module in self._modules:
             module.training = False
 
-    def compute(self, ranks: Ranks) -> None:
+    def compute(self, sync: Sync) -> None:
         """Do nothing: running statistics stay as they are."""
 
-    def close(self, ranks: Ranks) -> None:
+    def close(self, sync: Sync) -> None:
         """Leave the modules as they were given."""
         self.put_back()
 
@@ -131,8 +132,8 @@ class Pooled:
     those of the micro-batch it saw. A module called several times per forward has one pool per call.
     """
 
-    def __init__(self, batchnorms: dict[str, _BatchNorm], ranks: Ranks) -> None:
-        if ranks.shared and any(isinstance(module, nn.SyncBatchNorm) for module in batchnorms.values()):
+    def __init__(self, batchnorms: dict[str, _BatchNorm], sync: Sync) -> None:
+        if sync.shared and any(isinstance(module, nn.SyncBatchNorm) for module in batchnorms.values()):
             raise CoupledSamplesError(
                 explain(
                     'batchnorm="per_microbatch" with SyncBatchNorm',
@@ -191,7 +192,7 @@ class Pooled:
             before.update({key: saved[key] for key in ("mean", "var", "batches")})
             self._pools[before["module"]] = [list(pool) for pool in saved["pools"]]
 
-    def compute(self, ranks: Ranks) -> None:
+    def compute(self, sync: Sync) -> None:
         """Compute the statistics that `close` sets: here it may fail, for the optimizer has not stepped."""
         befores = {before["module"]: before for before in self._before}
         self._moved = {}
@@ -200,17 +201,17 @@ class Pooled:
                 before = befores[module]
                 mean, var, batches = before["mean"], before["var"], before["batches"].clone()
                 # A rank without any weight has seen nothing, but takes part in the sums.
-                for call in range(ranks.max(len(pools))):
-                    seen = _pooled(module, pools[call] if call < len(pools) else [], ranks)
+                for call in range(sync.max(len(pools))):
+                    seen = _pooled(module, pools[call] if call < len(pools) else [], sync)
                     batches += 1
                     momentum = 1.0 / float(batches) if before["momentum"] is None else before["momentum"]
                     mean, var = _towards(mean, seen[0], momentum), _towards(var, seen[1], momentum)
                 self._moved[module] = mean, var, batches
 
-    def close(self, ranks: Ranks) -> None:
+    def close(self, sync: Sync) -> None:
         """Move the running statistics once, by the batch's own."""
         if self._moved is None:
-            self.compute(ranks)
+            self.compute(sync)
         moved, self._moved, self._pools = self._moved, None, {}
         self.put_back()
         with torch.no_grad():
@@ -239,7 +240,7 @@ class Pooled:
         pools[call].append((count, module.running_mean.clone(), module.running_var.clone()))
 
 
-def _pooled(module: _BatchNorm, pool: list[Seen], ranks: Ranks) -> tuple[Tensor, Tensor]:
+def _pooled(module: _BatchNorm, pool: list[Seen], sync: Sync) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance over all micro-batches and ranks."""
     assert module.running_mean is not None
     nothing = in_float64(module.running_mean).new_zeros((0, module.num_features))
@@ -248,9 +249,9 @@ def _pooled(module: _BatchNorm, pool: list[Seen], ranks: Ranks) -> tuple[Tensor,
     # Made on the host, and moved without waiting.
     n_i = torch.tensor([count for count, *_ in pool], dtype=torch.float64).reshape(-1, 1)
     n_i = n_i.to(means.device, non_blocking=True)
-    n = ranks.sum_tensor(n_i.sum())
-    mean = ranks.sum_tensor((n_i * means).sum(0)) / n
-    m2 = ranks.sum_tensor(((n_i - 1) * variances + n_i * (means - mean).square()).sum(0))
+    n = sync.sum_tensor(n_i.sum())
+    mean = sync.sum_tensor((n_i * means).sum(0)) / n
+    m2 = sync.sum_tensor(((n_i - 1) * variances + n_i * (means - mean).square()).sum(0))
     return mean, m2 / (n - 1)
 
 

@@ -146,7 +146,7 @@ class NoiseOfWindows:
             math.fsum(s * s / units[i] for i, s in zip(counted, shares, strict=True)),
             float(bool(missing)),
         ]
-        *sums, q, q_per_sample, incomplete = window._plan.ranks.sum(mine)
+        *sums, q, q_per_sample, incomplete = window._plan.ranks.sum_numbers(mine)
         q = 1.0 if seen.alone else q
         factor = divisor * (window._scale or 1.0)
         a2 = [each / factor**2 for each in sums]

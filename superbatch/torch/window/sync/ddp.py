@@ -1,0 +1,64 @@
+"""Models wrapped in DistributedDataParallel, reduced once per window.
+
+Every micro-batch runs under ``no_sync``, which must enclose the forward too. DDP's own reduction is not used:
+it happens inside the backward of a last micro-batch, which a rank without any weight does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ..wrapped_models import refuse_comm_hooks
+from .manual import Manual
+
+
+class DDP(Manual):
+    """The ranks of wrapped models: those of the wrappers' process group (a `Sync`).
+
+    Args:
+        wrappers: the models' DDP wrappers.
+        device: where numbers are exchanged.
+    """
+
+    def __init__(self, wrappers: Sequence[DistributedDataParallel], device: torch.device) -> None:
+        super().__init__(wrappers[0].process_group, device)
+        self._wrappers = tuple(wrappers)
+
+    @property
+    def reduces(self) -> bool:
+        """False inside the program's own ``no_sync``."""
+        return all(wrapper.require_backward_grad_sync for wrapper in self._wrappers)
+
+    def no_sync(self) -> ExitStack:
+        """Return a context in which no forward and no backward communicates."""
+        refuse_comm_hooks(self._wrappers)  # a hook may have been registered since
+        stack = ExitStack()
+        for wrapper in self._wrappers:
+            stack.enter_context(wrapper.no_sync())
+            # Under no_sync a first forward would still broadcast buffers: with a rank that has no weight, and
+            # so no forward, the others would wait for ever.
+            _set(stack, wrapper, require_forward_param_sync=False)
+            if wrapper.static_graph:  # DDP would queue its reduction in the backward, no_sync or not
+                _set(stack, wrapper, _static_graph_delay_allreduce_enqueued=True)
+            # A forward with a graph outside of a window leaves the reducer waiting for a backward: it would
+            # reduce in the first backward of this window, which a rank without weight does not have.
+            wrapper.reducer._reset_state()
+        return stack
+
+    def broadcast_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, as a wrapper's own forward would."""
+        for wrapper in self._wrappers:
+            if torch.is_grad_enabled() and wrapper.will_sync_module_buffers():
+                wrapper._sync_buffers()
+
+
+def _set(stack: ExitStack, wrapper: DistributedDataParallel, **values: Any) -> None:
+    """Set attributes until the context ends."""
+    for name, value in values.items():
+        stack.callback(setattr, wrapper, name, getattr(wrapper, name))
+        setattr(wrapper, name, value)

@@ -1,0 +1,75 @@
+"""The choice of a `Sync` for some models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from superbatch.errors import InputError, explain
+
+from ..wrapped_models import refuse_comm_hooks, refuse_sharded, refuse_static_graphs
+from .ddp import DDP
+from .local import Local
+from .manual import Manual
+from .sync import Sync
+
+
+def find_sync(models: Iterable[nn.Module], group: Any = None, *, no_sync: bool = False) -> Sync:
+    """Return the ranks over which the models are replicated.
+
+    Args:
+        models: those that share a batch.
+        group: the process group, where the models are not wrapped in DDP; None: that of their wrappers.
+        no_sync: several backward passes will run under ``no_sync()``, which a static graph does not allow.
+
+    Raises:
+        InputError: the models' DDP wrappers use different process groups, a communication hook, or
+            parameters are sharded.
+
+    Examples:
+        >>> find_sync([nn.Linear(2, 1)]).count
+        1
+    """
+    models = list(models)
+    wrappers = [
+        module
+        for model in models
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
+    groups = [wrapper.process_group for wrapper in wrappers] + [group] * (group is not None)
+    if len(set(map(id, groups))) > 1:
+        raise InputError(
+            explain(
+                "models wrapped in DDP over different process groups",
+                "one window has one set of ranks to sum over",
+                "use one process group, or one Accumulator per model",
+            )
+        )
+    refuse_sharded(models)
+    refuse_comm_hooks(wrappers)
+    if no_sync:
+        refuse_static_graphs(wrappers)
+    if not groups:
+        _warn_if_alone()
+        return Local()
+    first = next((parameter for model in wrappers or models for parameter in model.parameters()), None)
+    device = torch.device("cpu") if first is None else first.device
+    return DDP(wrappers, device) if wrappers else Manual(group, device)
+
+
+def _warn_if_alone() -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"{dist.get_world_size()} ranks are initialised, but no model given is wrapped in "
+            "DistributedDataParallel: each rank makes updates of its own. Pass the wrapped model (not "
+            "its .module) to share a batch over the ranks.",
+            UserWarning,
+            stacklevel=4,
+        )

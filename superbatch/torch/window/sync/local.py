@@ -1,0 +1,79 @@
+"""This process alone: a window without other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor
+
+from ..norm import finite_norm
+
+
+class Local:
+    """One process that shares its windows with no other; nothing is communicated (a `Sync`).
+
+    Examples:
+        >>> Local().sum_numbers([1, 2.5]), Local().vote(True), Local().shared
+        ([1, 2.5], True, False)
+    """
+
+    group: Any = None
+    count, index = 1, 0
+    shared, in_step, reduces = False, False, True
+
+    def no_sync(self) -> ExitStack:
+        """Return an empty context."""
+        return ExitStack()
+
+    def broadcast_buffers(self) -> None:
+        """Do nothing."""
+
+    def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
+        """Return the numbers."""
+        return list(numbers)
+
+    def first(self, number: int) -> int:
+        """Return the number."""
+        return number
+
+    def before(self, number: int) -> int:
+        """Return 0: no rank comes before this one."""
+        return 0
+
+    def max(self, number: int) -> int:
+        """Return the number."""
+        return number
+
+    def vote(self, raised: bool) -> bool:
+        """Return the vote of this process."""
+        return raised
+
+    def turns(self, microbatches: int, most: int) -> int:
+        """Return the number of micro-batches as it is."""
+        return microbatches
+
+    def agree_size(self, samples: int) -> int:
+        """Return the size as it is."""
+        return samples
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with a first dimension of one."""
+        return tensor[None]
+
+    def gather(self, message: Any) -> list[Any]:
+        """Return the message alone."""
+        return [message]
+
+    def reduce(self, gradients: list[Tensor | None], zeros: Callable[[int], Tensor]) -> list[Tensor | None]:
+        """Return the gradients."""
+        return gradients
+
+    def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
+        """Return the 2-norm, and True if every element is finite."""
+        return finite_norm(gradients)

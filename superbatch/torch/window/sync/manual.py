@@ -1,0 +1,175 @@
+"""An explicit process group around bare models: every rank has all parameters, and gradients are summed.
+
+The gradients of a window are summed once, by bucketed all-reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..norm import finite_norm
+
+BUCKET_BYTES = 25 << 20  # as DDP's default: large enough for bandwidth, small enough for memory
+
+
+class Manual:
+    """The ranks of a process group, each with a replica of the models (a `Sync`).
+
+    Args:
+        group: the process group.
+        device: where numbers are exchanged.
+    """
+
+    in_step = False
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+
+    @property
+    def count(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def index(self) -> int:
+        """Number of this rank."""
+        return dist.get_rank(self.group)
+
+    @property
+    def shared(self) -> bool:
+        """True if there are several ranks."""
+        return self.count > 1
+
+    @property
+    def reduces(self) -> bool:
+        """True: nothing but the window reduces the gradients of bare models."""
+        return True
+
+    def no_sync(self) -> ExitStack:
+        """Return an empty context: the backward of bare models communicates nothing."""
+        return ExitStack()
+
+    def broadcast_buffers(self) -> None:
+        """Do nothing: the buffers of bare models stay each rank's own."""
+
+    def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
+        """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53)."""
+        if not self.shared:
+            return list(numbers)
+        dtype = torch.float64 if self.device.type != "mps" else torch.float32
+        total = torch.tensor(list(numbers), dtype=dtype, device=self.device)
+        dist.all_reduce(total, group=self.group)
+        return total.tolist()
+
+    def first(self, number: int) -> int:
+        """Return rank 0's number (below 2**53) on every rank."""
+        return int(self.sum_numbers([number if self.index == 0 else 0])[0])
+
+    def before(self, number: int) -> int:
+        """Return the sum of the numbers on the ranks before this one."""
+        return int(sum(self._of_each(number)[: self.index]))
+
+    def max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        return int(max(self._of_each(number)))
+
+    def vote(self, raised: bool) -> bool:
+        """Return True on every rank if any rank has raised its hand."""
+        return bool(self.sum_numbers([raised])[0])
+
+    def turns(self, microbatches: int, most: int) -> int:
+        """Return the number of micro-batches as it is: no forward waits for another rank."""
+        return microbatches
+
+    def agree_size(self, samples: int) -> int:
+        """Return the size as it is: each rank may use its own."""
+        return samples
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's sum over the ranks (in place)."""
+        if self.shared:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, of one shape, stacked in the order of the ranks."""
+        rows = [torch.empty_like(tensor) for _ in range(self.count)]
+        dist.all_gather(rows, tensor, group=self.group)
+        return torch.stack(rows)
+
+    def gather(self, message: Any) -> list[Any]:
+        """Return a message of each rank, any object that can be pickled, in the order of the ranks."""
+        if not self.shared:
+            return [message]
+        messages: list[Any] = [None] * self.count
+        dist.all_gather_object(messages, message, group=self.group)
+        return messages
+
+    def reduce(self, gradients: list[Tensor | None], zeros: Callable[[int], Tensor]) -> list[Tensor | None]:
+        """Return the sums of the gradients over the ranks; None where no rank has one."""
+        if not self.shared:
+            return gradients
+        held = self.sum_numbers(_kind(gradient) for gradient in gradients)
+        summed = [
+            _present(zeros(index) if gradient is None else gradient, ranks) if ranks else None
+            for index, (gradient, ranks) in enumerate(zip(gradients, held, strict=True))
+        ]
+        for gradient in summed:
+            if gradient is not None and gradient.is_sparse:
+                dist.all_reduce(gradient, group=self.group)
+        for bucket in buckets([g for g in summed if g is not None and not g.is_sparse]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat, group=self.group)
+            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+        return summed
+
+    def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
+        """Return the 2-norm, and True if every element is finite: the same on every rank."""
+        return finite_norm(gradients)
+
+    def _of_each(self, number: int) -> list[float]:
+        return self.sum_numbers([number if rank == self.index else 0 for rank in range(self.count)])
+
+
+# One number per gradient tells every rank both whether any rank has it and whether one has it sparse.
+_DENSE, _SPARSE = 1.0, float(1 << 20)
+
+
+def _kind(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    return _SPARSE if gradient.is_sparse else _DENSE
+
+
+def _present(gradient: Tensor, ranks: float) -> Tensor:
+    """This rank's part of a gradient that some rank has."""
+    if ranks >= _SPARSE and not gradient.is_sparse:
+        gradient = gradient.to_sparse(1)
+    return gradient.coalesce() if gradient.is_sparse else gradient
+
+
+def buckets(tensors: list[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """Group tensors of one dtype and device, in order, into at most `limit` bytes (or one tensor).
+
+    Examples:
+        >>> [len(bucket) for bucket in buckets([torch.zeros(4)] * 5, limit=32)]
+        [2, 2, 1]
+    """
+    grouped: list[list[Tensor]] = []
+    open_bucket: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        key = (tensor.dtype, tensor.device)
+        bucket = open_bucket.get(key)
+        if bucket is None or sum(t.nbytes for t in bucket) + tensor.nbytes > limit:
+            bucket = open_bucket[key] = []
+            grouped.append(bucket)
+        bucket.append(tensor)
+    return grouped

@@ -1,0 +1,130 @@
+"""Protocol of the ranks that share a window: all that a window, a check or a cached gradient asks of them.
+
+`local`, `manual` and `ddp` implement it; `find` picks one for some models. Models whose parameters are
+sharded need one more implementation, and no change to the users of the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Sync(Protocol):
+    """Ranks that share a window. Every rank must make the same calls in the same order."""
+
+    # -- the ranks -----------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Any:
+        """Process group; None for this process alone."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Number of this rank."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """True if there are several ranks."""
+        ...
+
+    @property
+    def in_step(self) -> bool:
+        """True if a forward or a backward under `no_sync` communicates: `turns` and `agree_size` matter."""
+        ...
+
+    @property
+    def reduces(self) -> bool:
+        """False while the program itself has put off the reduction of gradients, as by DDP's ``no_sync``."""
+        ...
+
+    # -- the models ----------------------------------------------------------------------------------------
+
+    def no_sync(self) -> ExitStack:
+        """Return a context in which no backward reduces gradients."""
+        ...
+
+    def broadcast_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, where the models' wrapper does so before a forward."""
+        ...
+
+    # -- numbers -------------------------------------------------------------------------------------------
+
+    def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
+        """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53)."""
+        ...
+
+    def first(self, number: int) -> int:
+        """Return rank 0's number (below 2**53) on every rank."""
+        ...
+
+    def before(self, number: int) -> int:
+        """Return the sum of the numbers on the ranks before this one."""
+        ...
+
+    def max(self, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        ...
+
+    def vote(self, raised: bool) -> bool:
+        """Return True on every rank if any rank has raised its hand."""
+        ...
+
+    def turns(self, microbatches: int, most: int) -> int:
+        """Return the number of micro-batches that this rank has to cut its window into.
+
+        Args:
+            microbatches: the number that the window has as it was cut.
+            most: the number that it can be cut into.
+
+        Raises:
+            InputError: where all ranks need the same number, a rank cannot reach it; raised on every rank.
+        """
+        ...
+
+    def agree_size(self, samples: int) -> int:
+        """Return the size of micro-batches to use where this rank has found one of so many samples."""
+        ...
+
+    # -- tensors -------------------------------------------------------------------------------------------
+
+    def sum_tensor(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's sum over the ranks (in place)."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, of one shape, stacked in the order of the ranks."""
+        ...
+
+    def gather(self, message: Any) -> list[Any]:
+        """Return a message of each rank, any object that can be pickled, in the order of the ranks."""
+        ...
+
+    def reduce(self, gradients: list[Tensor | None], zeros: Callable[[int], Tensor]) -> list[Tensor | None]:
+        """Return what this rank's optimizer needs of the gradients summed over the ranks.
+
+        Args:
+            gradients: one for each parameter, of this rank's micro-batches. A gradient that only some ranks
+                have counts as zero on the others; one that no rank has stays None, so that the optimizer
+                leaves its parameter alone as it would for the large batch.
+            zeros: ``zeros(i)`` makes an empty gradient ``i``.
+        """
+        ...
+
+    def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
+        """Return the 2-norm of the whole reduced gradient, and True if every element of it is finite.
+
+        Args:
+            gradients: as `reduce` returned them: all of the gradient, or this rank's shards of it.
+        """
+        ...
