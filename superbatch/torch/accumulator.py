@@ -314,7 +314,7 @@ class Accumulator:
             norms.refuse(self._batchnorms)
         sizing = self._of_windows if isinstance(batch, Window) and self._whole is None else self._sizing
         if self._whole is None:
-            pieces = pieces_of(batch, sizing, self._paths, need_samples=need)
+            pieces = pieces_of(batch, sizing, self._paths, self._plan.ranks, need_samples=need)
         else:
             pieces = self._whole.pieces(batch, self._sizing)
         self._slips.open(pieces.samples if sizing is self._sizing and self._whole is None else None)

@@ -155,12 +155,13 @@ def exchange_seconds(model: nn.Module, sync: Sync) -> float:
         >>> 0 <= exchange_seconds(nn.Linear(3, 1), Local()) < 1  # this process alone: nothing to exchange
         True
     """
-    gradients = [torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
     seconds: list[float] = []
     for _ in range(ROUNDS):
         sync.sum_numbers([0.0])  # all begin together
         start = time.perf_counter()
-        sync.reduce([*gradients], lambda index: gradients[index])
+        sync.reduce([*gradients], parameters, lambda index: gradients[index])
         if gradients[0].is_cuda:
             torch.cuda.synchronize(gradients[0].device)
         seconds.append(time.perf_counter() - start)

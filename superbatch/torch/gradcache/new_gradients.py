@@ -63,6 +63,7 @@ class NewGradients:
         """Sum the gradients of the models' parameters over the ranks, once."""
         summed = sync.reduce(
             [parameter.grad for parameter in self.parameters],
+            self.parameters,
             lambda index: torch.zeros_like(self.parameters[index], requires_grad=False),
         )
         for parameter, gradient in zip(self.parameters, summed, strict=True):

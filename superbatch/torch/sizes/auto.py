@@ -120,13 +120,22 @@ class AutoSize:
 
     # -- what a window asks ------------------------------------------------------------------------------
 
-    def plan(self, batch: Any, samples: int) -> list[int]:
-        """Return the sizes to begin a window with."""
+    def plan(self, batch: Any, samples: int, agree: Callable[[int], int] | None = None) -> list[int]:
+        """Return the sizes to begin a window with.
+
+        Args:
+            batch: of the window.
+            samples: of the batch.
+            agree: returns the size that all ranks use, for the one found here; None: each uses its own.
+        """
         known = self._here = self._find(batch, samples)
         if not self._is_steady(known) or self._is_due():
             self._room.look(known, self._known.values())
         self._samples, self._place = samples, 0
         self._planned = self._sizes(samples)
+        if agree is not None:
+            first, *others = self._planned  # a trial may come first
+            self._planned = _begin_with(min(agree(first), samples), samples, agree(max(others or [first])))
         return list(self._planned)
 
     def rest(self, left: int) -> list[int] | None:

@@ -18,6 +18,7 @@ from .batches import Paths, microbatches_of
 from .config import Plan
 from .joining import joined
 from .options import check_auto
+from .sync.sync import Sync
 
 # What the check of the statement looks at where the size is not known: so many pieces of so many samples.
 FEW = 8
@@ -237,13 +238,16 @@ def sizing_of(
     )
 
 
-def pieces_of(batch: Any, sizing: Fixed | AutoSize, paths: Paths, *, need_samples: bool) -> Pieces:
+def pieces_of(
+    batch: Any, sizing: Fixed | AutoSize, paths: Paths, sync: Sync, *, need_samples: bool
+) -> Pieces:
     """Cut a batch as its sizing says; the micro-batches of a `Window` are taken as they are.
 
     Args:
         batch: a batch, or a Window.
         sizing: how.
         paths: `whole` and `per_sample` declarations.
+        sync: the ranks that share a batch; where their forwards communicate, all get as many micro-batches.
         need_samples: whether samples must be counted.
 
     Returns:
@@ -251,17 +255,32 @@ def pieces_of(batch: Any, sizing: Fixed | AutoSize, paths: Paths, *, need_sample
 
     Raises:
         SplitError: the batch cannot be split, or its samples cannot be counted although they must be.
+        InputError: the ranks need as many micro-batches, and one of them has too few samples.
 
     Examples:
         >>> import torch
-        >>> pieces_of((torch.zeros(5, 2),), Fixed(2), {}, need_samples=True).samples
+        >>> from superbatch.torch.window.sync.local import Local
+        >>> pieces_of((torch.zeros(5, 2),), Fixed(2), {}, Local(), need_samples=True).samples
         [2, 2, 1]
     """
+    pieces = _cut(batch, sizing, paths, sync, need_samples=need_samples or sync.in_step)
+    samples = pieces.samples
+    turns = sync.turns(len(pieces), len(pieces) if samples is None else sum(samples))
+    while len(pieces) < turns:  # the update does not depend on where the batch is cut
+        assert samples is not None
+        largest = max(range(len(pieces)), key=samples.__getitem__)
+        pieces.split(largest, (samples[largest] + 1) // 2)
+    return pieces
+
+
+def _cut(batch: Any, sizing: Fixed | AutoSize, paths: Paths, sync: Sync, *, need_samples: bool) -> Pieces:
     if not isinstance(sizing, Fixed):
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
-        sizes = sizing.plan(batch, planned.samples)
-        return Pieces(cut(planned, sizes), sizes, None, paths, batch=planned, whole=batch)
+        sizes = sizing.plan(batch, planned.samples, sync.agree_size if sync.in_step else None)
+        # A window that began with as many micro-batches on each rank must go on so.
+        recut = None if sync.in_step else planned
+        return Pieces(cut(planned, sizes), sizes, None, paths, batch=recut, whole=batch)
     size, most = sizing.size, sizing.most
     if most is not None and isinstance(size, int):
         size = min(size, most)

@@ -27,7 +27,6 @@ from . import culprit, dropping, misuse, retry, saving, update_rule
 from .config import Plan
 from .microbatches import Pieces, Shown
 from .nonfinite import Culprit
-from .norm import finite_norm
 from .participants.batchnorm import Pooled
 from .participants.gradient_sum import LOW_PRECISION, Gradients, clear
 from .participants.momentum_gradients import InMomentum
@@ -230,7 +229,9 @@ class WindowInFlight:
     def _iterate(self) -> Generator[Any, None, None]:
         plan, index = self._plan, self._next - 1
         while (index := index + 1) < len(self._pieces):
-            if self._weights.has_none(index):  # it adds nothing, a NaN least of all
+            if (
+                self._weights.has_none(index) and not plan.ranks.in_step
+            ):  # it adds nothing, a NaN least of all
                 continue
             self._current, self._summed = index, False
             retry.mark(self, index)
@@ -305,9 +306,9 @@ class WindowInFlight:
         gradients = update_rule.ready(step, place, plan.ranks, plan.owned, found.divisor)
         if isinstance(place, InMomentum):
             gradients, norm = place.sums(), None
-            finite = finite_norm(gradients)[1]
+            finite = plan.ranks.norm(gradients)[1]
         else:
-            norm, finite = finite_norm(gradients)
+            norm, finite = plan.ranks.norm(gradients)
         if not finite and not step.scaling:
             self._refuse(sums, rates, culprit.by_gradient(self, losses, gradients))
             return

@@ -57,7 +57,7 @@ def ready(
     step: Step, place: Gradients, sync: Sync, owned: list[Owned], divisor: float
 ) -> list[Tensor | None]:
     """Reduce, normalise, unscale: return the gradient of the batch, one tensor (or None) per parameter."""
-    gradients = sync.reduce(place.close(), place.zeros)
+    gradients = sync.reduce(place.close(), [entry.parameter for entry in owned], place.zeros)
     if divisor != 1.0:
         present = [gradient for gradient in gradients if gradient is not None]
         if present:

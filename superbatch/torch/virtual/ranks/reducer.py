@@ -343,7 +343,7 @@ class Across:
         with torch.no_grad():
             # Divided first, as in DDP: a sum of float16 gradients may overflow.
             mine = [None if gradient is None else gradient / self.sync.count for gradient in gradients]
-            return self.sync.reduce(mine, lambda index: torch.zeros_like(parameters[index]))
+            return self.sync.reduce(mine, parameters, lambda index: torch.zeros_like(parameters[index]))
 
 
 def _different(all_ranks: Iterable[Sync]) -> list[Sync]:

@@ -70,7 +70,12 @@ class Local:
         """Return the message alone."""
         return [message]
 
-    def reduce(self, gradients: list[Tensor | None], zeros: Callable[[int], Tensor]) -> list[Tensor | None]:
+    def reduce(
+        self,
+        gradients: list[Tensor | None],
+        parameters: Sequence[Tensor],
+        zeros: Callable[[int], Tensor],
+    ) -> list[Tensor | None]:
         """Return the gradients."""
         return gradients
 

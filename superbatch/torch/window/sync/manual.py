@@ -112,7 +112,12 @@ class Manual:
         dist.all_gather_object(messages, message, group=self.group)
         return messages
 
-    def reduce(self, gradients: list[Tensor | None], zeros: Callable[[int], Tensor]) -> list[Tensor | None]:
+    def reduce(
+        self,
+        gradients: list[Tensor | None],
+        parameters: Sequence[Tensor],
+        zeros: Callable[[int], Tensor],
+    ) -> list[Tensor | None]:
         """Return the sums of the gradients over the ranks; None where no rank has one."""
         if not self.shared:
             return gradients

@@ -110,13 +110,19 @@ class Sync(Protocol):
         """Return a message of each rank, any object that can be pickled, in the order of the ranks."""
         ...
 
-    def reduce(self, gradients: list[Tensor | None], zeros: Callable[[int], Tensor]) -> list[Tensor | None]:
+    def reduce(
+        self,
+        gradients: list[Tensor | None],
+        parameters: Sequence[Tensor],
+        zeros: Callable[[int], Tensor],
+    ) -> list[Tensor | None]:
         """Return what this rank's optimizer needs of the gradients summed over the ranks.
 
         Args:
             gradients: one for each parameter, of this rank's micro-batches. A gradient that only some ranks
                 have counts as zero on the others; one that no rank has stays None, so that the optimizer
                 leaves its parameter alone as it would for the large batch.
+            parameters: in the same order.
             zeros: ``zeros(i)`` makes an empty gradient ``i``.
         """
         ...

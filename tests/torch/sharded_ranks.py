@@ -1,0 +1,120 @@
+"""What each of two gloo ranks does for `test_sharded_ranks`: `python -m ... RANK FOLDER`."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from superbatch.errors import InputError, NonFiniteError
+from superbatch.torch import Accumulator, Window
+from tests.torch.helpers import mlp, mse, rows, sgd
+from tests.torch.sharded_sync import OwnNorm, Sharded, ShardedSync
+
+SAMPLES = ((7, 4), (5, 6), (8, 4))
+"""Of each update, on each rank."""
+
+CLIP = 0.05
+
+
+def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Return one batch for each update."""
+    return [rows(samples[rank], 1, seed=10 * rank + update)[0] for update, samples in enumerate(SAMPLES)]
+
+
+def equal(rank: int) -> tuple[Tensor, Tensor]:
+    """Return a batch of as many samples on each rank."""
+    return rows(6, 1, seed=20 + rank)[0]
+
+
+def weighted_samples(rank: int) -> list[tuple[Tensor, ...]]:
+    """Return micro-batches with the weights of their samples; two of rank 1 have none."""
+    x, y = rows(3, 1, seed=30 + rank)[0]
+    weight = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 5.0]][rank], dtype=torch.float64)
+    return list(zip(x.split(1), y.split(1), weight.split(1), strict=True))
+
+
+def weighted(model: nn.Module, batch: Any) -> Tensor:
+    """Return a mean by sample weights."""
+    x, y, weight = batch
+    return ((model(x) - y).square().mean(-1) * weight).sum() / weight.sum()
+
+
+def trained(
+    group: Any, kind: type[ShardedSync], data: list[Any], loss: Any, **options: Any
+) -> dict[str, Any]:
+    """Train a sharded model through an `Accumulator` that knows nothing of shards."""
+    module = Sharded(mlp(), group)
+    sync = kind(module)
+    with mock.patch("superbatch.torch.accumulator.find_sync", return_value=sync):
+        accumulate = Accumulator(
+            module, sgd(module.parameters()), lambda batch: loss(module, batch), check=False, **options
+        )
+    updates, errors = [], []
+    for batch in data:
+        before = [shard.detach().clone() for shard in module.parameters()]
+        try:
+            updates.append(accumulate(batch))
+        except (InputError, NonFiniteError) as error:
+            same = all(map(torch.equal, before, module.parameters()))
+            errors.append((type(error).__name__, str(error), same and not module.unsharded))
+    return {
+        "parameters": {name: module.gather(name) for name in module.shapes},
+        "elements": sum(shard.numel() for shard in module.parameters()),
+        "updates": updates,
+        "errors": errors,
+        "reductions": sync.reductions,
+        "left": len(module.unsharded),
+        "own": sync.own,
+    }
+
+
+class OneInfinity(ShardedSync):
+    """Ranks of whose gradient the last element is infinite, as after an overflow in one micro-batch."""
+
+    def no_sync(self) -> ExitStack:
+        """Let the first gradient have the element."""
+        self.module.unsharded["2.bias"] = torch.tensor([0.0, 0.0, math.inf], dtype=torch.float64)
+        return super().no_sync()
+
+
+def main(rank: int, folder: Path) -> None:
+    """Run all cases, and leave what came out in the folder."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=20),
+    )
+    group, data = dist.group.WORLD, batches(rank)
+    of_weights = Window(weighted_samples(rank))
+    few = rows(5 if rank == 0 else 1, 1)[0]
+    clipped = {"microbatch_size": 2, "max_grad_norm": CLIP}
+    found = {
+        "clipped": trained(group, ShardedSync, data, mse, **clipped),
+        "own norm": trained(group, OwnNorm, data, mse, **clipped),
+        "largest": trained(group, ShardedSync, data, mse, microbatch_size="largest"),
+        "auto": trained(group, ShardedSync, [equal(rank)] * 3, mse, microbatch_size="auto"),
+        "weighted": trained(group, ShardedSync, [of_weights], weighted, weight=lambda batch: batch[2].sum()),
+        "few": trained(group, ShardedSync, [few, *data], mse, microbatch_size=2),
+        "infinite": trained(group, OneInfinity, data[:1], mse, microbatch_size=2),
+    }
+    torch.save(found, folder / f"{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # without joining gloo's threads, which may end the process with an error
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), Path(sys.argv[2]))
