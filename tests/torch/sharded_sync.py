@@ -88,9 +88,9 @@ class ShardedSync(Manual):
         stack.callback(self.module.unsharded.clear)
         return stack
 
-    def turns(self, microbatches: int, most: int) -> int:
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
         """Return the most micro-batches of any rank: each forward gathers from all of them."""
-        windows = self.gather((microbatches, most))
+        windows = self.gather((microbatches, microbatches if samples is None else sum(samples)))
         turns = max(count for count, _ in windows)
         if turns > min(reach for _, reach in windows):
             raise InputError(f"The ranks have windows of {windows} micro-batches (now, at most).")

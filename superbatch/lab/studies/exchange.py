@@ -152,6 +152,7 @@ def exchange_seconds(model: nn.Module, sync: Sync) -> float:
         Seconds: the lower quartile of `ROUNDS` exchanges, on the slowest rank.
 
     Examples:
+        >>> from superbatch.torch.window.sync.local import Local
         >>> 0 <= exchange_seconds(nn.Linear(3, 1), Local()) < 1  # this process alone: nothing to exchange
         True
     """

@@ -264,11 +264,11 @@ def pieces_of(
         [2, 2, 1]
     """
     pieces = _cut(batch, sizing, paths, sync, need_samples=need_samples or sync.in_step)
-    samples = pieces.samples
-    turns = sync.turns(len(pieces), len(pieces) if samples is None else sum(samples))
-    while len(pieces) < turns:  # the update does not depend on where the batch is cut
+    samples, count = pieces.samples, len(pieces.microbatches)
+    # The update does not depend on where a batch is cut.
+    for more in range(sync.turns(count, samples) - count):
         assert samples is not None
-        largest = max(range(len(pieces)), key=samples.__getitem__)
+        largest = max(range(count + more), key=samples.__getitem__)
         pieces.split(largest, (samples[largest] + 1) // 2)
     return pieces
 

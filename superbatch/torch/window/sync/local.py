@@ -50,7 +50,7 @@ class Local:
         """Return the vote of this process."""
         return raised
 
-    def turns(self, microbatches: int, most: int) -> int:
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
         """Return the number of micro-batches as it is."""
         return microbatches
 

@@ -84,7 +84,7 @@ class Manual:
         """Return True on every rank if any rank has raised its hand."""
         return bool(self.sum_numbers([raised])[0])
 
-    def turns(self, microbatches: int, most: int) -> int:
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
         """Return the number of micro-batches as it is: no forward waits for another rank."""
         return microbatches
 

@@ -80,12 +80,12 @@ class Sync(Protocol):
         """Return True on every rank if any rank has raised its hand."""
         ...
 
-    def turns(self, microbatches: int, most: int) -> int:
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
         """Return the number of micro-batches that this rank has to cut its window into.
 
         Args:
             microbatches: the number that the window has as it was cut.
-            most: the number that it can be cut into.
+            samples: of each of them, which it can be cut into; None: it cannot be cut otherwise.
 
         Raises:
             InputError: where all ranks need the same number, a rank cannot reach it; raised on every rank.
