@@ -229,9 +229,7 @@ class WindowInFlight:
     def _iterate(self) -> Generator[Any, None, None]:
         plan, index = self._plan, self._next - 1
         while (index := index + 1) < len(self._pieces):
-            if (
-                self._weights.has_none(index) and not plan.ranks.in_step
-            ):  # it adds nothing, a NaN least of all
+            if self._weights.has_none(index) and not plan.ranks.in_step:  # it adds nothing, no NaN either
                 continue
             self._current, self._summed = index, False
             retry.mark(self, index)
