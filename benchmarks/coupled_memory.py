@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from superbatch.torch.memory.ledger import Ledger
 from superbatch.torch.virtual.run import store
-from superbatch.torch.virtual.run.ahead import Ahead
+from superbatch.torch.virtual.run.prefetch import Prefetcher
 from superbatch.torch.virtual.run.store import Store
 
 
@@ -55,7 +55,7 @@ def _saving_to(host: Host) -> Iterator[None]:
         yield
 
 
-class _FromHost(Ahead):
+class _FromHost(Prefetcher):
     """Copies what lies on the host, one tensor ahead, as on a device."""
 
     def __init__(self, host: Host) -> None:
@@ -86,7 +86,7 @@ def measure(run: Callable[[], Any]) -> tuple[int, int]:
         mock.patch.object(torch.autograd.graph, "save_on_cpu", return_value=_saving_to(host)),
         mock.patch.object(Store, "keep", kept),
         mock.patch.object(store, "ELSEWHERE", {"cpu"}),
-        mock.patch.object(store, "Ahead", return_value=_FromHost(host)),
+        mock.patch.object(store, "Prefetcher", return_value=_FromHost(host)),
         ledger,
     ):
         run()

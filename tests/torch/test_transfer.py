@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from superbatch.torch import Accumulator
 from superbatch.torch.memory.out_of_memory import release_caches
-from superbatch.torch.virtual.run.ahead import Ahead
+from superbatch.torch.virtual.run.prefetch import Prefetcher
 from superbatch.torch.virtual.run.store import Store
 from superbatch.torch.window.transfer import Transfer, to_device
 
@@ -204,7 +204,7 @@ def test_rows_for_the_host_are_copied_beside_the_computation(monkeypatch: pytest
     )
     monkeypatch.setattr(Tensor, "copy_", lambda self, *args, **options: cuda.log.append("copy") or self)
     store = Store(META, budget=0)
-    ahead = Ahead(META, store._to_host)
+    ahead = Prefetcher(META, store._to_host)
     kept, on_host = store.keep(torch.zeros(2, device="meta"))
     assert on_host and kept.device.type == "cpu"
     assert cuda.log == ["side 0 waits for computing", "on side 0:", "copy", "record 0 on side 0"]

@@ -17,7 +17,7 @@ from superbatch.torch.virtual.ir.calls import Direct
 from superbatch.torch.virtual.ir.layout import Layout, Part
 from superbatch.torch.virtual.ir.values import Value
 from superbatch.torch.virtual.run import generated, sweep
-from superbatch.torch.virtual.run.instructions import Instruction, Load, More
+from superbatch.torch.virtual.run.instructions import Instruction, Load, SideEffects
 from superbatch.torch.virtual.run.interpreter import interpreted
 
 SAMPLES = 21
@@ -149,7 +149,7 @@ def program(log: list[Any]) -> tuple[list[Instruction], list[Any], Kept, Kept, V
             lambda part, tensors: note("sine", tensors[0].sin()),
             [1],
             0,
-            More([Load(1, carried, LAYOUT, 0)], [(None, 2)], [], None, [], [], []),
+            SideEffects([Load(1, carried, LAYOUT, 0)], [(None, 2)], [], None, [], [], []),
             [1],
         ),
         Instruction(Direct(torch.add, (0.5,)), [2], 3, None, []),
@@ -157,10 +157,12 @@ def program(log: list[Any]) -> tuple[list[Instruction], list[Any], Kept, Kept, V
             several,
             [3],
             0,
-            More([], [(0, 4), (2, 5)], [2, 1], reduction, [(4, kept)], [(5, carried)], []),
+            SideEffects([], [(0, 4), (2, 5)], [2, 1], reduction, [(4, kept)], [(5, carried)], []),
             [2, 3],
         ),
-        Instruction(taking, [4, 5], 0, More([], [(0, 6), (1, 7)], [], None, [(7, kept)], [], [4, 5]), [6]),
+        Instruction(
+            taking, [4, 5], 0, SideEffects([], [(0, 6), (1, 7)], [], None, [(7, kept)], [], [4, 5]), [6]
+        ),
         Instruction(
             Direct(lambda *tensors: note("end", torch.stack(tensors).sum(0)), ()), [7, 0, 7], 8, None, [7]
         ),
@@ -168,7 +170,7 @@ def program(log: list[Any]) -> tuple[list[Instruction], list[Any], Kept, Kept, V
             Direct(torch.sum, ()),
             [8],
             0,
-            More([], [], [None], reduction, [], [], []),
+            SideEffects([], [], [None], reduction, [], [], []),
             [8],
         ),
     ]

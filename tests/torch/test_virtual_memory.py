@@ -19,7 +19,7 @@ from superbatch.torch import virtual_batch
 from superbatch.torch.memory.meter import peak_bytes
 from superbatch.torch.virtual.ir.layout import Part
 from superbatch.torch.virtual.ir.reductions import Moments
-from superbatch.torch.virtual.run.ahead import Ahead
+from superbatch.torch.virtual.run.prefetch import Prefetcher
 
 MIB = 2**20
 
@@ -378,7 +378,7 @@ def test_auto_counts_what_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- rows come from the host one ahead (on a device that is made up: no GPU was at hand)
 
 
-class Noted(Ahead):
+class Noted(Prefetcher):
     """Brings rows from the host, which is the same memory, and notes whether they were under way."""
 
     def __init__(self) -> None:
@@ -401,7 +401,7 @@ class Noted(Ahead):
 def test_what_a_sweep_reads_next_is_under_way(train: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, report = train(32, size)
     ahead = Noted()
-    monkeypatch.setattr("superbatch.torch.virtual.run.store.Ahead", lambda device, to_host: ahead)
+    monkeypatch.setattr("superbatch.torch.virtual.run.store.Prefetcher", lambda device, to_host: ahead)
     monkeypatch.setattr("superbatch.torch.virtual.run.store.ELSEWHERE", {"cpu"})
     found, _ = train(32, size)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -411,7 +411,7 @@ def test_what_a_sweep_reads_next_is_under_way(train: Any, size: int, monkeypatch
 
 
 def test_rows_are_copied_once() -> None:
-    ahead, rows = Ahead(torch.device("meta")), torch.zeros(3)
+    ahead, rows = Prefetcher(torch.device("meta")), torch.zeros(3)
     ahead.begin("a", rows)
     assert ahead._coming is not None
     coming = ahead._coming[1]

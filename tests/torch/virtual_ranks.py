@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.torch import virtual_batch
-from superbatch.torch.virtual.ranks.reducer import Across
+from superbatch.torch.virtual.ranks.reducer import RankReducer
 from superbatch.torch.virtual.run.store import Store
 from tests.torch.coupled.models import conv_net, encoder, head, resnet20
 from tests.torch.embedding_tasks import normal
@@ -512,12 +512,12 @@ CASES: dict[str, Run] = {
         conv_net, cross_entropy, r, g, synchronised=False, wrap=False, over=True
     ),
     "virtual_mutant_forward": lambda r, g: mutant(dist, "all_gather", own_rows, r, g),
-    "virtual_mutant_backward": lambda r, g: mutant(Across, "sums", own_sums, r, g),
+    "virtual_mutant_backward": lambda r, g: mutant(RankReducer, "sums", own_sums, r, g),
     "virtual_mutant_gradients": lambda r, g: mutant(
-        Across, "mean", lambda self, parameters, gradients: gradients, r, g
+        RankReducer, "mean", lambda self, parameters, gradients: gradients, r, g
     ),
     "virtual_paranoid_forward": lambda r, g: mutant(dist, "all_gather", own_rows, r, g, paranoid=True),
-    "virtual_paranoid_backward": lambda r, g: mutant(Across, "sums", own_sums, r, g, paranoid=True),
+    "virtual_paranoid_backward": lambda r, g: mutant(RankReducer, "sums", own_sums, r, g, paranoid=True),
     "virtual_paranoid_frozen": lambda r, g: block(
         partly_frozen, means, r, g, synchronised=False, wrap=False, over=True, paranoid=True
     ),

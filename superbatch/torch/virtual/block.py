@@ -60,7 +60,7 @@ class VirtualBatch:
         return self._session.enter(batch)
 
     def report(self) -> CouplingReport:
-        """Return what happened so far: where samples met, what was kept, what was done again.
+        """Return the coupling points so far, the bytes kept and the operations repeated.
 
         Examples:
             >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))

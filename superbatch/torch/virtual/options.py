@@ -1,4 +1,4 @@
-"""What `virtual_batch` is given, checked."""
+"""Options of `virtual_batch`, and their checks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from superbatch.results.coupling import CouplingReport
 
 from ..module_tables import buffers_of, parameters_of
 from .options import Options
-from .ranks.reducer import Across
+from .ranks.reducer import RankReducer
 from .run.log import Log, paths
 from .run.store import Store
 from .trace.aliases import current
@@ -45,7 +45,7 @@ class Session:
         self.recording: Recording | None = None
         self.log = Log(models, options.on_gather)
         modules = [module for model in models for module in paths(model)]
-        self.across = Across(models, modules, options.group, options.device)
+        self.across = RankReducer(models, modules, options.group, options.device)
         parameters = dict.fromkeys(p for one in modules for p in parameters_of(one).values() if p is not None)
         buffers = [b for one in modules for b in buffers_of(one).values() if b is not None]
         self._gradients = [(p, p.grad) for p in parameters]

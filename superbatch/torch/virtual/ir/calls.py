@@ -66,7 +66,7 @@ def _arguments(func: Any) -> dict[str, tuple[int, Any]]:
 
 
 class Recipe(NamedTuple):
-    """How to do a call micro-batch by micro-batch.
+    """Recipe for a call, micro-batch by micro-batch.
 
     Attributes:
         operands: what it reads, in the order in which `run` takes it.

@@ -1,4 +1,4 @@
-"""Where the samples of a batch lie in a tensor: one dimension, as ``[outer][samples][inner]``.
+"""Layout of the samples in a tensor: one dimension, as ``[outer][samples][inner]``.
 
 A batch of N images has its samples in dimension 0, one row each. After ``x.view(N * T, F)`` each sample has
 `inner` = T rows; after ``torch.cat([view1, view2])`` the samples come twice, `outer` = 2. Rows of a
@@ -17,7 +17,7 @@ from superbatch.batch.split import near_equal
 
 
 class Layout(NamedTuple):
-    """Where the samples are.
+    """Dimension of the samples, and rows of each of them.
 
     Attributes:
         dim: the dimension, counted from the front.
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many."""
+        """Number of samples."""
         return self.stop - self.start
 
 

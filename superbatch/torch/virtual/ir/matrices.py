@@ -15,12 +15,12 @@ _WITH_VECTORS = {aten.linalg_householder_product, aten.linalg_lu_solve, aten.lu_
 
 
 def leading_alike(call: Call) -> bool:
-    """Whether all have as many leading dimensions: else those of one are others of another."""
+    """Return whether all have the same number of leading dimensions."""
     return len({value.meta.dim() - _own(call, index) for index, value in enumerate(call.tensors)}) == 1
 
 
 def _own(call: Call, index: int) -> int:
-    """How many dimensions are of the matrix, or of the vector."""
+    """Return the number of dimensions of the matrix, or of the vector."""
     if index != 1:
         return 2
     packet, (matrices, second, *_) = call.func.overloadpacket, call.tensors

@@ -21,7 +21,7 @@ def memory_of(tensor: Tensor) -> int | None:
 
 
 class Readings:
-    """Which values are real tensors, by the memory that they are in."""
+    """Values that are real tensors, keyed by their memory."""
 
     def __init__(self) -> None:
         self._readers: dict[int | None, list[weakref.ref[Value]]] = {}

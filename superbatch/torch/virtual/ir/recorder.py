@@ -53,7 +53,7 @@ class Recorder(Protocol):
 
     @property
     def randomness(self) -> RandomSource:
-        """How random operators draw."""
+        """Random numbers of the block."""
         ...
 
     @property
@@ -63,11 +63,11 @@ class Recorder(Protocol):
 
     @property
     def across(self) -> RankSums | None:
-        """What is done together with other ranks, if anything."""
+        """Reductions over the ranks that share the batch; None if there are none."""
         ...
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an operation of which an argument is a virtual tensor."""
+        """Dispatch an operation on virtual tensors."""
         ...
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,5 +175,5 @@ class RankSums(Protocol):
         ...
 
     def user_collective(self, recording: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Do a collective that the program calls, on numbers."""
+        """Run a collective of the program on numbers."""
         ...

@@ -1,4 +1,4 @@
-"""How one whole result comes from those of the micro-batches: sums, extremes, moments, the rows."""
+"""Reductions of the results of micro-batches to one: sums, extremes, moments, concatenated rows."""
 
 from __future__ import annotations
 

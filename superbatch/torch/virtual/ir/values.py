@@ -1,4 +1,4 @@
-"""What is recorded: values, and the operations that make them.
+"""Recorded values, and the operations that make them.
 
 A `Value` stands for a tensor of the whole batch. It has a layout if it is worked out micro-batch by
 micro-batch, and none if it is whole: a parameter, a statistic of all samples, the loss. A `Node` is one
@@ -24,7 +24,7 @@ from .layout import Layout, Part, cut
 
 
 class Handle:
-    """Held by every tensor of the program that shows a value: while it lives, the value may be asked for."""
+    """Reference to a value, held by the program's tensors that show it: while it lives they may read it."""
 
     __slots__ = ("__weakref__", "reference", "value")
 
@@ -37,7 +37,7 @@ class Pieces(Protocol):
     """The rows of each micro-batch of a value that is there."""
 
     def get(self, part: Part) -> Tensor:
-        """Return the rows of a micro-batch, where they lie."""
+        """Return the rows of a micro-batch, on the device that holds them."""
         ...
 
 
@@ -103,12 +103,12 @@ class Value:
 
     @property
     def there(self) -> bool:
-        """Whether it need not be worked out."""
+        """Return whether its numbers are in memory."""
         return self.whole is not None or self.pieces is not None
 
     @property
     def has_gradient(self) -> bool:
-        """Whether numbers of its kind can have one."""
+        """Return whether its dtype can have a gradient."""
         return self.meta.dtype.is_floating_point or self.meta.dtype.is_complex
 
     def handle(self) -> Handle:
@@ -126,7 +126,7 @@ class Value:
 
 
 class Operand(NamedTuple):
-    """What an operation reads of a value.
+    """Value that an operation reads, and its layout there.
 
     Attributes:
         value: which.
@@ -138,7 +138,7 @@ class Operand(NamedTuple):
 
 
 class Reduction(Protocol):
-    """How whole outputs come from those of the micro-batches."""
+    """Reduction of the outputs of micro-batches to whole ones."""
 
     def add(self, part: Part, outputs: list[Any]) -> None:
         """Take the outputs of one micro-batch; they come in any order."""
@@ -195,7 +195,7 @@ class ByRows(NamedTuple):
 
 
 def going_back() -> bool:
-    """Whether autograd runs a backward pass."""
+    """Return whether autograd runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -259,5 +259,5 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """Name of the operator."""
         return str(self.operator)

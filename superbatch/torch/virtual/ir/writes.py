@@ -47,7 +47,7 @@ class Writes:
         self._memory.add(memory_of(memory))
 
     def wait_for(self, args: Iterable[Any]) -> bool:
-        """Tell whether an argument, or an item of one, lies in memory that waits."""
+        """Return whether an argument, or an item of one, is in memory with a pending write."""
         flat = (item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,)))
         return any(isinstance(item, Tensor) and memory_of(item) in self._memory for item in flat)
 

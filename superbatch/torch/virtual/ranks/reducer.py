@@ -41,8 +41,8 @@ from . import collectives
 from .sync_norm import routed, synchronised_layers
 
 
-class Across:
-    """What a block does together with the other ranks.
+class RankReducer:
+    """Reductions of a block over the ranks that share its batch.
 
     Args:
         models: of the block.
@@ -259,7 +259,7 @@ class Across:
     # -- the program's own collectives ----------------------------------------------------------------------
 
     def user_collective(self, recording: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Do a collective that the program calls, on numbers; what it writes is whole afterwards."""
+        """Run a collective of the program on numbers; the tensors that it writes are full afterwards."""
         if self._issuing:
             return func(*args, **kwargs)
         self.catch_up()
@@ -330,7 +330,7 @@ class Across:
                 self._agree_at_the_end(failed=True)
 
     def end(self) -> None:
-        """Let go of what was recorded."""
+        """Free what was recorded."""
         self._last = None
         self._pending.clear()
 
@@ -347,6 +347,6 @@ class Across:
 
 
 def _different(all_ranks: Iterable[Sync]) -> list[Sync]:
-    """Those with several ranks, each group once, the last of them last."""
+    """Return those with several ranks, each group once, the last of them last."""
     shared = {id(sync.group): sync for sync in reversed(list(all_ranks)) if sync.shared}
     return list(reversed(shared.values()))

@@ -51,7 +51,7 @@ def routed(layers: Iterable[nn.SyncBatchNorm]) -> Iterator[None]:
 
 
 def _has_own_forward(layer: nn.SyncBatchNorm) -> bool:
-    """Whether the forward is its class's, also if that was put in its place (in a copy made in a block)."""
+    """Return whether the forward is that of its class; a copy made in a block holds it as an attribute."""
     own = type(layer).forward.__get__(layer)
     return vars(layer).get("forward", own) == own
 

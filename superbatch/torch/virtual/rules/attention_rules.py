@@ -179,7 +179,7 @@ def _backward(kernel: _Kernel) -> Callable[..., Recipe | None]:
 
 
 def _options(kernel: _Kernel, told: dict[str, Any]) -> dict[str, Any]:
-    """What the forward is told that is no tensor."""
+    """Return the arguments of the forward that are no tensors."""
     found = {name: told[name] for name in ("dropout_p", "is_causal", "scale")}
     names = {argument.name for argument in kernel.forward._schema.arguments}
     if "compute_log_sumexp" in names:

@@ -20,7 +20,7 @@ aten: Any = torch.ops.aten
 
 
 def _channels(x: Value, weight: Value, call: Call) -> Layout | None:
-    """Where the samples are the channels that are summed over; None where they are not."""
+    """Return the layout of samples that are the summed channels; None if they are not."""
     summed = 0 if call.argument("transposed") else 1
     if call.argument("groups") != 1:
         return None

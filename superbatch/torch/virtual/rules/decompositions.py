@@ -1,4 +1,4 @@
-"""Operators that torch defines by simpler ones, and those that run on whole tensors when they are met."""
+"""Operators that torch defines by simpler ones, and those that run at once on full tensors."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _first_layout(call: Call) -> Layout | None:
 
 
 def _rows_of(value: Value, layout: Layout, samples: int) -> bool:
-    """Whether a tensor has as many rows as the samples in that dimension."""
+    """Return whether a tensor has as many rows as the samples in that dimension."""
     return value.meta.dim() > layout.dim and value.meta.shape[layout.dim] == layout.rows(samples)
 
 

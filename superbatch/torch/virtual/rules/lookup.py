@@ -1,4 +1,4 @@
-"""How operators act along the batch: a row of the table, a rule of their own, or elementwise."""
+"""Lookup of an operator's rule: a row of the table, a rule of its own, or elementwise."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _is_elementwise(func: Any) -> bool:
 
 @cache
 def draws(func: Any) -> bool:
-    """Whether an operator draws random numbers, or needs those of another that did."""
+    """Return whether an operator draws random numbers, or reads those of another."""
     return torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in _DRAWN_BEFORE
 
 

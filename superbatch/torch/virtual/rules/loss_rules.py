@@ -43,7 +43,7 @@ def _nll_loss_forward(call: Call) -> Recipe | None:
 
 
 def _nll_loss_backward(call: Call) -> Recipe | None:
-    """Where the classes are samples, as in ``cross_entropy(logits.T, labels)``: some columns of each row."""
+    """Rule for classes that are samples, as in ``cross_entropy(logits.T, labels)``."""
     grad, x, target, *others = call.tensors
     layout = x.layout
     if layout is None or layout != Layout(1) or x.meta.dim() != 2:
@@ -69,7 +69,7 @@ def _nll_loss_backward(call: Call) -> Recipe | None:
 
 
 def _of_margins(call: Call, x: Value, target: Value) -> Layout | None:
-    """Where the samples are, if each is one row: of one dimension, all is one row."""
+    """Return the layout if each sample is one row; a tensor of one dimension is one row."""
     layout = x.layout or target.layout
     if layout is None or layout.dim != 0 or x.meta.dim() != 2:
         return None
@@ -159,7 +159,7 @@ class _Ctc:
         self.infinite = call.argument("zero_infinity", False)
 
     def operands(self) -> tuple[Layout, list[Operand]] | None:
-        """What is read: log-probabilities, targets, and lengths that are tensors."""
+        """Return the operands: log-probabilities, targets, and lengths that are tensors."""
         probabilities, targets = self.main
         layout = probabilities.layout
         if layout is None or layout != Layout(1) or probabilities.meta.dim() != 3 or targets.meta.dim() != 2:

@@ -1,4 +1,4 @@
-"""Operators that work along dimensions which they are told: sums, softmax, sorting, normalisation.
+"""Rules for operators along given dimensions: sums, softmax, sorting, normalisation.
 
 Along another dimension than that of the samples they act on each sample. Along it, those that can be put
 together from micro-batches are (sums, extremes); the others are left to their decomposition, or gathered.
@@ -24,7 +24,7 @@ aten: Any = torch.ops.aten
 
 
 def _dims(call: Call, name: str = "dim") -> set[int]:
-    """The dimensions that the operator was told, counted from the front; all if none."""
+    """Return the dimensions given to the operator, counted from the front; all if none."""
     value: Value = call.tensors[0]
     told = call.argument(name)
     if told is None or (isinstance(told, (list, tuple)) and not told):
@@ -173,7 +173,7 @@ def _layer_norm_backward(call: Call) -> Recipe | None:
 
 
 def _group_norm(call: Call) -> Recipe | None:
-    """Told the number of samples."""
+    """Rule for group normalisation, which takes the number of samples as an argument."""
     x = call.tensors[0]
     if x.layout is None or x.layout.dim != 0 or any(other.layout is not None for other in call.tensors[1:]):
         return None
@@ -213,7 +213,7 @@ def _constant_pad(call: Call) -> Recipe | None:
 
 
 def _upsample_backward(call: Call) -> Recipe | None:
-    """Told the shape of the input, the samples included."""
+    """Rule for backwards of upsampling, which take the shape of the input as an argument."""
     grad = call.tensors[0]
     if grad.layout is None or grad.layout.dim != 0:
         return None
@@ -240,7 +240,7 @@ def _last_dims(count: int, outputs: int = 1) -> Callable[[Call], Recipe | None]:
 
 
 def _images(dims: int) -> Callable[[Call], Recipe | None]:
-    """Told by the number of dimensions whether the first is that of samples, or of channels."""
+    """Rule for images, whose number of dimensions says if the first one is samples or channels."""
 
     def rule(call: Call) -> Recipe | None:
         (x,) = call.tensors

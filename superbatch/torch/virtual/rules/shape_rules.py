@@ -181,12 +181,12 @@ def _rows(value: Value, layout: Layout, start: int, stop: int, step: int, *, squ
         chosen = slice(begin - first, max(end, begin) - first, step)
         return tensors[0][(slice(None),) * layout.dim + (chosen,)]
 
-    class Chosen(Joined):
+    class JoinedSlice(Joined):
         def result(self) -> list[Tensor]:
             (rows,) = super().result()
             return [rows.squeeze(layout.dim) if squeeze else rows]
 
-    return Recipe([Operand(value, layout)], [None], run, lambda: Chosen(layout), placed=True)
+    return Recipe([Operand(value, layout)], [None], run, lambda: JoinedSlice(layout), placed=True)
 
 
 def _cat(call: Call) -> Recipe | None:
@@ -238,7 +238,7 @@ def _new(call: Call) -> Recipe | None:
 
 
 def _like(call: Call) -> Recipe | None:
-    """A new tensor of the same shape: the numbers of the old one need not be worked out for it."""
+    """Rule for a new tensor of the same shape, which reads no numbers."""
     if (found := _batch(call)) is None:
         return None
     value, layout = found
@@ -290,7 +290,7 @@ def _complex_view(call: Call) -> Recipe | None:
 
 
 def _resolved(call: Call) -> Recipe | None:
-    """Conjugates and negatives that torch marks with a bit are worked out: a wrapper has no such bit."""
+    """Rule that materializes conjugates and negatives, for a wrapper has no bit for them."""
     value, run = call.tensors[0], filled(call)
     return Recipe(
         [Operand(value, value.layout)],

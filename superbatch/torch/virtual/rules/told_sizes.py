@@ -1,4 +1,4 @@
-"""Operators that are told the shape of the whole batch: expansion, and the backward of views.
+"""Rules for operators that take the shape of the batch as an argument: expansion, backwards of views.
 
 The gradient of a sum is one number that is expanded to the shape of what was summed. Of ``[2 * N, D]`` the
 shape does not say whether the samples come twice (``cat([a, b])``) or have two rows each, and a gradient with
@@ -57,7 +57,7 @@ def expanded(call: Call, like: Layout | None = None) -> Recipe | None:
 
 
 def backward_of_a_view(call: Call) -> Recipe | None:
-    """select_backward, slice_backward and others, which are told the shape of the input."""
+    """Rule for select_backward, slice_backward and others, which take the shape of the input."""
     value = call.tensors[0] if call.tensors else None
     if value is None or value.layout is None:
         return None

@@ -10,7 +10,7 @@ import torch
 from superbatch.torch.memory.limits import memory_limit
 
 from ..ir.values import Node, Value
-from .carried import FEW, Carried, much_again
+from .carried import FEW, CarriedRows, much_again
 from .plan import Plan
 
 SHARE = (
@@ -50,7 +50,9 @@ def largest_size(plan: Plan, samples: int, free: int, budget: int | None) -> int
     alive = max((_most_alive(nodes) for nodes in plan.sweeps.values()), default=0)
     if not alive:
         return samples
-    carried = sum(base.nbytes for base in {_base(value) for value in Carried(plan).until} if not base.there)
+    carried = sum(
+        base.nbytes for base in {_base(value) for value in CarriedRows(plan).until} if not base.there
+    )
     few = FEW if much_again(plan) else 1  # so many micro-batches, and one carries (see `carried`)
     size = int(room * samples / (alive + carried))
     if size * few < samples:

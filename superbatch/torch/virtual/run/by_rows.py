@@ -1,4 +1,4 @@
-"""What is whole, worked out and kept by rows: for nobody reads it otherwise.
+"""Compute large unsharded values one micro-batch at a time when every consumer reads them by rows.
 
 The gradient of a loss with respect to gathered embeddings is a sum over the samples that they were compared
 with, so it is whole; what the way back makes of it - a transpose, a change of sign, a linear layer - has as
@@ -41,7 +41,7 @@ def by_rows(form: Form) -> ByRows | None:
 
 
 def _rows(value: Value, samples: int) -> Layout | None:
-    """Where a whole value may be cut: where what it is made of was, or in its first dimension, if that grows.
+    """Return the layout by which a full value may be cut: that of its inputs, or its first dimension.
 
     A layer as wide as the batch is large has a gradient of as many rows, which are no samples.
     """

@@ -1,4 +1,4 @@
-"""What the last micro-batch hands from sweep to sweep, so that nothing of it is worked out twice.
+"""Rows that the last micro-batch carries from sweep to sweep, so that none is recomputed.
 
 A result that a later sweep reads is worked out again there, micro-batch by micro-batch, because those of all
 micro-batches would not fit. Those of one do: the last one of a sweep is the first one of the next, and in
@@ -20,7 +20,7 @@ FEW = 16  # micro-batches; of more, one that is not worked out again is no gain
 MUCH = 0.1  # of the operations that are no views and not light are done again
 
 
-class Carried:
+class CarriedRows:
     """The rows that one micro-batch carries from sweep to sweep.
 
     Args:
@@ -47,16 +47,16 @@ class Carried:
                     self.until[value] = max(number, self.until.get(value, 0))
 
     def take(self, value: Value, number: int) -> Tensor:
-        """Return rows; they are let go if no sweep after this one reads them."""
+        """Return rows, and free them if no later sweep reads them."""
         return self.rows.pop(value) if self.until[value] == number else self.rows[value]
 
 
 def worth_carrying(plan: Plan, parts: Sequence[Part]) -> bool:
-    """Whether enough is saved: there are few micro-batches, and much of one would be worked out again."""
+    """Return whether carrying saves enough: few micro-batches, and much to recompute in each."""
     return len(parts) == 1 or (len(parts) <= FEW and much_again(plan))
 
 
 def much_again(plan: Plan) -> bool:
-    """Whether many of a plan's operations run in several sweeps, as with a loss over embeddings."""
+    """Return whether many of a plan's operations run in several sweeps, as with a loss over embeddings."""
     heavy = [node for nodes in plan.sweeps.values() for node in nodes if not (node.view or node.light)]
     return len(heavy) > (1 + MUCH) * len(set(heavy))

@@ -82,7 +82,7 @@ class Segment:
         return self.steps(part, tensors) if way is None else _put_back(way.results, way.run(tensors))
 
     def steps(self, part: Any, tensors: list[Tensor]) -> list[Any]:
-        """Do one operation after the other; the same otherwise."""
+        """Run one operation after the other."""
         registers: list[Any] = [*tensors, *[None] * (self._size - len(tensors))]
         tensors.clear()
         members, wanted = self.structure
@@ -100,7 +100,7 @@ class Segment:
 
 
 def _plain(tensors: Iterable[Tensor]) -> bool:
-    """Whether they are ordinary tensors on a device that is compiled for."""
+    """Return whether they are ordinary tensors on a device with a compiler."""
     return all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type in _DEVICES for t in tensors)
 
 
@@ -111,7 +111,7 @@ class _Samples(NamedTuple):
 
 
 class _Key:
-    """A segment on rows of a form; it lets go of the segment once that has been looked at."""
+    """Key of a segment on rows of a form, with the segment until it is compiled."""
 
     __slots__ = ("form", "hash", "key", "segment")
 
@@ -129,7 +129,7 @@ class _Key:
 
 
 def _settings() -> tuple[Any, ...]:
-    """What else numbers depend on, or the code that is made."""
+    """Settings that the numbers or the generated code depend on."""
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -139,7 +139,7 @@ def _settings() -> tuple[Any, ...]:
 
 
 def _precision() -> tuple[Any, ...]:
-    """How float32 products may be rounded, by whichever of torch's two interfaces was used to set it."""
+    """Rounding of float32 products, by whichever of torch's two interfaces was used to set it."""
     try:
         legacy = torch.get_float32_matmul_precision()
     except RuntimeError:  # both were used, or the newer one alone

@@ -14,14 +14,14 @@ from functools import lru_cache
 from typing import Any
 
 from ..ir.calls import Direct
-from .instructions import Instruction, More
+from .instructions import Instruction, SideEffects
 from .interpreter import Function, interpreted
 
 Structure = tuple[Any, ...]
 
 
 def generated(program: Sequence[Instruction], registers: Sequence[Any], carried: Any) -> Function:
-    """Return what `interpreted` does, as a function written for the structure once that was met before."""
+    """Return `interpreted`, or a function written for the structure once that has occurred before."""
     known = _remembered(structure(program, registers))
     known.programs += 1
     if known.programs == 1:
@@ -32,7 +32,7 @@ def generated(program: Sequence[Instruction], registers: Sequence[Any], carried:
 
 
 class _Known:
-    """What is remembered of a structure: how many programs there were, and what makes the function."""
+    """Cache entry of a structure: a count of its programs, and what makes the function."""
 
     __slots__ = ("make", "programs", "structure")
 
@@ -63,7 +63,7 @@ def structure(program: Sequence[Instruction], registers: Sequence[Any]) -> Struc
     return (whole, *steps)
 
 
-def _of_more(more: More) -> Structure:
+def _of_more(more: SideEffects) -> Structure:
     return (
         tuple([load.slot for load in more.loads]),
         tuple(more.outputs),

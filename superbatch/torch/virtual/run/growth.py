@@ -46,7 +46,7 @@ _TOLD = {
 
 
 def may_grow(form: Form, results: Any) -> bool:
-    """Whether a result may be whole and grow with the batch: a quick look, for most operations say no."""
+    """Return whether a result may be full and grow with the batch; quick, for most do not."""
     batch = False
     for value in form.tensors:
         if value.grows or value.picked:
@@ -97,7 +97,7 @@ def mark_growth(form: Form, results: Any, microbatch: int) -> bool:
 
 
 class _Growth(NamedTuple):
-    """What is remembered of all calls of a form on values that grow alike."""
+    """Cached result of all calls of a form on values that grow alike."""
 
     results: list[tuple[tuple[int, ...], int]]  # `grows` and `picked`
     lost: bool
@@ -105,7 +105,7 @@ class _Growth(NamedTuple):
 
 
 class _Key(tuple[Any, ...]):
-    """What growth follows from, with the call until it has been looked at."""
+    """Key of the cache, with the call until it is evaluated."""
 
     call: tuple[Form, list[Value], tuple[Layout | None, ...]] | None
 
@@ -155,7 +155,7 @@ def _dims_read_whole(value: Value, read: Layout | None, microbatch: int) -> tupl
 
 
 def _picked(call: Call, result: Value, source: Value, dims: tuple[int, ...], microbatch: int) -> None:
-    """Rows of the batch by their numbers: as many as were asked for, whatever the batch."""
+    """Mark rows picked by their indices: their number does not depend on the batch."""
     layout = source.layout
     dim = (call.argument("dim") or 0) % max(source.meta.dim(), 1)
     grows = {*dims, *(() if layout is None else (layout.dim,))}
@@ -222,7 +222,7 @@ def _doubled(meta: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _reshaped(old: Sequence[int], dims: Sequence[int], new: Sequence[int]) -> set[int]:
-    """Where dimensions are after a change of shape: by the elements in front of them."""
+    """Return the places of dimensions after a change of shape, by the elements in front of them."""
     found: set[int] = set()
     for dim in dims:
         before, through = math.prod(old[:dim]), math.prod(old[: dim + 1])

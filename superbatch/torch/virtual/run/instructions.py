@@ -1,4 +1,4 @@
-"""What a sweep does for each micro-batch, as a program with registers."""
+"""Program with registers, which a sweep runs for each micro-batch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from ..ir.layout import Layout
 from ..ir.values import Reduction, Run, Value
-from .store import Kept
+from .store import RowStore
 
 
 class Load(NamedTuple):
-    """What is read before an operation, because it is its first reader."""
+    """Load of a register before the first operation that reads it."""
 
     slot: int
     source: Value
@@ -18,8 +18,8 @@ class Load(NamedTuple):
     place: int  # in what the program reads
 
 
-class More(NamedTuple):
-    """What an instruction does beside filling one register.
+class SideEffects(NamedTuple):
+    """Side effects of an instruction, beside filling one register.
 
     Attributes:
         loads: what it is the first to read.
@@ -35,7 +35,7 @@ class More(NamedTuple):
     outputs: list[tuple[int | None, int]]
     whole: list[int | None]
     reduction: Reduction | None
-    keeps: list[tuple[int, Kept]]
+    keeps: list[tuple[int, RowStore]]
     carries: list[tuple[int, Value]]
     early: list[int]
 
@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
     run: Run
     inputs: list[int]
     output: int
-    more: More | None
+    more: SideEffects | None
     frees: list[int]
     known: bool = False
     view: bool = False

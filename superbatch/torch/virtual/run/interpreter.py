@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..ir.layout import Part
-from .instructions import Instruction, More
+from .instructions import Instruction, SideEffects
 
 # (part, rows, ahead, following, carries); `rows` reads what a `Load` says. It is handed over in each call: a
 # function that held it would hold the program that holds the function, and whole tensors until a collection.
@@ -42,7 +42,7 @@ def interpreted(program: Sequence[Instruction], registers: Sequence[Any], carrie
     return function
 
 
-def _finish(more: More, result: Any, part: Part, registers: list[Any], carried: Any) -> None:
+def _finish(more: SideEffects, result: Any, part: Part, registers: list[Any], carried: Any) -> None:
     """Put away what an instruction gave."""
     for index, slot in more.outputs:
         registers[slot] = result if index is None else result[index]

@@ -50,7 +50,7 @@ _NOT_ITS_OWN = ("superbatch", "torch")
 
 
 class Log:
-    """What happened so far.
+    """Log of the operations and coupling points of a block.
 
     Args:
         models: whose modules are named by their paths.
@@ -143,7 +143,7 @@ class Log:
         warnings.warn(text, UserWarning, stacklevel=_level())
 
     def met(self, node: Node, kept: int) -> None:
-        """Note an operation in which samples meet.
+        """Note a coupling point.
 
         Args:
             node: the operation; its results flow back into samples.
@@ -155,7 +155,7 @@ class Log:
         self._points[node.serial] = _point(node, kept)
 
     def planned(self, todo: Plan) -> None:
-        """Note where samples meet, and keep none of the operations: they hold what they read."""
+        """Note the coupling points of a plan, and drop their operations, which hold what they read."""
         for node in todo.meeting:
             self.met(node, sum(v.nbytes for v, layout in node.operands if layout and v in todo.kept))
         todo.meeting.clear()

@@ -1,4 +1,4 @@
-"""What an operation on values of the same form needs no second thought for.
+"""Cache of recorded operations, keyed by operator, arguments, shapes, dtypes and batch dimension.
 
 A training records the same operations in each update. How to do one micro-batch by micro-batch, and what
 shapes come out, depends on the operator, on its arguments that are no tensors, and of its tensors on shape,
@@ -25,8 +25,8 @@ from ..rules.lookup import draws, find
 from ..rules.shape_rules import LIKES
 
 
-class About(NamedTuple):
-    """What an operator is: the tables are slow to ask, each time, by an operator.
+class OpTraits(NamedTuple):
+    """Traits of an operator, cached because the tables are slow to ask.
 
     Attributes:
         at_once: it runs on whole tensors when it is met.
@@ -40,13 +40,13 @@ class About(NamedTuple):
 
 
 @cache
-def about(func: Any) -> About:
-    """Return what an operator is."""
-    return About(func in AT_ONCE, func.overloadpacket in LIKES, draws(func))
+def traits(func: Any) -> OpTraits:
+    """Return the traits of an operator."""
+    return OpTraits(func in AT_ONCE, func.overloadpacket in LIKES, draws(func))
 
 
 class Template(NamedTuple):
-    """What is known of all calls of a form.
+    """Cached action of all calls of a form.
 
     Attributes:
         action: what each of them records.
@@ -160,7 +160,7 @@ class _Known(NamedTuple):
 
 
 class _Key(tuple[Any, ...]):
-    """The key of a form, with the form itself until it has been looked at."""
+    """Key of a form, with the form itself until it is evaluated."""
 
     form: Form | None
 

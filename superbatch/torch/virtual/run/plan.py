@@ -1,4 +1,4 @@
-"""Which operations run in which sweep, and which results are kept from one sweep to the next.
+"""Schedule: the operations of each sweep, and the results kept from one sweep to the next.
 
 A sweep goes over all micro-batches once. What depends on a statistic of all samples has to wait for the sweep
 after the one in which the statistic is summed: its *stage*. Within a stage everything runs micro-batch by
@@ -25,7 +25,7 @@ _LATER = 1 << 30  # a stage that nobody knows yet: a tensor of the program may s
 
 
 class Plan(NamedTuple):
-    """What to run.
+    """Schedule of the operations to run.
 
     Attributes:
         once: by stage, what runs before the sweep, on whole values.
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 
 def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool = False) -> Plan:
-    """Plan how to work out whole values.
+    """Schedule the operations that compute full values.
 
     Args:
         targets: whole values.
@@ -95,7 +95,7 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
 
 
 def _last_reading(value: Value, readers: list[tuple[Node, int]], sweeps: dict[int, list[Node]]) -> int:
-    """The last stage that reads a value by rows: `readers` are told a stage until which they may run."""
+    """Return the last stage that reads a value by rows; `readers` come with the last stage of theirs."""
     last = 0
     for node, least in readers:
         if any(read is value for read, _ in node.operands):
@@ -113,7 +113,7 @@ def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:
 
 
 def _when_at_hand(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
-    """The stage for a sum that no sample waits for, such as a loss: when its inputs are worked out anyway."""
+    """Return the stage for a sum that no sample waits for, such as a loss: that of its inputs."""
     if node.layouts.count(None) < len(node.layouts):
         return earliest
     inputs = [v for v, layout in node.operands if v.layout is not None and layout is not None and not v.there]
@@ -191,7 +191,7 @@ def _runs(
 
 
 def _at_hand(node: Node) -> bool:
-    """Whether the output is as quickly worked out from what is there as it is read."""
+    """Return whether the output is as quickly recomputed as read."""
     while node.view or node.light:
         batch = [value for value, layout in node.operands if layout is not None]
         if not batch:  # new, or of whole values alone

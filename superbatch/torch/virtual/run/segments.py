@@ -15,7 +15,7 @@ from typing import Any
 
 from ..ir.layout import Part
 from .compiled import Member, Segment
-from .instructions import Instruction, Load, More, filled
+from .instructions import Instruction, Load, SideEffects, filled
 
 LEAST = 2  # operations that are no views: one alone has a kernel already
 MOST = 100  # a loop over time has thousands, and compiling takes longer than in proportion
@@ -72,7 +72,7 @@ class _Rewriting:
         taken = [self._loads.pop(slot) for slot in view.inputs if slot in self._loads]
         if not taken:
             return view
-        more = view.more or More([], [(None, view.output)], [], None, [], [], [])
+        more = view.more or SideEffects([], [(None, view.output)], [], None, [], [], [])
         return view._replace(more=more._replace(loads=[*taken, *more.loads]))
 
     def close(self) -> None:
@@ -105,11 +105,11 @@ class _Rewriting:
                 slot = len(self._registers)
                 self._registers.append(None)
                 outputs.append((len(outputs), slot))
-                found = More([], [], list(range(len(more.whole))), more.reduction, [], [], [])
+                found = SideEffects([], [], list(range(len(more.whole))), more.reduction, [], [], [])
                 reducing.append(Instruction(_found, [slot], 0, found, []))
         steps = tuple(_member(member, local) for member in members.values())
         segment = Segment(steps, tuple(local[slot] for slot in wanted), len(local))
-        more = More(loads, outputs, [], None, keeps, carries, early)
+        more = SideEffects(loads, outputs, [], None, keeps, carries, early)
         return [Instruction(segment, inputs, 0, more, []), *reducing]
 
 
@@ -130,5 +130,5 @@ def _member(instruction: Instruction, local: dict[int, int]) -> Member:
 
 
 def _found(part: Part, tensors: list[Any]) -> Any:
-    """What a segment has for a reduction."""
+    """Return the outputs of a segment that are reduced."""
     return tensors[0]

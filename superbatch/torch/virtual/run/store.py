@@ -1,4 +1,4 @@
-"""Where rows are kept that a later sweep reads: on the device up to a budget, then in the host's memory."""
+"""Storage of rows for later sweeps: on the device up to a budget, then in the host's memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from superbatch.torch.window.transfer import SideStream, empty_on_host
 
 from ..ir.layout import Part
-from .ahead import Ahead
+from .prefetch import Prefetcher
 
 ELSEWHERE = {"cuda", "xpu", "mps"}  # devices whose memory is not the host's
 
@@ -36,10 +36,10 @@ class Store:
         self.most_on_device = self.most_on_host = 0
         self.whole = self.most_whole = 0
         self._to_host = SideStream(device)
-        self.ahead = Ahead(device, self._to_host) if device.type in ELSEWHERE else None
+        self.ahead = Prefetcher(device, self._to_host) if device.type in ELSEWHERE else None
 
     def is_full(self, nbytes: int) -> bool:
-        """Whether so many bytes more would be beyond the budget."""
+        """Return whether that many more bytes would exceed the budget."""
         return self.budget is not None and self.on_device + self.whole + nbytes > self.budget
 
     def keep(self, piece: Tensor) -> tuple[Tensor, bool]:
@@ -88,8 +88,8 @@ class Held:
         self._store.whole -= self._nbytes
 
 
-class Kept:
-    """Rows of a value that were worked out and kept, by micro-batch.
+class RowStore:
+    """Kept rows of a value, by micro-batch.
 
     Args:
         store: where.
@@ -114,6 +114,6 @@ class Kept:
             self._store.forget(*kept)
 
     def __del__(self) -> None:
-        """Count what is let go with the value."""
+        """Subtract the bytes that are freed with the value."""
         for kept in self._pieces.values():
             self._store.forget(*kept)

@@ -15,14 +15,14 @@ from ..ir.conjugates import conjugates_seen
 from ..ir.layout import Layout, Part, cut
 from ..ir.readings import memory_of
 from ..ir.values import Node, Reduction, Value
-from .ahead import Ahead
-from .carried import Carried, worth_carrying
+from .carried import CarriedRows, worth_carrying
 from .generated import generated
-from .instructions import Instruction, Load, More, filled
+from .instructions import Instruction, Load, SideEffects, filled
 from .interpreter import Function, interpreted
 from .log import Log
 from .plan import Plan
-from .store import Kept, Store
+from .prefetch import Prefetcher
+from .store import RowStore, Store
 from .wholes import Wholes
 
 WORTH_WRITING = 8  # micro-batches: a function is made in the time that it saves in six
@@ -43,7 +43,7 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: b
     """
     done: set[int] = set()  # serials
     wholes = Wholes(store, log, len(parts))
-    carried = Carried(plan) if worth_carrying(plan, parts) else None
+    carried = CarriedRows(plan) if worth_carrying(plan, parts) else None
     last = {node.serial: number for number in sorted(plan.sweeps) for node in plan.sweeps[number]}
     with torch.no_grad(), conjugates_seen():
         for number in sorted({*plan.once, *plan.sweeps}):
@@ -62,7 +62,7 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: b
 
 
 def _forget(plan: Plan, nodes: list[Node]) -> None:
-    """Let go of operations that run no more: they hold what they read, such as all embeddings."""
+    """Free operations that run no more: they hold what they read, such as all embeddings."""
     for node in nodes:
         del plan.stage[node]
 
@@ -87,7 +87,7 @@ def unchanged(value: Value) -> Tensor:
 
 
 def _is_written(source: Tensor, version: int, memory: Tensor) -> bool:
-    """Whether the memory of a tensor was written, and not only another put in its place (`.data = ...`)."""
+    """Return whether the memory of a tensor was written, not only replaced (`.data = ...`)."""
     return source._version != version and memory_of(source) == memory_of(memory)
 
 
@@ -111,12 +111,12 @@ def _set_whole(node: Node, indices: Sequence[int], results: Sequence[Any]) -> li
 
 
 class _Results:
-    """What comes of a sweep: whole results, and rows that are kept."""
+    """Results of a sweep: full ones, and rows that are kept."""
 
     def __init__(self, store: Store, wholes: Wholes) -> None:
         self._store, self._wholes = store, wholes
         self._reduced: dict[Node, tuple[Reduction, list[int]]] = {}
-        self._kept: dict[Value, Kept] = {}
+        self._kept: dict[Value, RowStore] = {}
 
     def reduction(self, node: Node, whole: list[int]) -> Reduction:
         """Return what combines the whole outputs of a node."""
@@ -125,9 +125,9 @@ class _Results:
             self._reduced[node] = node.reduce(), whole
         return self._reduced[node][0]
 
-    def kept(self, value: Value) -> Kept:
+    def kept(self, value: Value) -> RowStore:
         """Return where the rows of a value are kept."""
-        return self._kept.setdefault(value, Kept(self._store))
+        return self._kept.setdefault(value, RowStore(self._store))
 
     def set(self, plan: Plan, parts: Sequence[Part]) -> None:
         """Set what came of it, after the last micro-batch."""
@@ -142,7 +142,7 @@ class _Results:
 
     def _put_apart(self, value: Value, layout: Layout, parts: Sequence[Part]) -> None:
         """Keep a whole result by its rows."""
-        kept, tensor = Kept(self._store), unchanged(value)
+        kept, tensor = RowStore(self._store), unchanged(value)
         for part in parts:
             kept.put(part, cut(tensor, layout, part))
         value.pieces, value.whole = kept, None
@@ -154,7 +154,7 @@ def _sweep(
     plan: Plan,
     parts: Sequence[Part],
     store: Store,
-    carried: Carried | None,
+    carried: CarriedRows | None,
     wholes: Wholes,
     *,
     first: bool,
@@ -163,7 +163,7 @@ def _sweep(
     results = _Results(store, wholes)
     read = [value.pieces for value, until in plan.kept.items() if until == number]
     read += [value.pieces for value, (_, until) in plan.apart.items() if until == number]
-    dropped = [kept for kept in read if isinstance(kept, Kept)]
+    dropped = [kept for kept in read if isinstance(kept, RowStore)]
     programs = _programs(nodes, number, plan, parts, results, carried)
     if compile:
         for program in dict.fromkeys(program for _, program in programs):
@@ -187,9 +187,9 @@ def _programs(
     plan: Plan,
     parts: Sequence[Part],
     results: _Results,
-    carried: Carried | None,
+    carried: CarriedRows | None,
 ) -> list[tuple[Part, _Program]]:
-    """What each micro-batch runs; the last one, if it carries, what no sweep before has done for it."""
+    """Return the program of each micro-batch; one that carries rows runs only what is new to it."""
     if carried is None:
         program = _Program(nodes, number, plan, results, None)
         return [(part, program) for part in parts]
@@ -205,7 +205,7 @@ class _Program:
     """The operations of one sweep as a program with registers, made once and run for each micro-batch."""
 
     def __init__(
-        self, nodes: list[Node], number: int, plan: Plan, results: _Results, carried: Carried | None
+        self, nodes: list[Node], number: int, plan: Plan, results: _Results, carried: CarriedRows | None
     ) -> None:
         self._number, self._plan, self._results, self._carried = number, plan, results, carried
         self._slots: dict[tuple[int, Layout | None], int] = {}
@@ -237,7 +237,7 @@ class _Program:
         self.make(interpreted)
 
     def _free(self) -> None:
-        """Let each instruction let go of what nothing reads after it."""
+        """Let each instruction free the registers that nothing reads after it."""
         last: dict[int, int] = {}
         for position, instruction in enumerate(self._program):
             instruction.frees.clear()
@@ -263,10 +263,12 @@ class _Program:
         return Instruction(node.run, inputs, 0, self._more(node, loads, outputs), [], node.known, node.view)
 
     def _is_needed(self, value: Value) -> bool:
-        """Whether the rows of a value are needed after the sweep."""
+        """Return whether the rows of a value are needed after the sweep."""
         return value in self._plan.kept or (self._carried is not None and value in self._carried.until)
 
-    def _more(self, node: Node, loads: list[Load], outputs: list[tuple[int | None, int, Value]]) -> More:
+    def _more(
+        self, node: Node, loads: list[Load], outputs: list[tuple[int | None, int, Value]]
+    ) -> SideEffects:
         single = node.single
         whole = [None if single else index for index, layout in enumerate(node.layouts) if layout is None]
         reduction = None
@@ -276,7 +278,7 @@ class _Program:
         keeps = [(slot, self._results.kept(v)) for _, slot, v in outputs if v in self._plan.kept]
         carries = [(slot, value) for _, slot, value in outputs if value in carried]
         registers = [(index, slot) for index, slot, _ in outputs]
-        return More(loads, registers, whole, reduction, keeps, carries, [])
+        return SideEffects(loads, registers, whole, reduction, keeps, carries, [])
 
     def _input(self, value: Value, layout: Layout | None, loads: list[Load]) -> int:
         """Return a new register of what is there before the instruction."""
@@ -308,7 +310,7 @@ class _Program:
         return (self._read[0], part) if self._read else None
 
     def run(
-        self, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None, *, carries: bool
+        self, part: Part, ahead: Prefetcher | None, following: tuple[Value, Part] | None, *, carries: bool
     ) -> None:
         """Run the program for a micro-batch.
 
@@ -321,7 +323,7 @@ class _Program:
         self._function(part, self._rows, ahead, following, carries)
 
     def _rows(
-        self, load: Load, part: Part, ahead: Ahead | None, following: tuple[Value, Part] | None
+        self, load: Load, part: Part, ahead: Prefetcher | None, following: tuple[Value, Part] | None
     ) -> Tensor:
         value = load.source
         if value.pieces is not None:

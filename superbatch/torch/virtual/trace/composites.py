@@ -119,7 +119,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
 
 
 def attempt(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation as several, if it is one of these here; else return NotImplemented."""
+    """Run an operation as several, if it is one of these here; else return NotImplemented."""
     composite = found(func)
     if composite is None:
         return NotImplemented
@@ -135,7 +135,7 @@ def found(func: Any) -> Callable[..., Any] | None:
 
 
 def decomposed(recording: Recorder, call: Call) -> Any:
-    """Do an operation by torch's own decomposition; NotImplemented if there is none that works."""
+    """Run torch's own decomposition of an operation; return NotImplemented if none works."""
     simpler = decomposition(call.func)
     if simpler is None:
         return NotImplemented

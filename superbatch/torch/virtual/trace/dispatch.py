@@ -1,4 +1,4 @@
-"""What becomes of an operation on virtual tensors: recorded, a view, a write, or an answer in numbers."""
+"""Dispatch of an operation on virtual tensors: recorded, a view, a write, or an answer in numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ aten: Any = torch.ops.aten
 
 
 def dispatch(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do an operation of which an argument is a virtual tensor."""
+    """Dispatch an operation on virtual tensors."""
     if recording.paranoid and recording.open:
         return held(recording, func, args, kwargs, _done)
     return _done(recording, func, args, kwargs)
@@ -58,7 +58,7 @@ def _done(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 class _Kind(NamedTuple):
-    """What an operator is: its schema and its tags are slow to ask, and so are several tables."""
+    """Kind of an operator, cached because its schema, its tags and the tables are slow to ask."""
 
     answer: Callable[..., Any] | None  # in numbers, or several tensors
     composite: bool

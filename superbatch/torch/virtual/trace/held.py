@@ -30,7 +30,7 @@ _BATCH_NORM_BACKWARD = {aten.native_batch_norm_backward, aten.cudnn_batch_norm_b
 
 
 def held(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], do: Do) -> Any:
-    """Do an operation, and hold what comes of it against the same on whole tensors.
+    """Run an operation, and compare its results with those on full tensors.
 
     Raises:
         WrongRuleError: a result differs by more than rounding.
@@ -113,7 +113,7 @@ def _compare(
 
 
 def _held_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do) -> Any:
-    """Hold what was dropped against the mask that came with it."""
+    """Compare the result of dropout with the mask that it returned."""
     given = recording.values(args, kwargs)
     results = do(recording, func, args, kwargs)
     values, inputs, (new_args, new_kwargs) = _whole(recording, given)
@@ -129,7 +129,7 @@ def _held_dropout(recording: Recorder, func: Any, args: Any, kwargs: Any, do: Do
 
 
 def _held_write(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: Any, do: Do) -> Any:
-    """Hold a tensor that was written, and what it is a view of."""
+    """Compare a tensor that was written, and what it is a view of."""
     target = args[0] if args else None
     if not isinstance(target, VirtualTensor) or target.virtual.recording is not recording or "out" in kwargs:
         return do(recording, func, args, kwargs)

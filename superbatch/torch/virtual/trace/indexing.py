@@ -54,7 +54,7 @@ def index_put(
 
 
 def _by_sample(recording: Recorder, x: Any) -> bool:
-    """Whether each row is one sample."""
+    """Return whether each row is one sample."""
     layout = recording.value(x).layout
     return layout is not None and tuple(layout) == (0, 1, 1)
 

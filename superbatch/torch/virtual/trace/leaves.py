@@ -20,7 +20,7 @@ class Leaves:
         self._walked: set[Any] = set()  # nodes of autograd's graph
 
     def new(self, tensor: Tensor) -> Iterator[Tensor]:
-        """Yield the leaves of a real tensor that were not met before, while their gradients are as they were.
+        """Yield the new leaves of a real tensor, while their gradients are as they were.
 
         One may have been used before there was a batch: `scale.exp()`, worked out above the block, brings the
         gradient of `scale` in it.
@@ -49,6 +49,6 @@ class Leaves:
         return found
 
     def clear(self) -> None:
-        """Let go of them, and of autograd's graph."""
+        """Free the leaves, and autograd's graph."""
         self.had.clear()
         self._walked.clear()

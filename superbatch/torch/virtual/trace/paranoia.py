@@ -1,4 +1,4 @@
-"""Hold each operation against the same on whole tensors: the one way to see a wrong rule."""
+"""Comparison of each operation with the same on full tensors: it finds wrong rules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WrongRuleError(SuperbatchError, AssertionError):
 
 
 def check(recording: Recorder, call: Call, results: Any) -> None:
-    """Do the call on whole tensors, and compare.
+    """Run the call on full tensors, and compare.
 
     Raises:
         WrongRuleError: a result differs by more than rounding.

@@ -1,4 +1,4 @@
-"""Random operators: the same numbers each time a micro-batch is worked out, and no mask kept."""
+"""Random operators: the same numbers whenever a micro-batch is recomputed, and no mask kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten: Any = torch.ops.aten
 
 
 class Randomness:
-    """How random operators draw.
+    """Random numbers of a block.
 
     Args:
         how: ``"microbatch"``: each operator and micro-batch from a seed of its own, so that nothing is kept;
@@ -35,7 +35,7 @@ class Randomness:
 
     @property
     def as_the_batch(self) -> bool:
-        """Whether to draw the numbers of the real large batch."""
+        """Return whether to draw the numbers of the real large batch."""
         return self._how == "batch"
 
     def recipe(self, call: Call) -> Recipe | None:
@@ -69,7 +69,7 @@ class Randomness:
 
 
 def _draws_each(call: Call) -> bool:
-    """Whether each result has a number for each of its inputs: nothing else is known to draw by sample."""
+    """Return whether each result has a number for each of its inputs, as operators that draw by sample do."""
     try:
         shape = torch.broadcast_shapes(*(value.meta.shape for value in call.tensors))
         metas = shapes(call)

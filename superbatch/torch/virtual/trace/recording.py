@@ -1,4 +1,4 @@
-"""Record each operation on virtual tensors, and work out what the program asks for."""
+"""Recording of operations on virtual tensors, and computation of the numbers that the program reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..run.auto_size import microbatch_size
 from ..run.by_rows import by_rows
 from ..run.growth import may_grow
 from ..run.log import Log
-from ..run.memo import Form, Template, about, action, template
+from ..run.memo import Form, Template, action, template, traits
 from ..run.plan import plan
 from ..run.store import Store
 from ..run.sweep import run, unchanged
@@ -97,7 +97,7 @@ class Recording:
     # -- recording --------------------------------------------------------------------------------------
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an operation of which an argument is a virtual tensor."""
+        """Dispatch an operation on virtual tensors."""
         return dispatch(self, func, args, kwargs)
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,7 +115,7 @@ class Recording:
 
     def _computed(self, form: Form) -> Any:
         func, args, kwargs = form.func, form.args, form.kwargs
-        kind = about(func)
+        kind = traits(func)
         batch = waits = False
         for value in form.tensors:
             if value.meta is None:
@@ -340,7 +340,7 @@ class Recording:
         return whole
 
     def there(self, values: Iterable[Value]) -> list[Tensor]:
-        """Return the tensors of whole values, worked out if need be."""
+        """Return the tensors of full values, computed if need be."""
         values = list(values)
         if any(value.whole is None for value in values):
             self.work_out(values)
@@ -370,7 +370,7 @@ class Recording:
         self.readings.forget_unused()
 
     def end(self) -> None:
-        """Work out what the program may still ask for when it has left the block."""
+        """Compute what the program may still read after the block."""
         for leaf, _ in self.leaves.had.values():
             if isinstance(leaf.grad, VirtualTensor) and leaf.grad.virtual.recording is self:
                 value = current(self, leaf.grad)

@@ -82,7 +82,7 @@ def _told(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str,
 
 
 def _layout(recording: Recorder, told: dict[str, Any]) -> Layout | None:
-    """Where the input has its samples, if each is for itself; else None."""
+    """Return the layout of the input, if its samples are independent; else None."""
     if len(told["batch_sizes"]) or (told["dropout"] and told["train"]) or told["input"].dim() != 3:
         return None
     dim = 0 if told["batch_first"] else 1
@@ -102,7 +102,7 @@ def _layout(recording: Recorder, told: dict[str, Any]) -> Layout | None:
 def _operands(
     recording: Recorder, told: dict[str, Any], names: list[str], layout: Layout
 ) -> tuple[list[Operand], Callable[[list[Tensor]], dict[str, Any]]]:
-    """What is read, and a function that puts it in the place of the arguments."""
+    """Return the operands, and a function that puts their tensors in the place of the arguments."""
     names = [name for name in names if told[name] is not None]
     operands = [
         Operand(recording.value(told[name]), layout.at(1) if name in _STATES else layout) for name in names

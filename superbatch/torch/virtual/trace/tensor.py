@@ -14,7 +14,7 @@ from ..ir.values import Handle, Value
 
 
 class Storage:
-    """What a tensor and its views share: the value now, and how often it was written in place."""
+    """Storage shared by a tensor and its views: the current value, and a count of writes in place."""
 
     __slots__ = ("handle", "version")
 
@@ -83,7 +83,7 @@ class VirtualState:
 
 
 class VirtualTensor(Tensor):
-    """A tensor of the whole batch, worked out micro-batch by micro-batch when its numbers are needed.
+    """Tensor of the full batch, computed micro-batch by micro-batch when its numbers are read.
 
     Attributes:
         memoryless: for those that count memory: its storage says a size, and has none.
@@ -217,7 +217,7 @@ def _no_memory(what: str) -> WindowError:
 
 
 def is_hollow(tensor: Tensor) -> bool:
-    """Whether a real tensor was given a virtual one as its memory: to read it would end the process."""
+    """Return whether a real tensor has a virtual one as its memory: to read it would end the process."""
     try:
         tensor.data_ptr()
     except (RuntimeError, ValueError):  # others without memory: a lazy parameter, a sparse or wrapped tensor
@@ -226,7 +226,7 @@ def is_hollow(tensor: Tensor) -> bool:
 
 
 def refuse_hollow(tensor: Tensor) -> None:
-    """Refuse ``real.data = virtual``, which no tensor is asked about, where the real one is used next.
+    """Raise on a tensor after ``real.data = virtual``, which no hook sees when it is set.
 
     Raises:
         WindowError: it is such a tensor.

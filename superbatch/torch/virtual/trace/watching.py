@@ -1,4 +1,4 @@
-"""What a block does with each operation of the program, on virtual tensors and on real ones."""
+"""Dispatch mode of a block, which sees operations on real tensors too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that lie in the host's memory: the next ones are on their way while these are worked on.
+"""Prefetch of rows from the host's memory, while the device computes.
 
 A sweep knows what it reads next. One tensor of rows more than the plan counts is on the device meanwhile. The
 part for CUDA was not run on a GPU.
@@ -16,7 +16,7 @@ from torch import Tensor
 from superbatch.torch.window.transfer import SideStream, has_streams, pinned
 
 
-class Ahead:
+class Prefetcher:
     """Brings rows to the device, and those that come next meanwhile.
 
     Args:
@@ -48,7 +48,7 @@ class Ahead:
         return rows.to(self._device, non_blocking=True)
 
     def begin(self, key: Hashable, rows: Tensor) -> None:
-        """Begin to copy rows that are fetched next, if they lie elsewhere."""
+        """Begin to copy rows that are fetched next, if they are in other memory."""
         if rows.device == self._device:
             return
         # Memory of the computation's own stream, which the copy therefore waits for: rows do not pile up
