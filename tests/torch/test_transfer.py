@@ -108,7 +108,7 @@ class FakeCuda:
             log.append(f"on {stream}:")
             yield
 
-        for module in ("transfer", "virtual.ahead"):
+        for module in ("window.transfer", "virtual.run.prefetch"):
             monkeypatch.setattr(f"superbatch.torch.{module}.has_streams", lambda device: device is not None)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "Stream", stream)
