@@ -23,4 +23,4 @@ from .virtual import virtual_batch as virtual_batch
 from .weights import class_weights as class_weights
 from .weights import count_tokens as count_tokens
 from .weights import sample_weights as sample_weights
-from .window.open_window import WindowInFlight as WindowInFlight
+from .window.open_window import OpenWindow as OpenWindow

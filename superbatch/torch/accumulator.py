@@ -30,8 +30,9 @@ from .whole_batch import Coupled, owned_loop, whole_batch
 from .window import misuse, options, saving, validation
 from .window.before_step import BeforeStep
 from .window.config import NonFinite, Plan
+from .window.discarding import discard_saved
 from .window.microbatches import pieces_of, sizing_of
-from .window.open_window import WindowInFlight
+from .window.open_window import OpenWindow
 from .window.owned_parameters import OwnedParameters
 from .window.participants import batchnorm as norms
 from .window.participants.moved_state import MovedState
@@ -167,7 +168,7 @@ class Accumulator:
         self._batchnorm: BatchNorm = validation.check_choice(batchnorm, "batchnorm", BatchNorm)
         self._batchnorms = norms.find_batchnorms(models)
         self._updates, self._first = 0, True
-        self._window: WindowInFlight | None = None
+        self._window: OpenWindow | None = None
         self._resume: dict[str, Any] | None = None
         moved_to = options.as_device(device, self._owned)
         self._plan = Plan(
@@ -274,7 +275,7 @@ class Accumulator:
         assert window.update is not None
         return window.update
 
-    def window(self, batch: Any) -> WindowInFlight:
+    def window(self, batch: Any) -> OpenWindow:
         """Return a window to iterate over in a loop that owns its forward and backward.
 
         Args:
@@ -303,7 +304,7 @@ class Accumulator:
             raise owned_loop()
         return self._open(batch)
 
-    def _open(self, batch: Any) -> WindowInFlight:
+    def _open(self, batch: Any) -> OpenWindow:
         self._require_closed()
         self._plan.before_step.require_whole()
         refuse_no_batch(batch)
@@ -319,7 +320,7 @@ class Accumulator:
             pieces = self._whole.pieces(batch, self._sizing)
         self._slips.open(pieces.samples if sizing is self._sizing and self._whole is None else None)
         self._schedule.open(pieces, check_first_window if self._first else None, self._updates)
-        return WindowInFlight(
+        return OpenWindow(
             self._plan,
             self._places.choose(len(pieces), only_owned=self._parameters.only_some),
             pieces,
@@ -338,13 +339,12 @@ class Accumulator:
             >>> model = nn.Linear(2, 1)
             >>> Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1)).discard()
         """
-        self._resume = saving.discard_saved(self._resume, self._plan)
+        self._resume = discard_saved(self._resume, self._plan)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
 
-        Inside a window (in the loop, after ``backward``) it holds the gradients so far, the weights, the
-        position and the random state, so that the window goes on bit for bit. Masters are in it.
+        Inside a window (in the loop, after ``backward``) it holds what resumes the window bit for bit.
         """
         return {
             "version": 1,
@@ -383,7 +383,7 @@ class Accumulator:
         if self._window is not None:
             raise misuse.second_window()
 
-    def _entered(self, window: WindowInFlight) -> None:
+    def _entered(self, window: OpenWindow) -> None:
         self._require_closed()
         window.require_resume(self._resume)
         self._window, self._resume = window, None

@@ -67,7 +67,7 @@ class _Request(NamedTuple):
 def _state_as_before(problem: Problem) -> Iterator[None]:
     """Run the body, then restore the state that it has moved, large tensors that are no parameters aside."""
     keeper = MovedState([problem.model], [problem.loss_fn])
-    keeper.take()
+    keeper.begin()
     try:
         yield
     finally:

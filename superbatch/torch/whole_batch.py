@@ -30,11 +30,11 @@ from .virtual.block import VirtualBatch
 from .virtual.trace.tensor import VirtualTensor
 from .window.joining import joined
 from .window.microbatches import Pieces
-from .window.open_window import WindowInFlight
+from .window.open_window import OpenWindow
 from .window.options import is_size
 from .window.participants.gradient_sum import Owned, run_backward
 from .window.participants.parameter_gradients import InGrad
-from .window.retry import begin_again, but_unseen, require_restorable
+from .window.retry import but_unseen, require_restorable
 from .window.slips import without_tensor
 from .window.sync.sync import Sync
 from .window.validation import check_choice, check_loss
@@ -87,7 +87,7 @@ class WholeBatch:
             self._now = min(filter(None, (stated, sizing.most, samples)))
         return Pieces([batch], [samples], None, {})
 
-    def work_through(self, window: WindowInFlight) -> None:
+    def work_through(self, window: OpenWindow) -> None:
         """Compute the gradient; where memory runs out, again in smaller micro-batches.
 
         Args:
@@ -100,14 +100,14 @@ class WholeBatch:
             while (failure := self._until_failure(window, batch)) is not None:
                 self._go_on_smaller(window, failure)
 
-    def record(self, window: WindowInFlight) -> Update:
+    def record(self, window: OpenWindow) -> Update:
         """Return the record of a window that is over, with the micro-batches that there were."""
         assert window.update is not None
         assert self.report is not None
         window.update = replace(window.update, microbatches=self.report.microbatches)
         return window.update
 
-    def _until_failure(self, window: WindowInFlight, batch: Any) -> str | None:
+    def _until_failure(self, window: OpenWindow, batch: Any) -> str | None:
         """Return the text of the error if memory ran out.
 
         The virtual batch restores everything if it failed itself, not if something after it did.
@@ -121,8 +121,9 @@ class WholeBatch:
             return str(error) or type(error).__name__
         return None
 
-    def _compute(self, window: WindowInFlight, batch: Any) -> None:
-        plan, place = window._plan, window._place
+    def _compute(self, window: OpenWindow, batch: Any) -> None:
+        transaction = window.transaction
+        plan, place, progress = transaction.config, transaction.gradients, transaction.progress
         assert isinstance(place, InGrad)
         models = [*plan.models, *_others(plan.models, plan.owned)]
         begun: list[VirtualBatch] = []
@@ -138,34 +139,34 @@ class WholeBatch:
             warnings.warn(_APART, UserWarning, stacklevel=5)
         plan.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
         place.took()
-        window._losses.load_state({0: value.item()})
-        window._summed, window._next = True, 1
-        if window._watch is not None:
-            window._watch.check()
+        progress.losses.load_state({0: value.item()})
+        progress.arrived, progress.next = True, 1
+        if transaction.watch is not None:
+            transaction.watch.check()
 
     def _backward(
-        self, window: WindowInFlight, virtual: VirtualBatch, batch: Any, inputs: list[Tensor] | None
+        self, window: OpenWindow, virtual: VirtualBatch, batch: Any, inputs: list[Tensor] | None
     ) -> Tensor:
         """Record forward and backward; return the loss without its graph."""
         loss = _checked(self._loss_fn(virtual(batch)))
         self._apart = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
-        scaler = window._plan.step.scaler
-        run_backward(loss if scaler is None else scaler.scale(loss), None, inputs, retain_graph=False)
+        run_backward(window.transaction.scale.scaled(loss), None, inputs, retain_graph=False)
         return loss.detach()
 
-    def _go_on_smaller(self, window: WindowInFlight, failure: str) -> None:
-        plan = window._plan
-        require_restorable(window, f"a batch for which there was no memory ({failure})")
+    def _go_on_smaller(self, window: OpenWindow, failure: str) -> None:
+        transaction = window.transaction
+        plan, progress = transaction.config, transaction.progress
+        require_restorable(transaction, f"a batch for which there was no memory ({failure})")
         plan.state.restore()  # the block restores the buffers of models alone
         gc.collect()  # an exception and its frames may be a cycle
         release_caches(*plan.random.devices)
-        samples = sum(window._pieces.samples or ())
+        samples = sum(progress.microbatches.samples or ())
         if self._now == "auto":  # chosen by the block, or not yet
             parts = self.report.microbatches if self.report is not None else 0
             failed = -(-samples // (parts or 1))
         else:
             failed = near_equal(samples, self._now)[0]
-        most = window._sizing.failed(failed)
+        most = transaction.sizing.failed(failed)
         if not most:
             raise OutOfMemoryError(
                 explain(
@@ -175,13 +176,13 @@ class WholeBatch:
                     "make the batch or the samples smaller, use gradient checkpointing or a lower precision",
                 )
             )
-        begin_again(window)
+        transaction.restart()
         self._now = most
-        window._failures += 1
+        progress.failures += 1
         plan.reserve.tight = True
         warnings.warn(
             f"memory ran out with {failed} samples at a time; the batch is worked through again with at most "
-            f"{most}. The update is the same{but_unseen(window)}. ({failure.splitlines()[0]})",
+            f"{most}. The update is the same{but_unseen(transaction)}. ({failure.splitlines()[0]})",
             UserWarning,
             stacklevel=5,
         )

@@ -52,27 +52,6 @@ PARTS = {
 VIRTUAL = "superbatch.torch.virtual"
 FOLDERS = ("ir", "rules", "run", "trace", "ranks")  # from the lowest; files beside them are above them
 
-# Files of superbatch that still import each other in a circle. This list may only get shorter.
-IN_CIRCLES = frozenset(
-    f"superbatch.torch.{name}"
-    for name in (
-        "checks.check_pieces",
-        "checks.check_schedule",
-        "checks.first_check",
-        "loss.terms",
-        "window.config",
-        "window.culprit",
-        "window.discarding",
-        "window.dropping",
-        "window.microbatches",
-        "window.open_window",
-        "window.options",
-        "window.participants.noise.windows",
-        "window.retry",
-        "window.saving",
-    )
-)
-
 
 @dataclass(frozen=True)
 class Import:

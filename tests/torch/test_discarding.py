@@ -94,6 +94,6 @@ def test_a_window_of_other_parameters_is_refused_and_nothing_changes() -> None:
 
 
 def test_without_the_restoring_the_next_update_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("superbatch.torch.window.saving.discard_saved", lambda state, plan: None)
+    monkeypatch.setattr("superbatch.torch.accumulator.discard_saved", lambda state, plan: None)
     with pytest.raises(AssertionError):
         test_the_next_update_is_that_of_a_training_without_the_window("momentum", 2)

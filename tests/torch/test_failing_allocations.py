@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from superbatch.torch import whole_batch
 from superbatch.torch.window.participants.buffer_gradients import InBuffers
 from superbatch.torch.window.participants.gradient_versions import Marks, _versions
 from superbatch.torch.window.participants.momentum_gradients import InMomentum
-from superbatch.torch.window.retry import restore_each
+from superbatch.torch.window.transaction import Transaction, restore_each
 from tests.torch.failing_allocations import TEXT, sweep
 from tests.torch.fault_cells import MODES, cell, cells
 
@@ -73,7 +72,7 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any], str]] = {
     "what was noted last is taken for the savepoint": (Marks, "rollback", _as_noted, ".grad"),
     "nothing is taken to have reached the buffers": (InBuffers, "rollback", lambda self: True, "buffers"),
     "nothing is taken to have reached the momentum": (InMomentum, "rollback", lambda self: True, "momentum"),
-    "a failure after the virtual batch": (whole_batch, "begin_again", lambda window: None, "exact"),
+    "a failure after the virtual batch": (Transaction, "restart", lambda self: None, "exact"),
 }
 
 
@@ -97,7 +96,7 @@ def test_everything_is_restored_although_one_step_fails() -> None:
         raise KeyError("broken")
 
     with pytest.raises(KeyError, match="broken"):
-        restore_each(lambda: done.append("first"), broken, None, scarce, lambda: done.append("last"))
+        restore_each(lambda: done.append("first"), broken, scarce, lambda: done.append("last"))
     assert done == ["first", "scarce", "scarce", "last"]
 
 

@@ -200,10 +200,10 @@ def _watching(size: int, *functions: Any) -> tuple[Any, MovedState]:
     model = Counting(size)
     keeper = MovedState([model], functions)
     for _ in range(2):
-        keeper.take()
+        keeper.begin()
         model(torch.ones(1, 2, dtype=F64))
-        keeper.release()
-    keeper.take()
+        keeper.commit()
+    keeper.begin()
     return model, keeper
 
 
@@ -212,7 +212,7 @@ def test_a_view_of_a_buffer_is_restored_with_it() -> None:
     seen = model.seen.detach()
     keeper = MovedState([model], [lambda x: model(x) * seen.sum()])
     for window in range(2):
-        keeper.take()
+        keeper.begin()
         if window:
             model.counts = True
             model(torch.ones(1, 2, dtype=F64))
@@ -221,14 +221,14 @@ def test_a_view_of_a_buffer_is_restored_with_it() -> None:
             keeper.restore()  # without a warning
             assert not seen.any()
         else:
-            keeper.release()
+            keeper.commit()
 
 
 def test_what_a_check_writes_and_restores_is_no_move_of_the_window() -> None:
     bank = torch.zeros(3, dtype=F64)
     model, keeper = _watching(1 << 18, lambda: bank)
     check = keeper.twin()
-    check.take(check=True)
+    check.begin(check=True)
     before = bank._version, model.seen._version
     with check.watching():
         bank.add_(1)
@@ -257,7 +257,7 @@ def test_a_buffer_that_begins_to_move_is_restored_or_told(size: int) -> None:
     assert keeper.lost() == ["seen"]
     with pytest.warns(UserWarning, match="the state 'seen' moved for the first time"):
         keeper.restore()
-    keeper.take()  # from now on it is copied
+    keeper.begin()  # from now on it is copied
     model(torch.ones(1, 2, dtype=F64))
     keeper.restore()
     assert bool((model.seen == 1).all())

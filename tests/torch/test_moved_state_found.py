@@ -188,10 +188,10 @@ def test_a_frozen_backbone_is_not_copied_by_a_look(monkeypatch: pytest.MonkeyPat
     copy_now = KeptTensor.copy_now
     monkeypatch.setattr(KeptTensor, "copy_now", lambda self: (copied.append(self.name), copy_now(self)))
     keeper = MovedState([model], [lambda x: model(x).mean()])
-    keeper.take(check=True)
+    keeper.begin(check=True)
     keeper.learn()
     keeper.end_check()
     for _ in range(16):
-        keeper.take()
-        keeper.release()
+        keeper.begin()
+        keeper.commit()
     assert copied == []

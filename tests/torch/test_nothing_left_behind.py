@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import OptimizerError, WindowError
-from superbatch.torch import Accumulator, Window, WindowInFlight, windows
+from superbatch.torch import Accumulator, OpenWindow, Window, windows
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 
@@ -89,7 +89,7 @@ class Task:
         }
         self.accumulate = Accumulator(self.model, self.optimizer, **self.options)
 
-    def backward(self, window: WindowInFlight, microbatch: Any, factor: float = 1.0) -> None:
+    def backward(self, window: OpenWindow, microbatch: Any, factor: float = 1.0) -> None:
         loss = mse(self.model, microbatch) * factor
         if self.mode == "returned":
             window.backward(loss, len(microbatch[0]))
@@ -109,7 +109,7 @@ class Task:
 # -- leaving a window early --------------------------------------------------------------------------------
 
 
-def forward_raises(task: Task, window: WindowInFlight) -> None:
+def forward_raises(task: Task, window: OpenWindow) -> None:
     for number, microbatch in enumerate(window):
         loss = mse(task.model, microbatch)
         if number == 1:
@@ -118,14 +118,14 @@ def forward_raises(task: Task, window: WindowInFlight) -> None:
         del loss
 
 
-def interrupted(task: Task, window: WindowInFlight) -> None:
+def interrupted(task: Task, window: OpenWindow) -> None:
     for number, microbatch in enumerate(window):
         task.backward(window, microbatch)
         if number == 1:
             raise KeyboardInterrupt
 
 
-def backward_raises(task: Task, window: WindowInFlight) -> None:
+def backward_raises(task: Task, window: OpenWindow) -> None:
     def hook(gradient: Tensor) -> None:
         raise ZeroDivisionError
 
@@ -137,39 +137,39 @@ def backward_raises(task: Task, window: WindowInFlight) -> None:
         window.backward(loss, *([3] if task.mode == "returned" else []))
 
 
-def raises_after_the_loop(task: Task, window: WindowInFlight) -> None:
+def raises_after_the_loop(task: Task, window: OpenWindow) -> None:
     for microbatch in window:
         task.backward(window, microbatch)
     raise ZeroDivisionError
 
 
-def breaks(task: Task, window: WindowInFlight) -> None:
+def breaks(task: Task, window: OpenWindow) -> None:
     for number, microbatch in enumerate(window):
         task.backward(window, microbatch)
         if number == 1:
             break
 
 
-def breaks_at_once(task: Task, window: WindowInFlight) -> None:
+def breaks_at_once(task: Task, window: OpenWindow) -> None:
     for _ in window:
         break
 
 
-def does_nothing(task: Task, window: WindowInFlight) -> None:
+def does_nothing(task: Task, window: OpenWindow) -> None:
     pass
 
 
-def looks_at_the_first(task: Task, window: WindowInFlight) -> None:
+def looks_at_the_first(task: Task, window: OpenWindow) -> None:
     task.model(next(iter(window))[0])
 
 
-def returns(task: Task, window: WindowInFlight) -> None:
+def returns(task: Task, window: OpenWindow) -> None:
     for microbatch in window:
         task.backward(window, microbatch)
         return
 
 
-def generator_is_closed(task: Task, window: WindowInFlight) -> None:
+def generator_is_closed(task: Task, window: OpenWindow) -> None:
     def losses() -> Generator[int, None, None]:
         for number, microbatch in enumerate(window):
             task.backward(window, microbatch)
@@ -180,7 +180,7 @@ def generator_is_closed(task: Task, window: WindowInFlight) -> None:
     running.close()
 
 
-LEAVE: dict[str, tuple[Callable[[Task, WindowInFlight], None], type[BaseException] | None]] = {
+LEAVE: dict[str, tuple[Callable[[Task, OpenWindow], None], type[BaseException] | None]] = {
     "forward raises": (forward_raises, ZeroDivisionError),
     "interrupted": (interrupted, KeyboardInterrupt),
     "backward raises": (backward_raises, ZeroDivisionError),
@@ -361,7 +361,7 @@ def test_no_reference_to_a_microbatch_or_loss_is_kept(mode: str, end: str):
     task.run(BATCHES[0])
     alive: list[weakref.ref[Any]] = []
 
-    def body() -> WindowInFlight:
+    def body() -> OpenWindow:
         batch = tuple(t.clone() for t in BATCHES[1])
         alive.extend(weakref.ref(t) for t in batch)
         with task.accumulate.window(batch) as window:

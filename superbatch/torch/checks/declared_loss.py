@@ -124,9 +124,9 @@ def _prepared(problem: Problem, frozen: Sequence[nn.Module]) -> Iterator[tuple[E
     # A twin: a later window is checked while it is open, and what was taken for it must stay.
     known = problem.state or MovedState([problem.model], [problem.loss_fn])
     keeper = known.twin()
-    keeper.take(check=True)
+    keeper.begin(check=True)
     random = RandomKeeper(accelerators([problem.model]))
-    random.take()
+    random.begin()
     try:
         with _evaluating(frozen), run_eagerly(), keeper.watching():
             yield Evaluation(problem, keeper), keeper

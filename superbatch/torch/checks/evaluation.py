@@ -217,7 +217,7 @@ class Evaluation:
                 stack.enter_context(untouched(own.model, dtype=torch.float64))
                 stack.callback(setattr, self, "_keeper", self._keeper)
                 self._keeper = MovedState([own.model], [own.loss_fn])  # of the working copy
-                self._keeper.take(check=True)
+                self._keeper.begin(check=True)
                 stack.callback(self._keeper.end_check)
                 stack.enter_context(self._keeper.watching())
             stack.enter_context(ComputeIn(torch.float64))

@@ -34,7 +34,7 @@ class Replay:
 
     def note(self) -> None:
         """Note the states as they are now."""
-        self._keeper.take()
+        self._keeper.begin()
         state = self._keeper.taken
         if self._noted and state["python"] == self._noted[-1][0]["python"]:
             state["python"] = self._noted[-1][0]["python"]  # 25 KB that most micro-batches share

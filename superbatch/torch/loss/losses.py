@@ -128,7 +128,7 @@ def over_ranks(
         sums: of this rank, one for each term.
         sync: the ranks to sum over.
         bad: whether this rank has a loss that is not finite.
-        mark: how this rank stands with measuring the noise (see `noise.windows.mark_of`).
+        mark: how this rank stands with measuring the noise (see `NoiseOfWindows.mark`).
         news: whether this rank has seen what no check of the loss has (see `check_schedule`), and a number
             that tells what its samples count (see `rank_counts`): ranks with other numbers are news too.
 

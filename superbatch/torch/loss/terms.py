@@ -305,8 +305,8 @@ def returned_weights(plan: Plan, microbatches: list[Any]) -> list[Mapping[str, N
     """
     assert plan.loss_fn is not None
     state, random = plan.state.twin(), RandomKeeper(plan.random.devices)
-    state.take(check=True)
-    random.take()
+    state.begin(check=True)
+    random.begin()
     found: list[Mapping[str, Number]] = []
     try:
         with torch.no_grad(), plan.ranks.no_sync(), state.watching():

@@ -140,7 +140,7 @@ def _microbatches(
     inputs: Callable[[], tuple[Any, Any]], loss_fn: Callable[[Any], Any], place: Gradients, ledger: Ledger
 ) -> _Phases:
     """Two micro-batches: the second one sees gradients, as all later ones do."""
-    place.open()
+    place.begin()
     first = forward = backward = activations = 0
     for number in (0, 1):
         ledger.restart()
@@ -181,8 +181,8 @@ def _update(place: Gradients, owned: list[Owned], optimizers: list[Optimizer], l
         peak = ledger.restart()
         del gradients  # the sums live as long, also where the optimizer gets them in another dtype
         clear(owned)
-        place.open()  # forgets what the last window made; and takes hooks off again:
-        place.discard()
+        place.begin()  # forgets what the last window made; and takes hooks off again:
+        place.restore()
     return _Update(peak, held, ledger.live)
 
 

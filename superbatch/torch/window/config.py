@@ -79,5 +79,9 @@ class Plan:
             OutOfMemoryError: there is no memory for the update; nothing has moved.
         """
         self.reserve.require()
+        self.prepare_commit()
+
+    def prepare_commit(self) -> None:
+        """Do what the commit of a participant needs and what may fail: pool the statistics of BatchNorms."""
         if self.norms is not None:
-            self.norms.compute(self.ranks)
+            self.norms.prepare()

@@ -30,8 +30,8 @@ def discard_saved(state: Mapping[str, Any] | None, plan: Plan) -> None:
     gradients = state["gradients"]
     if isinstance(gradients, Mapping) and gradients.keys() == {"momentum", "before"}:
         _restore_momentum(gradients["before"], plan.owned)
-    plan.state.take()
-    plan.state.load_state(state["state_before"])
+    plan.state.begin()
+    plan.state.load_state_dict(state["state_before"])
     plan.state.restore()
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from superbatch.errors import WindowError, explain
 
-from .participants.batchnorm import Pooled
 from .participants.buffer_gradients import InBuffers
-
-if TYPE_CHECKING:
-    from .open_window import WindowInFlight
+from .transaction import Transaction
 
 
-def keep_or_drop(window: WindowInFlight, index: int, *, again: bool) -> None:
+def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
     """Add the gradient of the last micro-batch to the sum if it is finite; else leave the micro-batch out.
 
     Args:
@@ -24,8 +19,8 @@ def keep_or_drop(window: WindowInFlight, index: int, *, again: bool) -> None:
     Raises:
         WindowError: it had.
     """
-    place, plan = window._place, window._plan
-    assert isinstance(place, InBuffers)
+    gradients, progress = window.gradients, window.progress
+    assert isinstance(gradients, InBuffers)
     if again:
         raise WindowError(
             explain(
@@ -35,16 +30,13 @@ def keep_or_drop(window: WindowInFlight, index: int, *, again: bool) -> None:
             )
         )
     # With a finite loss an infinite gradient is the scaler's overflow: it must reach the scaler.
-    losses = window._losses
-    if plan.step.scaling:
+    losses = progress.losses
+    if window.config.step.scaling:
         finite = losses.finite(index)
     else:  # a loss on a device is looked at along with the gradient: the host waits once
-        finite = place.isolated_is_finite(losses.on_device(index)) and losses.finite(index, on_host=True)
+        finite = gradients.isolated_is_finite(losses.on_device(index)) and losses.finite(index, on_host=True)
     if finite:
-        place.keep()
+        gradients.keep()
         return
-    place.drop()
-    window._dropped.append(index)
-    window._state_before.restore()
-    if isinstance(plan.norms, Pooled):
-        plan.norms.forget_microbatch()
+    window.drop()
+    progress.dropped.append(index)

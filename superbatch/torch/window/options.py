@@ -14,8 +14,7 @@ from superbatch.errors import InputError, explain
 from ..devices import resolved
 from .config import Plan
 from .participants.gradient_sum import Owned
-from .saved_checks import check_structure
-from .saving import WINDOW_KEYS
+from .saved_checks import WINDOW_KEYS, check_structure
 from .slips import check_loss_fn
 from .validation import check_momentum
 

@@ -14,6 +14,10 @@ from superbatch.errors import InputError, WindowError
 
 from .digest import digest_of
 
+WINDOW_KEYS = frozenset(
+    {"place", "microbatches", "samples", "next", "weights", "returned", "losses", "dropped", "gradients"}
+    | {"key", "scale", "random", "random_before", "state_before", "norms"}
+)
 _SOURCE = "Load the state_dict() that this Accumulator saved, or call discard() to begin the window again."
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from superbatch.errors import OptimizerError, WindowError, explain
+from superbatch.errors import OptimizerError, explain
 
 from .before_step import BeforeStep, not_made
 from .norm import elements_of
@@ -143,45 +143,6 @@ def overflow(step: Step, owned: list[Owned]) -> str:
     step.scaler.update()  # unscale_ has told it of each optimizer
     clear(owned)
     return "overflow: the gradient of the scaled loss is not finite"
-
-
-def start_scaling(step: Step, device: torch.device) -> float | None:
-    """Make the scaler's scale, as its first loss does, and return it.
-
-    A window may have no loss that makes it: without weight on this rank, or gone on with after a restart.
-    """
-    if not step.scaling:
-        return None
-    assert step.scaler is not None
-    step.scaler.scale(torch.zeros((), device=device))
-    return step.scaler.get_scale()
-
-
-def require_scale(step: Step, scale: float | None) -> None:
-    """Check that all losses of a window were scaled alike.
-
-    Raises:
-        WindowError: the scale is not what it was: the scaler was updated in another window meanwhile.
-    """
-    if step.scaling:
-        assert step.scaler is not None
-        if step.scaler.get_scale() != scale:
-            raise WindowError(
-                explain(
-                    f"a GradScaler whose scale went from {scale} to {step.scaler.get_scale()} inside the "
-                    f"window",
-                    "gradients scaled differently are in one sum",
-                    "use one GradScaler per Accumulator where windows are open at the same time",
-                )
-            )
-
-
-def forget_scaling(step: Step) -> None:
-    """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
-    # A scaler that has scaled nothing has no scale yet, and would refuse; there is nothing to forget then.
-    if step.scaling and getattr(step.scaler, "_growth_tracker", 0) is not None:
-        assert step.scaler is not None
-        step.scaler.update(step.scaler.get_scale())
 
 
 def _scaled_step(step: Step) -> list[torch.optim.Optimizer]:

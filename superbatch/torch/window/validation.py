@@ -163,10 +163,35 @@ class BackwardWatch:
         # By value: what is written through `.data` does not move the version counter.
         changed = [entry.name for entry, before in self._watched if not torch.equal(entry.parameter, before)]
         if changed:
-            self.put_back()
+            self.restore()
             raise steps_in_backward(changed[0])
 
-    def put_back(self) -> None:
+    def begin(self) -> None:
+        """Do nothing: the copies were made with the object."""
+
+    def savepoint(self) -> None:
+        """Do nothing: a backward that changes a parameter ends the window."""
+
+    def rollback(self) -> bool:
+        """Do nothing: a backward that changes a parameter ends the window."""
+        return True
+
+    def restart(self) -> None:
+        """Restore the parameters."""
+        self.restore()
+
+    def commit(self) -> None:
+        """Drop the copies."""
+        self._watched = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: parameters are saved with the model."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: parameters are loaded with the model."""
+
+    def restore(self) -> None:
         """Undo what hooks have done to the parameters."""
         with torch.no_grad():
             for entry, before in self._watched:

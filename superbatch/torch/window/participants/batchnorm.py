@@ -12,7 +12,7 @@ micro-batches (Chan, Golub, LeVeque 1979)::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -105,21 +105,38 @@ class Frozen:
         self._modules = list(batchnorms.values())
         self._training: list[bool] = []
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Switch to evaluation mode."""
         self._training = [module.training for module in self._modules]
         for module in self._modules:
             module.training = False
 
-    def compute(self, sync: Sync) -> None:
+    def savepoint(self) -> None:
+        """Do nothing: micro-batches change nothing here."""
+
+    def rollback(self) -> bool:
+        """Do nothing: micro-batches change nothing here."""
+        return True
+
+    def restart(self) -> None:
+        """Do nothing: the modules stay in evaluation mode."""
+
+    def prepare(self) -> None:
         """Do nothing: running statistics stay as they are."""
 
-    def close(self, sync: Sync) -> None:
-        """Leave the modules as they were given."""
-        self.put_back()
+    def commit(self) -> None:
+        """Restore the mode of each module."""
+        self.restore()
 
-    def put_back(self) -> None:
-        """Give each module its own mode back."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: running statistics stay as they are."""
+        return {"norms": None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: running statistics stay as they are."""
+
+    def restore(self) -> None:
+        """Restore the mode of each module."""
         for module, training in zip(self._modules, self._training, strict=False):
             module.training = training
         self._training = []
@@ -141,6 +158,7 @@ class Pooled:
                     "use BatchNorm: its running statistics are pooled over the ranks here",
                 )
             )
+        self._sync = sync
         self._modules = [module for module in batchnorms.values() if module.track_running_stats]
         self._before: list[dict[str, Any]] = []
         self._hooks: list[RemovableHandle] = []
@@ -150,7 +168,7 @@ class Pooled:
         self._pools: dict[_BatchNorm, list[list[Seen]]] = {}
         self._moved: dict[_BatchNorm, tuple[Tensor, Tensor, Tensor]] | None = None
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Start to watch."""
         self._moved = None
         self._pools = {module: [] for module in self._modules if uses_batch_statistics(module)}
@@ -167,33 +185,40 @@ class Pooled:
             module.momentum = 1.0
             self._hooks.append(module.register_forward_hook(self._observe, with_kwargs=True))
 
-    def start_microbatch(self) -> None:
+    def savepoint(self) -> None:
         """Count the calls of each module from the first again."""
         self._call.clear()
         self.watching = True
 
-    def forget_microbatch(self) -> None:
+    def rollback(self) -> bool:
         """Leave out the statistics of the last micro-batch."""
         for module, calls in self._call.items():
             for pool in self._pools[module][:calls]:
                 pool.pop()
+        self._call.clear()
+        return True
 
-    def state(self) -> list[dict[str, Any]]:
+    def restart(self) -> None:
+        """Restore, and begin again."""
+        self.restore()
+        self.begin()
+
+    def state_dict(self) -> dict[str, Any]:
         """Return what was seen so far and the statistics before the window, in the order of the modules."""
         statistics = [{key: before[key] for key in ("mean", "var", "batches")} for before in self._before]
-        return [
-            {**before, "pools": [list(pool) for pool in pools]}
-            for before, pools in zip(statistics, self._pools.values(), strict=True)
-        ]
+        pools = [[list(pool) for pool in calls] for calls in self._pools.values()]
+        norms = [{**before, "pools": each} for before, each in zip(statistics, pools, strict=True)]
+        return {"norms": norms}
 
-    def load_state(self, state: list[dict[str, Any]]) -> None:
-        """Go on from what `state` returned."""
-        for before, saved in zip(self._before, state, strict=True):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `state_dict` returned."""
+        for before, saved in zip(self._before, state["norms"], strict=True):
             before.update({key: saved[key] for key in ("mean", "var", "batches")})
             self._pools[before["module"]] = [list(pool) for pool in saved["pools"]]
 
-    def compute(self, sync: Sync) -> None:
-        """Compute the statistics that `close` sets: here it may fail, for the optimizer has not stepped."""
+    def prepare(self) -> None:
+        """Compute the statistics that `commit` sets: here it may fail, for the optimizer has not stepped."""
+        sync = self._sync
         befores = {before["module"]: before for before in self._before}
         self._moved = {}
         with torch.no_grad():
@@ -208,19 +233,17 @@ class Pooled:
                     mean, var = _towards(mean, seen[0], momentum), _towards(var, seen[1], momentum)
                 self._moved[module] = mean, var, batches
 
-    def close(self, sync: Sync) -> None:
-        """Move the running statistics once, by the batch's own."""
-        if self._moved is None:
-            self.compute(sync)
+    def commit(self) -> None:
+        """Move the running statistics once, by those that `prepare` has computed."""
         moved, self._moved, self._pools = self._moved, None, {}
-        self.put_back()
+        self.restore()
         with torch.no_grad():
             for module, (mean, var, batches) in (moved or {}).items():
                 _set(module.running_mean, mean)
                 _set(module.running_var, var)
                 _set(module.num_batches_tracked, batches)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Leave the modules as they were given, running statistics aside."""
         while self._hooks:
             self._hooks.pop().remove()

@@ -15,7 +15,7 @@ class BoundNames:
     Examples:
         >>> scale = {"value": 1.0}
         >>> names = BoundNames()
-        >>> names.note(Table("scale", scale), first=True)
+        >>> _ = names.note(Table("scale", scale), first=True)
         >>> scale["value"] = 2.0
         >>> [(key, was, now) for _, key, was, now in names.rebound(loose=False)]
         [('value', 1.0, 2.0)]

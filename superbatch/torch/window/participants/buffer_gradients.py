@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class InBuffers:
         self._inside = False
         self._added = False  # since the savepoint
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._buffers.clear()
@@ -119,24 +119,34 @@ class InBuffers:
         """Hand the normalised gradients to the optimizer."""
         attach(self._owned, gradients)
 
-    def discard(self) -> None:
+    def restore(self) -> None:
         """Forget the window: everything is as before it."""
         remove(self._hooks)
         self._buffers.clear()
         clear(self._owned)
 
+    def restart(self) -> None:
+        """Restore, and begin again."""
+        self.restore()
+        self.begin()
+
+    def commit(self) -> None:
+        """Do nothing: the update rule frees the gradients."""
+
     def describe(self) -> str:
         """Say where and in what the sum is made, to go on with it only in the like."""
         return f"buffers of {self._dtype}"
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
-        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+        gradients = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        return {"gradients": gradients, "held": list(gradients), "yet": 1.0}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from saved sums."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from saved sums."""
         devices = {entry.name: entry.parameter.device for entry in self._owned}
-        self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in state.items()}
+        saved = state["gradients"]
+        self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in saved.items()}
 
     def _add_all(self, entries: list[Owned], sums: list[Tensor]) -> None:
         """Add gradients to sums that are there: one call for all takes half the time for small ones."""

@@ -1,18 +1,12 @@
-"""What a window sums gradients for, and what the places where it can do so have in common.
+"""Protocol of a window's gradient sum, and what its three implementations share.
 
-There are three places - `in_grad`, `in_buffers`, `in_momentum` - with the same methods::
+There are three - `parameter_gradients`, `buffer_gradients`, `momentum_gradients`. Each is a `Participant` of
+the window, and beside that has::
 
-    open()                        the window starts: no gradient of it exists yet
     backward(loss, factor)        add factor * d loss / d parameters
-    savepoint()                   remember the sums as those before a micro-batch
-    rollback()                    restore the sums of the savepoint, if that is possible
-    close()                       the sums, one per owned parameter (None: it had no gradient), ready to be
-    normalised
+    close()                       the sums, one per owned parameter (None: it had no gradient), not normalised
     zeros(index)                  a gradient of zeros for one owned parameter
-    attach(gradients)             hand them to the optimizer as `.grad` of the targets, rounded once if need
-    be
-    discard()                     as before the window
-    state(), load_state(state)    the sum so far, to save a window in flight
+    attach(gradients)             hand them to the optimizer as `.grad` of the targets
 
 `factor` comes from `superbatch.normalize`. A *target* is what the optimizer updates: the parameter
 itself, or its float32 master copy.
@@ -64,12 +58,12 @@ class Owned:
 
 
 class Gradients(Protocol):
-    """What the three places have in common."""
+    """Sum of the gradients of a window's micro-batches: a `Participant`."""
 
     inputs: list[Tensor] | None
     """What a backward is restricted to; None: it is not."""
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Start a window: no gradient of it exists yet."""
         ...
 
@@ -97,20 +91,28 @@ class Gradients(Protocol):
         """Hand the normalised gradients to the optimizer."""
         ...
 
-    def discard(self) -> None:
+    def restore(self) -> None:
         """Forget the window: everything is as before it."""
+        ...
+
+    def restart(self) -> None:
+        """Restore, and begin again."""
+        ...
+
+    def commit(self) -> None:
+        """Do nothing: the update rule frees the gradients."""
         ...
 
     def describe(self) -> str:
         """Say where and in what the sum is made, to go on with it only in the like."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from saved sums."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from saved sums."""
         ...
 
 
@@ -204,7 +206,8 @@ def any_in_shared_memory(gradients: Iterable[Tensor | None]) -> bool:
     """Return whether one of the gradients is `in_shared_memory`: for ordinary ones in half of the time.
 
     Examples:
-        >>> any_in_shared_memory([torch.ones(2), None]), any_in_shared_memory([torch.ones(2).detach()])
+        >>> one = torch.ones(2)
+        >>> any_in_shared_memory([one, None]), any_in_shared_memory([one, one.detach()])
         (False, True)
     """
     present = [gradient for gradient in gradients if gradient is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class InMomentum:
         self._inside = False
         self._added = False  # since the savepoint
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._before.clear()
@@ -87,7 +88,7 @@ class InMomentum:
                 )
         self._before.clear()
 
-    def discard(self) -> None:
+    def restore(self) -> None:
         """Forget the window: everything is as before it."""
         remove(self._hooks)
         with torch.no_grad():
@@ -100,20 +101,30 @@ class InMomentum:
         self._before.clear()
         clear(self._owned)
 
+    def restart(self) -> None:
+        """Restore, and begin again."""
+        self.restore()
+        self.begin()
+
+    def commit(self) -> None:
+        """Do nothing: the update rule frees the gradients."""
+
     def describe(self) -> str:
         """Say where and in what the sum is made, to go on with it only in the like."""
         return "momentum"
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
         buffers = {e.name: self._state[e.target]["momentum_buffer"].clone() for e in self._touched()}
-        return {"momentum": buffers, "before": dict(self._before)}
+        gradients = {"momentum": buffers, "before": dict(self._before)}
+        return {"gradients": gradients, "held": list(buffers), "yet": 1.0}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from saved sums."""
-        self._before = dict(state["before"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from saved sums."""
+        saved = state["gradients"]
+        self._before = dict(saved["before"])
         for entry in self._touched():
-            buffer = state["momentum"][entry.name].to(entry.target.device, copy=True)
+            buffer = saved["momentum"][entry.name].to(entry.target.device, copy=True)
             self._state.setdefault(entry.target, {})["momentum_buffer"] = buffer
 
     def _touched(self) -> list[Owned]:

@@ -36,7 +36,7 @@ _NONE = Counters()
 
 
 class MovedState:
-    """Keeper of the state that a forward may move: ``take()``, then ``release()`` or ``restore()``.
+    """Keeper of the state that a forward may move: ``begin()``, then ``commit()`` or ``restore()``.
 
     Args:
         models: that are trained.
@@ -51,7 +51,7 @@ class MovedState:
         ...         return x - self.center
         >>> model = Centered()
         >>> keeper = MovedState([model])
-        >>> keeper.take()
+        >>> keeper.begin()
         >>> _ = model(torch.ones(3))
         >>> keeper.changed()
         True
@@ -100,7 +100,7 @@ class MovedState:
 
     # -- a window ------------------------------------------------------------------------------------------
 
-    def take(self, *, check: bool = False) -> None:
+    def begin(self, *, check: bool = False) -> None:
         """Note what there is; forgets what was taken before, also where memory runs out.
 
         Args:
@@ -118,7 +118,7 @@ class MovedState:
             self._take_known()
         self._buffers.take()
 
-    def release(self) -> None:
+    def commit(self) -> None:
         """Drop the copies at the end of a window, and note what it has moved."""
         if self._looked:
             self._learn()
@@ -228,7 +228,7 @@ class MovedState:
 
     # -- a window that is saved ----------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what `restore` would put back, as tensors and plain containers.
 
         Of buffers all that was copied; of the rest what has moved, by name.
@@ -254,8 +254,8 @@ class MovedState:
         kept = self._tensors.get(id(value))
         return copied(value if kept is None or kept.copy is None else kept.copy)
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Let `restore` put back what `state` returned; after `take`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let `restore` put back what `state_dict` returned; after `begin`."""
         self._buffers.load_state(state["buffers"])
         moved, rebound = state["tensors"], state["bindings"]
         if not moved and not rebound:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,10 +31,10 @@ class InGrad:
         # but reentrant checkpoints refuse it: so only where there are other parameters.
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
-        self.yet = 1.0  # what the sums have yet to be multiplied by; saved with the window
+        self.yet = 1.0  # factor that the sums have yet to be multiplied by; saved with the window
         self._marks = Marks(owned, settling or Settling())
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Start a window: no gradient of it exists yet."""
         clear(self._owned)
         self._factors.clear()
@@ -108,27 +109,37 @@ class InGrad:
         """Hand the normalised gradients to the optimizer."""
         attach(self._owned, gradients)
 
-    def discard(self) -> None:
+    def restore(self) -> None:
         """Forget the window: everything is as before it."""
         self._marks.clear()
         clear(self._owned)
+
+    def restart(self) -> None:
+        """Restore, and begin again."""
+        self.restore()
+        self.begin()
+
+    def commit(self) -> None:
+        """Do nothing: the update rule frees the gradients."""
 
     def describe(self) -> str:
         """Say where and in what the sum is made, to go on with it only in the like."""
         return ".grad of the whole batch" if self._whole else ".grad"
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
-        return {
+        gradients = {
             entry.name: entry.parameter.grad.clone()
             for entry in self._owned
             if entry.parameter.grad is not None
         }
+        return {"gradients": gradients, "held": list(gradients), "yet": self.yet}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from saved sums."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from saved sums."""
+        self.yet = state.get("yet", 1.0)
         for entry in self._owned:
-            gradient = state.get(entry.name)
+            gradient = state["gradients"].get(entry.name)
             entry.parameter.grad = (
                 None if gradient is None else gradient.to(entry.parameter.device, copy=True)
             )

@@ -1,4 +1,4 @@
-"""Random state that a window can change, and how it is put back: ``take()`` before it, then ``restore()``."""
+"""Participant for the states of the random generators: torch's, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -26,7 +26,7 @@ class RandomKeeper:
 
     Examples:
         >>> keeper = RandomKeeper()
-        >>> keeper.take()
+        >>> keeper.begin()
         >>> first = torch.rand(())
         >>> keeper.restore()
         >>> bool(first == torch.rand(()))
@@ -44,7 +44,7 @@ class RandomKeeper:
         self._mark: dict[str, Any] | None = None
         self._marked = 0.0
 
-    def take(self) -> None:
+    def begin(self) -> None:
         """Copy the states; forgets those taken before, also where there is no memory for the copies."""
         self.taken = {}
         self.taken = {**torch_random_state(self.devices), "python": self._python_state()}
@@ -55,7 +55,7 @@ class RandomKeeper:
         """Return the states at this moment."""
         return random_state(self.devices)
 
-    def mark(self) -> None:
+    def savepoint(self) -> None:
         """Note torch's states at the start of a micro-batch, where that takes nothing beside the last one.
 
         Python's state would take longer than many a micro-batch.
@@ -66,8 +66,8 @@ class RandomKeeper:
         if now - last > SHORT:
             self._mark = torch_random_state(self.devices)
 
-    def back_to_mark(self) -> bool:
-        """Put the states back as at `mark`; False if one that was not noted has moved since `take`."""
+    def rollback(self) -> bool:
+        """Restore the states of the savepoint; False if one that was not noted has moved since `begin`."""
         now = random_state(self.devices, numpy=False)
         if now["python"] != self.taken["python"]:
             return False
@@ -80,8 +80,24 @@ class RandomKeeper:
         return True
 
     def restore(self) -> None:
-        """Put the states back as they were at `take`."""
+        """Restore the states that `begin` copied."""
         restore_random_state(self.taken)
+
+    def restart(self) -> None:
+        """Restore the states; the copies stay valid."""
+        self.restore()
+
+    def commit(self) -> None:
+        """Do nothing: the copies are small, and used again."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states now, and those before the window, as tensors and plain containers."""
+        return {"random": as_plain(self.now()), "random_before": as_plain(self.taken)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `state_dict` returned."""
+        self.taken = state["random_before"]
+        restore_random_state(state["random"])
 
     def _python_state(self) -> Any:
         """Python's state, copied only if it has moved: a tuple of 625 numbers is 25 KB in 625 pieces."""

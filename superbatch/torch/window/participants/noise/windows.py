@@ -8,8 +8,9 @@ one number to be summed, while ``b2`` is that of the reduced gradient, before it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,13 +29,12 @@ from superbatch.noise.meter import (
 )
 from superbatch.torch.window.norm import norm_of
 
+from ...sync.sync import Sync
 from ..gradient_sum import Owned
 from .adam import Preconditioner, have_second_moments
+from .groups import group_names
 from .hooks import SeenGradients, on_host
 from .samples import SeenSamples, norm_layers
-
-if TYPE_CHECKING:
-    from superbatch.torch.window.open_window import WindowInFlight
 
 TINY_BYTES, EVERY_OF_TINY = 1 << 20, 20
 """Parameters of a tiny model, and which of its windows are measured unless it is stated."""
@@ -51,14 +51,49 @@ class _Found(NamedTuple):
     no_proxy: str | None = None
 
 
+class Counted(Protocol):
+    """Micro-batches, and how many samples each has."""
+
+    def __len__(self) -> int: ...
+
+    def count(self, index: int) -> int:
+        """Return the samples of a micro-batch."""
+        ...
+
+
+class Summed(NamedTuple):
+    """How the gradients of a window were summed.
+
+    Attributes:
+        weight: sum over the micro-batches of all ranks.
+        divisor: of the summed gradients.
+        weights: of this rank's micro-batches; 0 for those that were left out.
+        took_part: number of micro-batches whose losses are in the sum.
+        samples: of each micro-batch; None where they cannot be counted.
+        scale: of a scaler; None: there is none.
+        sync: ranks that share the window.
+    """
+
+    weight: normalize.Number
+    divisor: float
+    weights: Sequence[normalize.Number]
+    took_part: int
+    samples: Sequence[int] | None
+    scale: float | None
+    sync: Sync
+
+
 class NoiseOfWindows:
-    """Measures windows, every so many.
+    """Measures windows, every so many: a participant of each window.
 
     Args:
         meter: takes in what is measured.
         owned: the parameters; the list is kept up to date.
         optimizers: whose parameter groups are told apart.
         models: whose normalisation layers are looked at, for a proxy.
+
+    Attributes:
+        seen: gradients of the window that is open; None: it is not measured.
     """
 
     def __init__(
@@ -81,74 +116,119 @@ class NoiseOfWindows:
         self._names: list[str] = []
         self._groups: list[int] = []
         self._found: _Found | None = None
+        self._count: Callable[[int], int] = int
+        self._alone = False
+        self.seen: SeenGradients | None = None
 
-    def open(self, window: WindowInFlight) -> None:
-        """Put hooks on for a window that is to be measured; they go with the window's context.
+    def expect(self, microbatches: Counted, *, shared: bool) -> None:
+        """Note the window that is about to begin.
 
         Args:
-            window: about to begin.
+            microbatches: of the window; may be cut otherwise later.
+            shared: whether other ranks have micro-batches of the same window.
         """
-        self._found = None
-        window._noise = None
+        self._count = microbatches.count
+        self._alone = len(microbatches) < 2 and not shared
+
+    def begin(self) -> None:
+        """Put hooks on if the window is to be measured."""
+        self._found = self.seen = None
         if not self.meter.due:
             return
-        alone = len(window._pieces) < 2 and not window._plan.ranks.shared
-        if alone and not self.meter.proxy:
+        if self._alone and not self.meter.proxy:
             self._found = _Found(ALONE)
             return
         self._name_groups()
-        by_adam = self.meter.preconditioned and not alone and have_second_moments(self._optimizers)
+        by_adam = self.meter.preconditioned and not self._alone and have_second_moments(self._optimizers)
         self._metric = Preconditioner(self._owned) if by_adam else None
         layers = norm_layers(self._models, self._owned) if self.meter.proxy else []
-        self._samples = SeenSamples(layers, window._pieces.count) if layers else None
-        window._noise = SeenGradients(
-            self._owned, self._groups, self._in_parts, self._metric, self._samples, alone=alone
+        self._samples = SeenSamples(layers, self._count) if layers else None
+        self.seen = SeenGradients(
+            self._owned, self._groups, self._in_parts, self._metric, self._samples, alone=self._alone
         )
-        window._context.callback(window._noise.close)
-        window._noise.open()
+        self.seen.open()
+
+    def savepoint(self) -> None:
+        """Do nothing: a micro-batch is measured once its gradient has arrived."""
+
+    def rollback(self) -> bool:
+        """Do nothing: a micro-batch is measured once its gradient has arrived."""
+        return True
+
+    def restart(self) -> None:
+        """Forget what was seen; the hooks stay."""
+        if self.seen is not None:
+            self.seen.restart()
+
+    def restore(self) -> None:
+        """Take the hooks off."""
+        if self.seen is not None:
+            self.seen.close()
+
+    def commit(self) -> None:
+        """Take the hooks off; `left` takes in what was measured."""
+        self.restore()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the window's micro-batches have shown so far."""
+        return {"noise": None if self.seen is None else self.seen.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from what `state_dict` returned."""
+        if self.seen is not None:
+            self.seen.load(state.get("noise") or {})
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """Return a context in which the hooks are off."""
+        return nullcontext() if self.seen is None else self.seen.lifted()
+
+    def mark(self) -> int:
+        """Return a number that is the same on all ranks if all measure alike.
+
+        Returns:
+            Below 2**21, so that its square times the number of ranks is exact in float64.
+        """
+        how = (self.seen is not None) + 2 * self.meter.preconditioned + 4 * self.meter.proxy
+        return (self.meter.passed % (1 << 17) + 1) * 8 + how
 
     def measure(
         self,
-        window: WindowInFlight,
         gradients: list[Tensor | None],
         norm: float,
-        weight: normalize.Number,
-        divisor: float,
+        summed: Summed,
     ) -> None:
         """Take down what a window says; it counts once the update is made.
 
         Args:
-            window: all of whose micro-batches are summed; its hooks are off.
             gradients: of the batch: reduced, normalised and unscaled, but not clipped.
             norm: of them all.
-            weight: sum over the micro-batches of all ranks.
-            divisor: of the summed gradients.
+            summed: how they were summed.
         """
-        seen = window._noise
+        seen, weight = self.seen, summed.weight
         if seen is None:
             return
         if not weight:  # a sum over nothing that was divided by its lower bound
             self._found = _Found(ALONE)
             return
-        weights = window._weights.counted(window._dropped)
+        weights = summed.weights
         counted = [index for index, each in enumerate(weights) if each]
         squares = seen.squares()
-        if not seen.reason and len(counted) < len(window._weights.took_part(window._dropped)):
+        if not seen.reason and len(counted) < summed.took_part:
             seen.reason = "a micro-batch of weight 0 took part in a sum"
         missing = seen.reason or ("" if all(i in squares for i in counted) else "a part of it was not seen")
         count = len(self._names) + len(POWERS) * (self._metric is not None) + (self._samples is not None)
         # Sums of squares were taken of gradients times (planned W) x (scale of the scaler).
         shares = [weights[index] / weight for index in counted]
-        units = window._pieces.samples or weights
+        units = summed.samples or weights
         mine = [
             *(math.fsum(squares[i][g] for i in counted if i in squares) for g in range(count)),
             math.fsum(share * share for share in shares),
             math.fsum(s * s / units[i] for i, s in zip(counted, shares, strict=True)),
             float(bool(missing)),
         ]
-        *sums, q, q_per_sample, incomplete = window._plan.ranks.sum_numbers(mine)
+        *sums, q, q_per_sample, incomplete = summed.sync.sum_numbers(mine)
         q = 1.0 if seen.alone else q
-        factor = divisor * (window._scale or 1.0)
+        factor = summed.divisor * (summed.scale or 1.0)
         a2 = [each / factor**2 for each in sums]
         self._found = self._judged(a2, self._b2(gradients, norm), q, q_per_sample)
         if incomplete:
@@ -228,58 +308,6 @@ class NoiseOfWindows:
         # Of other parameters, as where some were frozen since, it is another noise scale.
         self.meter.expect(self._names, anew=bool(self._named))
         self._named = list(self._owned)
-
-
-def mark_of(window: WindowInFlight) -> int:
-    """How this rank stands with measuring, as a number that is the same on all ranks if all stand alike.
-
-    Args:
-        window: whose micro-batches are all summed.
-
-    Returns:
-        Below 2**21, so that its square times the number of ranks is exact in float64; 0: nothing is measured.
-    """
-    noise = window._plan.noise
-    if noise is None:
-        return 0
-    meter = noise.meter
-    how = (window._noise is not None) + 2 * meter.preconditioned + 4 * meter.proxy
-    return (meter.passed % (1 << 17) + 1) * 8 + how
-
-
-def group_names(optimizers: Iterable[Optimizer]) -> tuple[dict[tuple[int, int], int], list[str]]:
-    """Number and name the parameter groups of optimizers.
-
-    Args:
-        optimizers: in order.
-
-    Returns:
-        (id of the optimizer, number of the group there) -> number among all; and the names: a group's own
-        entry ``"name"`` where it has one that no other has, else ``"group 0"``, or with several optimizers
-        ``"optimizer 0, group 0"``.
-
-    Examples:
-        >>> import torch
-        >>> one, two = (torch.zeros(1, requires_grad=True) for _ in range(2))
-        >>> optimizer = torch.optim.SGD([{"params": [one], "name": "head"}, {"params": [two]}])
-        >>> group_names([optimizer])[1]
-        ['head', 'group 1']
-    """
-    optimizers = list(optimizers)
-    several = len(optimizers) > 1
-    numbers: dict[tuple[int, int], int] = {}
-    own: list[Any] = []
-    plain: list[str] = []
-    for place, optimizer in enumerate(optimizers):
-        for number, group in enumerate(optimizer.param_groups):
-            numbers[id(optimizer), number] = len(numbers)
-            own.append(group.get("name"))
-            plain.append(f"optimizer {place}, group {number}" if several else f"group {number}")
-    names = [
-        name if isinstance(name, str) and own.count(name) == 1 and name not in plain else other
-        for name, other in zip(own, plain, strict=True)
-    ]
-    return numbers, names
 
 
 def noise_of(

@@ -1,0 +1,88 @@
+"""Participant for the scale of a `torch.amp.GradScaler`, which stays the same during a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch.errors import WindowError
+
+
+class LossScale:
+    """Scale of the losses of a window.
+
+    Args:
+        scaler: a `torch.amp.GradScaler`; None, or one that is not enabled: losses are not scaled.
+        device: of the losses.
+
+    Attributes:
+        value: the scale since `begin`; None: losses are not scaled.
+    """
+
+    def __init__(self, scaler: Any | None, device: torch.device) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._device = device
+        self.value: float | None = None
+
+    def begin(self) -> None:
+        """Make the scale, as the first loss of a scaler does.
+
+        A window may have no loss that makes it: without weight on this rank, or resumed after a restart.
+        """
+        if self._scaler is not None:
+            self._scaler.scale(torch.zeros((), device=self._device))
+            self.value = self._scaler.get_scale()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss times the scale."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def require(self) -> None:
+        """Check that all losses of the window were scaled alike.
+
+        Raises:
+            WindowError: the scaler was updated meanwhile, in another window.
+        """
+        if self._scaler is not None and self._scaler.get_scale() != self.value:
+            raise WindowError(
+                f"The GradScaler's scale went from {self.value} to {self._scaler.get_scale()} inside the "
+                "window, so its sum mixes scales. Use one GradScaler per Accumulator."
+            )
+
+    def savepoint(self) -> None:
+        """Do nothing: the scale stays."""
+
+    def rollback(self) -> bool:
+        """Do nothing: the scale stays."""
+        return True
+
+    def restart(self) -> None:
+        """Do nothing: the scale stays."""
+
+    def restore(self) -> None:
+        """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
+        # A scaler that has scaled nothing has no scale yet, and would refuse.
+        if self._scaler is not None and getattr(self._scaler, "_growth_tracker", 0) is not None:
+            self._scaler.update(self._scaler.get_scale())
+
+    def commit(self) -> None:
+        """Do nothing: the update rule has updated the scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale."""
+        return {"scale": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that losses are scaled like those in the saved sums.
+
+        Raises:
+            WindowError: they are not.
+        """
+        if state["scale"] != self.value:
+            raise WindowError(
+                f"The GradScaler's scale is {self.value}, but the saved sums were scaled by {state['scale']}."
+                " Load the scaler's state of the same moment before you resume the window."
+            )

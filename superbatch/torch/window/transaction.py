@@ -1,0 +1,166 @@
+"""Transaction over the micro-batches of a window: begin, (savepoint [rollback])*, then commit or restore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+from ..memory.out_of_memory import out_of_memory, release_caches
+from ..sizes.sizing import Sizing
+from .config import Plan
+from .participant import Participant
+from .participants.batchnorm import Frozen, Pooled
+from .participants.forward_state import ForwardState
+from .participants.gradient_sum import Gradients
+from .participants.loss_scale import LossScale
+from .participants.noise.windows import NoiseOfWindows
+from .participants.sample_streams import SampleStreams
+from .progress import Progress
+from .validation import BackwardWatch
+
+
+class Transaction:
+    """Participants of one window, in the order in which they begin; they are restored in the other order.
+
+    Args:
+        config: of the accumulator.
+        gradients: the sum of the window.
+        progress: its position.
+        sizing: of its micro-batches.
+        watch: of the parameters in the first window; None later.
+
+    Attributes:
+        scale: of the losses.
+        streams: random streams of samples; None: micro-batches draw from the global generators.
+        norms: BatchNorms that are frozen or pooled; None: there are none.
+        noise: of the gradient, where this window measures it.
+    """
+
+    def __init__(
+        self,
+        config: Plan,
+        gradients: Gradients,
+        progress: Progress,
+        sizing: Sizing,
+        watch: BackwardWatch | None,
+    ) -> None:
+        self.config, self.gradients, self.progress, self.sizing = config, gradients, progress, sizing
+        self.scale = LossScale(config.step.scaler, config.owned[0].parameter.device)
+        samples = sum(progress.microbatches.samples or ())
+        self.streams = SampleStreams(config.ranks, samples) if config.sample_rng else None
+        self.norms: Frozen | Pooled | None = config.norms
+        self.noise: NoiseOfWindows | None = config.noise
+        self.watch = watch
+        if self.noise is not None:
+            self.noise.expect(progress.microbatches, shared=config.ranks.shared)
+        self._state = ForwardState(config.state, each=config.nonfinite == "skip_microbatch")
+        found: list[Participant | None] = [
+            config.random,
+            self._state,
+            self.streams,
+            self.norms,
+            self.scale,
+            watch,
+            gradients,
+            self.noise,
+            progress,
+        ]
+        self._participants: list[Participant] = [each for each in found if each is not None]
+        self._undone = list(reversed(self._participants))
+        self._unsynchronised = ExitStack()
+
+    @property
+    def pooled(self) -> Pooled | None:
+        """BatchNorms whose statistics are pooled, which smaller micro-batches would change."""
+        return self.norms if isinstance(self.norms, Pooled) else None
+
+    def begin(self) -> None:
+        """Begin; what fails is followed by `restore`."""
+        for participant in self._participants:
+            participant.begin()
+        self._unsynchronised = self.config.ranks.no_sync()
+
+    def savepoint(self) -> None:
+        """Remember everything as before the current micro-batch."""
+        for participant in self._participants:
+            participant.savepoint()
+
+    def rollback(self) -> bool:
+        """Restore the savepoint; False where that is impossible: then `restart`."""
+        return all(participant.rollback() for participant in self._undone)
+
+    def drop(self) -> None:
+        """Leave the current micro-batch out: restore the savepoint, but not random numbers and position."""
+        for participant in (self.gradients, self.norms, self._state):
+            if participant is not None:
+                participant.rollback()
+
+    def restart(self) -> None:
+        """Restore everything as before the window, which stays open and begins at its first micro-batch."""
+        for participant in self._participants:
+            participant.restart()
+
+    def restore(self) -> None:
+        """Restore everything as before the window, also where some of it fails.
+
+        Raises:
+            BaseException: the last that a participant raised.
+        """
+        restore_each(self._unsynchronised.close, *(participant.restore for participant in self._undone))
+
+    def commit(self) -> None:
+        """Keep what the window did."""
+        self._unsynchronised.close()
+        for participant in self._participants:
+            participant.commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all participants in one mapping."""
+        state: dict[str, Any] = {"key": 0, "norms": None, "noise": None}
+        for participant in self._participants:
+            state |= participant.state_dict()
+        if self.streams is not None:
+            state["random"]["torch"] = self.streams.generator_state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from the states of all participants."""
+        for participant in self._participants:
+            participant.load_state_dict(state)
+
+    def stream(self, index: int) -> AbstractContextManager[None]:
+        """Return a context in which the samples of a micro-batch have random streams of their own."""
+        if self.streams is None:
+            return nullcontext()
+        return self.streams.of(self.progress.microbatches.places(index, self.streams.first_sample))
+
+
+def restore_each(*steps: Callable[[], None]) -> None:
+    """Take each step in turn, also after one that failed; one that ran out of memory is taken once more.
+
+    Args:
+        steps: each restores something, and may be taken twice.
+
+    Raises:
+        BaseException: that of the last step that failed.
+
+    Examples:
+        >>> done = []
+        >>> restore_each(lambda: done.append(1), lambda: done.append(2))
+        >>> done
+        [1, 2]
+    """
+    with ExitStack() as stack:  # which takes the step that was put in last first
+        for step in reversed(steps):
+            stack.callback(_restore, step)
+
+
+def _restore(step: Callable[[], None]) -> None:
+    try:
+        step()
+    except BaseException as error:
+        if not out_of_memory(error):
+            raise
+        release_caches()
+        step()
