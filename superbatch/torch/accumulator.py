@@ -17,13 +17,13 @@ from ..results.memory import MemoryReport
 from ..results.noise import Noise
 from ..results.update import Update
 from ..window import Window
+from . import fastpaths
 from .checks.check_schedule import CheckSchedule
 from .checks.first_check import check_first_window
 from .devices import accelerators
 from .loss.declared import WeightOption, declare
 from .loss.losses import alone
 from .masters import masters_loader, masters_state, masters_written, take_over
-from .memory.heap import keep_freed_memory
 from .sizes.reserve import Reserve
 from .sizes.sizing import Fixed, sizing_state
 from .whole_batch import Coupled, owned_loop, whole_batch
@@ -221,7 +221,7 @@ class Accumulator:
         options.check_combinations(self._plan, momentum=self._into == "momentum")
         self._written = masters_written(self._owned)
         if isinstance(self._sizing, Fixed):  # a size that is looked for goes to the limit: all is handed back
-            keep_freed_memory(entry.parameter.device for entry in self._owned)
+            fastpaths.keep_freed_memory(entry.parameter.device for entry in self._owned)
 
     @property
     def updates(self) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import fastpaths
+
 
 def resolved(device: torch.device) -> torch.device:
     """Return a device with the index that tensors made there have.
@@ -172,7 +174,7 @@ def copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         tensor([1., 1.])
     """
     for into, of in zip(alike(targets), alike(sources), strict=True):
-        torch._foreach_copy_(into, of)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+        fastpaths.copy(into, of)
 
 
 NO_FLOAT64 = {"mps"}  # kinds of devices where a float64 tensor cannot be made

@@ -263,8 +263,7 @@ def test_losses_that_a_replayed_graph_overwrites(device: None) -> None:
 
 def test_mutant_keeps_the_memory_of_the_graph(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "superbatch.torch.window.participants.parameter_gradients.any_in_shared_memory",
-        lambda gradients: False,
+        "superbatch.torch.window.participants.gradient_sum.in_shared_memory", lambda gradient: False
     )
     *_, weight, right = _replayed(lambda x: x)
     assert not torch.allclose(weight, right, rtol=1e-2)

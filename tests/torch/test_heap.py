@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superbatch.torch.memory import heap
-from superbatch.torch.memory.heap import keep_freed_memory
+from superbatch.torch import fastpaths
+from superbatch.torch.fastpaths import keep_freed_memory
 
 # 48 blocks of 1 MiB are taken, written and freed again, as activations are: before there is an accumulator or
 # a virtual batch, and when there is, or was, one.
@@ -96,7 +96,7 @@ def test_those_who_count_tensors_see_nothing_of_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         torch, "UntypedStorage", lambda *args, **more: taken.append(args) or storage(*args, **more)
     )
-    heap._take_and_free.cache_clear()
+    fastpaths._take_and_free.cache_clear()
     with Seen() as seen:
         for _ in range(3):
             keep_freed_memory([torch.device("cpu")])
@@ -113,7 +113,7 @@ def test_where_there_are_no_addresses_left_nothing_is_kept(monkeypatch: pytest.M
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "UntypedStorage", fail)
-    heap._take_and_free.cache_clear()
+    fastpaths._take_and_free.cache_clear()
     keep_freed_memory([torch.device("cpu")])
     assert len(asked) == 1
     keep_freed_memory([torch.device("meta")])

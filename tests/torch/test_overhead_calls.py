@@ -54,8 +54,9 @@ def test_the_calls_of_a_window_and_of_each_of_its_microbatches(whole_batch):
     for_each = (more - calls) / 16
     assert accumulate.updates == 3
     # 29 and 169 when written (Python 3.11; later ones call fewer for a comprehension). A micro-batch that the
-    # machine was kept from for long makes one or two more.
-    assert 0 < for_each <= 32
+    # machine was kept from for long makes one or two more. One is the fast path of autograd (0036).
+    assert 0 < for_each <= 34
     # 216 and 223 with what a window sees since: whether a parameter was replaced, an optimizer wrapped, state
-    # moved, and labels unequal for the first time.
-    assert 0 < calls - 8 * for_each <= 226
+    # moved, and labels unequal for the first time. Comprehensions in place of maps (0036) take no longer, and
+    # count as calls before Python 3.12: 246.
+    assert 0 < calls - 8 * for_each <= 252

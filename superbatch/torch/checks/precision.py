@@ -84,6 +84,7 @@ def _to_a_parameter() -> bool:
 
     A forward that a checkpoint computes again asks for conversions within the backward too.
     """
+    # Private, for correctness: nothing public tells whether a backward runs in this thread.
     if torch._C._current_graph_task_id() == -1:
         return False
     if not torch.is_grad_enabled():

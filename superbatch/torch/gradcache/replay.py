@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..window.participants.snapshot import RandomKeeper, numpy_memory, restore_random_state
+from .. import fastpaths
+from ..window.participants.snapshot import RandomKeeper, restore_random_state
 
 
 class Replay:
@@ -50,4 +51,4 @@ class Replay:
 
 
 def _numpy() -> bytes | None:
-    return numpy_memory(sys.modules["numpy"].random) if "numpy" in sys.modules else None
+    return fastpaths.numpy_memory(sys.modules["numpy"].random) if "numpy" in sys.modules else None

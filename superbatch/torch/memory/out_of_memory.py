@@ -94,6 +94,7 @@ _PINNING = {"cuda", "xpu"}
 def _release_pinned() -> None:
     """Give back pinned memory that nobody uses: blocks are rounded up to powers of two, and kept."""
     accelerator = getattr(torch, "accelerator", None)
+    # Private, for correctness: the only way to free this memory before torch has a public one.
     empty = getattr(accelerator, "empty_host_cache", None) or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None:
         empty()

@@ -23,8 +23,8 @@ from superbatch.errors import SuperbatchError, explain
 
 from ..checks.introspection import run_eagerly
 from ..checks.probing.untouched import _restore_python, _slots
+from ..fastpaths import engine_backward
 from ..memory.ledger import Ledger
-from ..window.participants.gradient_sum import _engine_backward as engine_backward
 from ..window.participants.snapshot import random_state, restore_random_state
 
 
@@ -201,7 +201,7 @@ def _refuse_hidden_workspace(func: Any, args: tuple[Any, ...]) -> None:
         )
 
 
-# Tensors inside vmap, of which the stub of torch knows nothing.
+# Private, for correctness: nothing public tells a tensor inside vmap. The stub of torch does not know it.
 _is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)

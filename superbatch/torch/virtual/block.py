@@ -13,9 +13,9 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from superbatch.integers import positive_int
 from superbatch.results.coupling import CouplingReport
 
+from .. import fastpaths
 from ..checks.introspection import run_eagerly
 from ..devices import accelerators
-from ..memory.heap import keep_freed_memory
 from ..window.participants.buffers import BufferKeeper
 from ..window.participants.snapshot import random_state, restore_random_state
 from . import options
@@ -161,7 +161,7 @@ def virtual_batch(
     buffers = BufferKeeper(models)
     buffers.take()
     if not automatic:  # which goes to the limit: all is handed back
-        keep_freed_memory([where])
+        fastpaths.keep_freed_memory([where])
     randomness = random_state(accelerators(models, where))
     try:
         with session.across.held_together(), rarely_collecting():

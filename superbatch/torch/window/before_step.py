@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import chain, compress
-from operator import attrgetter, is_, not_
 from typing import Any
 
 import torch
@@ -20,8 +18,6 @@ from .participants.gradient_sum import Owned
 from .wrapped import describe, leaves_of
 
 PLAIN = (int, float, complex, str, bytes, type(None))  # what cannot change in place
-
-_version = attrgetter("_version")
 
 
 class BeforeStep:
@@ -79,7 +75,7 @@ class BeforeStep:
             states.note(optimizer.state)
         self._groups = [[dict(group) for group in o.param_groups] for o in self._optimizers]
         self._targets = [entry.target for entry in self._owned]
-        self._versions = list(map(_version, self._targets))
+        self._versions = [target._version for target in self._targets]
         self._is_noted, self._has_begun = True, False
 
     def begin(self) -> None:
@@ -124,7 +120,7 @@ class BeforeStep:
         groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
         if groups != list(map(len, self._groups)):
             return False
-        return list(map(_version, self._targets)) == self._versions
+        return [target._version for target in self._targets] == self._versions
 
     def _is_hidden(self) -> bool:
         """Whether part of an update may not show.
@@ -179,51 +175,30 @@ class _States:
         self._references: list[weakref.ref[Tensor]] = []
         self._versions: list[int] = []
         self._others: list[Any] = []
-        self._only_tensors = False
 
     def note(self, state: Mapping[Any, Any]) -> None:
         """Note how a state is now."""
         states = list(state.values())
-        versions = self._versions_of_known(states) if self._only_tensors else None
-        self._versions = self._look(state, states) if versions is None else versions
+        self._keys = list(state)
+        self._versions = []
+        if [each for each in states if not isinstance(each, dict)]:
+            self.is_opaque = True
+            return
+        self._names = [tuple(each) for each in states]
+        values = [value for each in states for value in each.values()]
+        self._are_tensors = [isinstance(value, Tensor) for value in values]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        self._references = [weakref.ref(tensor) for tensor in tensors]
+        self._others = [value for value in values if not isinstance(value, Tensor)]
+        self.is_opaque = not all(isinstance(other, PLAIN) for other in self._others)
+        try:
+            self._versions = [tensor._version for tensor in tensors]
+        except RuntimeError:  # made in inference mode
+            self.is_opaque = True
 
     def forget(self) -> None:
         """Let go of other values than tensors, which nothing else keeps alive here."""
         self._others = []
-
-    def _versions_of_known(self, states: list[Any]) -> list[int] | None:
-        """The versions of the tensors, if they are those of the last step: half the time of a look."""
-        try:
-            tensors = list(chain.from_iterable(map(dict.values, states)))
-            versions = list(map(_version, tensors))
-        except (TypeError, AttributeError, RuntimeError):  # no dict, no tensor, or one without a version
-            return None
-        if len(states) != len(self._keys) or len(tensors) != len(self._references):
-            return None
-        known = [reference() for reference in self._references]
-        return versions if all(map(is_, tensors, known)) else None
-
-    def _look(self, state: Mapping[Any, Any], states: list[Any]) -> list[int]:
-        """Note where each value stands; return the versions of the tensors among them."""
-        self._keys = list(state)
-        self._only_tensors = False
-        if not all(isinstance(each, dict) for each in states):
-            self.is_opaque = True
-            return []
-        self._names = list(map(tuple, states))
-        values = list(chain.from_iterable(map(dict.values, states)))
-        self._are_tensors = [isinstance(value, Tensor) for value in values]
-        tensors = list(compress(values, self._are_tensors))
-        self._references = list(map(weakref.ref, tensors))
-        self._others = list(compress(values, map(not_, self._are_tensors)))
-        self.is_opaque = not all(isinstance(other, PLAIN) for other in self._others)
-        try:
-            versions = list(map(_version, tensors))
-        except RuntimeError:  # made in inference mode
-            self.is_opaque = True
-            return []
-        self._only_tensors = not self._others
-        return versions
 
     def by_key(self) -> dict[Any, dict[str, Any]]:
         """Return by key what each state held."""

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from superbatch.errors import OptimizerError, explain
 
+from .. import fastpaths
 from .before_step import BeforeStep, not_made
 from .norm import elements_of
 from .participants.gradient_sum import Gradients, Owned, clear
@@ -61,7 +62,7 @@ def ready(
     if divisor != 1.0:
         present = [gradient for gradient in gradients if gradient is not None]
         if present:
-            torch._foreach_div_(present, divisor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+            fastpaths.divide(present, divisor)
     _require_any(place, gradients)
     if step.scaling:
         # unscale_ works on `.grad` and remembers an overflow for the scaler's own step().
@@ -82,7 +83,7 @@ def clip(step: Step, gradients: list[Tensor | None], norm: float) -> None:
     # Unlike torch's function this leaves out the pass over all gradients when it would multiply by one.
     if step.max_grad_norm is not None and norm + 1e-6 > step.max_grad_norm:
         factor = step.max_grad_norm / (norm + 1e-6)
-        torch._foreach_mul_(elements_of(gradients), factor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+        fastpaths.multiply(elements_of(gradients), factor)
     if step.max_grad_value is not None:
         for elements in elements_of(gradients):
             elements.clamp_(-step.max_grad_value, step.max_grad_value)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from superbatch.torch import fastpaths
+
 from .gradient_sum import (
     LOW_PRECISION,
     Owned,
@@ -149,14 +151,13 @@ class InBuffers:
         self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in saved.items()}
 
     def _add_all(self, entries: list[Owned], sums: list[Tensor]) -> None:
-        """Add gradients to sums that are there: one call for all takes half the time for small ones."""
+        """Add gradients to sums that are there."""
         self._added = True  # first, as below
         gradients = [take_gradient(entry, inside=self._inside) for entry in entries]
         if any(gradient.is_sparse for gradient in gradients):
-            for one, gradient in zip(sums, gradients, strict=True):
-                one.add_(gradient, alpha=self._factor)
+            fastpaths.plain_add(sums, gradients, self._factor)  # the other one knows no sparse tensors
         else:
-            torch._foreach_add_(sums, gradients, alpha=self._factor)  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+            fastpaths.add(sums, gradients, self._factor)
 
     def _add(self, entry: Owned) -> None:
         self._added = True  # first: the gradient is taken away before it is in the sum

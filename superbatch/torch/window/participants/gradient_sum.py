@@ -24,13 +24,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from superbatch.errors import OptimizerError, WindowError, explain
+from superbatch.torch import fastpaths
 from superbatch.torch.devices import alike
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-_use_count = torch._C._storage_Use_Count
-
-_engine_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
-_in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 @dataclass(frozen=True)
@@ -139,22 +136,31 @@ def foreign_gradient(name: str) -> WindowError:
     )
 
 
-def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> None:
-    """Give each parameter a gradient of its own, apart from `taken` as well.
+def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> bool:
+    """Give each parameter a gradient of its own, apart from `taken` as well; return whether one had not.
 
     Autograd hands one tensor to two parameters whose sum it went through; the next micro-batch would be added
     to it twice. To a parameter that is a term of the loss it hands the loss's own gradient, and from a
     replayed graph the memory that the next replay writes to (see `in_shared_memory`).
+
+    Examples:
+        >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        >>> a.grad = b.grad = torch.ones(2)
+        >>> unshare([a, b]), a.grad is b.grad, unshare([a, b])
+        (True, False, False)
     """
     seen: set[int] = set() if taken is None else {_address(taken)}
+    copied = False
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             place = _address(gradient._values() if gradient.is_sparse else gradient)
             if (place in seen and place) or in_shared_memory(gradient):
                 parameter.grad = gradient.clone()
+                copied = True
             else:
                 seen.add(place)
+    return copied
 
 
 def _address(tensor: Tensor) -> int:
@@ -163,23 +169,6 @@ def _address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
         return 0
-
-
-def are_apart(gradients: Iterable[Tensor | None]) -> bool:
-    """Return whether each gradient begins a memory of its own: seen in a fifth of the time of `unshare`.
-
-    Examples:
-        >>> one = torch.ones(2)
-        >>> are_apart([one, None, torch.ones(2)]), are_apart([one, one.detach()])
-        (True, False)
-    """
-    present = [gradient for gradient in gradients if gradient is not None]
-    if any(map(Tensor.storage_offset, present)):
-        return False
-    try:
-        return len(set(map(Tensor.data_ptr, present))) == len(present)
-    except RuntimeError:  # a sparse gradient has none of its own
-        return False
 
 
 def in_shared_memory(gradient: Tensor | None) -> bool:
@@ -198,23 +187,9 @@ def in_shared_memory(gradient: Tensor | None) -> bool:
         return False
     if gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules:
         return True  # its tensors do not count as users of their memory
-    # One for the tensor, one for the storage that Python sees.
-    return _use_count(gradient.untyped_storage()._cdata) > 2
-
-
-def any_in_shared_memory(gradients: Iterable[Tensor | None]) -> bool:
-    """Return whether one of the gradients is `in_shared_memory`: for ordinary ones in half of the time.
-
-    Examples:
-        >>> one = torch.ones(2)
-        >>> any_in_shared_memory([one, None]), any_in_shared_memory([one, one.detach()])
-        (False, True)
-    """
-    present = [gradient for gradient in gradients if gradient is not None]
-    ordinary = {(type(gradient), gradient.layout, gradient.is_cuda) for gradient in present}
-    if ordinary != {(Tensor, torch.strided, False)}:
-        return any(map(in_shared_memory, present))
-    return max([_use_count(gradient.untyped_storage()._cdata) for gradient in present]) > 2
+    # Private, for correctness: torch has no public count of the users of a memory, and to copy each first
+    # gradient would take a window's gradients twice. One for the tensor, one for the storage Python sees.
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > 2
 
 
 def require_none(owned: list[Owned]) -> None:
@@ -265,20 +240,7 @@ def run_backward(
         OptimizerError: a reentrant checkpoint lies on the way, which cannot be restricted.
     """
     try:
-        if type(loss) is not Tensor or gradient is None or _in_transform():
-            torch.autograd.backward(loss, gradient, retain_graph, inputs=inputs)
-        else:
-            # What torch.autograd.backward calls (and Megatron-LM too), without its checks of user input: they
-            # take 25 us, a tenth of a micro-batch of a tiny model. See docs/decisions/0007.
-            _engine_backward(
-                (loss,),
-                (gradient,),
-                keep_graph=retain_graph,
-                create_graph=False,
-                inputs=tuple(inputs or ()),
-                allow_unreachable=True,
-                accumulate_grad=True,
-            )
+        fastpaths.backward(loss, gradient, inputs, retain_graph=retain_graph)
     except RuntimeError as error:
         if inputs is not None and "use_reentrant" in str(error):
             raise OptimizerError(
@@ -330,7 +292,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
         return True
     # The largest magnitude is not finite iff some element is not; unlike the 2-norm it cannot overflow.
     infinity = float("inf")
-    largest = [torch.stack(torch._foreach_norm(group, infinity)) for group in alike(dense)]  # pyright: ignore[reportPrivateImportUsage]  (as torch.optim does)
+    largest = [torch.stack(fastpaths.norms(group, infinity)) for group in alike(dense)]
     parts = [norms.isfinite().all() for norms in largest]
     # One answer for all of a device, and of several devices one as well.
     return bool(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradient_sum import Owned, any_in_shared_memory, are_apart, attach, clear, run_backward, unshare
-from .gradient_versions import Marks, Settling
+from .gradient_sum import Owned, attach, clear, run_backward, unshare
+from .gradient_versions import Marks
 
 
 class InGrad:
@@ -22,7 +22,6 @@ class InGrad:
         *,
         only_owned: bool,
         whole: bool = False,
-        settling: Settling | None = None,
     ) -> None:
         self._owned = owned
         self._whole = whole
@@ -32,7 +31,7 @@ class InGrad:
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
         self.yet = 1.0  # factor that the sums have yet to be multiplied by; saved with the window
-        self._marks = Marks(owned, settling or Settling())
+        self._marks = Marks(owned)
 
     def begin(self) -> None:
         """Start a window: no gradient of it exists yet."""
@@ -75,9 +74,7 @@ class InGrad:
         """Take the gradients that are in ``.grad`` now as the window's own, apart from that of the loss."""
         if not self._marks.set():
             return
-        new = self._marks.gradients
-        if not are_apart([*new, of_loss]) or any_in_shared_memory(new):
-            unshare((entry.parameter for entry in self._owned), of_loss)
+        if unshare([entry.parameter for entry in self._owned], of_loss):
             self._marks.forget()
             self._marks.set()
 
@@ -91,7 +88,7 @@ class InGrad:
 
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
-        self._marks.require(last=True)
+        self._marks.require()
         gradients = self._marks.gradients
         if self.yet != 1.0:
             for gradient in gradients:

@@ -11,7 +11,6 @@ from ..config import Plan
 from ..validation import check_momentum
 from .buffer_gradients import InBuffers
 from .gradient_sum import LOW_PRECISION, Gradients
-from .gradient_versions import Settling
 from .momentum_gradients import InMomentum
 from .parameter_gradients import InGrad
 
@@ -33,7 +32,6 @@ class Places:
         self._dtype: torch.dtype | Literal["auto"] | None = dtype
         self._momentum = momentum
         self._said = False
-        self._settling = Settling()
 
     def choose(self, microbatches: int, *, only_owned: bool) -> Gradients:
         """Return the place for a window of so many micro-batches."""
@@ -46,7 +44,7 @@ class Places:
         dtype = self._sum_dtype(microbatches)
         isolated = plan.nonfinite == "skip_microbatch"
         if dtype is None and not isolated:
-            return InGrad(plan.owned, only_owned=only_owned, settling=self._settling)
+            return InGrad(plan.owned, only_owned=only_owned)
         return InBuffers(plan.owned, dtype, isolated=isolated, only_owned=only_owned)
 
     def _sum_dtype(self, microbatches: int) -> torch.dtype | None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from superbatch.torch import fastpaths
 from superbatch.torch.devices import generator_states
 
 # Seconds of a micro-batch for which states are not copied: that costs up to 1 % of it (it also disturbs
@@ -38,7 +38,6 @@ class RandomKeeper:
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self.devices = tuple(devices)
-        self._python: tuple[Any, Any] = (None, None)
         self._numpy: tuple[bytes, Any] = (b"", None)
         self.taken: dict[str, Any] = {}
         self._mark: dict[str, Any] | None = None
@@ -47,7 +46,7 @@ class RandomKeeper:
     def begin(self) -> None:
         """Copy the states; forgets those taken before, also where there is no memory for the copies."""
         self.taken = {}
-        self.taken = {**torch_random_state(self.devices), "python": self._python_state()}
+        self.taken = {**torch_random_state(self.devices), "python": random.getstate()}
         if "numpy" in sys.modules:
             self.taken["numpy"] = self._numpy_state()
 
@@ -99,81 +98,20 @@ class RandomKeeper:
         self.taken = state["random_before"]
         restore_random_state(state["random"])
 
-    def _python_state(self) -> Any:
-        """Python's state, copied only if it has moved: a tuple of 625 numbers is 25 KB in 625 pieces."""
-        memory = python_memory()
-        if memory is None or memory != self._python[0]:
-            self._python = (memory, random.getstate())
-        return self._python[1]
-
     def _numpy_state(self) -> Any:
         """NumPy's state, copied only if it has moved.
 
-        To copy it takes longer than all else at the start of a window; to see that it has not moved, 1 us.
+        To copy it takes longer than all else at the start of a window.
         A second normal number that the generator still holds back does not show: then copy it always.
         """
         numpy_random = sys.modules["numpy"].random
-        memory = numpy_memory(numpy_random)
+        memory = fastpaths.numpy_memory(numpy_random)
         if memory is None:
             return numpy_random.get_state()
         seen, state = self._numpy
         if memory != seen or state is None or state[3]:
             self._numpy = (memory, numpy_random.get_state())
         return self._numpy[1]
-
-
-def python_memory() -> tuple[bytes, object] | None:
-    """Return what Python's global generator holds, None where it is not laid out as expected.
-
-    Examples:
-        >>> before = python_memory()
-        >>> _ = random.random()
-        >>> python_memory() == before
-        False
-    """
-    generator = _python_generator()
-    if generator is None:
-        return None
-    # After the head of the object: int index; uint32_t state[624]. The next normal number is an attribute.
-    return ctypes.string_at(id(generator) + object.__basicsize__, 4 + 624 * 4), generator.gauss_next
-
-
-@cache
-def _python_generator() -> Any:
-    """Python's global generator, if its memory holds what its state says."""
-    generator = getattr(random, "_inst", None)
-    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
-        return None
-    version, internal, _ = generator.getstate()
-    words = 1 + 624
-    if version != 3 or type(generator).__basicsize__ < object.__basicsize__ + 4 * words:
-        return None
-    memory = (ctypes.c_uint32 * words).from_address(id(generator) + object.__basicsize__)
-    return generator if (*memory[1:], memory[0]) == internal else None
-
-
-# Of NumPy's documented struct mt19937_state: uint32_t key[624]; int pos;
-_MT19937_BYTES = 624 * 4 + 4
-
-
-def numpy_memory(numpy_random: Any) -> bytes | None:
-    """Return the bytes of NumPy's global generator, None if it is of another kind.
-
-    Args:
-        numpy_random: the module ``numpy.random``.
-
-    Examples:
-        >>> import numpy
-        >>> before = numpy_memory(numpy.random)
-        >>> _ = numpy.random.rand()
-        >>> numpy_memory(numpy.random) == before
-        False
-    """
-    get_bit_generator = getattr(numpy_random, "get_bit_generator", None)  # from NumPy 1.24 on
-    bits = None if get_bit_generator is None else get_bit_generator()
-    if bits is None or type(bits).__name__ != "MT19937":
-        return None
-    return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
 
 
 def random_state(devices: Iterable[torch.device] = (), *, numpy: bool = True) -> dict[str, Any]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from operator import attrgetter
 
 from torch import Tensor
 
 Entry = tuple[weakref.ref[Tensor], str, bool]
 """A tensor, its name for messages, and whether it was reached through the loss function alone."""
-
-_version = attrgetter("_version")
 
 
 class Watched:
@@ -46,12 +43,11 @@ class Watched:
 
     def now(self) -> tuple[list[Tensor], list[int]]:
         """Return the tensors that are alive, and their version counters."""
-        tensors = [reference() for reference in self._references]
-        try:
-            return tensors, list(map(_version, tensors))  # pyright: ignore[reportReturnType]  (None has none)
-        except AttributeError:  # a tensor is gone
-            self._set({key: entry for key, entry in self._entries.items() if entry[0]() is not None})
-            return self.now()
+        tensors = [tensor for reference in self._references if (tensor := reference()) is not None]
+        if len(tensors) == len(self._references):
+            return tensors, [tensor._version for tensor in tensors]
+        self._set({key: entry for key, entry in self._entries.items() if entry[0]() is not None})
+        return self.now()
 
     def _set(self, entries: dict[int, Entry]) -> None:
         self._entries = entries
@@ -71,11 +67,11 @@ class Counters:
 
     def read(self) -> list[int]:
         """Return the counters as they are now."""
-        return list(map(_version, self._tensors))
+        return [tensor._version for tensor in self._tensors]
 
     def written(self) -> list[Tensor]:
         """Return the tensors that were written since, and are still watched."""
-        now = list(map(_version, self._tensors))
+        now = [tensor._version for tensor in self._tensors]
         if now == self._before:
             return []
         each = zip(self._tensors, self._before, now, strict=True)

@@ -1,0 +1,250 @@
+"""Fast paths: private parts of torch and memory of other libraries, read for speed alone.
+
+Each path has a plain version beside it, which does the same with public functions; `PLAIN` pairs them.
+`tests/torch/test_fastpaths.py` compares both, and `benchmarks/fastpaths.py` measures what a path gains. One
+that gains less than 1 % of a window is deleted, and its plain version takes its place. Callers write
+``fastpaths.backward(...)``, so that a path can be exchanged in one place.
+
+Private parts that correctness needs are not here. They stand where they are used, with the reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# -- autograd ------------------------------------------------------------------------------------------------
+
+# The function that torch.autograd.backward ends in. torch's function modes do not see it.
+engine_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+_in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def backward(
+    loss: Tensor, gradient: Tensor | None, inputs: Sequence[Tensor] | None, *, retain_graph: bool
+) -> None:
+    """Run autograd without the checks of user input in `torch.autograd.backward`.
+
+    Args:
+        loss: where the backward starts.
+        gradient: of the loss.
+        inputs: leaves that gradients are accumulated in; None for all.
+        retain_graph: keep the graph for another backward.
+
+    Examples:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> backward(x.sum(), torch.tensor(3.0), None, retain_graph=False)
+        >>> x.grad
+        tensor([3., 3.])
+    """
+    if type(loss) is not Tensor or gradient is None or _in_transform():
+        plain_backward(loss, gradient, inputs, retain_graph=retain_graph)
+        return
+    engine_backward(
+        (loss,),
+        (gradient,),
+        keep_graph=retain_graph,
+        create_graph=False,
+        inputs=tuple(inputs or ()),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def plain_backward(
+    loss: Tensor, gradient: Tensor | None, inputs: Sequence[Tensor] | None, *, retain_graph: bool
+) -> None:
+    """Run autograd by its public function."""
+    torch.autograd.backward(loss, gradient, retain_graph, inputs=inputs)
+
+
+# -- NumPy's global generator --------------------------------------------------------------------------------
+
+_MT19937_BYTES = 624 * 4 + 4  # NumPy's struct mt19937_state: uint32_t key[624]; int pos;
+
+
+def numpy_memory(numpy_random: Any) -> bytes | None:
+    """Return the state of NumPy's global generator as bytes, None if it is not a Mersenne Twister.
+
+    A second normal number that the generator holds back is not part of it.
+
+    Args:
+        numpy_random: the module ``numpy.random``.
+
+    Examples:
+        >>> import numpy
+        >>> before = numpy_memory(numpy.random)
+        >>> _ = numpy.random.rand()
+        >>> numpy_memory(numpy.random) == before
+        False
+    """
+    get_bit_generator = getattr(numpy_random, "get_bit_generator", None)  # from NumPy 1.24 on
+    bits = None if get_bit_generator is None else get_bit_generator()
+    if bits is None or type(bits).__name__ != "MT19937":
+        return None
+    return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
+
+
+def plain_numpy_memory(numpy_random: Any) -> bytes | None:
+    """Return the same bytes from the public state, which NumPy builds number by number."""
+    state = numpy_random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return None
+    inner = state["state"]
+    return inner["key"].tobytes() + bytes(ctypes.c_int(inner["pos"]))
+
+
+# -- many tensors in one call --------------------------------------------------------------------------------
+#
+# On an accelerator one kernel for all tensors of a device and dtype, as torch.optim calls them; on the CPU a
+# loop inside torch.
+
+
+def divide(tensors: list[Tensor], divisor: float) -> None:
+    """Divide tensors in place.
+
+    Examples:
+        >>> one = torch.ones(2)
+        >>> divide([one], 4.0)
+        >>> one
+        tensor([0.2500, 0.2500])
+    """
+    torch._foreach_div_(tensors, divisor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def plain_divide(tensors: list[Tensor], divisor: float) -> None:
+    """Divide tensors in place, one by one."""
+    for tensor in tensors:
+        tensor.div_(divisor)
+
+
+def multiply(tensors: list[Tensor], factor: float) -> None:
+    """Multiply tensors in place.
+
+    Examples:
+        >>> one = torch.ones(2)
+        >>> multiply([one], 4.0)
+        >>> one
+        tensor([4., 4.])
+    """
+    if not tensors or tensors[0].is_cpu:  # there torch's own loop rounds the factor to bfloat16
+        plain_multiply(tensors, factor)
+    else:
+        torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def plain_multiply(tensors: list[Tensor], factor: float) -> None:
+    """Multiply tensors in place, one by one."""
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def add(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
+    """Add tensors times a factor to others, in place.
+
+    Examples:
+        >>> one = torch.ones(2)
+        >>> add([one], [torch.ones(2)], 4.0)
+        >>> one
+        tensor([5., 5.])
+    """
+    torch._foreach_add_(targets, sources, alpha=factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def plain_add(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
+    """Add tensors times a factor to others, one by one."""
+    for target, source in zip(targets, sources, strict=True):
+        target.add_(source, alpha=factor)
+
+
+def norms(tensors: list[Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return the norm of each tensor, all of one device and dtype.
+
+    Examples:
+        >>> norms([torch.tensor([3.0, 4.0])])
+        [tensor(5.)]
+    """
+    return list(torch._foreach_norm(tensors, order, dtype))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def plain_norms(tensors: list[Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Return the norm of each tensor, one by one."""
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
+def copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others of the same shape, all of one device and dtype.
+
+    Examples:
+        >>> zero = torch.zeros(2)
+        >>> copy([zero], [torch.ones(2)])
+        >>> zero
+        tensor([1., 1.])
+    """
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def plain_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others, one by one."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+# -- the C library's heap ------------------------------------------------------------------------------------
+
+_LEARNT = 2**25 - 2**16  # glibc learns from blocks of up to 32 MiB, its own header included
+
+
+def keep_freed_memory(devices: Iterable[torch.device]) -> None:
+    """Let glibc keep what a micro-batch frees for the next one.
+
+    By default it hands the end of its heap back to the system once more is free there than twice the largest
+    block that a program has freed so far, and fetches it again page by page, in each micro-batch. A block of
+    32 MiB that is taken, never touched and freed is the largest that it learns from; afterwards up to 64 MiB
+    stay. Costs microseconds, once in a process, and no memory; where the user has set glibc's thresholds, or
+    another allocator is in use, it does nothing. See docs/decisions/0021.
+
+    Args:
+        devices: where the training works; nothing is done where none is the CPU.
+
+    Examples:
+        >>> keep_freed_memory([torch.device("cpu")])
+
+    References:
+        mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD: https://man7.org/linux/man-pages/man3/mallopt.3.html
+    """
+    if any(device.type == "cpu" for device in devices):
+        with suppress(RuntimeError):  # a limit of addresses: then there is not so much to keep
+            _take_and_free()
+
+
+def plain_keep_freed_memory(devices: Iterable[torch.device]) -> None:
+    """Leave the heap as it is."""
+
+
+@cache  # glibc does not forget, and a profiler would show the block in each step
+def _take_and_free() -> None:
+    # No tensor: those who count tensors would count it, and deterministic algorithms fill what is empty.
+    torch.UntypedStorage(_LEARNT, device="cpu")
+
+
+PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "backward": plain_backward,
+        "numpy_memory": plain_numpy_memory,
+        "divide": plain_divide,
+        "multiply": plain_multiply,
+        "add": plain_add,
+        "norms": plain_norms,
+        "copy": plain_copy,
+        "keep_freed_memory": plain_keep_freed_memory,
+    }
+)
+"""The plain version of each path, by the name of the path."""

@@ -1,0 +1,52 @@
+"""The benchmark of fast paths runs, calls what it measures, and refuses what it does not know."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from superbatch.torch import fastpaths
+
+pytestmark = pytest.mark.benchmarks
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "fastpaths.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": search},
+        check=False,
+    )
+
+
+def test_every_path_is_measured_where_it_is_called(tmp_path: Path) -> None:
+    path = tmp_path / "gains.json"
+    result = run("--dry", "--work", "mlp", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = {row["path"]: row for row in json.loads(path.read_text())}
+    expected = {"nothing", *fastpaths.PLAIN}
+    if platform.libc_ver()[0] != "glibc":
+        expected -= {"keep_freed_memory"}
+    assert set(rows) == expected
+    assert rows["backward"]["calls"] == 8, "one for each micro-batch"
+    for name in ("divide", "multiply", "norms", "numpy_memory"):
+        assert rows[name]["calls"] >= 1, name
+    assert rows["copy"]["calls"] == 0, "on the CPU buffers are cloned"
+    assert rows["add"]["calls"] == 0, "gradients are summed in .grad"
+    assert all(row["milliseconds"] > 0 and row["low"] <= row["gain"] <= row["high"] for row in rows.values())
+
+
+def test_an_unknown_path_is_refused_with_the_known_ones() -> None:
+    result = run("--only", "backwards")
+    assert result.returncode == 2
+    assert "unknown paths backwards; known: nothing, backward, numpy_memory" in result.stderr
