@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .kept_tensors import SMALL_BYTES
+from .kept_tensors import SMALL_BYTES, is_array
 from .reached import LONGEST
 
 NOTHING: Any = object()  # not bound
@@ -35,6 +36,8 @@ def held(value: Any, *, first: bool) -> Any:
             return UNHELD
         items = value.values() if isinstance(value, dict) else value
         return UNHELD if any(held(item, first=first) is UNHELD for item in items) else value
+    if is_array(value):
+        return value if first or value.nbytes <= SMALL_BYTES else UNHELD
     if isinstance(value, (*_SCALARS, nn.Module)) or callable(value) or first or value is NOTHING:
         return value
     return UNHELD
@@ -95,35 +98,52 @@ def is_plain(value: Any) -> bool:
 
 
 def has_tensor(value: Any) -> bool:
-    """Return whether it is a tensor, or a tuple with one.
+    """Return whether it is a tensor or NumPy array, or a tuple with one.
 
     Examples:
         >>> has_tensor((1, torch.ones(1)))
         True
     """
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(map(has_tensor, value)))
+    if isinstance(value, tuple):
+        return any(map(has_tensor, value))
+    return isinstance(value, Tensor) or is_array(value)
 
 
 def is_content(value: Any) -> bool:
-    """Return whether it holds content, not a count: a tensor, or a float (a running mean).
+    """Return whether it holds content, not a count: a tensor, a module, or a float (a running mean).
 
     Examples:
-        >>> is_content(0.5), is_content(3)
+        >>> is_content(0.5), is_content(3), is_content((1, 0.5))
+        (True, False, True)
+    """
+    if isinstance(value, tuple | list | deque):
+        return any(map(is_content, value))
+    return isinstance(value, float | nn.Module) or has_tensor(value)
+
+
+def is_log(before: Any, now: Any) -> bool:
+    """Return whether it is a list without tensors that has grown or shrunk.
+
+    Examples:
+        >>> is_log((0.5,), (0.5, 0.25)), is_log((0.5,), (0.25,))
         (True, False)
     """
-    return isinstance(value, float) or has_tensor(value)
+    lists = tuple | list | deque
+    if not (isinstance(before, lists) and isinstance(now, lists)) or len(before) == len(now):
+        return False
+    return not any(map(has_tensor, (*before, *now)))
 
 
-def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a binding holds: one, or those of a list.
+def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and NumPy arrays that a binding holds: one, or those of a list.
 
     Examples:
         >>> list(tensors_of("banks", (torch.ones(1),)))
         [('banks[0]', tensor([1.]))]
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or is_array(value):
         yield name, value
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
-            if isinstance(item, Tensor):
+            if isinstance(item, Tensor) or is_array(item):
                 yield f"{name}[{index}]", item

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .bindings import NOTHING, UNHELD, differs, held, is_content, is_plain
+from .bindings import NOTHING, UNHELD, differs, held, is_content, is_log, is_plain
 from .reached import Table
 
 
@@ -54,11 +54,11 @@ class BoundNames:
                     continue
                 if not results and held(value, first=True) is UNHELD:
                     continue
-                if table.loose and not (is_content(was) or is_content(value)):
-                    if not loose or not (is_plain(was) and is_plain(value)):
-                        continue
-                    if isinstance(was, tuple) and len(was) != len(value):  # a log
-                        continue
+                if table.loose and is_log(was, value):
+                    continue
+                counted = table.loose and not (is_content(was) or is_content(value))
+                if counted and not (loose and is_plain(was) and is_plain(value)):
+                    continue
                 yield table, key, was, value
 
     def any_loose(self) -> bool:
@@ -76,6 +76,10 @@ class BoundNames:
     def by_place(self) -> dict[tuple[int, Any], Any]:
         """Return what was bound, by the identity of the table's content and the key."""
         return {(id(table.content), key): was for table, values in self._noted for key, was in values.items()}
+
+    def names(self) -> set[str]:
+        """Return the names of all bindings."""
+        return {table.name_of(key) for table, values in self._noted for key in values}
 
     def assume(self, table: Table, saved: Mapping[str, Any]) -> None:
         """Note for a table what was bound in it before a saved window, by the names of bindings."""

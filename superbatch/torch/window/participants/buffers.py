@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,13 +118,13 @@ class BufferKeeper:
         found = (taken.buffer for taken in self._taken if taken.copy is None)
         return [buffer for buffer in found if buffer is not None and id(buffer) in self._constant]
 
-    def covers(self) -> Callable[[Tensor], bool]:
-        """Return a function that tells whether a strided tensor is a buffer, or shares the memory of one."""
+    def covers(self) -> Callable[[Any, Tensor], bool]:
+        """Return a function that tells whether an object is a buffer, or its strided tensor lies in one."""
         buffers = [buffer for owner in self._owners for buffer in owner._buffers.values()]
         same = set(map(id, buffers))
         strided = [buffer for buffer in buffers if buffer is not None and can_be_kept(buffer)]
         sizes = {buffer.data_ptr(): buffer.nbytes for buffer in strided}
-        return lambda tensor: id(tensor) in same or tensor.nbytes <= sizes.get(tensor.data_ptr(), -1)
+        return lambda one, tensor: id(one) in same or tensor.nbytes <= sizes.get(tensor.data_ptr(), -1)
 
     def state(self) -> list[Tensor | None]:
         """Return the copies taken, in the order of the modules (None for a buffer that was not copied)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SMALL_BYTES = 1 << 20  # a copy of a tensor up to this size costs nothing worth a thought
 _HEAD = 256  # values of a large tensor that are compared
+_FLOATING = frozenset({"f2", "f4", "f8", "c8", "c16"})
 _PARTS = 4096  # of a large tensor, each with a sum
 
 
@@ -27,6 +29,7 @@ class KeptTensor:
         frozen: a parameter that is not trained: every write moves it, whatever the values.
         trained: a parameter that an optimizer may move.
         loose: reached through the loss function, not through a module.
+        array: the NumPy array that has the memory, where `tensor` only shares it.
         copy: the content; None if it was not copied.
         head: some of the content, where it was not copied.
         sums: of all of the content, where it was not copied and is not too large.
@@ -50,14 +53,16 @@ class KeptTensor:
     frozen: bool = False
     trained: bool = False
     loose: bool = False
+    array: Any = None
     copy: Tensor | None = None
     head: Tensor | None = None
     sums: Tensor | None = None
     written: bool = False
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor, *, loose: bool = False) -> KeptTensor:
-        """Note a tensor that `can_be_kept`, without a copy."""
+    def of(cls, name: str, value: Any, *, loose: bool = False) -> KeptTensor:
+        """Note a tensor or array that `can_be_kept`, without a copy."""
+        tensor = value if isinstance(value, Tensor) else _shared(value)
         parameter = isinstance(tensor, nn.Parameter)
         return cls(
             name,
@@ -67,7 +72,18 @@ class KeptTensor:
             frozen=parameter and not tensor.requires_grad,
             trained=tensor.requires_grad,
             loose=loose,
+            array=None if tensor is value else value,
         )
+
+    @property
+    def holder(self) -> Any:
+        """The tensor or array that names are bound to."""
+        return self.tensor if self.array is None else self.array
+
+    def content(self) -> Any:
+        """Return a copy of the content as it is now, of the kind that names are bound to."""
+        copy = self.tensor.detach().clone()
+        return copy if self.array is None else copy.numpy()
 
     def copy_now(self) -> None:
         """Copy the content, unless it has been copied."""
@@ -130,18 +146,43 @@ class KeptTensor:
 
 
 def can_be_kept(value: Any) -> bool:
-    """Return whether it is a tensor whose content can be compared and copied.
+    """Return whether it is a tensor, or a NumPy array, whose content can be compared and copied.
 
     Examples:
         >>> can_be_kept(torch.zeros(2)), can_be_kept(torch.zeros(2, device="meta")), can_be_kept(2)
         (True, False, False)
     """
+    if is_array(value):
+        return value.flags.writeable and _of_torch(value.dtype) and min(value.strides, default=0) >= 0
     return (
         type(value) in (Tensor, nn.Parameter)
         and value.layout is torch.strided
         and value.device.type != "meta"
         and value.grad_fn is None
     )
+
+
+def _of_torch(dtype: Any) -> bool:
+    """Return whether torch has a NumPy dtype, or one of the same size for unsigned integers."""
+    return dtype.isnative and (dtype.kind in "biu" or dtype.kind + str(dtype.itemsize) in _FLOATING)
+
+
+def _shared(array: Any) -> Tensor:
+    """Return a tensor with the memory of a NumPy array."""
+    dtype = array.dtype
+    return torch.from_numpy(array.view(f"i{dtype.itemsize}") if dtype.kind == "u" else array)
+
+
+def is_array(value: Any) -> bool:
+    """Return whether it is a NumPy array.
+
+    Examples:
+        >>> import numpy
+        >>> is_array(numpy.zeros(2)), is_array(torch.zeros(2))
+        (True, False)
+    """
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
 
 
 def version(tensor: Tensor) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from .last_look import LastLook
 from .reached import Table
 from .watched import Entry, Watched
 
@@ -32,6 +33,7 @@ class Known:
         tensors: whose content moved, with their names.
         watched: tensors that were not seen to move.
         generators: of random numbers, held by modules or objects.
+        last_look: at everything, at the end of its window.
         said: names that the user has been warned of.
     """
 
@@ -42,6 +44,12 @@ class Known:
     watched: Watched = field(default_factory=Watched)
     generators: list[Any] = field(default_factory=list)
     said: set[str] = field(default_factory=set)
+    last_look: LastLook = field(default_factory=LastLook)
+
+    def note(self, table: Table, key: Any, *, state: bool) -> None:
+        """Note a binding that moved; `state`: it held a tensor before the first window."""
+        only = replace(table, keys=frozenset([key])) if table.can_be_cut else table
+        self.bindings.setdefault((id(table.content), key), (only, state))
 
     def is_due(self) -> bool:
         """Return whether everything is looked at: in windows 1, 4, 16, 64, ..."""

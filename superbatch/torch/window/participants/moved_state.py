@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from .bound_names import BoundNames
 from .buffers import BufferKeeper
 from .kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept, version
 from .known_state import Known, Moving
+from .last_look import LastLook
 from .reached import Table, reach
 from .snapshot import generator_moved, generator_restorer
 from .watched import Counters, Watched
@@ -122,6 +122,7 @@ class MovedState:
         """Drop the copies at the end of a window, and note what it has moved."""
         if self._looked:
             self._learn()
+            self._known.last_look = LastLook(reach(self._models, self._functions).tables)
         else:
             self._learn_watched()
         self._known.windows += 1
@@ -133,6 +134,7 @@ class MovedState:
         lost = self.lost()
         self._learn_of(kept for kept in self._tensors.values() if kept.is_lost())
         self._learn_watched()
+        self._learn_unsure()
         loose = self._loose_state_moved()
         self._buffers.restore()
         for kept in self._tensors.values():
@@ -156,8 +158,26 @@ class MovedState:
         return kept + written + [self._name_of(*one) for one in self._buffers.lost()]
 
     def unseen(self) -> list[str]:
-        """Return names of tensors that are too large for a write through ``.data`` to be seen."""
-        return [kept.name for kept in self._tensors.values() if kept.is_unseen()]
+        """Return names of state that may have moved since `take` without being seen, which `restore` leaves.
+
+        What is not as at the last look, which a forward may have bound anew since then or the loop around it
+        before; and tensors that are too large for a write through ``.data`` to be seen.
+        """
+        unlike = [table.name_of(key) for table, key, _ in self._unlike()]
+        return [*dict.fromkeys(unlike), *(kept.name for kept in self._tensors.values() if kept.is_unseen())]
+
+    def _unlike(self) -> list[tuple[Table, Any, Any]]:
+        if self._looked:  # all is noted
+            return []
+        tables = reach(self._models, self._functions).tables
+        unlike = self._known.last_look.unlike(tables, self._bound)
+        return [one for one in unlike if id(one[2]) not in self._tensors]
+
+    def _learn_unsure(self) -> None:
+        for table, key, value in self._unlike():
+            self._known.note(table, key, state=True)
+            found = [one for one in tensors_of(table.name_of(key), value) if can_be_kept(one[1])]
+            self._learn_of(KeptTensor.of(name, one, loose=table.loose) for name, one in found)
 
     def changed(self) -> bool:
         """Return whether anything is no longer as at `take`."""
@@ -167,6 +187,7 @@ class MovedState:
             or any(generator_moved(value, restore) for value, restore in self._generators)
             or any(True for _ in self._bound.rebound(loose=self._loose_state_moved()))
             or bool(self._counters.written())
+            or bool(self._unlike())
         )
 
     # -- the first-window check ----------------------------------------------------------------------------
@@ -178,7 +199,8 @@ class MovedState:
     def moving(self) -> list[Moving]:
         """Return what is no longer as at `take`."""
         found = [Moving(self._name_of(module, name), sure=True) for module, name in self._buffers.moved()]
-        found += [Moving(kept.name, not kept.trained) for kept in self._tensors.values() if kept.moved()]
+        moved = [kept for kept in self._tensors.values() if kept.moved()]
+        found += [Moving(kept.name, sure=not kept.trained and kept.array is None) for kept in moved]
         loose = self._loose_state_moved()
         found += [
             Moving(table.name_of(key), sure=False) for table, key, *_ in self._bound.rebound(loose=loose)
@@ -187,7 +209,7 @@ class MovedState:
 
     def contents(self) -> dict[str, Any]:
         """Return copies of what bindings and tensors hold now, by name."""
-        found = {kept.name: kept.tensor.detach().clone() for kept in self._tensors.values() if kept.moved()}
+        found = {kept.name: kept.content() for kept in self._tensors.values() if kept.moved()}
         found |= {
             table.name_of(key): copied(value) for table, key, _, value in self._bound.rebound(loose=True)
         }
@@ -263,10 +285,9 @@ class MovedState:
         by_name = {kept.name: kept for kept in self._tensors.values()}
         for table in reach(self._models, self._functions).tables:
             for key, value in table.read().items():
-                for name, tensor in tensors_of(table.name_of(key), value):
-                    if name in moved and name not in by_name and can_be_kept(tensor):
-                        by_name[name] = kept = KeptTensor.of(name, tensor, loose=table.loose)
-                        self._tensors[id(tensor)] = kept
+                for name, one in tensors_of(table.name_of(key), value):
+                    if name in moved and name not in by_name and can_be_kept(one):
+                        by_name[name] = self._tensors[id(one)] = KeptTensor.of(name, one, loose=table.loose)
             self._bound.assume(table, rebound)
         for name, content in moved.items():
             if name in by_name:
@@ -291,10 +312,12 @@ class MovedState:
         first = not known.windows
         for table in found.tables:
             for key, value in self._bound.note(table, first=first).items():
-                for name, tensor in tensors_of(table.name_of(key), value):
-                    wanted = can_be_kept(tensor) and (check or not tensor.requires_grad)
-                    if wanted and id(tensor) not in self._tensors and not in_buffers(tensor):
-                        self._tensors[id(tensor)] = KeptTensor.of(name, tensor, loose=table.loose)
+                for name, one in tensors_of(table.name_of(key), value):
+                    wanted = check or not getattr(one, "requires_grad", False)
+                    if wanted and id(one) not in self._tensors and can_be_kept(one):
+                        kept = KeptTensor.of(name, one, loose=table.loose)
+                        if not in_buffers(one, kept.tensor):
+                            self._tensors[id(one)] = kept
                 if not isinstance(value, Tensor) and (restore := generator_restorer(value)) is not None:
                     self._generators.append((value, restore))
         known.generators = [value for value, _ in self._generators]
@@ -304,6 +327,7 @@ class MovedState:
                 identity: (weakref.ref(kept.tensor), kept.name, kept.loose)
                 for identity, kept in self._tensors.items()
                 if not (kept.trained or identity in known.tensors or kept.tensor.is_inference())
+                and kept.array is None
                 and (first or kept.frozen or kept.alias.nbytes <= SMALL_BYTES)
             }
         )
@@ -321,7 +345,7 @@ class MovedState:
         read = MOST_ADDED_UP
         for kept in sorted(self._tensors.values(), key=lambda kept: kept.alias.nbytes):
             size = kept.alias.nbytes
-            if id(kept.tensor) in known.tensors:
+            if id(kept.holder) in known.tensors:
                 kept.copy_now()
             elif kept.trained:
                 continue
@@ -340,11 +364,11 @@ class MovedState:
         for table, state in known.bindings.values():
             self._bound.note(table, first=state)
         for identity, (reference, name, loose) in list(known.tensors.items()):
-            tensor = reference()
-            if tensor is None:
+            one = reference()
+            if one is None:
                 del known.tensors[identity]
-            elif can_be_kept(tensor):
-                self._tensors[identity] = kept = KeptTensor.of(name, tensor, loose=loose)
+            elif can_be_kept(one):
+                self._tensors[identity] = kept = KeptTensor.of(name, one, loose=loose)
                 kept.copy_now()
         self._generators = [(v, r) for v in known.generators if (r := generator_restorer(v)) is not None]
         self._counters = Counters(known.watched)
@@ -353,14 +377,12 @@ class MovedState:
         """Note what has moved since `take`, to copy it from now on."""
         known = self._known
         for table, key, before, _ in self._bound.rebound(loose=True):
-            only = replace(table, keys=frozenset([key])) if isinstance(table.content, dict) else table
-            state = isinstance(before, Tensor | tuple)
-            known.bindings.setdefault((id(table.content), key), (only, state))
+            known.note(table, key, state=isinstance(before, Tensor | tuple))
         self._learn_of(kept for kept in self._tensors.values() if kept.moved())
 
     def _learn_of(self, moved: Iterable[KeptTensor]) -> None:
         for kept in moved:
-            self._known.tensors[id(kept.tensor)] = (weakref.ref(kept.tensor), kept.name, kept.loose)
+            self._known.tensors[id(kept.holder)] = (weakref.ref(kept.holder), kept.name, kept.loose)
             self._known.watched.remove([kept.tensor])
 
     def _learn_watched(self) -> None:

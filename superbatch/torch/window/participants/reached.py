@@ -12,7 +12,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,12 +37,12 @@ _FOREIGN = frozenset({"torch", "superbatch", "numpy", "builtins"}) | sys.stdlib_
 
 @dataclass(frozen=True)
 class Table:
-    """Bindings that code may change: a dictionary, a list, a deque, a class, or the cell of a closure.
+    """Bindings that code may change: of a dictionary, list, deque, class, closure, or object with slots.
 
     Attributes:
         name: for messages: of the module or the variable.
         content: where the bindings are; of a tuple, none can change, but the tensors in it may be written.
-        keys: those that count; None for all of a dictionary.
+        keys: those that count; None for all of a dictionary. Of an object: its slots.
         own: an attribute table, of a module or an object; False for a container or variables of a function.
         loose: not reached through a module: a variable of a function, or an object that it uses.
     """
@@ -44,6 +52,11 @@ class Table:
     keys: frozenset[Any] | None = None
     own: bool = False
     loose: bool = False
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether it can be restricted to some keys."""
+        return self.keys is not None or isinstance(self.content, dict)
 
     def read(self) -> dict[Any, Any]:
         """Return the bindings as they are now; a list is one binding, to a tuple of its entries.
@@ -62,6 +75,8 @@ class Table:
         content = self.content
         if isinstance(content, type):
             return {key: value for key, value in vars(content).items() if isinstance(value, _OF_CLASSES)}
+        if not isinstance(content, dict):
+            return {key: getattr(content, key) for key in self.keys or () if hasattr(content, key)}
         if self.keys is not None:
             return {key: content[key] for key in self.keys if key in content}
         if not self.own:
@@ -84,8 +99,10 @@ class Table:
             self.content.extend(value)
         elif isinstance(self.content, type):
             setattr(self.content, key, value)
-        else:
+        elif isinstance(self.content, dict):
             self.content[key] = value
+        else:
+            object.__setattr__(self.content, key, value)  # also of a frozen dataclass
 
     def unbind(self, key: Any) -> None:
         """Remove a key that was not bound before.
@@ -98,10 +115,12 @@ class Table:
         """
         if isinstance(self.content, CellType):
             del self.content.cell_contents
-        elif isinstance(self.content, type):
-            delattr(self.content, key)
         elif isinstance(self.content, dict):
             self.content.pop(key, None)
+        elif isinstance(self.content, type):
+            delattr(self.content, key)
+        elif self.keys is not None:
+            object.__delattr__(self.content, key)
 
     def name_of(self, key: Any) -> str:
         """Return the name of a binding.
@@ -193,8 +212,12 @@ class _Search:
                 self._function(name, value, depth)
         elif isinstance(value, list | deque | dict | tuple):
             self._container(name, value, depth, loose)
-        elif _is_plain_object(value) and self._enter(value):
-            self._table(Table(name or type(value).__name__, vars(value), own=True, loose=loose), depth)
+        elif (slots := _slots_of(value)) is not None and self._enter(value):
+            shown, attributes = name or type(value).__name__, getattr(value, "__dict__", None)
+            if attributes is not None:
+                self._table(Table(shown, attributes, own=True, loose=loose), depth)
+            if slots:
+                self._table(Table(shown, value, slots, own=True, loose=loose), depth)
             self._class(name, type(value), loose=loose)
             called = getattr(type(value), "__call__", None)  # noqa: B004  (its code is looked at)
             if loose and isinstance(called, FunctionType):
@@ -283,12 +306,19 @@ def _argument(function: Any, index: int) -> str:
     return code.co_varnames[index] if code is not None and index < code.co_argcount else f"argument {index}"
 
 
-def _is_plain_object(value: Any) -> bool:
-    """Return whether it is an object of a user's class, with attributes."""
-    if not isinstance(getattr(value, "__dict__", None), dict):
-        return False
+def _slots_of(value: Any) -> frozenset[str] | None:
+    """Return the slots of an object of a user's class, none if it has a `__dict__` alone; None for others."""
     kind = type(value)
-    return kind is SimpleNamespace or not _is_foreign(kind)
+    if kind is not SimpleNamespace and _is_foreign(kind):
+        return None
+    found = frozenset(
+        name
+        for each in kind.__mro__
+        if "__slots__" in vars(each)  # members of classes in C may not be set
+        for name, member in vars(each).items()
+        if isinstance(member, MemberDescriptorType)
+    )
+    return found if found or isinstance(getattr(value, "__dict__", None), dict) else None
 
 
 def _is_foreign(kind: type) -> bool:

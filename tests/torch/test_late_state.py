@@ -1,0 +1,247 @@
+"""State of each kind that moves in the first window, or from the second on, where memory runs out in it."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.torch import Accumulator
+from superbatch.torch.window.participants import kept_tensors, reached
+from superbatch.torch.window.participants.last_look import LastLook
+
+F64 = torch.float64
+SAMPLES = 8
+
+
+class Slots:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class Holder(nn.Module):
+    """A module with one number."""
+
+    value: Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.tensor(value, dtype=F64))
+
+
+def _set_slot(program: Program, value: float) -> None:
+    program.state.value = value
+
+
+def _set_data(program: Program, value: float) -> None:
+    program.state.data = torch.full((1,), value, dtype=F64)
+
+
+def _set_element(program: Program, value: float) -> None:
+    program.state[0] = value
+
+
+def _bind(make: Callable[[float], Any]) -> Callable[[Program, float], None]:
+    def bind(program: Program, value: float) -> None:
+        program.state = make(value)
+
+    return bind
+
+
+@dataclass
+class Kind:
+    """A kind of state: how it is made, read and moved."""
+
+    make: Callable[[float], Any]
+    read: Callable[[Any], float]
+    move: Callable[[Program, float], None]
+
+
+def _tensor(value: float) -> Tensor:
+    return torch.full((1,), value, dtype=F64)
+
+
+def _array(value: float) -> Any:
+    return np.full(2, value)
+
+
+KINDS = {
+    "float": Kind(float, float, _bind(float)),
+    "list": Kind(lambda v: [v], lambda s: s[0], _bind(lambda v: [v])),
+    "list, in place": Kind(lambda v: [v], lambda s: s[0], _set_element),
+    "deque": Kind(lambda v: deque([v], maxlen=2), lambda s: s[0], _bind(lambda v: deque([v], maxlen=2))),
+    "module": Kind(Holder, lambda s: float(s.value), _bind(Holder)),
+    "tensor": Kind(_tensor, float, _bind(_tensor)),
+    "tensor, .data": Kind(_tensor, float, _set_data),
+    "array": Kind(_array, lambda s: float(s[0]), _bind(_array)),
+    "array, in place": Kind(_array, lambda s: float(s[0]), _set_element),
+    "unsigned array, in place": Kind(
+        lambda v: np.full(2, round(v * 2**24), dtype=np.uint32), lambda s: float(s[0]) / 2**24, _set_element
+    ),
+    "slots": Kind(Slots, lambda s: s.value, _set_slot),
+}
+
+
+@dataclass
+class Program:
+    """A model whose first sample reads what its last forward wrote: no other sample reads or writes it.
+
+    So any split makes the update of the real batch, as long as the first sample is not run twice.
+    """
+
+    kind: Kind
+    moves: bool = True
+    fails: list[str] = field(default_factory=list)  # a log, which is never restored
+    state: Any = None
+    model: Any = field(init=False)
+    optimizer: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.state = self.kind.make(0.25)
+
+    def loss_fn(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, rows = batch
+        out = self.model(x).squeeze(1)
+        loss = (out - self.kind.read(self.state) * (rows == 0)).square().mean()
+        if self.moves and bool((rows == 0).any()):
+            value = 2 + round(float(out[rows == 0].detach()), 3)
+            self.kind.move(self, round(value * 2**24) if self.state_is_unsigned() else value)
+        if self.fails and self.fails.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+    def state_is_unsigned(self) -> bool:
+        return getattr(getattr(self.state, "dtype", None), "kind", "") == "u"
+
+    def accumulator(self) -> Accumulator:
+        return Accumulator(self.model, self.optimizer, self.loss_fn, microbatch_size=8, check=False)
+
+    def large(self) -> None:
+        """Make an update with the real large batch."""
+        self.optimizer.zero_grad()
+        self.loss_fn(batch()).backward()
+        self.optimizer.step()
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    x = torch.randn(SAMPLES, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+    return x, torch.arange(SAMPLES)
+
+
+def error_of(mine: Program, real: Program, start: dict[str, Tensor]) -> float:
+    wanted, found = real.parameters(), mine.parameters()
+    assert all((wanted[name] - start[name]).norm() > 1e-4 for name in start), "premise: all parameters move"
+    return max(
+        float((found[name] - wanted[name]).norm() / (wanted[name] - start[name]).norm()) for name in start
+    )
+
+
+def twin_of(program: Program) -> Program:
+    """Return a program of its own in the same state."""
+    other = Program(program.kind, moves=program.moves)
+    other.model.load_state_dict(program.model.state_dict())
+    other.state = copy.deepcopy(program.state)
+    return other
+
+
+def update(program: Program, accumulate: Accumulator) -> tuple[str, float]:
+    """Make an update in which memory runs out; return what was said, and its distance to the real one."""
+    real, start = twin_of(program), program.parameters()
+    program.fails.append("now")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert accumulate(batch()).failures == 1
+    real.large()
+    return " ".join(str(each.message) for each in said), error_of(program, real, start)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_state_that_moves_in_the_first_window_is_restored_in_it(name: str) -> None:
+    program = Program(KINDS[name])
+    accumulate = program.accumulator()
+    for _ in range(2):
+        said, error = update(program, accumulate)
+        assert error < 1e-12
+        assert "The update is the same" in said
+        assert "unless" not in said
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_state_that_begins_to_move_in_a_later_window_is_named_and_restored_from_then_on(name: str) -> None:
+    program = Program(KINDS[name], moves=False)
+    accumulate = program.accumulator()
+    accumulate(batch())
+    program.moves = True
+    said, error = update(program, accumulate)
+    assert error > 1e-2, "premise: it was not noted, and the update is another"
+    assert re.search(r"same, .*unless loss_fn writes to 'Program\.state", said)
+    said, error = update(program, accumulate)
+    assert error < 1e-12
+    assert "unless" not in said
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_state_that_does_not_move_is_no_reason_for_doubt(name: str) -> None:
+    program = Program(KINDS[name], moves=False)
+    accumulate = program.accumulator()
+    accumulate(batch())
+    said, error = update(program, accumulate)
+    assert error < 1e-12
+    assert "The update is the same" in said
+    assert "unless" not in said
+
+
+@pytest.mark.parametrize(
+    ("place", "method", "mutant", "kind", "late"),
+    [
+        (LastLook, "unlike", lambda *_: iter(()), "float", True),
+        (kept_tensors, "is_array", lambda value: False, "array, in place", False),
+        (
+            reached,
+            "_slots_of",
+            lambda value: frozenset() if hasattr(value, "fails") else None,
+            "slots",
+            False,
+        ),
+    ],
+    ids=["nothing is compared with the last look", "arrays are not copied", "slots are not entered"],
+)
+def test_mutants_call_another_update_the_same(
+    place: Any, method: str, mutant: Any, kind: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (place, kept_tensors, reached) if place is not kept_tensors else _importers():
+        if hasattr(module, method):
+            monkeypatch.setattr(module, method, mutant)
+    program = Program(KINDS[kind], moves=not late)
+    accumulate = program.accumulator()
+    if late:
+        accumulate(batch())
+        program.moves = True
+    said, error = update(program, accumulate)
+    assert error > 1e-2
+    assert "unless" not in said
+
+
+def _importers() -> tuple[Any, ...]:
+    from superbatch.torch.window.participants import bindings
+
+    return kept_tensors, bindings
