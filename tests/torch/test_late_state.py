@@ -193,7 +193,7 @@ def test_state_that_begins_to_move_in_a_later_window_is_named_and_restored_from_
     program.moves = True
     said, error = update(program, accumulate)
     assert error > 1e-2, "premise: it was not noted, and the update is another"
-    assert re.search(r"same, .*unless loss_fn writes to 'Program\.state", said)
+    assert re.search(r"same, .*unless loss_fn has changed 'Program\.state", said)
     said, error = update(program, accumulate)
     assert error < 1e-12
     assert "unless" not in said

@@ -141,7 +141,12 @@ def require_restorable(window: Transaction, failed: str) -> None:
 
 def but_unseen(window: Transaction) -> str:
     """Return what the text of a window that goes on has to leave open."""
-    unseen = window.config.state.unseen()
+    unsure, unseen = window.config.state.unsure(), window.config.state.unseen()
+    if unsure:
+        return (
+            f", unless loss_fn has changed {unsure[0]!r} in this window for the first time: it is not what "
+            "it was when all state was looked at"
+        )
     return (
         f", unless loss_fn writes to {unseen[0]!r} through .data or NumPy, which is not seen"
         if unseen

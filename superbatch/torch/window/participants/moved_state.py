@@ -158,13 +158,12 @@ class MovedState:
         return kept + written + [self._name_of(*one) for one in self._buffers.lost()]
 
     def unseen(self) -> list[str]:
-        """Return names of state that may have moved since `take` without being seen, which `restore` leaves.
+        """Return names of tensors that are too large for a write through ``.data`` to be seen."""
+        return [kept.name for kept in self._tensors.values() if kept.is_unseen()]
 
-        What is not as at the last look, which a forward may have bound anew since then or the loop around it
-        before; and tensors that are too large for a write through ``.data`` to be seen.
-        """
-        unlike = [table.name_of(key) for table, key, _ in self._unlike()]
-        return [*dict.fromkeys(unlike), *(kept.name for kept in self._tensors.values() if kept.is_unseen())]
+    def unsure(self) -> list[str]:
+        """Return names of state that is not as at the last look: moved since, or by the loop before."""
+        return list(dict.fromkeys(table.name_of(key) for table, key, _ in self._unlike()))
 
     def _unlike(self) -> list[tuple[Table, Any, Any]]:
         if self._looked:  # all is noted
