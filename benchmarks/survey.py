@@ -26,7 +26,8 @@ from peers.work import Work, loss_of
 from tables import print_table
 from workloads import works_named
 
-from superbatch.torch import Accumulator, lr_survey
+from superbatch.torch import Accumulator
+from superbatch.torch.tuning import lr_survey
 
 BOUND = 1.03
 UPDATES = {"mlp": 100, "convnet": 40, "narrow-transformer": 100, "small-transformer": 40, "transformer": 12}

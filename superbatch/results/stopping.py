@@ -1,4 +1,4 @@
-"""What `superbatch.torch.update_until` returns."""
+"""What `superbatch.torch.tuning.update_until` returns."""
 
 from __future__ import annotations
 

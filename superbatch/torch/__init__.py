@@ -10,14 +10,6 @@ from .masters import fp32_masters as fp32_masters
 from .memory.limits import memory_limit as memory_limit
 from .rng.sample_layout import samples_along as samples_along
 from .sizes.predict import predict_peak as predict_peak
-from .tuning.adaptive import AdaptiveBatch as AdaptiveBatch
-from .tuning.adaptive import AdaScaleRate as AdaScaleRate
-from .tuning.adaptive import controller as controller
-from .tuning.growing import GrowBatch as GrowBatch
-from .tuning.growing import rate_of as rate_of
-from .tuning.lr_survey import lr_survey as lr_survey
-from .tuning.scaling import rescale as rescale
-from .tuning.stopping import update_until as update_until
 from .verify import verify as verify
 from .virtual import virtual_batch as virtual_batch
 from .weights import class_weights as class_weights

@@ -10,7 +10,7 @@ The usual norm test divides by ``|g|^2``, which holds the noise too: its ratio i
 whatever the noise, so ``theta = 1`` always passes. `naive_ratio` says which ``theta^2`` means which rho*.
 
 The controller decides from windows that are past. Whoever looks at a window's gradient to decide whether the
-window is long enough selects by the noise, and its mean is biased (see `superbatch.torch.update_until`).
+window is long enough selects by the noise, and its mean is biased (see `torch.tuning.update_until`).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Controller:
         least: accumulation steps at least.
         most: accumulation steps at most; None: no cap of your own.
         first: rank 0's number on every rank, so that all have windows of one length; see
-            `superbatch.torch.controller`.
+            `superbatch.torch.tuning.controller`.
 
     Raises:
         InputError: a value cannot be used.

@@ -241,7 +241,7 @@ def grow_batch(
         tail: what `windows` does where an epoch ends inside a window.
 
     Returns:
-        The schedule: pass it to `windows`, and its `rate` to the optimizer (`superbatch.torch.GrowBatch` does
+        The schedule: pass it to `windows`, and its `rate` to the optimizer (`torch.tuning.GrowBatch` does
         both).
 
     Raises:

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.noise.meter import NoiseMeter
 from superbatch.results.noise import Noise
-from superbatch.torch import Accumulator, controller, windows
+from superbatch.torch import Accumulator, windows
+from superbatch.torch.tuning import controller
 
 SCALES = ([400.0, 400.0, 400.0, 90.0], [20.0, 4000.0, 15.0, 4000.0])
 """What each rank would decide by, were it alone."""

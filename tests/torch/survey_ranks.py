@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.torch import Accumulator, lr_survey
+from superbatch.torch import Accumulator
+from superbatch.torch.tuning import lr_survey
 from superbatch.tuning.survey import Sweep
 from tests.torch.helpers import mlp, mse, rows, sgd
 from tests.torch.states import assert_unchanged, fingerprint

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from superbatch import InputError, OptimizerError, StatementError, WindowError
-from superbatch.torch import Accumulator, Window, count_tokens, lr_survey, windows
+from superbatch.torch import Accumulator, Window, count_tokens, windows
 from superbatch.torch.tuning import dial as survey_dial
+from superbatch.torch.tuning import lr_survey
 from superbatch.torch.tuning import shadow as survey_shadow
 from superbatch.tuning.survey import Sweep
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
 from tests.torch.states import assert_unchanged, fingerprint
 
-module = sys.modules["superbatch.torch.lr_survey"]  # by its name it is the function
+module = sys.modules["superbatch.torch.tuning.lr_survey"]  # by its name it is the function
 POINTS = 14
 
 # ------------------------------------------------------------------------------------------ what it measures

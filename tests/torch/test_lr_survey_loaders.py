@@ -20,7 +20,8 @@ from torch.utils.data import (
     Subset,
 )
 
-from superbatch.torch import Accumulator, lr_survey
+from superbatch.torch import Accumulator
+from superbatch.torch.tuning import lr_survey
 
 POINTS = 14
 EPOCH = 24

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from superbatch.torch import Accumulator, lr_survey
+from superbatch.torch import Accumulator
+from superbatch.torch.tuning import lr_survey
 from tests.torch.helpers import mlp, mse, sgd
 from tests.torch.survey_ranks import BATCHES, POINTS
 

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from superbatch.noise.meter import NoiseMeter
-from superbatch.torch import Accumulator, Window, fp32_masters, lr_survey, windows
+from superbatch.torch import Accumulator, Window, fp32_masters, windows
+from superbatch.torch.tuning import lr_survey
 from superbatch.torch.tuning import shadow as survey_shadow
 from superbatch.torch.tuning import state as survey_state
 from tests.torch.helpers import mse, rows
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 
-module = sys.modules["superbatch.torch.lr_survey"]  # by its name it is the function
+module = sys.modules["superbatch.torch.tuning.lr_survey"]  # by its name it is the function
 POINTS = 14
 
 # ------------------------------------------------------------------------------------------- a whole training

@@ -473,7 +473,7 @@ def test_what_is_advised_works_with_the_other_options(case: str, nonfinite: str)
     model, options = mlp(), ADVISED[case]
     several = isinstance(options.get("weight"), dict)
 
-    def make(policy: str) -> Accumulator:
+    def make(policy: Any) -> Accumulator:
         def loss_fn(microbatch: Any) -> Any:
             loss = mse(model, microbatch)
             return {"one": loss, "other": 2 * loss} if several else loss

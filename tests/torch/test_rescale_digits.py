@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from superbatch.lab.recipes import OPTIMIZERS, Recipe, load_recipe
 from superbatch.lab.studies.on_torch import orders
 from superbatch.lab.studies.setting import Setting
-from superbatch.torch import rescale
+from superbatch.torch.tuning import rescale
 
 SAMPLES, SEEDS = 20_000, 4
 

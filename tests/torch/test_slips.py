@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from superbatch import normalize
 from superbatch.errors import InputError, SplitError, WindowError
-from superbatch.torch import Accumulator, Window, cached_gradients, lr_survey, predict_peak, verify, windows
+from superbatch.torch import Accumulator, Window, cached_gradients, predict_peak, verify, windows
+from superbatch.torch.tuning import lr_survey
 from superbatch.torch.window.slips import check_loss_fn
 
 BATCH = {"x": torch.randn(8, 3), "y": torch.randint(2, (8,))}

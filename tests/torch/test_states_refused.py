@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from superbatch.errors import InputError
-from superbatch.torch import Accumulator, rescale
+from superbatch.torch import Accumulator
+from superbatch.torch.tuning import rescale
 from superbatch.tuning.growing import grow_batch
 
 SIZES: dict[str, Any] = {

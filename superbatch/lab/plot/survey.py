@@ -71,7 +71,7 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     """Draw one survey: losses as dots, the smoothed curve, the suggestions, where it stopped.
 
     Args:
-        report: of `superbatch.torch.lr_survey`.
+        report: of `superbatch.torch.tuning.lr_survey`.
         dark: light on dark instead of dark on light.
 
     Returns:

@@ -1,7 +1,7 @@
 """How large may the batch be before samples are wasted, and does the noise scale tell?
 
 A training is brought to a checkpoint with a small batch. From there it goes on in branches: the same samples
-in the same order, in batches of k times the size, with the optimizer rescaled by `superbatch.torch.rescale`.
+in the same order, in batches of k times the size, with the optimizer rescaled by `torch.tuning.rescale`.
 The critical batch *by branching* (Merrill et al. 2025, arXiv:2505.23971) is the largest whose smoothed loss
 still matches. Beside it stands what the noise scale at the checkpoint predicts: a batch B needs 1 +
 B/B_noise times the fewest samples (McCandlish et al. 2018, arXiv:1812.06162).

@@ -1,7 +1,7 @@
 """The arms of a survey study: each a way to survey one recipe from one seed.
 
 The real batch and the wrong ways are surveyed by a loop of their own, in plain PyTorch, so that the splits -
-`superbatch.torch.lr_survey` with an Accumulator - are compared with something that shares only the ramp.
+`torch.tuning.lr_survey` with an Accumulator - are compared with something that shares only the ramp.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SurveyWay = Literal["real batch", "real batch again", "accumulator", "missing 1/
 HOW: dict[SurveyWay, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "real batch again": "the same from other seeds: what chance does",
-    "accumulator": "superbatch.torch.lr_survey with an Accumulator",
+    "accumulator": "superbatch.torch.tuning.lr_survey with an Accumulator",
     "missing 1/K": "wrong: gradients of the micro-batches are added up, not averaged",
     "another batch": "a real batch of another size, plain PyTorch",
 }

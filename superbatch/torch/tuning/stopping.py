@@ -182,7 +182,7 @@ def _check(model: nn.Module, optimizer: Optimizer, reduction: str, planned: floa
             explain(
                 "a model on several ranks",
                 "each rank would end its window by itself",
-                "use superbatch.torch.controller, whose windows are one length on all ranks",
+                "use superbatch.torch.tuning.controller, whose windows are one length on all ranks",
             )
         )
     norms.refuse(norms.find_batchnorms([model]))
