@@ -28,6 +28,7 @@ from .precision import ComputeIn
 from .probing.problem import Problem, evaluate, weigh
 from .probing.untouched import held_parameter, untouched
 from .sketch import sketch
+from .wide_parameters import WideParameters
 
 FEW = 8  # a micro-batch of so many samples is also cut into single ones, of more into four and the rest
 # A loss scaled by these is rounded otherwise, forward apart: none is near a power of two.
@@ -59,6 +60,9 @@ class Evaluation:
         self.hidden: tuple[str, float] = ("", 0.0)
         self._keeper = keeper
         self._by_backward = False
+        self._wide: WideParameters | None = None
+        self._copied = False
+        self._bypassed = False
         self._generators = Generators(problem.loss_fn, problem.model, problem.weight)
         self._start = self._generators.now()
 
@@ -209,10 +213,10 @@ class Evaluation:
 
     @contextmanager
     def in_float64(self) -> Iterator[None]:
-        """Compute in float64, on a working copy of the model if there is memory and DDP does not hold it."""
+        """Compute in float64: on parameters converted where they are used, or on a copy of the model."""
         own = self.problem
         with ExitStack() as stack:
-            if held_parameter(own.model) is None and _fits_in_float64(own.model):
+            if self._copied:
                 self._keeper.restore()
                 stack.enter_context(untouched(own.model, dtype=torch.float64))
                 stack.callback(setattr, self, "_keeper", self._keeper)
@@ -221,26 +225,56 @@ class Evaluation:
                 stack.callback(self._keeper.end_check)
                 stack.enter_context(self._keeper.watching())
             stack.enter_context(ComputeIn(torch.float64))
+            if not self._copied and all(map(_is_plain, own.model.parameters())):
+                stack.callback(setattr, self, "_wide", None)
+                self._wide = WideParameters(_differentiated(own.model))
+                stack.enter_context(self._wide.entered())
             self.problem = own.in_dtype(torch.float64)
             stack.callback(setattr, self, "problem", own)
             yield
 
+    def copy_for_float64(self) -> bool:
+        """Let `in_float64` copy the model from now on; False where it cannot, or does already."""
+        model = self.problem.model
+        if self._copied or held_parameter(model) is not None or not _fits_in_float64(model):
+            return False
+        self._copied, self._bypassed = True, False
+        return True
+
+    @property
+    def rounded(self) -> bool:
+        """Whether gradients in float64 were rounded to the dtype of their parameters."""
+        return self._bypassed
+
     def _gradient(self, loss: Tensor, scale: float) -> Tensor | None:
-        parameters = [p for p in self.problem.model.parameters() if p.requires_grad]
+        parameters = _differentiated(self.problem.model)
         if any(parameter._backward_hooks for parameter in parameters):
             return None  # a hook may be an optimizer that steps
         seed = torch.full_like(loss, scale)
         if self._by_backward:
-            gradients = _by_backward(loss, parameters, seed)
+            sums = _by_backward(loss, parameters, seed, self._wide)
         else:
             try:
-                gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
+                if self._wide is not None and loss.requires_grad:
+                    sums = self._wide.gradient(loss, seed)
+                else:
+                    sums = sketch(torch.autograd.grad(loss, parameters, seed, allow_unused=True))
             except RuntimeError as error:  # a reentrant checkpoint allows backward() only
                 if out_of_memory(error):
                     raise
                 self._by_backward = True
                 return None
-        return None if gradients is None else sketch(gradients) / scale
+        self._bypassed |= self._wide is not None and self._wide.bypassed
+        return None if sums is None else sums / scale
+
+
+def _differentiated(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Tell whether a parameter is no tensor subclass, such as a shard."""
+    return type(parameter) in (nn.Parameter, Tensor) and has_float64(parameter.device)
 
 
 def _fits_in_float64(model: nn.Module) -> bool:
@@ -254,16 +288,20 @@ def _fits_in_float64(model: nn.Module) -> bool:
     return 4 * size <= memory_limit(torch.device("cpu")).bytes
 
 
-def _by_backward(loss: Tensor, parameters: Sequence[Tensor], seed: Tensor) -> list[Tensor | None] | None:
-    """Return gradients by way of ``.grad``, restored afterwards; None where a hook would act on them."""
+def _by_backward(
+    loss: Tensor, parameters: Sequence[Tensor], seed: Tensor, wide: WideParameters | None
+) -> Tensor | None:
+    """Return sums of gradients by way of ``.grad``, restored afterwards; None where a hook would act."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters):
         return None
     kept = [parameter.grad for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.grad = None
+        if wide is not None and loss.requires_grad:
+            return wide.gradient(loss, seed, backward=True)
         loss.backward(seed)
-        return [parameter.grad for parameter in parameters]
+        return sketch([parameter.grad for parameter in parameters])
     except RuntimeError as error:
         if out_of_memory(error):
             raise

@@ -65,12 +65,15 @@ def settle(
     rounding = replace(expected(dtypes), measured=measured)
     if not native:
         suspects = [cut for cut in suspects if _worth_a_second_look(evaluation, cut, rounding)]
-        higher = _in_float64(evaluation, planned, suspects) if suspects else (suspects, rounding)
+        higher = _higher(evaluation, planned, suspects) if suspects else (suspects, rounding)
         if higher is None:
             return _settle_as_it_is(evaluation, planned, suspects, exact=exact)
         suspects, rounding = higher
     _raise_if_wrong(evaluation, planned, suspects, rounding, in_float64=not native)
-    return Verdict()
+    if native or not suspects or not evaluation.rounded:
+        return Verdict()
+    hidden = _most_hidden(evaluation, suspects, rounding)
+    return Verdict(hidden=hidden if hidden[1] > 3 * rounding.gradient else None)
 
 
 def _native(dtypes: Collection[torch.dtype]) -> bool:
@@ -89,6 +92,28 @@ def _worth_a_second_look(evaluation: Evaluation, cut: Cut, rounding: Rounding) -
     nothing_else = difference.size <= 3 * rounding.measured  # as that of a bias before a normalisation
     left = (difference.gradient > rounding.gradient * difference.size) & ~explained & ~nothing_else
     return bool(left.any())
+
+
+def _most_hidden(evaluation: Evaluation, suspects: list[Cut], rounding: Rounding) -> tuple[str, float]:
+    """Return the parameter of whose gradient rounding can hide the largest share, and that share."""
+    shares = []
+    for cut in suspects:
+        size = cut.difference(evaluation.problem.reduction).size
+        assert size is not None
+        assert rounding.measured is not None
+        beside = size > 3 * rounding.measured  # a bias before a normalisation has no gradient but rounding
+        shares.append(torch.where(beside, rounding.gradient + SURE * rounding.measured / size, 0.0))
+    most = torch.stack(shares).amax(0)
+    names = [name for name, p in evaluation.problem.model.named_parameters() if p.requires_grad]
+    return names[int(most.argmax())], min(float(most.max()), 1.0)
+
+
+def _higher(evaluation: Evaluation, planned: Plan, suspects: list[Cut]) -> tuple[list[Cut], Rounding] | None:
+    """Evaluate the suspects again in float64, on a copy of the model only where nothing less does."""
+    found = _in_float64(evaluation, planned, suspects)
+    if (found is None or evaluation.rounded) and evaluation.copy_for_float64():
+        return _in_float64(evaluation, planned, suspects)
+    return found
 
 
 def _in_float64(
@@ -122,12 +147,12 @@ def _settle_as_it_is(evaluation: Evaluation, planned: Plan, suspects: list[Cut],
     # In float32 a ReLU near zero may flip between two sizes of a kernel.
     limits = Rounding(1e-3, 2e-2, measured) if exact else Rounding(2e-2, 1e-1, measured)
     _raise_if_wrong(evaluation, planned, suspects, limits, in_float64=False)
-    noticeable = Rounding(limits.loss, limits.gradient / 10)
+    # Any difference of a low precision may hide a wrong term; one of float32 that is small hides none.
+    noticeable = Rounding(limits.loss, limits.gradient / 10 if exact else expected([torch.float32]).gradient)
     for cut in suspects:
         # The gradient of a bias before a normalisation is rounding alone: it hides nothing.
-        hidden = worst_parameter(evaluation.problem, cut, noticeable, besides=3 * measured)
-        if hidden is not None:
-            return Verdict(hidden=hidden)
+        if worst_parameter(evaluation.problem, cut, noticeable, besides=3 * measured) is not None:
+            return Verdict(hidden=_most_hidden(evaluation, [cut], limits))
     return Verdict()
 
 
