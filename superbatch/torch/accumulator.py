@@ -22,7 +22,6 @@ from .checks.check_schedule import CheckSchedule
 from .checks.first_check import check_first_window
 from .devices import accelerators
 from .loss.declared import WeightOption, declare
-from .loss.losses import alone
 from .masters import masters_loader, masters_state, masters_written, take_over
 from .sizes.reserve import Reserve
 from .sizes.sizing import Fixed, sizing_state
@@ -259,21 +258,18 @@ class Accumulator:
             StatementError, CoupledSamplesError: the loss is not what was stated; nothing has changed.
             NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
         """
-        if self._whole is not None:
-            with self._open(batch) as window:
-                self._whole.work_through(window)
-            return self._whole.record(window)
-        loss_fn = self._plan.loss_fn
-        if loss_fn is None:
+        whole = self._whole
+        if self._plan.loss_fn is None and whole is None:
             raise options.without_loss_fn()
-        with self.window(batch) as window:
-            if self._plan.weigh == "returned" or self._plan.declared.terms:
-                read = self._plan.declared.arguments
-                work_through(window, lambda microbatch: window.backward(*read(loss_fn(microbatch))))
-            else:
-                work_through(window, lambda microbatch: window.backward(alone(loss_fn(microbatch))))
+        window, run = self._open(batch), work_through if whole is None else whole.work_through
+        try:
+            with window:
+                run(window)
+        except BaseException:
+            window.abandon()  # interrupted between the block and its end
+            raise
         assert window.update is not None
-        return window.update
+        return window.update if whole is None else whole.record(window)
 
     def window(self, batch: Any) -> OpenWindow:
         """Return a window to iterate over in a loop that owns its forward and backward.
@@ -333,12 +329,14 @@ class Accumulator:
         )
 
     def discard(self) -> None:
-        """Forget a window in flight that was loaded by `load_state_dict`, and restore what it had changed.
+        """Forget a window that was loaded or that an interrupt kept from its end, and restore its changes.
 
         Examples:
             >>> model = nn.Linear(2, 1)
             >>> Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1)).discard()
         """
+        if self._window is not None:
+            self._window.abandon()
         self._resume = discard_saved(self._resume, self._plan)
 
     def state_dict(self) -> dict[str, Any]:

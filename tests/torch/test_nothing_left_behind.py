@@ -642,8 +642,8 @@ def test_momentum_accumulation_refuses_a_group_that_it_cannot_be_exact_for():
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_second_optimizer_that_raises_does_not_stop_later_windows(scaled: bool):
-    """What the first has done stands; the scaler must be ready for the next window."""
+def test_after_a_second_optimizer_that_raises_a_state_must_be_loaded(scaled: bool):
+    """What the first has done stands, which is half of an update; the scaler is ready for the next window."""
     model = mlp()
     optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]  # type: ignore[index]
 
@@ -653,10 +653,15 @@ def test_a_second_optimizer_that_raises_does_not_stop_later_windows(scaled: bool
     handle = optimizers[1].register_step_pre_hook(fail)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
     accumulate = Accumulator(model, optimizers, lambda mb: mse(model, mb), microbatch_size=3, scaler=scaler)
-    with pytest.raises(ZeroDivisionError):
+    state = accumulate.state_dict()
+    with pytest.raises(OptimizerError, match="torn") as caught:
         accumulate(BATCHES[0])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert all(p.grad is None for p in model.parameters())
     handle.remove()
+    with pytest.raises(OptimizerError, match="torn"):
+        accumulate(BATCHES[1])
+    accumulate.load_state_dict(state)
     assert accumulate(BATCHES[1]).made
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import OptimizerError, OutOfMemoryError
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, fp32_masters
 from superbatch.torch.window.participants import batchnorm
 
 F64 = torch.float64
@@ -133,3 +133,56 @@ def test_what_failed_before_the_step_tears_nothing() -> None:
     with pytest.raises(Exception, match="weight is 0"):
         accumulate(torch.randn(8, 3, dtype=F64))
     assert calls == 0, "the window is discarded: the state that it moved is as before"
+
+
+@pytest.mark.parametrize("windows", [0, 1])
+def test_an_error_while_statistics_are_pooled_is_itself(
+    model: nn.Sequential, windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no KeyError of a window that is closed twice."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    accumulate = accumulator(model, optimizer, batchnorm="per_microbatch")
+    batch = torch.randn(8, 3, dtype=F64)
+    for _ in range(windows):
+        accumulate(batch)
+    before = contents(model, optimizer)
+
+    def failing(*args: Any) -> None:
+        raise ZeroDivisionError("pooled")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batchnorm, "_pooled", failing)
+        with pytest.raises(ZeroDivisionError, match="pooled"):
+            accumulate(batch)
+    assert same(before, contents(model, optimizer))
+    assert [each.momentum for each in model if isinstance(each, nn.BatchNorm1d)] == [0.1, None]
+    assert not any(each._forward_hooks for each in model)
+    assert accumulate(batch).made
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_masters_are_copied_where_a_hook_after_the_step_fails(error: type[BaseException]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).bfloat16()
+    masters = fp32_masters(model)
+    optimizer = torch.optim.SGD(masters.values(), lr=0.5)
+    accumulate, batch = accumulator(model, optimizer, masters=masters), torch.randn(8, 3).bfloat16()
+    state = accumulate.state_dict()
+    before = contents(model, optimizer)
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    handle = optimizer.register_step_post_hook(fails)
+    with pytest.raises(OptimizerError if error is ZeroDivisionError else error) as caught:
+        accumulate(batch)
+    handle.remove()
+    if error is ZeroDivisionError:
+        assert isinstance(caught.value.__cause__, error)
+    assert not same(before, contents(model, optimizer)), "the premise: the step was made"
+    for parameter, master in masters.items():
+        assert torch.equal(parameter, master.bfloat16())
+    with pytest.raises(OptimizerError, match="torn"):
+        accumulate(batch)
+    accumulate.load_state_dict(state)
+    assert accumulate(batch).made

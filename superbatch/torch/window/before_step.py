@@ -19,6 +19,11 @@ from .wrapped import describe, leaves_of
 
 PLAIN = (int, float, complex, str, bytes, type(None))  # what cannot change in place
 
+_TORN = (
+    "The last update broke inside the optimizer's step, so parameters and optimizer state are torn. Load the "
+    "model, the optimizer and this Accumulator from a checkpoint."
+)
+
 
 class BeforeStep:
     """Parameters, states and groups of optimizers: new states can be taken away again, moved ones be told.
@@ -63,10 +68,21 @@ class BeforeStep:
             OptimizerError: one was.
         """
         if self._is_torn:
-            raise OptimizerError(
-                "The last update broke inside the optimizer's step, so parameters and optimizer state are "
-                "torn. Load the model, the optimizer and this Accumulator from a checkpoint."
-            )
+            raise OptimizerError(_TORN)
+
+    def raise_torn(self, error: BaseException) -> None:
+        """Note that half of an update was made, and say so.
+
+        Args:
+            error: of the optimizer's step, or of a hook after it.
+
+        Raises:
+            OptimizerError: always where this is not known yet, but in place of errors alone: other exceptions
+                end a program, and keep their type.
+        """
+        known, self._is_torn = self._is_torn, True
+        if isinstance(error, Exception) and not known:
+            raise OptimizerError(_TORN) from error
 
     def note(self) -> None:
         """Note how everything is now."""

@@ -11,7 +11,8 @@ def second_window() -> WindowError:
         explain(
             "a second window of one accumulator",
             "the first one is still open, and both would sum into the same gradients",
-            "leave the first block, or use one Accumulator per optimizer",
+            "leave the first block, or use one Accumulator per optimizer. If an interrupt has left it, "
+            "call discard()",
         )
     )
 

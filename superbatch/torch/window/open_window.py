@@ -23,6 +23,7 @@ from ..sizes.reserve import raise_if_out_of_memory
 from ..sizes.sizing import Sizing
 from . import culprit, dropping, misuse, retry, saving, update_rule
 from .config import Plan
+from .interrupts import DeferredInterrupts
 from .microbatches import Pieces, Shown
 from .nonfinite import Culprit
 from .participants.gradient_sum import LOW_PRECISION, Gradients, clear
@@ -30,7 +31,7 @@ from .participants.momentum_gradients import InMomentum
 from .participants.noise.windows import Summed
 from .participants.parameter_gradients import InGrad
 from .progress import Progress
-from .transaction import Transaction
+from .transaction import Transaction, restore_each
 from .validation import BackwardWatch
 
 
@@ -79,20 +80,30 @@ class OpenWindow:
     def __enter__(self) -> OpenWindow:
         if self.update is not None:
             raise misuse.over()
+        try:
+            with DeferredInterrupts():
+                self._begin()
+            return self
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _begin(self) -> None:
         self._entered(self)
         self._is_open = True
-        try:
-            self._plan.until_next.clear()
-            self.transaction.begin()
-            if self._resume is not None:
-                self.transaction.load_state_dict(self._resume)
-        except BaseException:
-            try:
-                self._discard()
-            finally:  # or no other window could ever be opened
-                self._left(None)
-            raise
-        return self
+        self._plan.until_next.clear()
+        self.transaction.begin()
+        if self._resume is not None:
+            self.transaction.load_state_dict(self._resume)
+
+    def abandon(self) -> None:
+        """Restore everything if the window is open: its block was not entered, or its end not reached."""
+        if self._is_open:
+            with DeferredInterrupts():
+                try:
+                    self._discard()
+                finally:  # or no other window could ever be opened
+                    self._forget()
 
     def require_resume(self, state: dict[str, Any] | None) -> None:
         """Check that the saved state that this window resumes is still waiting."""
@@ -168,9 +179,18 @@ class OpenWindow:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        before = self._plan.before_step
         try:
-            before.note()
+            with DeferredInterrupts():  # until all is as before, or as after the update
+                self._close(kind, error)
+        except BaseException:
+            self.abandon()  # interrupted before anything was deferred
+            raise
+
+    def _close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
+        if not self._is_open:
+            return
+        try:
+            self._plan.before_step.note()
             if kind is None and self._progress.complete:
                 self.end_iteration()
                 self._finish()
@@ -179,22 +199,43 @@ class OpenWindow:
                     retry.shrink(self.transaction)
                 self._leave_early()
         except BaseException as raised:
-            as_before = not self._stepped and before.put_back()
-            if as_before:
-                self._discard()
-            else:  # parameters have moved: what raised came after the update, which stands
-                clear(self._plan.owned)
-                self.transaction.scale.restore()
-                self.transaction.commit()
-            if kind is None and not self._stepped:
-                raise_if_out_of_memory(raised, torn=None if as_before else before.tear)
+            self._settle(raised, left=kind is None)
             raise
         finally:
-            before.forget()
+            self._forget()
+
+    def _settle(self, raised: BaseException, *, left: bool) -> None:
+        """Restore everything after an error, or finish the update where parameters have moved.
+
+        Args:
+            raised: the error.
+            left: whether the block had ended without an error.
+
+        Raises:
+            OutOfMemoryError, OptimizerError: the error, explained.
+        """
+        before = self._plan.before_step
+        as_before = not self._stepped and before.put_back()
+        if as_before:
+            self._discard()
+        else:  # what raised came inside the step, or after the update, which stands
+            transaction = self.transaction
+            restore_each(partial(clear, self._plan.owned), transaction.scale.restore, transaction.commit)
+        if left and not self._stepped:
+            raise_if_out_of_memory(raised, torn=None if as_before else before.tear)
+            if not as_before:
+                before.raise_torn(raised)
+
+    def _forget(self) -> None:
+        """Let go of everything, and let the accumulator open another window."""
+        made = self.update is not None and self.update.made
+        self._is_open = False
+        try:
+            self._plan.before_step.forget()
             self._progress.microbatches.clear()
             self._plan.transfer.forget()
-            self._is_open = False
-            self.transaction.sizing.closed(made=self.update is not None and self.update.made)
+            self.transaction.sizing.closed(made=made)
+        finally:
             self._left(self.update)
 
     def _iterate(self) -> Generator[Any, None, None]:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 
 from superbatch.errors import OutOfMemoryError, SplitError, explain
 
+from ..loss.losses import alone
 from ..memory.out_of_memory import out_of_memory, release_caches
 from .microbatches import cut_large
 from .participants.gradient_sum import values
@@ -33,26 +34,40 @@ class OpenWindow(Protocol):
 
     def __iter__(self) -> Iterator[Any]: ...
 
+    def backward(self, loss: Any, weight: Any = None) -> None:
+        """Add the gradient of the current micro-batch's loss."""
+        ...
+
     def end_iteration(self) -> None:
         """Close the iteration, so that it holds no micro-batch."""
         ...
 
 
-def work_through(window: OpenWindow, one: Callable[[Any], None]) -> None:
-    """Run all micro-batches of a window, in smaller pieces where memory runs out.
+def work_through(window: OpenWindow) -> None:
+    """Run `loss_fn` on all micro-batches of a window, in smaller pieces where memory runs out.
 
     Args:
         window: open.
-        one: the forward and backward of a micro-batch.
 
     Raises:
         OutOfMemoryError: a single sample does not fit, or micro-batches cannot be cut smaller.
     """
+    one = _backward_of(window)
     while (failure := _until_failure(window, one)) is not None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
         window.end_iteration()
         _go_on_smaller(window.transaction, index, failure)
+
+
+def _backward_of(window: OpenWindow) -> Callable[[Any], None]:
+    """Return the forward and backward of a micro-batch."""
+    config = window.transaction.config
+    loss_fn, read = config.loss_fn, config.declared.arguments
+    assert loss_fn is not None
+    if config.weigh == "returned" or config.declared.terms:
+        return lambda microbatch: window.backward(*read(loss_fn(microbatch)))
+    return lambda microbatch: window.backward(alone(loss_fn(microbatch)))
 
 
 def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> str | None:

@@ -67,7 +67,7 @@ class Transaction:
             progress,
         ]
         self._participants: list[Participant] = [each for each in found if each is not None]
-        self._undone = list(reversed(self._participants))
+        self._undone: list[Participant] = []  # that have begun, in the other order
         self._unsynchronised = ExitStack()
 
     @property
@@ -78,6 +78,7 @@ class Transaction:
     def begin(self) -> None:
         """Begin; what fails is followed by `restore`."""
         for participant in self._participants:
+            self._undone.insert(0, participant)
             participant.begin()
         self._unsynchronised = self.config.ranks.no_sync()
 
@@ -110,10 +111,14 @@ class Transaction:
         restore_each(self._unsynchronised.close, *(participant.restore for participant in self._undone))
 
     def commit(self) -> None:
-        """Keep what the window did."""
+        """Keep what the window did; where a participant fails, the others commit all the same."""
         self._unsynchronised.close()
-        for participant in self._participants:
-            participant.commit()
+        try:
+            for participant in self._participants:
+                participant.commit()
+        except BaseException:
+            restore_each(*(participant.commit for participant in self._participants))
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all participants in one mapping."""

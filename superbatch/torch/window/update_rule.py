@@ -97,20 +97,27 @@ def update(
     if isinstance(place, InMomentum):
         place.apply()
     place.attach(gradients)
-    if step.scaling:
-        idle = _scaled_step(step)
-    else:
-        # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and counters.
-        idle = [optimizer for optimizer in step.optimizers if not reaches(optimizer, optimizer.step)]
-    # Where autocast encloses the whole training loop, it would go on with copies of the parameters as they
-    # were.
-    torch.clear_autocast_cache()
-    if step.masters_copied:
-        with torch.no_grad():
-            for entry in owned:
-                if entry.target is not entry.parameter:
-                    entry.parameter.copy_(entry.target)
+    try:
+        if step.scaling:
+            idle = _scaled_step(step)
+        else:
+            # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and
+            # counters.
+            idle = [optimizer for optimizer in step.optimizers if not reaches(optimizer, optimizer.step)]
+    finally:  # a hook may fail after the step
+        # Where autocast encloses the whole training loop, it would go on with copies of the parameters as
+        # they were.
+        torch.clear_autocast_cache()
+        if step.masters_copied:
+            _copy_masters(owned)
     return not_made(idle, before, len(step.optimizers)) if idle else None
+
+
+def _copy_masters(owned: list[Owned]) -> None:
+    with torch.no_grad():
+        for entry in owned:
+            if entry.target is not entry.parameter:
+                entry.parameter.copy_(entry.target)
 
 
 def advance(step: Step, loss: float) -> None:

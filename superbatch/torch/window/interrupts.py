@@ -1,0 +1,63 @@
+"""Interrupts (SIGINT, Ctrl-C) deferred while an update must not be cut in two."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from importlib import import_module
+from types import FrameType, TracebackType
+from typing import Any
+
+try:  # the functions below `signal`'s own, which spend 5 us per call on enums
+    _signals: Any = import_module("_signal")
+except ImportError:  # no CPython
+    _signals = signal
+
+_INTERRUPT = int(signal.SIGINT)
+
+
+class DeferredInterrupts:
+    """Context in which SIGINT waits; what the program's handler does with it happens at the end.
+
+    Python calls handlers in the main thread alone, so other threads need no such context, and change nothing.
+    A handler that is no Python function (the system's default, "ignore") stays in place. Several interrupts
+    count as one. The handler is put back also where the block raises.
+
+    Examples:
+        >>> done = []
+        >>> try:
+        ...     with DeferredInterrupts():
+        ...         signal.raise_signal(signal.SIGINT)
+        ...         done.append("the whole block")
+        ... except KeyboardInterrupt:
+        ...     done.append("then the interrupt")
+        >>> done
+        ['the whole block', 'then the interrupt']
+    """
+
+    __slots__ = ("_frame", "_handler", "_note", "_waiting")
+
+    def __enter__(self) -> DeferredInterrupts:
+        self._waiting, self._frame = False, None
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            handler = _signals.getsignal(_INTERRUPT)
+            if callable(handler):  # neither SIG_DFL nor SIG_IGN, and not installed by C code
+                self._handler, self._note = handler, self._defer
+                _signals.signal(_INTERRUPT, self._note)
+        return self
+
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        self._waiting, self._frame = True, frame
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        handler = self._handler
+        if handler is None:
+            return
+        if _signals.getsignal(_INTERRUPT) is self._note:  # else the block has set another one, which stays
+            _signals.signal(_INTERRUPT, handler)
+        frame, self._note, self._frame = self._frame, None, None  # a cycle, and frames hold tensors
+        if self._waiting:
+            handler(_INTERRUPT, frame)

@@ -1,0 +1,175 @@
+"""Windows that SIGINT interrupts at the n-th line of the library that they run, in several modes."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import superbatch.torch
+from superbatch.noise.meter import NoiseMeter
+from superbatch.torch import Accumulator, fp32_masters
+from tests.torch.helpers import mse, rows
+from tests.torch.states import fingerprint
+
+HERE = Path(superbatch.torch.__file__).parent
+LIBRARY = (str(HERE / "accumulator.py"), str(HERE / "whole_batch.py"), str(HERE / "window"))
+BATCHES = rows(7, 3)
+
+
+class Model(nn.Module):
+    """BatchNorm, dropout, a buffer that counts, and draws from Python and NumPy."""
+
+    def __init__(self, *, norm: bool = True, draws: bool = True, counts: bool = True) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.drop = nn.Dropout(0.3 if draws else 0.0)
+        self.register_buffer("seen", torch.zeros(()))
+        self.draws, self.counts = draws, counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.draws:
+            x = x * (1 + 0.1 * random.random()) * (1 + 0.1 * np.random.rand())
+        if self.counts:
+            self.seen += len(x)
+        return self.head(self.drop(torch.tanh(self.norm(self.body(x)))))
+
+
+def _adamw(parameters: Any) -> list[torch.optim.Optimizer]:
+    """AdamW with two groups."""
+    body, *rest = parameters
+    return [torch.optim.AdamW([{"params": [body], "lr": 0.1}, {"params": rest}], lr=0.01, foreach=False)]
+
+
+def _momentum(parameters: Any) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)]
+
+
+def _two(parameters: Any) -> list[torch.optim.Optimizer]:
+    first, *rest = parameters
+    return [*_momentum([first]), *_adamw(rest)]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Options of an accumulator and what it trains."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizers: Callable[[Any], list[torch.optim.Optimizer]] = _adamw
+    norm: bool = True
+    draws: bool = True
+    counts: bool = True
+    dtype: torch.dtype = torch.float64
+    owned: bool = False
+    masters: bool = False
+
+
+_POOLED = {"batchnorm": "per_microbatch"}
+MODES: dict[str, Mode] = {
+    "adamw, two groups": Mode(_POOLED),
+    "two optimizers": Mode({**_POOLED, "max_grad_norm": 0.1}, optimizers=_two),
+    "momentum": Mode({**_POOLED, "accumulate_into": "momentum"}, optimizers=_momentum),
+    "owned": Mode(_POOLED, owned=True),
+    "frozen": Mode({"batchnorm": "frozen"}),
+    "skip_microbatch": Mode({**_POOLED, "nonfinite": "skip_microbatch"}),
+    "sample_rng": Mode({"sample_rng": True}, norm=False, draws=False),
+    "checked": Mode({"check": True}, norm=False, draws=False, counts=False),
+    "noise": Mode({"noise": lambda: NoiseMeter(every=1)}, norm=False),
+    "buffers": Mode({"accumulator_dtype": torch.float32}, dtype=torch.bfloat16, norm=False),
+    "masters": Mode(dtype=torch.bfloat16, norm=False, masters=True),
+    "scaler": Mode(
+        {**_POOLED, "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=64.0)}, dtype=torch.float32
+    ),
+    "exact": Mode({"coupled": "exact"}, draws=False),
+}
+
+
+class Run:
+    """A training in one mode, made the same each time."""
+
+    def __init__(self, name: str) -> None:
+        mode = MODES[name]
+        self.reseed()
+        self.model = Model(norm=mode.norm, draws=mode.draws, counts=mode.counts).to(mode.dtype)
+        self.masters = fp32_masters(self.model) if mode.masters else None
+        trained = list(self.model.parameters() if self.masters is None else self.masters.values())
+        self.optimizers = mode.optimizers(trained)
+        self.owned, self.dtype = mode.owned, mode.dtype
+        self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in self.optimizers]
+        options = {"microbatch_size": 3, "check": False, "scheduler": self.schedulers, **mode.options}
+        for made in ("noise", "scaler"):
+            if made in options:
+                options[made] = options[made]()
+        self.scaler = options.get("scaler")
+        loss_fn = None if mode.owned else lambda batch: mse(self.model, batch)
+        self.accumulate = Accumulator(self.model, self.optimizers, loss_fn, masters=self.masters, **options)
+
+    def reseed(self) -> None:
+        """Set all random generators."""
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+
+    def update(self, number: int) -> None:
+        """Make the update of a batch."""
+        batch = tuple(each.to(self.dtype) for each in BATCHES[number])
+        if not self.owned:
+            self.accumulate(batch)
+            return
+        with self.accumulate.window(batch) as window:
+            for microbatch in window:
+                window.backward(mse(self.model, microbatch))
+
+    def state(self) -> dict[str, Any]:
+        """Describe everything, apart from where it lies in memory; copies."""
+        things = [self.model, *self.optimizers, *self.schedulers, self.accumulate]
+        if self.scaler is not None:
+            things.append(self.scaler)
+        found = {key: value for key, value in fingerprint(*things).items() if not key.endswith("identity")}
+        for number, master in enumerate((self.masters or {}).values()):
+            found[f"master {number}"] = master.detach()
+        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in found.items()}
+
+
+class Interrupt:
+    """SIGINT at the n-th line of the library that runs inside the block; 0: count the lines alone.
+
+    Attributes:
+        lines: that ran.
+        place: where it was interrupted.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.lines, self.place = number, 0, ""
+
+    def __enter__(self) -> Interrupt:
+        self._before = sys.gettrace()
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> Any:
+        name = frame.f_code.co_filename
+        return self._line if name.startswith(LIBRARY) and not name.endswith("interrupts.py") else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.number:
+                self.place = (
+                    f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+                )
+                signal.raise_signal(signal.SIGINT)
+        return self._line
