@@ -50,8 +50,7 @@ class Failing:
 
         def failing(this: Any) -> Any:
             self.calls += 1
-            if works or self.calls > times:
-                result = original(this)
+            result = original(this) if works or self.calls > times else None
             if self.calls <= times:
                 raise error
             return result

@@ -123,7 +123,7 @@ def test_an_interrupt_by_a_timer() -> None:
     def wait(*_: Any) -> None:
         threading.Timer(0.01, kill).start()
         assert waited.wait(10)
-        for _ in range(1000):
+        for _number in range(1000):
             pass
 
     handle = run.optimizers[0].register_step_pre_hook(wait)

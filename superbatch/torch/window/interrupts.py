@@ -39,12 +39,16 @@ class DeferredInterrupts:
 
     def __enter__(self) -> DeferredInterrupts:
         self._waiting, self._frame = False, None
-        self._handler: Any = None
-        if threading.current_thread() is threading.main_thread():
-            handler = _signals.getsignal(_INTERRUPT)
-            if callable(handler):  # neither SIG_DFL nor SIG_IGN, and not installed by C code
-                self._handler, self._note = handler, self._defer
+        handler = _signals.getsignal(_INTERRUPT)
+        self._handler: Any = handler if callable(handler) else None  # not SIG_DFL, SIG_IGN, or one of C code
+        if self._handler is not None:
+            self._note = self._defer
+            try:
                 _signals.signal(_INTERRUPT, self._note)
+            except ValueError:  # in another thread; to ask first takes longer
+                self._handler = self._note = None
+                if threading.current_thread() is threading.main_thread():
+                    raise
         return self
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
