@@ -82,19 +82,16 @@ class OpenWindow:
             raise misuse.over()
         try:
             with DeferredInterrupts():
-                self._begin()
+                self._entered(self)
+                self._is_open = True
+                self._plan.until_next.clear()
+                self.transaction.begin()
+                if self._resume is not None:
+                    self.transaction.load_state_dict(self._resume)
             return self
         except BaseException:
             self.abandon()
             raise
-
-    def _begin(self) -> None:
-        self._entered(self)
-        self._is_open = True
-        self._plan.until_next.clear()
-        self.transaction.begin()
-        if self._resume is not None:
-            self.transaction.load_state_dict(self._resume)
 
     def abandon(self) -> None:
         """Restore everything if the window is open: its block was not entered, or its end not reached."""

@@ -67,7 +67,7 @@ class Transaction:
             progress,
         ]
         self._participants: list[Participant] = [each for each in found if each is not None]
-        self._undone: list[Participant] = []  # that have begun, in the other order
+        self._begun = 0  # how many of them, from the first
         self._unsynchronised = ExitStack()
 
     @property
@@ -78,7 +78,7 @@ class Transaction:
     def begin(self) -> None:
         """Begin; what fails is followed by `restore`."""
         for participant in self._participants:
-            self._undone.insert(0, participant)
+            self._begun += 1  # one that fails counts
             participant.begin()
         self._unsynchronised = self.config.ranks.no_sync()
 
@@ -89,7 +89,7 @@ class Transaction:
 
     def rollback(self) -> bool:
         """Restore the savepoint; False where that is impossible: then `restart`."""
-        return all(participant.rollback() for participant in self._undone)
+        return all(participant.rollback() for participant in reversed(self._participants[: self._begun]))
 
     def drop(self) -> None:
         """Leave the current micro-batch out: restore the savepoint, but not random numbers and position."""
@@ -108,7 +108,10 @@ class Transaction:
         Raises:
             BaseException: the last that a participant raised.
         """
-        restore_each(self._unsynchronised.close, *(participant.restore for participant in self._undone))
+        restore_each(
+            self._unsynchronised.close,
+            *(participant.restore for participant in reversed(self._participants[: self._begun])),
+        )
 
     def commit(self) -> None:
         """Keep what the window did; where a participant fails, the others commit all the same."""
