@@ -63,7 +63,7 @@ def kind_of(value: Any) -> Any:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a value is one piece of data that has no samples: a number, a text, a date, None.
+    """Return whether a value is one piece of data that has no samples: a number, a text, a date, None.
 
     Args:
         value: anything.
@@ -121,7 +121,7 @@ def _shape_of_other_type(shape: Any) -> tuple[int, ...] | None:
 
 
 def is_record(value: Any) -> bool:
-    """Whether a tuple has named fields (a namedtuple, a structseq), so that its entries are no samples.
+    """Tell if a tuple has named fields (a namedtuple, a structseq), so that its entries are no samples.
 
     Args:
         value: anything.
@@ -139,7 +139,7 @@ def is_record(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """Whether a list or tuple holds nothing but scalars and 0-d arrays, so that its entries are samples.
+    """Tell if a list or tuple holds nothing but scalars and 0-d arrays, so that its entries are samples.
 
     Args:
         value: anything.
@@ -160,7 +160,7 @@ def is_flat(value: Any) -> bool:
 
 
 def is_list_subclass(value: Any) -> bool:
-    """Whether a value is of a type derived from list or tuple, whose slices lose that type.
+    """Return whether a value is of a type derived from list or tuple, whose slices lose that type.
 
     Args:
         value: anything.
@@ -176,7 +176,7 @@ def is_list_subclass(value: Any) -> bool:
 
 
 def is_torch_packed_sequence(value: Any) -> bool:
-    """Whether a value is torch's PackedSequence: a namedtuple of data interleaved by time.
+    """Return whether a value is torch's PackedSequence: a namedtuple of data interleaved by time.
 
     Args:
         value: anything.

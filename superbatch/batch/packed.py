@@ -230,7 +230,7 @@ def longest_take(value: Any, name: str, packed: Packed) -> Take:
 
 
 def is_longest(name: str, value: Any) -> bool:
-    """Whether an entry states the longest sequence: its name says so, and it holds one integer.
+    """Return whether an entry states the longest sequence: its name says so, and it holds one integer.
 
     Args:
         name: the entry's name.

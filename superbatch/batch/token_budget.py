@@ -195,7 +195,7 @@ def find_lengths(batch: Any) -> str:
 
 
 def _may_be_lengths(name: str, part: Any) -> bool:
-    """Whether a part has a shape that its name promises; a mask may be None, or of four dimensions."""
+    """Return whether a part has a shape that its name promises; a mask may be None, or of four dimensions."""
     shape = array_shape(part)
     if name == MASK:
         return shape is not None and len(shape) == 2

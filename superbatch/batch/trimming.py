@@ -105,7 +105,7 @@ def check_widths(widths: Mapping[str, int]) -> None:
 
 
 def _is_padding(rest: Any) -> bool:
-    """Whether everything has the value of the last position, or every row counts on (positions)."""
+    """Return whether everything has the value of the last position, or every row counts on (positions)."""
     last = rest[:1, -1:]
     if bool(((rest == last) | ((rest != rest) & (last != last))).all()):  # NaN may pad too
         return True

@@ -229,17 +229,17 @@ class Accumulator:
 
     @property
     def memory(self) -> MemoryReport | None:
-        """What ``"auto"`` or ``"largest"`` has found out; else None, and so with ``coupled="exact"``."""
+        """Sizes that ``"auto"`` or ``"largest"`` has found; else None, and so with ``coupled="exact"``."""
         return self._sizing.report()
 
     @property
     def coupling(self) -> CouplingReport | None:
-        """Where samples met in the last window, with ``coupled="exact"``; else None."""
+        """Coupling points of the last window, with ``coupled="exact"``; else None."""
         return None if self._whole is None else self._whole.report
 
     @property
     def noise(self) -> Noise | None:
-        """How noisy the gradient is, by the windows so far; None without the option."""
+        """Noise of the gradient over the windows so far; None without the option."""
         return None if self._plan.noise is None else self._plan.noise.meter.estimate()
 
     def __call__(self, batch: Any) -> Update:
@@ -355,7 +355,7 @@ class Accumulator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; a window that was in flight goes on with the next call or `window`.
+        """Resume from a saved state; a window that was open is resumed by the next call or `window`.
 
         Args:
             state: from `state_dict`. The model and the optimizer must be loaded from the same moment, in any

@@ -1,4 +1,4 @@
-"""Does accumulating in micro-batches give this model, loss and batch the gradient of the whole batch?"""
+"""Comparison of accumulated gradients with those of the whole batch, for a model and a loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Outcome(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """What was asked for, checked."""
+    """Options of `verify`, checked."""
 
     problem: Problem
     batch: Any

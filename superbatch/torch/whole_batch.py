@@ -236,7 +236,7 @@ def _samples_of(batch: Any) -> int:
 
 
 def _has_targets(batch: Any) -> bool:
-    """Whether a part of the batch is a list of dicts of tensors, as detection models take their targets."""
+    """Tell if a part of the batch is a list of dicts of tensors, as detection models take their targets."""
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     return any(
         isinstance(part, list | tuple) and part and all(isinstance(each, Mapping) for each in part)

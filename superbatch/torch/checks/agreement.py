@@ -30,7 +30,7 @@ class Seen:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient can be compared with others."""
+        """Return whether loss and gradient can be compared with others."""
         return math.isfinite(self.loss) and (self.gradient is None or bool(self.gradient.isfinite().all()))
 
 
@@ -98,13 +98,13 @@ class Cut:
 
     @property
     def in_order(self) -> bool:
-        """Whether the parts, one after the other, are the union."""
+        """Return whether the parts, one after the other, are the union."""
         places = [place for span in self.spans for place in span]
         return places == sorted(places)
 
     @property
     def usable(self) -> bool:
-        """Whether every part that counts has a finite loss and gradient."""
+        """Return whether every part that counts has a finite loss and gradient."""
         return all(part.finite for part in self.parts if part.weight or part.gradient is not None)
 
     def difference(

@@ -386,7 +386,7 @@ def in_full(updates: int) -> bool:
 
 
 def _unequal_weights(shown: Shown) -> list[News]:
-    """Whether samples of two micro-batches weigh differently."""
+    """Return whether samples of two micro-batches weigh differently."""
     samples, weights = shown.pieces.samples, shown.weights
     some = [index for index, weight in enumerate(weights) if weight]
     if samples is None or not some:

@@ -43,7 +43,7 @@ _REMEDIES = {
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
-    """Whether a module normalises with statistics of the batch it sees.
+    """Return whether a module normalises with statistics of the batch it sees.
 
     A BatchNorm does so in training mode, and also in evaluation mode when it has no running statistics
     (`track_running_stats=False`).
@@ -65,7 +65,7 @@ def uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def changes_state(module: nn.Module) -> bool:
-    """Whether a module is of a type that changes its buffers with every forward, coupled or not.
+    """Return whether a module is of a type that changes its buffers with every forward, coupled or not.
 
     Args:
         module: any module; its children are not looked at.

@@ -243,7 +243,7 @@ class Evaluation:
 
     @property
     def rounded(self) -> bool:
-        """Whether gradients in float64 were rounded to the dtype of their parameters."""
+        """Return whether gradients in float64 were rounded to the dtype of their parameters."""
         return self._bypassed
 
     def _gradient(self, loss: Tensor, scale: float) -> Tensor | None:

@@ -92,7 +92,7 @@ def _saying_so() -> Iterator[None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module itself was given to torch.compile, or compiled in place.
+    """Return whether a module itself was given to torch.compile, or compiled in place.
 
     Examples:
         >>> is_compiled(nn.Linear(1, 1))

@@ -303,7 +303,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _pads(values: Sequence[Any]) -> bool:
-    """Whether 0 stands at the ends of rows alone, and more than once in some row."""
+    """Return whether 0 stands at the ends of rows alone, and more than once in some row."""
     if not all(_is_plain(value) and value.ndim > 1 for value in values):
         return False
     kept = [value.flatten(1) != 0 for value in values]

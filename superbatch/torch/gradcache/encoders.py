@@ -197,7 +197,7 @@ def _fresh(node: Any) -> Any:
 
 
 def _repeated(first: list[Tensor], second: list[Tensor]) -> bool:
-    """Whether embeddings are those of the first pass, up to kernels that round otherwise without a graph."""
+    """Tell if embeddings are those of the first pass, up to kernels that round otherwise without a graph."""
     for before, now in zip(first, second, strict=True):
         if before.shape != now.shape:
             return False

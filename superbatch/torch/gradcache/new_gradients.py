@@ -52,7 +52,7 @@ class NewGradients:
             leaf.grad = None
 
     def knows(self, leaf: Tensor) -> bool:
-        """Whether a tensor is held."""
+        """Return whether a tensor is held."""
         return leaf in self._before
 
     def unshare(self, others: Iterable[Tensor] = ()) -> None:

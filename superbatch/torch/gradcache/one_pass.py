@@ -63,7 +63,7 @@ class OnePass:
             self._marks = self._mark()
 
     def touched(self) -> bool:
-        """Whether a buffer has been written since it was as at the start, by whomever."""
+        """Return whether a buffer has been written since it was as at the start, by whomever."""
         return self._mark() != self._marks
 
     def put_back(self) -> None:

@@ -19,7 +19,7 @@ WeightOption = Callable[[Any], Any] | Literal["returned"] | None
 
 @dataclass(frozen=True)
 class Declared:
-    """What `loss_fn` returns for a micro-batch, and what its weight is.
+    """Declaration of what `loss_fn` returns for a micro-batch, and of its weight.
 
     Attributes:
         reduction: of the loss.
@@ -35,7 +35,7 @@ class Declared:
 
     @property
     def returned(self) -> bool:
-        """Whether `loss_fn` returns weights with the losses."""
+        """Return whether `loss_fn` returns weights with the losses."""
         return self.weigh == "returned" or any(term.returned for term in self.terms.values())
 
     def arguments(self, returned: Any) -> tuple[Any, ...]:
@@ -50,12 +50,12 @@ class Declared:
 
     @property
     def can_drop(self) -> bool:
-        """Whether a micro-batch can be left out with its weight: terms have several, a total has none."""
+        """Tell if a micro-batch can be left out with its weight: terms have several, a total has none."""
         return not self.terms and self.reduction != "total"
 
     @property
     def needs_samples(self) -> bool:
-        """Whether the samples of every micro-batch must be counted."""
+        """Return whether the samples of every micro-batch must be counted."""
         if self.terms:
             return any(term.needs_samples for term in self.terms.values())
         return self.weigh == "samples" and self.reduction != "total"

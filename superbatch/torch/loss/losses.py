@@ -18,7 +18,7 @@ from ..window.sync.sync import Sync
 
 
 class Losses:
-    """What was given to ``backward`` so far, by micro-batch.
+    """Losses that were given to ``backward`` so far, by micro-batch.
 
     Examples:
         >>> losses = Losses()
@@ -53,7 +53,7 @@ class Losses:
         self._on_device = self._on_device or isinstance(total, Tensor)
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Whether a micro-batch's loss is neither NaN nor infinite; `on_host`: True for one on a device."""
+        """Tell if a micro-batch's loss is neither NaN nor infinite; `on_host`: True for one on a device."""
         value = self._values[index]
         return (on_host and isinstance(value, Tensor)) or math.isfinite(value)
 
@@ -80,7 +80,7 @@ class Losses:
         return {index: float(loss) for index, loss in self._values.items()}
 
     def load_state(self, state: dict[int, float]) -> None:
-        """Go on from what `state` returned."""
+        """Resume from what `state` returned."""
         self._values = dict(state)
         self._on_device = False
 

@@ -23,11 +23,11 @@ class WindowWeights(Protocol):
         ...
 
     def has_none(self, index: int) -> bool:
-        """Whether a micro-batch is known to contribute nothing."""
+        """Return whether a micro-batch is known to contribute nothing."""
         ...
 
     def adds(self, index: int) -> bool:
-        """Whether a micro-batch that has had its backward contributes."""
+        """Return whether a micro-batch that has had its backward contributes."""
         ...
 
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
@@ -87,7 +87,7 @@ class WindowLosses(Protocol):
         ...
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Whether the loss of a micro-batch is finite; `on_host`: True for one on a device."""
+        """Return whether the loss of a micro-batch is finite; `on_host`: True for one on a device."""
         ...
 
     def on_device(self, index: int) -> list[Tensor]:
@@ -107,5 +107,5 @@ class WindowLosses(Protocol):
         ...
 
     def load_state(self, state: Any) -> None:
-        """Go on from what `state` returned."""
+        """Resume from what `state` returned."""
         ...

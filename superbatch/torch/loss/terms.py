@@ -82,7 +82,7 @@ class TermWeights:
         return {name: term.counted([]) for name, term in self._terms.items()}
 
     def has_none(self, index: int) -> bool:
-        """Whether a micro-batch contributes to no term."""
+        """Return whether a micro-batch contributes to no term."""
         return all(term.has_none(index) for term in self._terms.values())
 
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
@@ -129,7 +129,7 @@ class TermWeights:
             term.replace(each)
 
     def adds(self, index: int) -> bool:
-        """Whether a micro-batch contributes to a term."""
+        """Return whether a micro-batch contributes to a term."""
         return not self.has_none(index)
 
     def took_part(self, dropped: list[int]) -> list[int]:
@@ -247,7 +247,7 @@ class TermLosses:
             each.add(index, total[name])
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Whether all losses of a micro-batch are finite; `on_host`: True for those on a device."""
+        """Return whether all losses of a micro-batch are finite; `on_host`: True for those on a device."""
         return all(each.finite(index, on_host=on_host) for each in self._of.values())
 
     def on_device(self, index: int) -> list[Tensor]:
@@ -268,7 +268,7 @@ class TermLosses:
         return {index: {name: each[index] for name, each in found.items()} for index in self._first.state()}
 
     def load_state(self, state: Mapping[int, Mapping[str, float]]) -> None:
-        """Go on from what `state` returned."""
+        """Resume from what `state` returned."""
         for name, each in self._of.items():
             each.load_state({index: losses[name] for index, losses in state.items()})
 

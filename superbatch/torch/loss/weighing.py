@@ -63,7 +63,7 @@ class Weights:
             self.planned = self._divided_by(ahead[1])
 
     def has_none(self, index: int) -> bool:
-        """Whether a micro-batch is known to contribute nothing, so that its forward can be left out."""
+        """Tell if a micro-batch is known to contribute nothing, so that its forward can be left out."""
         weights = self.ahead
         if weights is None or weights[index]:
             return False
@@ -153,7 +153,7 @@ class Weights:
         self.ahead = weights
 
     def adds(self, index: int) -> bool:
-        """Whether a micro-batch that has had its backward contributes."""
+        """Return whether a micro-batch that has had its backward contributes."""
         weight = self.returned[index] if self.ahead is None else self.ahead[index]
         return normalize.takes_part(weight, reduction=self.reduction)
 

@@ -13,7 +13,7 @@ _UNLIMITED = 1 << 60
 
 
 def cgroup_limits(proc: Path) -> Iterator[Limit]:
-    """What the control group of this process, and each group above it, leaves.
+    """Bytes that the control group of this process, and each group above it, leaves.
 
     Args:
         proc: where the process file system is.

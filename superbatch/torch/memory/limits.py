@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it one stretch of work took at its peak.
+"""Limits of memory, and the peak of one stretch of work.
 
 On the CPU two things are counted, and neither is what torch calls allocated. *Address space* (``RLIMIT_AS``,
 ``VmSize``) grows when the C library asks for it; *resident memory* (cgroups, the machine) when a page is
@@ -32,7 +32,7 @@ _PROC = Path("/proc")
 
 
 def memory_limit(device: torch.device) -> Limit:
-    """How many bytes may still be allocated, and who sets that limit.
+    """Bytes that may still be allocated, and the origin of that limit.
 
     * CPU: the least of what address space (``RLIMIT_AS``, ``RLIMIT_DATA``), control groups (versions 1 and 2,
       with every group above) and the machine leave; file caches that can be dropped count as free.

@@ -1,4 +1,4 @@
-"""Which errors say that memory ran out - narrowly, so that no other is hidden; and giving memory back."""
+"""Recognition of out-of-memory errors, narrow so that no other is hidden; and freeing of caches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _TYPES = (RuntimeError, getattr(torch, "AcceleratorError", RuntimeError))
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, and nothing else.
+    """Return whether an error says that memory ran out, and nothing else.
 
     Args:
         error: what a pass raised.

@@ -1,4 +1,4 @@
-"""Which dimension of a random tensor runs over the samples of a micro-batch.
+"""Dimension of a random tensor that runs over the samples of a micro-batch.
 
 A random operation names a shape, not a meaning. The answer is, in this order:
 
@@ -76,7 +76,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Call:
-    """How one random call of a micro-batch was read.
+    """Reading of one random call of a micro-batch.
 
     Args:
         op: name of the operation.

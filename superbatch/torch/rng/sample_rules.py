@@ -1,4 +1,4 @@
-"""What is drawn per sample, and how: a table from random operations to rules, and the refusal of all others.
+"""Random operations per sample: a table from random operations to rules, and the refusal of all others.
 
 * The values have torch's distributions, not torch's numbers.
 * A rule asks for random bits once, with the shape that the operation draws, and returns what the operation
@@ -26,7 +26,7 @@ Rule = Callable[["Draws", str, Arguments], Any]
 
 
 class Draws(Protocol):
-    """Where a rule gets its random bits."""
+    """Source of random bits for a rule."""
 
     samples: int
 

@@ -287,7 +287,7 @@ class AutoSize:
         known.size, known.total = size, self._room.total
 
     def _is_steady(self, known: Known) -> bool:
-        """Whether nothing is being tried: all sizes in use were measured."""
+        """Return whether nothing is being tried: all sizes in use were measured."""
         if self._compiled or (self._mode == "fastest" and not known.size):
             return bool(known.size)
         return bool(known.runs) and all(_is_seen(known, size) for size in self._planned)
@@ -374,7 +374,7 @@ class AutoSize:
 
 
 def _is_seen(known: Known, size: int) -> bool:
-    """Whether a size need not be measured at its first run."""
+    """Return whether a size need not be measured at its first run."""
     return size in known.runs or len(known.runs) >= _MOST_SIZES
 
 

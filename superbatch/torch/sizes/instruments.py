@@ -111,7 +111,7 @@ def _seconds(start: tuple[float, float], end: tuple[float, float]) -> float:
 
 
 def is_compiled(models: Sequence[nn.Module]) -> bool:
-    """Whether a model, or a part of one, was given to torch.compile: each new size compiles it anew.
+    """Return whether a model, or a part of one, was given to torch.compile: each new size compiles it anew.
 
     Args:
         models: any modules.

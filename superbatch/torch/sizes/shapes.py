@@ -55,7 +55,7 @@ def signature(batch: Any, samples: int) -> Signature:
 
 
 def covers(known: Signature, asked: Signature) -> bool:
-    """Whether samples of a known shape need at least the memory of those asked about.
+    """Return whether samples of a known shape need at least the memory of those asked about.
 
     Args:
         known: the signature of what was measured.

@@ -1,4 +1,4 @@
-"""What the optimizers' step changes, noted before it: a step that broke is told from one that did not begin.
+"""State of optimizers before their step, which tells a step that broke from one that did not begin.
 
 Noted for every window, undone in hardly any: what is noted are lists over all parameters together.
 """
@@ -130,7 +130,7 @@ class BeforeStep:
         return True
 
     def _can_be_told(self) -> bool:
-        """Whether what has not moved visibly has not moved; False too where a parameter or a group has."""
+        """Tell if what has not moved visibly has not moved; False too where a parameter or a group has."""
         if self._is_hidden() or any(known.is_opaque for known in self._states):
             return False
         groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
@@ -139,7 +139,7 @@ class BeforeStep:
         return [target._version for target in self._targets] == self._versions
 
     def _is_hidden(self) -> bool:
-        """Whether part of an update may not show.
+        """Return whether part of an update may not show.
 
         A fused step does not move versions: it does not show if a second one fails, or a hook after it.
         """
@@ -177,7 +177,7 @@ def not_made(idle: Sequence[torch.optim.Optimizer], before: BeforeStep, count: i
 
 
 class _States:
-    """What the states of an optimizer hold: references to tensors with their versions, and other values.
+    """Contents of the states of an optimizer: references to tensors with their versions, and other values.
 
     Attributes:
         is_opaque: there is something whose change would not be seen: an object, a list, a dict in a state.
@@ -227,7 +227,7 @@ class _States:
 
 
 def _moved(state: Any, noted: dict[str, Any]) -> bool:
-    """Whether a tensor of a state was written, or another one put in its place."""
+    """Return whether a tensor of a state was written, or another one put in its place."""
     tensors = {name: value for name, value in noted.items() if _is_tensor(value)}
     return not isinstance(state, dict) or any(
         state.get(name) is None or state[name] is not reference() or state[name]._version != version

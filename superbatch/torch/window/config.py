@@ -1,4 +1,4 @@
-"""What every window of an accumulator has in common."""
+"""Configuration of the windows of an accumulator."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ class Plan:
 
     @property
     def reduction(self) -> normalize.Reduction:
-        """What `loss_fn` returns."""
+        """Reduction of what `loss_fn` returns."""
         return self.declared.reduction
 
     @property
     def weigh(self) -> Weigh:
-        """How a micro-batch is weighed."""
+        """Weight of a micro-batch."""
         return self.declared.weigh
 
     def prepare_update(self) -> None:
-        """Do what may fail for lack of memory while the optimizer has not stepped.
+        """Run what may fail for lack of memory while the optimizer has not stepped.
 
         Raises:
             OutOfMemoryError: there is no memory for the update; nothing has moved.
@@ -82,6 +82,6 @@ class Plan:
         self.prepare_commit()
 
     def prepare_commit(self) -> None:
-        """Do what the commit of a participant needs and what may fail: pool the statistics of BatchNorms."""
+        """Run what the commit of a participant needs and what may fail: pool the statistics of BatchNorms."""
         if self.norms is not None:
             self.norms.prepare()

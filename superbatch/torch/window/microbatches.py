@@ -61,7 +61,7 @@ class Pieces:
 
     @property
     def can_be_recut(self) -> bool:
-        """Whether the batch is one piece that may be cut anywhere."""
+        """Return whether the batch is one piece that may be cut anywhere."""
         return self._batch is not None
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What is said where a window is used otherwise than it can be."""
+"""Errors for a window that is used in the wrong order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def over() -> WindowError:
 
 
 def gone_on_from() -> WindowError:
-    """Return the error for a window whose saved state another window has gone on from."""
+    """Return the error for a window whose saved state another window has resumed."""
     return WindowError(
         explain(
             "a window made before or beside another one that went on from the saved state",

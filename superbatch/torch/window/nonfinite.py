@@ -1,4 +1,4 @@
-"""Which micro-batch, with which loss, made which parameter's gradient NaN or infinite."""
+"""Micro-batch, loss and parameter behind a gradient that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .participants.gradient_sum import Owned, all_finite, clear
 
 @dataclass(frozen=True)
 class Culprit:
-    """What is known of a window that is not finite.
+    """Origin of values that are not finite.
 
     Attributes:
         index: the micro-batch, or None where it is on another rank or cannot be told.

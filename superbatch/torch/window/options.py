@@ -68,7 +68,7 @@ def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype:
 
 
 def is_size(microbatch_size: object) -> bool:
-    """Whether it is a number of samples, a word for one, or None.
+    """Return whether it is a number of samples, a word for one, or None.
 
     Examples:
         >>> is_size("largest"), is_size(True)

@@ -39,7 +39,7 @@ class Structure:
         self._note()
 
     def changed(self) -> bool:
-        """Whether a module or parameter was added, removed or replaced."""
+        """Return whether a module or parameter was added, removed or replaced."""
         return self._identities() != self._seen
 
     def update(self, owned: Iterable[Owned]) -> None:

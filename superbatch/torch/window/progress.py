@@ -14,7 +14,7 @@ from .microbatches import Pieces
 
 
 class Progress:
-    """How far a window is.
+    """Position in a window.
 
     Args:
         microbatches: of the window; they can be cut otherwise.
@@ -41,7 +41,7 @@ class Progress:
         self._versions: dict[int, list[int]] = {}  # of the tensors of micro-batches that were handed out
 
     def begin(self) -> None:
-        """Do nothing: a window begins at its first micro-batch."""
+        """No-op: a window begins at its first micro-batch."""
 
     def savepoint(self) -> None:
         """Note the micro-batch as it is handed out."""
@@ -66,10 +66,10 @@ class Progress:
         self.weights.returned.clear()
 
     def restore(self) -> None:
-        """Do nothing: the window is over."""
+        """No-op: the window is over."""
 
     def commit(self) -> None:
-        """Do nothing: the window is over."""
+        """No-op: the window is over."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, weights and losses."""
@@ -93,7 +93,7 @@ class Progress:
 
     @property
     def complete(self) -> bool:
-        """Whether every micro-batch that counts has had its backward."""
+        """Return whether every micro-batch that counts has had its backward."""
         if self.broken is not None:
             return False
         count = len(self.microbatches)

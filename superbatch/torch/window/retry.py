@@ -1,4 +1,4 @@
-"""Out of memory inside a window: go on in smaller pieces, to the same update.
+"""Retry after out-of-memory: the window continues in smaller micro-batches, to the same update.
 
 A micro-batch that failed must leave nothing behind. What it leaves is looked at:
 
@@ -155,7 +155,7 @@ def require_restorable(window: Transaction, failed: str) -> None:
 
 
 def but_unseen(window: Transaction) -> str:
-    """Return what the text of a window that goes on has to leave open."""
+    """Return what the warning of a window that continues has to leave open."""
     unsure, unseen = window.config.state.unsure(), window.config.state.unseen()
     if unsure:
         return (

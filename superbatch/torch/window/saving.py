@@ -1,4 +1,4 @@
-"""Saving a window in flight, so that it goes on bit for bit: tensors and plain containers only."""
+"""State of an open window, in tensors and plain containers, which resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .transaction import Transaction
 
 
 def load_sizing_and_noise(state: Mapping[str, Any], sizing: Sizing, meter: NoiseMeter | None) -> Fixed:
-    """Go on with an accumulator's sizes and noise: both, or neither.
+    """Resume an accumulator's sizes and noise: both, or neither.
 
     Args:
         state: of the accumulator.
@@ -58,7 +58,7 @@ def state_of(window: Transaction) -> dict[str, Any]:
 
 
 def check_state(window: Transaction, state: dict[str, Any]) -> None:
-    """Check that a saved window can go on in this one.
+    """Check that a saved window can be resumed in this one.
 
     Raises:
         WindowError: it was another batch, other parameters, or summed in another place.
@@ -92,7 +92,7 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
 
 
 def _place(window: Transaction) -> list[str]:
-    """What must be the same for sums to be gone on with: how and where they are made, and of what."""
+    """Return what must be the same to resume sums: their kind, and the names of the parameters."""
     plan = window.config
     weigh = plan.weigh if isinstance(plan.weigh, str) else "counted"
     terms = [f"{name}: {term.reduction}" for name, term in plan.declared.terms.items()]

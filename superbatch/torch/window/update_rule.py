@@ -30,7 +30,7 @@ from .wrapped import reaches
 
 @dataclass(frozen=True)
 class Step:
-    """What an update is made with.
+    """Optimizers, schedulers, scaler and limits of an update.
 
     Attributes:
         optimizers: stepped in this order.
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def scaling(self) -> bool:
-        """Whether losses are scaled, so that an overflow is an ordinary event."""
+        """Return whether losses are scaled, so that an overflow is an ordinary event."""
         return self.scaler is not None and self.scaler.is_enabled()
 
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before any work is done, and is said in the words of the caller."""
+"""Validation of models, optimizers and losses, before any work is done."""
 
 from __future__ import annotations
 
@@ -130,13 +130,13 @@ def own_parameters(
 
 
 def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
-    """Which parameters need a gradient, in order: it changes when one is frozen, added or replaced."""
+    """Return which parameters need a gradient, in order: it changes when one is frozen, added or replaced."""
     targets = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     return [id(parameter) * parameter.requires_grad for parameter in [*targets, *masters]]
 
 
 def has_others(models: Sequence[nn.Module], owned: list[Owned]) -> bool:
-    """Whether the models have trainable parameters that belong to other optimizers."""
+    """Return whether the models have trainable parameters that belong to other optimizers."""
     mine = {entry.parameter for entry in owned}
     return any(p.requires_grad and p not in mine for model in models for p in model.parameters())
 
@@ -167,13 +167,13 @@ class BackwardWatch:
             raise steps_in_backward(changed[0])
 
     def begin(self) -> None:
-        """Do nothing: the copies were made with the object."""
+        """No-op: the copies were made with the object."""
 
     def savepoint(self) -> None:
-        """Do nothing: a backward that changes a parameter ends the window."""
+        """No-op: a backward that changes a parameter ends the window."""
 
     def rollback(self) -> bool:
-        """Do nothing: a backward that changes a parameter ends the window."""
+        """No-op: a backward that changes a parameter ends the window."""
         return True
 
     def restart(self) -> None:
@@ -189,7 +189,7 @@ class BackwardWatch:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: parameters are loaded with the model."""
+        """No-op: parameters are loaded with the model."""
 
     def restore(self) -> None:
         """Undo what hooks have done to the parameters."""

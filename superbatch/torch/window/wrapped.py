@@ -97,7 +97,7 @@ def reaches(optimizer: Optimizer, step: Callable[[], object], *, always: bool = 
 
 
 def _is_hidden(optimizer: Optimizer) -> bool:
-    """Whether an optimizer wraps another in a way that is not known: it has no state or hooks of its own."""
+    """Tell if an optimizer wraps another in a way that is not known: it has no state or hooks of its own."""
     return not vars(optimizer).keys() >= _OWN
 
 

@@ -112,7 +112,7 @@ def converted(batch: Any, dtype: torch.dtype | None, device: torch.device | None
 
 
 def same_values(a: Any, b: Any) -> bool:
-    """Whether two batches of one structure have the same values in every tensor.
+    """Return whether two batches of one structure have the same values in every tensor.
 
     Args:
         a: a nested batch.

@@ -311,5 +311,5 @@ def _mixed(results: list[list[_Sum]], weights: list[list[Number]]) -> float:
 
 
 def _within(path: str, other: str) -> bool:
-    """Whether a module contains another, which then is the nearer place."""
+    """Return whether a module contains another, which then is the nearer place."""
     return other not in (path, "loss_fn") and (path == "" or other.startswith(f"{path}."))

@@ -112,17 +112,17 @@ class Frozen:
             module.training = False
 
     def savepoint(self) -> None:
-        """Do nothing: micro-batches change nothing here."""
+        """No-op: micro-batches change nothing here."""
 
     def rollback(self) -> bool:
-        """Do nothing: micro-batches change nothing here."""
+        """No-op: micro-batches change nothing here."""
         return True
 
     def restart(self) -> None:
-        """Do nothing: the modules stay in evaluation mode."""
+        """No-op: the modules stay in evaluation mode."""
 
     def prepare(self) -> None:
-        """Do nothing: running statistics stay as they are."""
+        """No-op: running statistics stay as they are."""
 
     def commit(self) -> None:
         """Restore the mode of each module."""
@@ -133,7 +133,7 @@ class Frozen:
         return {"norms": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: running statistics stay as they are."""
+        """No-op: running statistics stay as they are."""
 
     def restore(self) -> None:
         """Restore the mode of each module."""

@@ -1,4 +1,4 @@
-"""What names were bound to at one moment: what has been bound anew since, and how it is undone."""
+"""Bindings of names at one moment: what has been bound anew since, and how it is undone."""
 
 from __future__ import annotations
 

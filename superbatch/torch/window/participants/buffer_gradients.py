@@ -74,7 +74,7 @@ class InBuffers:
             self._inside = False
 
     def isolated_is_finite(self, others: Sequence[Tensor] = ()) -> bool:
-        """Whether the isolated gradient of the last micro-batch is finite, and the other tensors as well."""
+        """Tell if the isolated gradient of the last micro-batch is finite, and the other tensors as well."""
         gradients = [entry.parameter.grad for entry in self._owned if entry.parameter.grad is not None]
         return all_finite([*others, *gradients])
 
@@ -133,10 +133,10 @@ class InBuffers:
         self.begin()
 
     def commit(self) -> None:
-        """Do nothing: the update rule frees the gradients."""
+        """No-op: the update rule frees the gradients."""
 
     def describe(self) -> str:
-        """Say where and in what the sum is made, to go on with it only in the like."""
+        """Return the kind and dtype of the sum: a window resumes only into the same."""
         return f"buffers of {self._dtype}"
 
     def state_dict(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class BufferKeeper:
         ]
 
     def changed(self) -> bool:
-        """Whether any buffer is no longer as at `take`."""
+        """Return whether any buffer is no longer as at `take`."""
         return any(
             module._buffers.get(name) is not buffer
             or (buffer is not None and copy is not None and not torch.equal(buffer, copy))

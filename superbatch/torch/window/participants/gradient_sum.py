@@ -97,11 +97,11 @@ class Gradients(Protocol):
         ...
 
     def commit(self) -> None:
-        """Do nothing: the update rule frees the gradients."""
+        """No-op: the update rule frees the gradients."""
         ...
 
     def describe(self) -> str:
-        """Say where and in what the sum is made, to go on with it only in the like."""
+        """Return the kind and dtype of the sum: a window resumes only into the same."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> bool:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor's storage begins; 0 for a subclass that only wraps others."""
+    """Return the address of a tensor's storage; 0 for a subclass that only wraps others."""
     try:
         return tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -281,7 +281,7 @@ def remove(hooks: list[RemovableHandle]) -> None:
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """Whether no element of any tensor is NaN or infinite (sparse tensors: of their values).
+    """Return whether no element of any tensor is NaN or infinite (sparse tensors: of their values).
 
     Examples:
         >>> all_finite([torch.zeros(2), torch.tensor([1.0, float("inf")])])

@@ -1,4 +1,4 @@
-"""Whether a gradient inside a window is still as the window's own backward left it."""
+"""Versions of the gradients that a window's own backward left."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ class Marks:
 
 
 def _versions(gradients: list[Tensor | None]) -> list[int | None]:
-    """How often each gradient was written in place; None for one that is not there."""
+    """Return how often each gradient was written in place; None for one that is not there."""
     return [None if gradient is None else gradient._version for gradient in gradients]

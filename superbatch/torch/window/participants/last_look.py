@@ -17,7 +17,7 @@ from .reached import LONGEST, Table
 
 
 class LastLook:
-    """What names were bound to at one moment; it keeps none of it alive.
+    """Bindings of names at one moment; none is kept alive.
 
     Examples:
         >>> scale = {"value": 1.0}

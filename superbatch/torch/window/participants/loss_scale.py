@@ -53,14 +53,14 @@ class LossScale:
             )
 
     def savepoint(self) -> None:
-        """Do nothing: the scale stays."""
+        """No-op: the scale stays."""
 
     def rollback(self) -> bool:
-        """Do nothing: the scale stays."""
+        """No-op: the scale stays."""
         return True
 
     def restart(self) -> None:
-        """Do nothing: the scale stays."""
+        """No-op: the scale stays."""
 
     def restore(self) -> None:
         """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
@@ -69,7 +69,7 @@ class LossScale:
             self._scaler.update(self._scaler.get_scale())
 
     def commit(self) -> None:
-        """Do nothing: the update rule has updated the scaler."""
+        """No-op: the update rule has updated the scaler."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale."""

@@ -117,10 +117,10 @@ class InGrad:
         self.begin()
 
     def commit(self) -> None:
-        """Do nothing: the update rule frees the gradients."""
+        """No-op: the update rule frees the gradients."""
 
     def describe(self) -> str:
-        """Say where and in what the sum is made, to go on with it only in the like."""
+        """Return the kind and dtype of the sum: a window resumes only into the same."""
         return ".grad of the whole batch" if self._whole else ".grad"
 
     def state_dict(self) -> dict[str, Any]:

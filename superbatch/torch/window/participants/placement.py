@@ -1,4 +1,4 @@
-"""Which place a window sums its gradients in."""
+"""Choice of the gradient sum of a window."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Table:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether it can be restricted to some keys."""
+        """Return whether it can be restricted to some keys."""
         return self.keys is not None or isinstance(self.content, dict)
 
     def read(self) -> dict[Any, Any]:

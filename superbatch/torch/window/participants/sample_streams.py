@@ -40,10 +40,10 @@ class SampleStreams:
         return sample_stream(self._key, indices=places, calls=self._calls)
 
     def savepoint(self) -> None:
-        """Do nothing: a stream depends on the key and the sample."""
+        """No-op: a stream depends on the key and the sample."""
 
     def rollback(self) -> bool:
-        """Do nothing: a stream depends on the key and the sample."""
+        """No-op: a stream depends on the key and the sample."""
         return True
 
     def restart(self) -> None:
@@ -52,10 +52,10 @@ class SampleStreams:
             torch.set_rng_state(self._after_key)
 
     def restore(self) -> None:
-        """Do nothing: the generators are another participant."""
+        """No-op: the generators are another participant."""
 
     def commit(self) -> None:
-        """Do nothing: the generator has moved by one draw."""
+        """No-op: the generator has moved by one draw."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the key."""

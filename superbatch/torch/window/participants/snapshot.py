@@ -87,7 +87,7 @@ class RandomKeeper:
         self.restore()
 
     def commit(self) -> None:
-        """Do nothing: the copies are small, and used again."""
+        """No-op: the copies are small, and used again."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states now, and those before the window, as tensors and plain containers."""
@@ -210,7 +210,7 @@ def generator_moved(value: Any, restore: Any) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two states of NumPy's generator are equal (lists for arrays, as after a file, are fine)."""
+    """Tell if two states of NumPy's generator are equal (lists for arrays, as after a file, are fine)."""
     return a[0] == b[0] and list(a[1]) == list(b[1]) and tuple(a[2:]) == tuple(b[2:])
 
 

@@ -28,7 +28,7 @@ class Local:
         return ExitStack()
 
     def broadcast_buffers(self) -> None:
-        """Do nothing."""
+        """No-op."""
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
         """Return the numbers."""

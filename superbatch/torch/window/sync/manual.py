@@ -57,7 +57,7 @@ class Manual:
         return ExitStack()
 
     def broadcast_buffers(self) -> None:
-        """Do nothing: the buffers of bare models stay each rank's own."""
+        """No-op: the buffers of bare models stay each rank's own."""
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
         """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53)."""

@@ -25,7 +25,7 @@ UNKNOWN: Norms = (math.nan,) * len(POWERS)
 
 
 def have_second_moments(optimizers: Iterable[Optimizer]) -> bool:
-    """Whether all of them step by ``m / (sqrt(v_hat) + eps)``.
+    """Return whether all of them step by ``m / (sqrt(v_hat) + eps)``.
 
     Args:
         optimizers: of the accumulator.

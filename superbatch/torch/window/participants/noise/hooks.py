@@ -1,4 +1,4 @@
-"""What each micro-batch's own gradient measures, seen on its way into the sum.
+"""Norms of each micro-batch's own gradient, measured on its way into the sum.
 
 A hook on a leaf sees what autograd is about to add to ``.grad`` (a hook after the addition would see the
 running sum): no second backward, and no copy of a gradient.
@@ -27,7 +27,7 @@ IN_PARTS = "a gradient came in parts, which are put together from the next windo
 
 
 class _Row(NamedTuple):
-    """What came of the backward of one micro-batch.
+    """Result of the backward of one micro-batch.
 
     Attributes:
         microbatch: its position.
@@ -174,7 +174,7 @@ class SeenGradients:
         return {index: list(each) for index, each in self.squares().items()}
 
     def load(self, squares: dict[int, list[float]]) -> None:
-        """Go on from what `state` returned."""
+        """Resume from what `state` returned."""
         self._squares = {index: list(each) for index, each in squares.items()}
 
     def _take(self) -> list[tuple[Norms | Tensor, ...]]:

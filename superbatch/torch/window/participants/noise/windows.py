@@ -43,7 +43,7 @@ ALONE = "one micro-batch has nearly all the weight of its window"
 
 
 class _Found(NamedTuple):
-    """What a window says: of each parameter group, or why it cannot; and what was measured beside."""
+    """Measurement of a window: of each parameter group, or why it cannot; and what was measured beside."""
 
     groups: dict[str, Estimate] | str
     samples: float = 0.0
@@ -62,7 +62,7 @@ class Counted(Protocol):
 
 
 class Summed(NamedTuple):
-    """How the gradients of a window were summed.
+    """Sum of the gradients of a window: its weights and factors.
 
     Attributes:
         weight: sum over the micro-batches of all ranks.
@@ -149,10 +149,10 @@ class NoiseOfWindows:
         self.seen.open()
 
     def savepoint(self) -> None:
-        """Do nothing: a micro-batch is measured once its gradient has arrived."""
+        """No-op: a micro-batch is measured once its gradient has arrived."""
 
     def rollback(self) -> bool:
-        """Do nothing: a micro-batch is measured once its gradient has arrived."""
+        """No-op: a micro-batch is measured once its gradient has arrived."""
         return True
 
     def restart(self) -> None:
@@ -266,7 +266,7 @@ class NoiseOfWindows:
     def _judged_beside(
         self, a2: list[float], gradients: list[Tensor | None], q: float, q_per_sample: float
     ) -> dict[str, Any]:
-        """What is measured beside: by Adam's preconditioner, and by single samples."""
+        """Return what is measured beside: by Adam's preconditioner, and by single samples."""
         beside: dict[str, Estimate] = {}
         seen = a2[len(self._names) :]
         if self._metric is not None and 1 - q >= LEAST_SPREAD:
