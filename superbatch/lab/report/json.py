@@ -48,9 +48,7 @@ def to_json(report: object) -> str:
     """
     if not dataclasses.is_dataclass(report) or isinstance(report, type):
         raise InputError(
-            explain(
-                f"a {type(report).__name__}", "only reports are written", "pass a report of superbatch.report"
-            )
+            explain(f"a {type(report).__name__}", "only reports are written", "pass what a study returned")
         )
     content = {KIND: type(report).__name__, **cast("dict[str, Any]", _plain(report))}
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
