@@ -40,6 +40,7 @@ def test_every_path_has_a_plain_version_beside_it() -> None:
 PRIVATE = re.compile(r"torch\._C\b|torch\._foreach_|_execution_engine|from_address|string_at|attrgetter\(\"_")
 FOR_CORRECTNESS = {
     "checks/precision.py",  # whether a conversion is autograd's own
+    "checks/wide_parameters.py",  # hooks of functorch on saved tensors
     "sizes/fake.py",  # whether a tensor lives inside vmap
     "memory/out_of_memory.py",  # frees pinned memory before a retry
     "window/participants/gradient_sum.py",  # whether another tensor uses a gradient's memory

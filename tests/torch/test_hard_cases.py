@@ -146,11 +146,6 @@ def test_a_hook_may_put_another_tensor_in_the_place_of_a_gradient(how: str, when
         for batch in batches:
             accumulate(batch)
 
-    if when != "before" and how == "on the node that adds":
-        # Of such a hook nothing can be seen: it comes after windows that have shown that there is none.
-        with pytest.raises(WindowError, match="changed inside a window"):
-            train()
-        return
     train()
     assert calls > 12
     assert_same_parameters(reference, model, 1e-12, start=start)

@@ -53,7 +53,7 @@ class SlipWatch:
                 "write: "
                 "for window in windows(loader, accumulation_steps=8): accumulate(window).",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class SlipWatch:
                 "update: "
                 "the learning rate changes twice per update. Remove the call, or leave out scheduler=.",
                 UserWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
 
     def _read(self) -> list[int | None]:
