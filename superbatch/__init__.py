@@ -10,10 +10,10 @@ from .batch.split import near_equal as near_equal
 from .batch.split import split as split
 from .errors import CoupledSamplesError as CoupledSamplesError
 from .errors import InputError as InputError
+from .errors import LossSpecError as LossSpecError
 from .errors import NonFiniteError as NonFiniteError
 from .errors import OptimizerError as OptimizerError
 from .errors import SplitError as SplitError
-from .errors import StatementError as StatementError
 from .errors import SuperbatchError as SuperbatchError
 from .errors import WindowError as WindowError
 from .noise.meter import NoiseMeter as NoiseMeter

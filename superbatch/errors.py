@@ -28,7 +28,7 @@ class SplitError(SuperbatchError, ValueError):
     """A batch cannot be split into micro-batches as asked."""
 
 
-class StatementError(SuperbatchError, ValueError):
+class LossSpecError(SuperbatchError, ValueError):
     """What was stated about the loss (its reduction, its weight) is not what the loss does."""
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import normalize
-from ..errors import InputError, StatementError, explain
+from ..errors import InputError, LossSpecError, explain
 from . import arithmetic, loop
 from .loop import Call, PerMicrobatch
 from .options import Aux, NonFinite, Options, Positions, Weight, check, places
@@ -87,7 +87,7 @@ def value_and_grad(
         InputError: options exclude each other; or, when called, an argument is missing or has two roles, or
             a weight is no scalar.
         SplitError: when called: arrays differ in length, or there are fewer rows than `steps`.
-        StatementError: when called: `fun` returns something else than stated.
+        LossSpecError: when called: `fun` returns something else than stated.
 
     Examples:
         >>> def loss(w, batch):
@@ -221,7 +221,7 @@ def joined_aux(by_group: list[PerMicrobatch], call: Call) -> Any:
         for part, group in zip(parts, call.groups, strict=True):
             for leaf in jax.tree.leaves(part):
                 if leaf.ndim < 2 or leaf.shape[1] != group.size:
-                    raise StatementError(
+                    raise LossSpecError(
                         explain(
                             f"aux of shape {leaf.shape[1:]} from a micro-batch of {group.size} rows",
                             'aux="concat" is for arrays with one entry for each row',
@@ -231,7 +231,7 @@ def joined_aux(by_group: list[PerMicrobatch], call: Call) -> Any:
         parts = [rows_in_order(part, options.layout) for part in parts]
     shapes = [[leaf.shape[1:] for leaf in jax.tree.leaves(part)] for part in parts]
     if any(shape != shapes[0] for shape in shapes):
-        raise StatementError(
+        raise LossSpecError(
             explain(
                 f"aux of shapes {shapes[0]} and {shapes[-1]}",
                 "micro-batches of two sizes give arrays that cannot be stacked",

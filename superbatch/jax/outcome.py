@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ..errors import StatementError, explain
+from ..errors import LossSpecError, explain
 from . import arithmetic
 
 
@@ -40,7 +40,7 @@ def read(result: Any, form: Form) -> Outcome:
     """Take the result of the function apart.
 
     Raises:
-        StatementError: it is not of the stated form.
+        LossSpecError: it is not of the stated form.
 
     Examples:
         >>> outcome = read(((6.0, 3), "aux"), Form(returned=True, has_aux=True, has_carry=False))
@@ -66,7 +66,7 @@ def read(result: Any, form: Form) -> Outcome:
 def _parts(value: Any, lengths: tuple[int, ...], why: str, do: str) -> tuple[Any, ...]:
     if isinstance(value, tuple | list) and len(value) in lengths:
         return tuple(value)
-    raise StatementError(explain(f"a function that returns {type(value).__name__}", why, do))
+    raise LossSpecError(explain(f"a function that returns {type(value).__name__}", why, do))
 
 
 def _scalar(value: Any, what: str) -> Any:
@@ -74,7 +74,7 @@ def _scalar(value: Any, what: str) -> Any:
     if array is not None and array.shape == () and jnp.issubdtype(array.dtype, jnp.floating):
         return array
     given = type(value).__name__ if array is None else f"shape {array.shape} and dtype {array.dtype}"
-    raise StatementError(
+    raise LossSpecError(
         explain(
             f"a {what} of {given}", "a gradient is that of one real number", "return a floating-point scalar"
         )

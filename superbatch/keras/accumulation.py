@@ -71,7 +71,7 @@ def accumulate(
             that is stateful or a SpectralNormalization.
         CoupledSamplesError: there is a BatchNormalization in training.
         OptimizerError: the optimizer accumulates by itself.
-        StatementError: when training begins: a loss returns one number and `loss_weight` is missing (or is
+        LossSpecError: when training begins: a loss returns one number and `loss_weight` is missing (or is
             given and not needed), or its mean cannot be put together from micro-batches.
         SplitError: when training begins: arrays of a batch differ in length, are sparse or ragged.
 

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from ..errors import InputError, StatementError, explain
+from ..errors import InputError, LossSpecError, explain
 from . import arithmetic
 from .options import LossWeight, Options
 from .taking import take
@@ -44,7 +44,7 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: P
         plan: of such batches; None when the terms are looked at to make it.
 
     Raises:
-        StatementError: a loss says too little, or `loss_weight` was given and no loss needs it.
+        LossSpecError: a loss says too little, or `loss_weight` was given and no loss needs it.
     """
     x, y, sample_weight = microbatch
     rows = ops.convert_to_tensor(
@@ -60,7 +60,7 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: P
     if model._compile_loss is not None:
         terms = take(model._compile_loss, y, y_pred, sample_weight, stated, rows, plan)
     if stated is not None and not any(term.stated for term in terms):
-        raise StatementError(
+        raise LossSpecError(
             explain(
                 "loss_weight, and losses of which Keras knows what they are divided by",
                 "a second statement could only contradict Keras: " + ", ".join(term.name for term in terms),
@@ -74,7 +74,7 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: P
         count = ops.cast(rows, arithmetic.wide(total.dtype))
         terms.append(Term("add_loss", "rows", total, count))
     if not terms:
-        raise StatementError(
+        raise LossSpecError(
             explain("a model without a loss", "there is nothing to minimise", "pass loss= to compile()")
         )
     return terms

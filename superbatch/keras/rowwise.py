@@ -21,7 +21,7 @@ import keras
 from keras import ops
 from keras.src import backend
 
-from ..errors import StatementError, explain
+from ..errors import LossSpecError, explain
 
 ROWS = 2  # where their number is not known
 
@@ -42,7 +42,7 @@ def numbers(name: str, values: Any, y_pred: Any) -> Numbers:
         y_pred: the predictions, a tensor or tensors.
 
     Raises:
-        StatementError: there are not as many numbers, nor a multiple of it, as the predictions have rows.
+        LossSpecError: there are not as many numbers, nor a multiple of it, as the predictions have rows.
     """
     rows, shape = keras.tree.flatten(y_pred)[0].shape[0], tuple(values.shape)
     if shape[0] is None or (rows is not None and shape[0] % max(rows, 1) == 0):
@@ -61,7 +61,7 @@ def check_twice(name: str, loss: Any, y: Any, y_pred: Any, found: Numbers) -> No
         found: what it has for these.
 
     Raises:
-        StatementError: it is such a loss.
+        LossSpecError: it is such a loss.
     """
     if found.rows is None:  # on TensorFlow; two rows are like any
         shape = _symbolically(loss, y, y_pred, 1)
@@ -78,7 +78,7 @@ def check_like(name: str, found: Numbers, before: Numbers | None) -> None:
     """Refuse a loss that has other numbers of each row than it had before.
 
     Raises:
-        StatementError: it has.
+        LossSpecError: it has.
     """
     if before is None or None in (found.rows, before.rows, *found.shape[:1], *before.shape[:1]):
         return
@@ -117,8 +117,8 @@ def _named(shape: tuple[int | None, ...]) -> str:
     return f"{shape[0]} numbers" if len(shape) == 1 else f"numbers of shape {shape}"
 
 
-def _of_all_rows(name: str, words: str) -> StatementError:
-    return StatementError(
+def _of_all_rows(name: str, words: str) -> LossSpecError:
+    return LossSpecError(
         explain(
             f"the loss {name!r}, which returns {words}",
             "such a loss is no mean over samples: each of its numbers is made of all rows of a micro-batch",

@@ -25,7 +25,7 @@ from keras import ops
 from keras.src import backend
 from keras.src.losses.loss import squeeze_or_expand_to_same_rank
 
-from ..errors import StatementError, explain
+from ..errors import LossSpecError, explain
 from . import arithmetic, rowwise
 
 Kind = Literal["rows", "counted", "sum"]
@@ -77,13 +77,13 @@ def term_of(
         looking: whether this is the first look at the loss, which is then asked for another number of rows.
 
     Raises:
-        StatementError: Keras does not know what the loss is divided by, and nothing is stated; or the loss
+        LossSpecError: Keras does not know what the loss is divided by, and nothing is stated; or the loss
             cannot be put together from micro-batches.
     """
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         return stated_term(name, loss(y, y_pred, sample_weight), stated, sample_weight)
     if loss.reduction in (None, "none"):
-        raise StatementError(
+        raise LossSpecError(
             explain(
                 f"the loss {name!r} with reduction={loss.reduction!r}",
                 "an update is that of one number, and this loss is one number for each sample",
@@ -110,11 +110,11 @@ def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:
     """The term of a loss that is one number already.
 
     Raises:
-        StatementError: nothing is stated about its divisor; or sample weights or a mask multiply the finished
+        LossSpecError: nothing is stated about its divisor; or sample weights or a mask multiply the finished
             mean, so that no weight makes the batch's from those of micro-batches.
     """
     if stated is None:
-        raise StatementError(
+        raise LossSpecError(
             explain(
                 f"the loss {name!r}, which returns one number for a micro-batch",
                 "Keras does not know what this number was divided by",
@@ -123,7 +123,7 @@ def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:
             )
         )
     if sample_weight is not None:
-        raise StatementError(
+        raise LossSpecError(
             explain(
                 f"the loss {name!r}, which returns one number, with a mask or sample weights",
                 "Keras multiplies the finished mean with the weights, and such products do not add up",

@@ -8,9 +8,9 @@ from typing import Literal
 
 from .memory import binary_text
 
-Meeting = Literal["statistic", "gathered", "unknown"]
+CouplingKind = Literal["statistic", "gathered", "unknown"]
 
-_KINDS: dict[Meeting, str] = {
+_KINDS: dict[CouplingKind, str] = {
     "statistic": "statistic of all samples",
     "gathered": "gathered: it is read whole",
     "unknown": "gathered: no rule for the operator",
@@ -18,7 +18,7 @@ _KINDS: dict[Meeting, str] = {
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
+class CouplingPoint:
     """A point of the forward at which samples met.
 
     Attributes:
@@ -30,13 +30,13 @@ class MeetingPoint:
         gathered: bytes of whole tensors that were put together.
 
     Examples:
-        >>> MeetingPoint("layers.1", "batch_norm", "statistic", kept=4096, gathered=0).kind
+        >>> CouplingPoint("layers.1", "batch_norm", "statistic", kept=4096, gathered=0).kind
         'statistic'
     """
 
     module: str
     operation: str
-    kind: Meeting
+    kind: CouplingKind
     kept: int
     gathered: int
 
@@ -95,7 +95,7 @@ class CouplingReport:
 
     samples: int
     microbatches: int
-    points: tuple[MeetingPoint, ...]
+    points: tuple[CouplingPoint, ...]
     backward_points: int
     sweeps: int
     recorded: int
@@ -103,7 +103,7 @@ class CouplingReport:
     repeated: int
     kept_on_device: int
     kept_on_host: int
-    unknown: tuple[MeetingPoint, ...] = ()
+    unknown: tuple[CouplingPoint, ...] = ()
     whole: tuple[WholeValue, ...] = ()
     whole_on_device: int = 0
 
@@ -136,7 +136,7 @@ class CouplingReport:
         return "\n".join(lines)
 
 
-def _line(point: MeetingPoint) -> str:
+def _line(point: CouplingPoint) -> str:
     sizes = [f"{binary_text(point.kept)} kept"] if point.kept else []
     sizes += [f"{binary_text(point.gathered)} gathered"] if point.gathered else []
     detail = ", ".join([_KINDS[point.kind], *sizes])

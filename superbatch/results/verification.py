@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .coupling import MeetingPoint
+from .coupling import CouplingPoint
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Verification:
     causes: tuple[Finding, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    meetings: tuple[MeetingPoint, ...] = ()
+    meetings: tuple[CouplingPoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain dicts, lists, numbers and strings, for JSON.

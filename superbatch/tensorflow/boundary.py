@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..errors import NonFiniteError, OptimizerError, StatementError, WindowError, explain
+from ..errors import LossSpecError, NonFiniteError, OptimizerError, WindowError, explain
 from . import arithmetic, optimizers, presence
 from .options import Options
 from .outcome import Applied
@@ -166,8 +166,8 @@ def _no_gradient() -> OptimizerError:
     )
 
 
-def _no_divisor() -> StatementError:
-    return StatementError(
+def _no_divisor() -> LossSpecError:
+    return LossSpecError(
         "The losses of this window are sums that are not 0, but its weight is 0, so they cannot be divided; "
         "nothing was updated, and the window was given up. Pass weights that are not all 0."
     )

@@ -28,7 +28,7 @@ from .sizes.sizing import Fixed, sizing_state
 from .whole_batch import Coupled, owned_loop, whole_batch
 from .window import misuse, options, saving, validation
 from .window.before_step import BeforeStep
-from .window.config import NonFinite, Plan
+from .window.config import Config, NonFinite
 from .window.discarding import discard_saved
 from .window.microbatches import pieces_of, sizing_of
 from .window.open_window import OpenWindow
@@ -36,14 +36,14 @@ from .window.owned_parameters import OwnedParameters
 from .window.participants import batchnorm as norms
 from .window.participants.moved_state import MovedState
 from .window.participants.noise.windows import noise_of
-from .window.participants.placement import Places
+from .window.participants.placement import Placement
 from .window.participants.snapshot import RandomKeeper
 from .window.retry import work_through
 from .window.slip_watch import SlipWatch
 from .window.slips import name_unknown_options, refuse_no_batch
 from .window.sync.find import find_sync
 from .window.transfer import Transfer
-from .window.update_rule import Step
+from .window.update_rule import UpdateRule
 
 BatchNorm = Literal["error", "per_microbatch", "frozen"]
 Into = Literal["grad", "momentum"]
@@ -170,10 +170,10 @@ class Accumulator:
         self._window: OpenWindow | None = None
         self._resume: dict[str, Any] | None = None
         moved_to = options.as_device(device, self._owned)
-        self._plan = Plan(
+        self._config = Config(
             models=models,
             owned=self._owned,
-            step=Step(
+            rule=UpdateRule(
                 optimizers=optimizers,
                 schedulers=options.as_schedulers(scheduler),
                 scaler=options.check_scaler(scaler),
@@ -181,7 +181,7 @@ class Accumulator:
                 max_grad_value=validation.check_positive(max_grad_value, "max_grad_value"),
                 masters_copied=bool(self._masters),
             ),
-            ranks=sync,
+            sync=sync,
             device=moved_to,
             declared=declare(reduction, weight, min_weight, nonfinite=nonfinite),
             nonfinite=validation.check_choice(nonfinite, "nonfinite", NonFinite),
@@ -203,21 +203,21 @@ class Accumulator:
             ),
             whole=self._whole is not None,
         )
-        self._schedule = CheckSchedule(self._plan, self._batchnorms.values(), check=check)
+        self._schedule = CheckSchedule(self._config, self._batchnorms.values(), check=check)
         self._of_windows = Fixed(None)
-        self._slips = SlipWatch(self._plan.step.schedulers, microbatch_size)
+        self._slips = SlipWatch(self._config.rule.schedulers, microbatch_size)
         self._sizing = sizing_of(
             microbatch_size if self._whole is None else None,
-            self._plan,
+            self._config,
             self._paths,
             batchnorm=self._batchnorm if self._batchnorms else None,
             accumulator_dtype=accumulator_dtype,
             accumulate_into=self._into,
             masters=self._masters,
         )
-        self._plan.reserve.tight = not isinstance(self._sizing, Fixed)
-        self._places = Places(self._plan, accumulator_dtype, momentum=self._into == "momentum")
-        options.check_combinations(self._plan, momentum=self._into == "momentum")
+        self._config.reserve.tight = not isinstance(self._sizing, Fixed)
+        self._places = Placement(self._config, accumulator_dtype, momentum=self._into == "momentum")
+        options.check_combinations(self._config, momentum=self._into == "momentum")
         self._written = masters_written(self._owned)
         if isinstance(self._sizing, Fixed):  # a size that is looked for goes to the limit: all is handed back
             fastpaths.keep_freed_memory(entry.parameter.device for entry in self._owned)
@@ -240,7 +240,7 @@ class Accumulator:
     @property
     def noise(self) -> Noise | None:
         """Noise of the gradient over the windows so far; None without the option."""
-        return None if self._plan.noise is None else self._plan.noise.meter.estimate()
+        return None if self._config.noise is None else self._config.noise.meter.estimate()
 
     def __call__(self, batch: Any) -> Update:
         """Make one update from a batch, or from a `Window` of micro-batches.
@@ -255,11 +255,11 @@ class Accumulator:
 
         Raises:
             InputError, SplitError: the batch cannot be worked through; nothing has changed.
-            StatementError, CoupledSamplesError: the loss is not what was stated; nothing has changed.
+            LossSpecError, CoupledSamplesError: the loss is not what was stated; nothing has changed.
             NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
         """
         whole = self._whole
-        if self._plan.loss_fn is None and whole is None:
+        if self._config.loss_fn is None and whole is None:
             raise options.without_loss_fn()
         window, run = self._open(batch), work_through if whole is None else whole.work_through
         try:
@@ -284,7 +284,7 @@ class Accumulator:
         Raises:
             InputError, SplitError: the batch cannot be worked through.
             WindowError: another window of this accumulator is open.
-            StatementError, CoupledSamplesError: as for a call.
+            LossSpecError, CoupledSamplesError: as for a call.
 
         Examples:
             >>> model = nn.Linear(2, 1)
@@ -302,22 +302,22 @@ class Accumulator:
 
     def _open(self, batch: Any) -> OpenWindow:
         self._require_closed()
-        self._plan.before_step.require_whole()
+        self._config.before_step.require_whole()
         refuse_no_batch(batch)
         self._parameters.refresh()
         take_over(self._owned, self._written)
-        need = self._plan.declared.needs_samples or self._plan.sample_rng
+        need = self._config.declared.needs_samples or self._config.sample_rng
         if self._batchnorm == "error" and self._whole is None:
             norms.refuse(self._batchnorms)
         sizing = self._of_windows if isinstance(batch, Window) and self._whole is None else self._sizing
         if self._whole is None:
-            pieces = pieces_of(batch, sizing, self._paths, self._plan.ranks, need_samples=need)
+            pieces = pieces_of(batch, sizing, self._paths, self._config.sync, need_samples=need)
         else:
             pieces = self._whole.pieces(batch, self._sizing)
         self._slips.open(pieces.samples if sizing is self._sizing and self._whole is None else None)
         self._schedule.open(pieces, check_first_window if self._first else None, self._updates)
         return OpenWindow(
-            self._plan,
+            self._config,
             self._places.choose(len(pieces), only_owned=self._parameters.only_some),
             pieces,
             sizing,
@@ -337,7 +337,7 @@ class Accumulator:
         """
         if self._window is not None:
             self._window.abandon()
-        self._resume = discard_saved(self._resume, self._plan)
+        self._resume = discard_saved(self._resume, self._config)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
@@ -350,8 +350,8 @@ class Accumulator:
             "window": self._resume if self._window is None else self._window.state_dict(),
             "check": self._schedule.state_dict(),
             "sizing": sizing_state(self._sizing, self._of_windows),
-            "noise": None if self._plan.noise is None else self._plan.noise.meter.state_dict(),
-            "masters": masters_state(self._plan.models, self._masters),
+            "noise": None if self._config.noise is None else self._config.noise.meter.state_dict(),
+            "masters": masters_state(self._config.models, self._masters),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -369,12 +369,12 @@ class Accumulator:
         self._schedule.check_state(state.get("check"))
         if self._window is not None:
             raise misuse.load_inside()
-        load_masters = masters_loader(self._plan.models, self._masters, state.get("masters"))
-        meter = None if self._plan.noise is None else self._plan.noise.meter
+        load_masters = masters_loader(self._config.models, self._masters, state.get("masters"))
+        meter = None if self._config.noise is None else self._config.noise.meter
         self._of_windows = saving.load_sizing_and_noise(state, self._sizing, meter)
         load_masters()
         self._schedule.load_state_dict(state.get("check"))
-        self._plan.before_step.mend()
+        self._config.before_step.mend()
         self._updates, self._resume = state["updates"], state["window"]
 
     def _require_closed(self) -> None:
@@ -390,8 +390,8 @@ class Accumulator:
         self._window = None
         self._slips.close()
         self._written = masters_written(self._owned)
-        if self._plan.noise is not None:
-            self._plan.noise.left(made=update is not None and update.made)
+        if self._config.noise is not None:
+            self._config.noise.left(made=update is not None and update.made)
         self._schedule.left(made=update is not None and update.made)
         if update is not None and update.made:
             self._first = False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from .window.participants.gradient_sum import LOW_PRECISION, Owned
+from .window.participants.gradient_sum import LOW_PRECISION, ManagedParameter
 from .window.validation import as_models
 
 # Name -> versions of a parameter and its master.
@@ -46,7 +46,7 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
     }
 
 
-def masters_written(owned: list[Owned]) -> Written:
+def masters_written(owned: list[ManagedParameter]) -> Written:
     """Note the versions of parameters and their masters, as the last copy from one to the other left them."""
     return {
         entry.name: (entry.parameter._version, entry.target._version)
@@ -55,7 +55,7 @@ def masters_written(owned: list[Owned]) -> Written:
     }
 
 
-def take_over(owned: list[Owned], written: Written) -> None:
+def take_over(owned: list[ManagedParameter], written: Written) -> None:
     """Make parameters and masters agree where somebody else has written to one of them.
 
     A master that rounds to its parameter stays: the parameter of a checkpoint is loaded before or after it.

@@ -13,7 +13,7 @@ from ..batch.split import TokenBudget, sizes
 from ..batch.tree import count_samples, take
 from ..errors import InputError, SuperbatchError, explain
 from ..normalize import Reduction, check_reduction
-from ..results.coupling import MeetingPoint
+from ..results.coupling import CouplingPoint
 from ..results.verification import Finding, GradientComparison, Verification
 from .checks.coupling import probe_coupling
 from .checks.introspection import FloatingDtypes
@@ -185,12 +185,12 @@ def _report(request: _Request) -> Verification:
     )
 
 
-def _meetings(request: _Request, causes: tuple[Finding, ...]) -> tuple[MeetingPoint, ...]:
+def _meetings(request: _Request, causes: tuple[Finding, ...]) -> tuple[CouplingPoint, ...]:
     """Of coupled samples, where they meet: a second opinion, which fails silently."""
     problem = request.problem
     if not any(cause.kind in MIXING for cause in causes) or problem.whole or problem.per_sample:
         return ()
-    found: list[MeetingPoint] = []
+    found: list[CouplingPoint] = []
     failure_of(lambda: found.extend(find_meetings(problem, request.batch)))
     return tuple(found)
 

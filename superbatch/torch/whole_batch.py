@@ -29,11 +29,11 @@ from .virtual import virtual_batch
 from .virtual.block import VirtualBatch
 from .virtual.trace.tensor import VirtualTensor
 from .window.joining import joined
-from .window.microbatches import Pieces
+from .window.microbatches import MicrobatchList
 from .window.open_window import OpenWindow
 from .window.options import is_size
-from .window.participants.gradient_sum import Owned, run_backward
-from .window.participants.parameter_gradients import InGrad
+from .window.participants.gradient_sum import ManagedParameter, run_backward
+from .window.participants.parameter_gradients import ParameterGradientSum
 from .window.retry import but_unseen, require_restorable
 from .window.slips import without_tensor
 from .window.sync.sync import Sync
@@ -64,7 +64,7 @@ class WholeBatch:
         self._apart = False  # whether nothing was computed from the virtual batch
         self.report: CouplingReport | None = None
 
-    def pieces(self, batch: Any, sizing: Sizing) -> Pieces:
+    def pieces(self, batch: Any, sizing: Sizing) -> MicrobatchList:
         """Return the batch as one piece, and settle how much of it is worked on at a time.
 
         Args:
@@ -85,7 +85,7 @@ class WholeBatch:
         self._now = "auto"
         if size != "auto" or sizing.most is not None:
             self._now = min(filter(None, (stated, sizing.most, samples)))
-        return Pieces([batch], [samples], None, {})
+        return MicrobatchList([batch], [samples], None, {})
 
     def work_through(self, window: OpenWindow) -> None:
         """Compute the gradient; where memory runs out, again in smaller micro-batches.
@@ -123,13 +123,13 @@ class WholeBatch:
 
     def _compute(self, window: OpenWindow, batch: Any) -> None:
         transaction = window.transaction
-        plan, place, progress = transaction.config, transaction.gradients, transaction.progress
-        assert isinstance(place, InGrad)
-        models = [*plan.models, *_others(plan.models, plan.owned)]
+        config, place, progress = transaction.config, transaction.gradients, transaction.progress
+        assert isinstance(place, ParameterGradientSum)
+        models = [*config.models, *_others(config.models, config.owned)]
         begun: list[VirtualBatch] = []
         self.report = None
         try:
-            with virtual_batch(models, self._now, rng=self._rng, device=plan.device) as virtual:
+            with virtual_batch(models, self._now, rng=self._rng, device=config.device) as virtual:
                 begun.append(virtual)
                 value = self._backward(window, virtual, batch, place.inputs)
         finally:  # in how many micro-batches memory ran out, too
@@ -137,7 +137,7 @@ class WholeBatch:
         if self._apart:  # the update is right all the same, but it took the memory of the whole batch
             self.report = replace(begun[0].report(), microbatches=1)
             warnings.warn(_APART, UserWarning, stacklevel=5)
-        plan.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
+        config.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
         place.took()
         progress.losses.load_state({0: value.item()})
         progress.arrived, progress.next = True, 1
@@ -155,11 +155,11 @@ class WholeBatch:
 
     def _go_on_smaller(self, window: OpenWindow, failure: str) -> None:
         transaction = window.transaction
-        plan, progress = transaction.config, transaction.progress
+        config, progress = transaction.config, transaction.progress
         require_restorable(transaction, f"a batch for which there was no memory ({failure})")
-        plan.state.restore()  # the block restores the buffers of models alone
+        config.state.restore()  # the block restores the buffers of models alone
         gc.collect()  # an exception and its frames may be a cycle
-        release_caches(*plan.random.devices)
+        release_caches(*config.random.devices)
         samples = sum(progress.microbatches.samples or ())
         if self._now == "auto":  # chosen by the block, or not yet
             parts = self.report.microbatches if self.report is not None else 0
@@ -179,7 +179,7 @@ class WholeBatch:
         transaction.restart()
         self._now = most
         progress.failures += 1
-        plan.reserve.tight = True
+        config.reserve.tight = True
         warnings.warn(
             f"memory ran out with {failed} samples at a time; the batch is worked through again with at most "
             f"{most}. The update is the same{but_unseen(transaction)}. ({failure.splitlines()[0]})",
@@ -379,7 +379,7 @@ def _refusal(given: str, wrong: str, do: str) -> InputError:
     return InputError(explain(f'{given} with coupled="exact"', wrong, do))
 
 
-def _others(models: tuple[nn.Module, ...], owned: list[Owned]) -> list[nn.Module]:
+def _others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> list[nn.Module]:
     """A holder for parameters outside of the models (a learnt temperature): they get gradients as well."""
     inside = {id(parameter) for model in models for parameter in model.parameters()}
     outside = [entry for entry in owned if id(entry.parameter) not in inside]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from superbatch.caffe import SmoothedLoss, SolverConfig, parse_solver, rate_schedule
 from superbatch.caffe.config import TYPES
-from superbatch.errors import InputError, OptimizerError, StatementError
+from superbatch.errors import InputError, LossSpecError, OptimizerError
 from superbatch.torch import Accumulator, Window
 from superbatch.torch.caffe import CaffeOptimizer, CaffeRate, loss_weight, softmax_loss, solver
 from tests.caffe.reference import DEFAULTS, Reference
@@ -160,7 +160,7 @@ def test_ignored_labels(average: Literal["caffe", "exact"]) -> None:
         )
 
     if average == "caffe":
-        with pytest.raises(StatementError):
+        with pytest.raises(LossSpecError):
             accumulator(check=True)(Window(parts))
     accumulate = accumulator(check=average == "exact")
     whole = (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))

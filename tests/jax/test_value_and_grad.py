@@ -15,7 +15,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed (extra: jax)")
 pytest.importorskip("optax", reason="optax is not installed (extra: jax)")
 import jax.numpy as jnp  # noqa: E402
 
-from superbatch import InputError, NoiseMeter, SplitError, StatementError  # noqa: E402
+from superbatch import InputError, LossSpecError, NoiseMeter, SplitError  # noqa: E402
 from superbatch.jax import add_noise, value_and_grad  # noqa: E402
 from tests.jax import checks  # noqa: E402
 from tests.jax.helpers import (  # noqa: E402
@@ -327,14 +327,14 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
         (mse, {"rng_argnum": 2}, InputError, "names argument 2"),
         (mse, {"argnums": 1}, InputError, "argument 1 in two roles"),
         (mse, {"steps": 12, "microbatch_size": None}, SplitError, "11 samples for steps=12"),
-        (mse, {"has_aux": True}, StatementError, "has_aux or carry_argnum is given"),
-        (mse, {"weight": "returned"}, StatementError, 'weight="returned" is given'),
-        (lambda p, b: b["y"], {}, StatementError, "a loss of shape"),
-        (lambda p, b: (mse(p, b), b["y"]), {"has_aux": True}, StatementError, 'use aux="concat"'),
+        (mse, {"has_aux": True}, LossSpecError, "has_aux or carry_argnum is given"),
+        (mse, {"weight": "returned"}, LossSpecError, 'weight="returned" is given'),
+        (lambda p, b: b["y"], {}, LossSpecError, "a loss of shape"),
+        (lambda p, b: (mse(p, b), b["y"]), {"has_aux": True}, LossSpecError, 'use aux="concat"'),
         (
             lambda p, b: (mse(p, b), p["b"]),
             {"has_aux": True, "aux": "concat"},
-            StatementError,
+            LossSpecError,
             "one entry for each row",
         ),
         (mse, {"weight": lambda b: b["y"]}, InputError, "a weight is one number"),

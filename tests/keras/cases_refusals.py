@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from superbatch.errors import InputError, OptimizerError, SplitError, StatementError
+from superbatch.errors import InputError, LossSpecError, OptimizerError, SplitError
 from superbatch.keras import accumulate
 from tests.keras.cases_exact import Halving, count_known
 from tests.keras.helpers import LABELS, TOKENS, X, Y, cross_entropy, dense, raises, text
@@ -62,14 +62,14 @@ def case_models() -> None:
 
 
 def case_losses_that_say_too_little() -> None:
-    raises(StatementError, "state the weight of a micro-batch: loss_weight=", fit(dense(loss=Halving())))
+    raises(LossSpecError, "state the weight of a micro-batch: loss_weight=", fit(dense(loss=Halving())))
     weights = np.ones(21)
     stated = {"loss_weight": count_known}
     one = fit(dense(loss=Halving()), options=stated, sample_weight=weights)
-    raises(StatementError, "Keras multiplies the finished mean with the weights", one)
+    raises(LossSpecError, "Keras multiplies the finished mean with the weights", one)
     each = dense(loss=keras.losses.MeanSquaredError(reduction="none"))
-    raises(StatementError, 'give the loss reduction="sum_over_batch_size"', fit(each))
-    raises(StatementError, "leave loss_weight out", fit(dense(), options=stated))
+    raises(LossSpecError, 'give the loss reduction="sum_over_batch_size"', fit(each))
+    raises(LossSpecError, "leave loss_weight out", fit(dense(), options=stated))
     vector = {"loss_weight": lambda x, y, sample_weight: ops.ones((2,))}
     raises(InputError, "return a scalar", fit(dense(loss=Halving()), options=vector))
 
@@ -77,7 +77,7 @@ def case_losses_that_say_too_little() -> None:
 def case_losses_over_the_batch() -> None:
     """One number for each class, of all rows: micro-batches cannot give it."""
     dice = dense(loss=keras.losses.Dice(axis=(0,)))
-    raises(StatementError, "each of its numbers is made of all rows of a micro-batch", fit(dice, y=np.abs(Y)))
+    raises(LossSpecError, "each of its numbers is made of all rows of a micro-batch", fit(dice, y=np.abs(Y)))
 
 
 def case_layers_that_one_forward_changes_for_the_next() -> None:

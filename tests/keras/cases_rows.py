@@ -19,7 +19,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from superbatch.errors import StatementError
+from superbatch.errors import LossSpecError
 from superbatch.keras import accumulate, rowwise
 from tests.keras import helpers
 from tests.keras.cases_exact import Halving, count_known
@@ -59,7 +59,7 @@ def for_each_pair_flat(y_true: Any, y_pred: Any) -> Any:
 
 def refused(loss: Any, x: Any, y: Any, size: int) -> None:
     ours = accumulate(model(loss, y.shape[-1]), microbatch_size=size)
-    raises(StatementError, REFUSAL, lambda: ours.fit(x, y, batch_size=len(x), shuffle=False, verbose=0))
+    raises(LossSpecError, REFUSAL, lambda: ours.fit(x, y, batch_size=len(x), shuffle=False, verbose=0))
 
 
 def refused_at_every_size(loss: Any) -> None:
@@ -97,7 +97,7 @@ def case_the_rows_of_a_batch_are_known_beforehand() -> None:
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(CLASSES, drop_remainder=True)
     for loss in (for_each_class, for_each_pair):
         ours = accumulate(model(loss), microbatch_size=2)
-        raises(StatementError, REFUSAL, lambda ours=ours: ours.fit(data, shuffle=False, verbose=0))
+        raises(LossSpecError, REFUSAL, lambda ours=ours: ours.fit(data, shuffle=False, verbose=0))
 
 
 def case_numbers_of_some_rows() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from superbatch.errors import CoupledSamplesError, InputError, StatementError, SuperbatchError
+from superbatch.errors import CoupledSamplesError, InputError, LossSpecError, SuperbatchError
 from superbatch.lab import plot
 from superbatch.lab.recipes import Recipe, load_recipe
 from superbatch.lab.report.comparison import Arm, Comparison
@@ -169,7 +169,7 @@ def test_coupled_samples_are_refused_before_any_training(monkeypatch: pytest.Mon
     trained: list[object] = []
     monkeypatch.setattr(on_torch, "_train", lambda *args: trained.append(args))
     with pytest.raises(
-        (CoupledSamplesError, StatementError), match=r"so samples influence each other.*Instead "
+        (CoupledSamplesError, LossSpecError), match=r"so samples influence each other.*Instead "
     ):
         compare(replace(load_recipe("pairs"), coupled="error"), Options(runs=1))
     assert trained == []

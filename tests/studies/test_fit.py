@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from superbatch.batch.split import near_equal
-from superbatch.errors import InputError, StatementError
+from superbatch.errors import InputError, LossSpecError
 from superbatch.lab import plot
 from superbatch.lab.recipes import RECIPES, Recipe, load_recipe
 from superbatch.lab.report.fitting import Fitting
@@ -280,7 +280,7 @@ def test_batchnorm_that_would_be_refused_is_measured_all_the_same() -> None:
 
 
 def test_a_wrong_statement_is_an_error() -> None:
-    with pytest.raises(StatementError):
+    with pytest.raises(LossSpecError):
         fit(replace(own_recipe.plane_sum(), reduction="mean"), QUICK)
 
 

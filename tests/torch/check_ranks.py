@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.errors import StatementError
+from superbatch.errors import LossSpecError
 from superbatch.torch import Accumulator, count_tokens
 from tests.torch.helpers import sgd, tiny_lm, token_mean, tokens
 
@@ -42,7 +42,7 @@ def train(rank: int, **options: Any) -> dict[str, Any]:
         before, first = [p.detach().clone() for p in model.parameters()], len(calls)
         try:
             accumulate(batch)
-        except StatementError as raised:
+        except LossSpecError as raised:
             error = str(raised)
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
             break
@@ -76,7 +76,7 @@ def train_apart(rank: int, case: str, **options: Any) -> dict[str, Any]:
         first = len(calls)
         try:
             accumulate(batch)
-        except StatementError as raised:
+        except LossSpecError as raised:
             error = str(raised)
             break
         of_windows.append(len(calls) - first)

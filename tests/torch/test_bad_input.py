@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from superbatch.batch.split import near_equal, near_equal_cost, split
 from superbatch.errors import (
     InputError,
+    LossSpecError,
     OptimizerError,
     SplitError,
-    StatementError,
     SuperbatchError,
     WindowError,
 )
@@ -368,7 +368,7 @@ def test_a_weight_that_is_a_mean():
         microbatch_size=3,
         weight=lambda mb: float(mb[1].abs().mean()),
     )
-    with pytest.raises(StatementError, match="weights must add up"):
+    with pytest.raises(LossSpecError, match="weights must add up"):
         accumulate(BATCH)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import StatementError
+from superbatch.errors import LossSpecError
 from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights, verify
 from superbatch.torch.checks import check_schedule, sample_counts
 from superbatch.torch.checks.sample_counts import Count, Hints
@@ -96,7 +96,7 @@ def test_the_first_window_with_unequal_counts_is_checked(case: str) -> None:
     accumulate, batches = train(CASES[case])
     accumulate(batches[0])
     accumulate(batches[1])
-    with pytest.raises(StatementError, match="update 2, which shows the error, was not made"):
+    with pytest.raises(LossSpecError, match="update 2, which shows the error, was not made"):
         accumulate(batches[2])
     assert accumulate.updates == 2
 
@@ -213,7 +213,7 @@ def test_padding_by_0_in_one_micro_batch_of_a_loader_is_found_at_once() -> None:
     for update in range(3):
         accumulate(Window([zeros([0, 0], 2 * update + part, at_ends=True) for part in range(2)]))
     assert not check_schedule.in_full(3), "premise"
-    with pytest.raises(StatementError, match="update 3, which shows the error, was not made"):
+    with pytest.raises(LossSpecError, match="update 3, which shows the error, was not made"):
         accumulate(Window([zeros(rows, 9, at_ends=True) for rows in ([0, 0], [0, 4])]))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from superbatch.errors import StatementError
+from superbatch.errors import LossSpecError
 from superbatch.torch import Accumulator, Window, count_tokens
 from superbatch.torch.checks import check_schedule
 from tests.torch.helpers import assert_same_parameters, large_batch, sgd, start_of
@@ -104,14 +104,14 @@ def test_a_mean_over_entries_is_found_in_the_first_window_that_shows_it(case: st
     for seed in range(2):
         assert accumulate(window(6, 6, samples=samples, seed=seed)).made
     before = start_of(model)
-    with pytest.raises(StatementError, match=r"mean over all entries.*have 3 of them.*6.*update 2, which"):
+    with pytest.raises(LossSpecError, match=r"mean over all entries.*have 3 of them.*6.*update 2, which"):
         accumulate(window(6, 3, 4, samples=samples, seed=3))
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
 
 
 def test_the_first_window_may_be_the_one_and_the_remedy_is_the_large_batch() -> None:
     accumulate, _ = accumulator(of_classes)
-    with pytest.raises(StatementError, match=r"weight=count_tokens\(.labels.\)"):
+    with pytest.raises(LossSpecError, match=r"weight=count_tokens\(.labels.\)"):
         accumulate(window(6, 3))
     accumulate, model = accumulator(of_classes, weight=count_tokens("labels"))
     _, reference = accumulator(of_classes)
@@ -151,7 +151,7 @@ def test_terms_are_looked_at_by_themselves() -> None:
     accumulate, _ = accumulator(losses, weight={"words": count_tokens("labels"), "samples": None})
     assert accumulate(window(6, 3)).made
     accumulate, _ = accumulator(losses, weight={"words": None, "samples": None})
-    with pytest.raises(StatementError, match="mean over all entries"):
+    with pytest.raises(LossSpecError, match="mean over all entries"):
         accumulate(window(6, 3))
 
 

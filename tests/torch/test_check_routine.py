@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator
 from superbatch.torch.checks import check_schedule
 from tests.torch.helpers import sgd
@@ -80,7 +80,7 @@ def trained(loss: Loss, updates: int, **options: Any) -> tuple[Accumulator, list
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_denominator_that_training_moves_is_found(case: str) -> None:
-    with pytest.raises((StatementError, CoupledSamplesError), match="was not made") as raised:
+    with pytest.raises((LossSpecError, CoupledSamplesError), match="was not made") as raised:
         trained(WRONG[case], 250)
     found = re.search(r"not verified is update (\d+) .* update (\d+), which", str(raised.value))
     assert found is not None and int(found[1]) < int(found[2]) and int(found[2]) >= 10

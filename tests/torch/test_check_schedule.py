@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import CoupledSamplesError, InputError, StatementError
+from superbatch.errors import CoupledSamplesError, InputError, LossSpecError
 from superbatch.torch import Accumulator, Window, count_tokens
 from superbatch.torch.checks import check_schedule
 from superbatch.torch.checks.check_schedule import CALLS
@@ -149,7 +149,7 @@ def test_a_wrong_declaration_is_found_in_the_first_window_that_shows_it(
         assert accumulate(data(0, update)).made
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     batch, generator = data(1, 9), torch.get_rng_state()
-    with pytest.raises((StatementError, CoupledSamplesError), match=r"not verified is update \d .*update 4,"):
+    with pytest.raises((LossSpecError, CoupledSamplesError), match=r"not verified is update \d .*update 4,"):
         accumulate(batch)
     assert accumulate.updates == 4
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -165,7 +165,7 @@ def test_a_wrong_declaration_is_found_between_the_windows_that_look_at_everythin
     _, _, accumulate = accumulator(case)
     for update in range(3):
         assert accumulate(data(0, update)).made
-    with pytest.raises((StatementError, CoupledSamplesError), match=r"not verified is update \d .*update 3,"):
+    with pytest.raises((LossSpecError, CoupledSamplesError), match=r"not verified is update \d .*update 3,"):
         accumulate(data(1, 9))
 
 
@@ -260,7 +260,7 @@ def test_a_resumed_run_goes_on_looking() -> None:
     resumed.load_state_dict(state)
     assert resumed.state_dict()["check"] == state["check"] and not state["check"]["seen"].get("labels")
     resumed(labels(0, 5))
-    with pytest.raises(StatementError, match=r"not verified is update 0 .*update 4,"):
+    with pytest.raises(LossSpecError, match=r"not verified is update 0 .*update 4,"):
         resumed(labels(1, 5))
     with pytest.raises(InputError, match="state of the check"):
         resumed.load_state_dict({**state, "check": {"seen": {}}})
@@ -348,12 +348,12 @@ def test_a_loss_given_beside_the_loop_is_checked_before_the_first_update() -> No
     start = copy.deepcopy(model.state_dict())
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(model, optimizer, lambda mb: token_mean(model, mb), microbatch_size=2)
-    with pytest.raises(StatementError, match="count_tokens"):
+    with pytest.raises(LossSpecError, match="count_tokens"):
         own(accumulate, model, tokens(UNEVEN))
     assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())
     for seed in range(2):
         own(accumulate, model, tokens(FULL, seed=seed))
     start = copy.deepcopy(model.state_dict())
-    with pytest.raises(StatementError, match=r"not verified is update 0 .*update 2,"):
+    with pytest.raises(LossSpecError, match=r"not verified is update 0 .*update 2,"):
         own(accumulate, model, tokens(UNEVEN))
     assert all(torch.equal(start[name], value) for name, value in model.state_dict().items())

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from superbatch.torch.window.participants.buffer_gradients import InBuffers
-from superbatch.torch.window.participants.gradient_versions import Marks, _versions
-from superbatch.torch.window.participants.momentum_gradients import InMomentum
+from superbatch.torch.window.participants.buffer_gradients import BufferGradientSum
+from superbatch.torch.window.participants.gradient_versions import GradientVersions, _versions
+from superbatch.torch.window.participants.momentum_gradients import MomentumGradientSum
 from superbatch.torch.window.transaction import Transaction, restore_each
 from tests.torch.failing_allocations import TEXT, sweep
 from tests.torch.fault_cells import MODES, cell, cells
@@ -59,7 +59,7 @@ def test_a_failure_beside_sparse_gradients_is_told_with_their_bytes() -> None:
     assert found.as_before and not found.wrong
 
 
-def _as_noted(marks: Marks) -> bool:
+def _as_noted(marks: GradientVersions) -> bool:
     """Roll back to what was noted last, as if a backward that failed had never been noted."""
     if _versions(marks._gradients) != marks._versions:
         return False
@@ -69,9 +69,19 @@ def _as_noted(marks: Marks) -> bool:
 
 
 MUTANTS: dict[str, tuple[object, str, Callable[..., Any], str]] = {
-    "what was noted last is taken for the savepoint": (Marks, "rollback", _as_noted, ".grad"),
-    "nothing is taken to have reached the buffers": (InBuffers, "rollback", lambda self: True, "buffers"),
-    "nothing is taken to have reached the momentum": (InMomentum, "rollback", lambda self: True, "momentum"),
+    "what was noted last is taken for the savepoint": (GradientVersions, "rollback", _as_noted, ".grad"),
+    "nothing is taken to have reached the buffers": (
+        BufferGradientSum,
+        "rollback",
+        lambda self: True,
+        "buffers",
+    ),
+    "nothing is taken to have reached the momentum": (
+        MomentumGradientSum,
+        "rollback",
+        lambda self: True,
+        "momentum",
+    ),
     "a failure after the virtual batch": (Transaction, "restart", lambda self: None, "exact"),
 }
 
@@ -189,9 +199,9 @@ def test_a_real_allocator_finds_the_mutant() -> None:
     mutant = inspect.getsource(_as_noted)
     before = f"""
 from __future__ import annotations
-from superbatch.torch.window.participants.gradient_versions import Marks, _versions
+from superbatch.torch.window.participants.gradient_versions import GradientVersions, _versions
 {mutant}
-Marks.rollback = _as_noted
+GradientVersions.rollback = _as_noted
 """
     done = _run_child(before, *_MAPPED)
     assert done.returncode and "the update is" in done.stderr and "off" in done.stderr

@@ -27,7 +27,7 @@ PARTICIPANTS: dict[str, type] = {
     "state": forward_state.ForwardState,
     "norms": batchnorm.Pooled,
     "scale": loss_scale.LossScale,
-    "sums": parameter_gradients.InGrad,
+    "sums": parameter_gradients.ParameterGradientSum,
     "position": Progress,
 }
 NO_MEMORY = "CUDA out of memory."
@@ -141,7 +141,7 @@ def test_coupled_samples_and_a_state_that_cannot_be_restored_at_once(
     with monkeypatch.context() as patch:
         took = Failing(
             patch,
-            parameter_gradients.InGrad,
+            parameter_gradients.ParameterGradientSum,
             "took",
             torch.OutOfMemoryError(NO_MEMORY),
             works=True,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from superbatch import NonFiniteError, OptimizerError, StatementError, WindowError
+from superbatch import LossSpecError, NonFiniteError, OptimizerError, WindowError
 from superbatch.torch import Accumulator, fp32_masters
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 
@@ -36,7 +36,7 @@ def test_the_token_trap_shows_in_an_untrained_language_model(dtype: torch.dtype)
     assert whole == pytest.approx(part, rel=1e-6)  # the losses say nothing
     before = start_of(model)
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=4)
-    with pytest.raises(StatementError, match=r'state weight=count_tokens\("labels"\)'):
+    with pytest.raises(LossSpecError, match=r'state weight=count_tokens\("labels"\)'):
         accumulate(batch)
     assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator
 from superbatch.torch.checks import check_pieces
 from tests.torch.helpers import sgd
@@ -161,7 +161,7 @@ def train(loss: Loss, **options: Any) -> Accumulator:
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_a_wrong_declaration_is_found(case: str, microbatch_size: int) -> None:
     loss, wrong, _ = PROGRAMS[case]
-    with pytest.raises((StatementError, CoupledSamplesError)):
+    with pytest.raises((LossSpecError, CoupledSamplesError)):
         train(loss, microbatch_size=microbatch_size, **wrong)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, Window
-from superbatch.torch.window.participants.parameter_gradients import InGrad
+from superbatch.torch.window.participants.parameter_gradients import ParameterGradientSum
 from tests.torch.helpers import sgd
 
 Batch = tuple[Tensor, Tensor]
@@ -87,7 +87,7 @@ def test_three_thirds_in_bfloat16_are_one() -> None:
 
 
 def test_mutant_that_rounds_the_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(InGrad, "backward_rounded", InGrad.backward)
+    monkeypatch.setattr(ParameterGradientSum, "backward_rounded", ParameterGradientSum.backward)
     with pytest.raises(AssertionError):
         test_three_thirds_in_bfloat16_are_one()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from superbatch import InputError, OptimizerError, StatementError, WindowError
+from superbatch import InputError, LossSpecError, OptimizerError, WindowError
 from superbatch.torch import Accumulator, Window, count_tokens, windows
 from superbatch.torch.tuning import dial as survey_dial
 from superbatch.torch.tuning import lr_survey
@@ -408,7 +408,7 @@ def test_a_wrong_statement_is_refused_and_nothing_has_moved() -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulate = Accumulator(model, sgd, lambda b: token_mean(model, b), microbatch_size=2)
     before = fingerprint(model, sgd, accumulate)
-    with pytest.raises(StatementError):
+    with pytest.raises(LossSpecError):
         lr_survey(accumulate, [tokens([7, 1, 2, 7])], updates=POINTS)
     assert_unchanged(before, fingerprint(model, sgd, accumulate))
 
@@ -484,14 +484,14 @@ def test_nothing_of_a_survey_stays_in_memory() -> None:
 
     def watch(done: int, total: int) -> None:
         if done == 3:
-            optimizer = accumulate._plan.step.optimizers[0]
+            optimizer = accumulate._config.rule.optimizers[0]
             kept.extend(weakref.ref(state["exp_avg"]) for state in optimizer.state.values())
 
     lr_survey(accumulate, rows(6, 2), updates=POINTS, progress=watch)
     gc.collect()
     assert len(kept) == 4
     assert [reference() for reference in kept] == [None] * 4
-    assert accumulate._plan.until_next == []
+    assert accumulate._config.until_next == []
 
 
 def test_ranges_are_those_of_the_optimizer() -> None:
@@ -503,8 +503,8 @@ def test_ranges_are_those_of_the_optimizer() -> None:
 def test_the_shadow_shares_the_model_and_no_counter() -> None:
     _, accumulate = simple(microbatch_size=2, max_grad_norm=0.5)
     shadow = survey_shadow.shadow_of(accumulate)
-    assert shadow._plan.models == accumulate._plan.models
-    assert shadow._plan.step.max_grad_norm == 0.5
+    assert shadow._config.models == accumulate._config.models
+    assert shadow._config.rule.max_grad_norm == 0.5
     shadow(rows(4, 1)[0])
     assert (shadow.updates, accumulate.updates, accumulate._first) == (1, 0, True)
 

@@ -245,7 +245,7 @@ def shadow_that_counts(accumulator: Accumulator) -> Accumulator:
 
 def shadow_with_a_meter(accumulator: Accumulator) -> Accumulator:
     shadow = survey_shadow.shadow_of(accumulator)
-    shadow._plan = replace(shadow._plan, noise=accumulator._plan.noise)
+    shadow._config = replace(shadow._config, noise=accumulator._config.noise)
     return shadow
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import InputError
 from superbatch.torch import Accumulator, accumulator, fp32_masters
-from superbatch.torch.window.participants.gradient_sum import Owned
+from superbatch.torch.window.participants.gradient_sum import ManagedParameter
 from tests.torch.helpers import mlp, mse, rows
 
 BF16 = torch.bfloat16
@@ -83,7 +83,7 @@ def test_a_run_is_resumed_bit_for_bit_in_any_order(order: tuple[str, ...]) -> No
 
 
 def test_a_mutant_that_takes_every_written_parameter_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def always(owned: list[Owned], written: Any) -> None:
+    def always(owned: list[ManagedParameter], written: Any) -> None:
         for entry in owned:
             if written.get(entry.name) != (entry.parameter._version, entry.target._version):
                 with torch.no_grad():

@@ -20,7 +20,7 @@ from superbatch.torch import Accumulator, count_tokens, windows
 from superbatch.torch.window import update_rule
 from superbatch.torch.window.norm import finite_norm
 from superbatch.torch.window.participants import gradient_sum, parameter_gradients
-from superbatch.torch.window.participants.gradient_versions import Marks
+from superbatch.torch.window.participants.gradient_versions import GradientVersions
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,
@@ -202,7 +202,7 @@ def zero_grad_forgotten(patch: Patch) -> None:
         if name.startswith("superbatch.torch.") and getattr(module, "clear", None) is right:
             patch.setattr(module, "clear", lambda owned: None)
     # It would be found at the first backward.
-    patch.setattr(Marks, "require", lambda self, **options: None)
+    patch.setattr(GradientVersions, "require", lambda self, **options: None)
 
 
 def scheduler_per_microbatch(patch: Patch) -> None:
@@ -232,14 +232,16 @@ def optimizer_twice(patch: Patch) -> None:
 
 
 def last_microbatch_only(patch: Patch) -> None:
-    backward = parameter_gradients.InGrad.backward
+    backward = parameter_gradients.ParameterGradientSum.backward
 
-    def only(self: parameter_gradients.InGrad, loss: Tensor, factor: float, **options: Any) -> None:
+    def only(
+        self: parameter_gradients.ParameterGradientSum, loss: Tensor, factor: float, **options: Any
+    ) -> None:
         gradient_sum.clear(self._owned)
         self._marks.forget()
         backward(self, loss, factor, **options)
 
-    patch.setattr(parameter_gradients.InGrad, "backward", only)
+    patch.setattr(parameter_gradients.ParameterGradientSum, "backward", only)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], Callable[[], Any]]] = [

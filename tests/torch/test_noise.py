@@ -499,9 +499,9 @@ def test_one_window_in_so_many() -> None:
         accumulate(Window(PARTS))
     assert hooked[::3] == [True, False, False, True, False, False, True]
     assert meter.windows == 3
-    tiny = Accumulator(model, sgd(model.parameters()), loss, noise=True)._plan.noise
+    tiny = Accumulator(model, sgd(model.parameters()), loss, noise=True)._config.noise
     wide = nn.Linear(600, 600)
-    large = Accumulator(wide, sgd(wide.parameters()), lambda p: wide(p).sum(), noise=True)._plan.noise
+    large = Accumulator(wide, sgd(wide.parameters()), lambda p: wide(p).sum(), noise=True)._config.noise
     assert tiny is not None and large is not None
     assert (tiny.meter.every, large.meter.every) == (20, 1)
 

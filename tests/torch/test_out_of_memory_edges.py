@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import NonFiniteError, OutOfMemoryError, StatementError
+from superbatch.errors import LossSpecError, NonFiniteError, OutOfMemoryError
 from superbatch.torch import Accumulator, windows
 from superbatch.torch.memory.out_of_memory import out_of_memory
 from tests.torch.helpers import assert_same_parameters, mlp, mse, rows, sgd, start_of
@@ -133,7 +133,7 @@ def test_weights_that_are_no_sum_are_refused(weight: Any) -> None:
     accumulate = Accumulator(
         model, sgd(model.parameters()), loss, check=False, microbatch_size=4, weight=weight
     )
-    with quiet(), pytest.raises(StatementError, match="the same samples weigh"):
+    with quiet(), pytest.raises(LossSpecError, match="the same samples weigh"):
         accumulate(rows(8)[0])
 
 

@@ -119,7 +119,7 @@ def most_alive(accumulate: Any, batch: Any) -> int:
     def windows() -> None:
         for _ in range(3):
             accumulate(batch)
-            accumulate._plan.until_next.clear()  # of a later window's first micro-batch, not of its peak
+            accumulate._config.until_next.clear()  # of a later window's first micro-batch, not of its peak
 
     return peak_bytes(windows)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch import normalize
-from superbatch.errors import InputError, NonFiniteError, StatementError
+from superbatch.errors import InputError, LossSpecError, NonFiniteError
 from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, Window
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, rows, sgd, start_of
@@ -130,7 +130,7 @@ def test_a_sum_without_any_weight_raises_and_names_the_bound(weight: str) -> Non
     accumulate = Accumulator(
         model, sgd(model.parameters()), loss_fn, reduction="sum", weight=WEIGHTS[weight], check=False
     )
-    with pytest.raises(StatementError, match=r"weight is 0.*min_weight=1"):
+    with pytest.raises(LossSpecError, match=r"weight is 0.*min_weight=1"):
         accumulate(Window(parts(images([0, 0, 0]), 1, 2)))
     assert all(torch.equal(p, start[n]) and p.grad is None for n, p in model.named_parameters())
     assert accumulate(Window(parts(images([0, 2, 0]), 1, 2))).made
@@ -289,7 +289,7 @@ def test_a_mean_declared_as_a_total_is_found() -> None:
         reduction="total",
         microbatch_size=6,
     )
-    with pytest.raises(StatementError, match='reduction="mean"'):
+    with pytest.raises(LossSpecError, match='reduction="mean"'):
         accumulate(rows(12, updates=1)[0])
 
 

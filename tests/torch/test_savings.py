@@ -43,7 +43,7 @@ def most_alive(accumulate: Any, batch: Any) -> int:
     def windows() -> None:
         for _ in range(3):
             accumulate(batch)
-            accumulate._plan.until_next.clear()
+            accumulate._config.until_next.clear()
 
     return peak_bytes(windows)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights
 from tests.torch.helpers import Loss, mlp, mse, rows, sgd, squared_sum, tiny_lm, token_mean, tokens
 
@@ -84,35 +84,35 @@ KEEP = {"ids": TOKENS["ids"], "keep": TOKENS["labels"] != -100}
 LABELLED = (X[0], torch.tensor([0, 1, 1, 2, 0, 2, 1, 1, 0]))
 
 WRONG: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any], Any, str]] = {
-    "a mean declared a sum": (mlp, mse, X, {"reduction": "sum"}, StatementError, 'state reduction="mean"'),
-    "a sum declared a mean": (mlp, squared_sum, X, {}, StatementError, 'state reduction="sum"'),
+    "a mean declared a sum": (mlp, mse, X, {"reduction": "sum"}, LossSpecError, 'state reduction="mean"'),
+    "a sum declared a mean": (mlp, squared_sum, X, {}, LossSpecError, 'state reduction="sum"'),
     "a token mean weighted by samples": (
-        tiny_lm, token_mean, TOKENS, {}, StatementError, r'state weight=count_tokens\("labels"\)',
+        tiny_lm, token_mean, TOKENS, {}, LossSpecError, r'state weight=count_tokens\("labels"\)',
     ),
     "a constant num_items_in_batch": (
-        tiny_lm, hugging_face, TOKENS, {"weight": count_tokens("labels")}, StatementError,
+        tiny_lm, hugging_face, TOKENS, {"weight": count_tokens("labels")}, LossSpecError,
         "num_items_in_batch",
     ),
     "sample weights forgotten": (
-        mlp, weighted_by_hand, with_weights(X), {}, StatementError, r'state weight=sample_weights\("2"\)',
+        mlp, weighted_by_hand, with_weights(X), {}, LossSpecError, r'state weight=sample_weights\("2"\)',
     ),
-    "class weights forgotten": (mlp, classes, LABELLED, {}, (StatementError, CoupledSamplesError), "weight"),
+    "class weights forgotten": (mlp, classes, LABELLED, {}, (LossSpecError, CoupledSamplesError), "weight"),
     "a mask that is not counted": (
-        tiny_lm, masked, KEEP, {}, (StatementError, CoupledSamplesError), "weight",
+        tiny_lm, masked, KEEP, {}, (LossSpecError, CoupledSamplesError), "weight",
     ),
     "tokens counted for a mean over samples": (
         tiny_lm,
         lambda m, b: m(b["ids"]).square().mean(),
         TOKENS,
         {"weight": count_tokens("labels")},
-        (StatementError, CoupledSamplesError),
+        (LossSpecError, CoupledSamplesError),
         "weight",
     ),
     "InfoNCE": (mlp, info_nce, X, {}, CoupledSamplesError, "contrastive"),
     "normalised over the batch": (mlp, centred, X, {}, CoupledSamplesError, "influence each other"),
     "depends on the batch size": (mlp, depends_on_batch_size, X, {}, CoupledSamplesError, "batch size"),
     "a weight that is a mean": (
-        mlp, mse, X, {"weight": lambda mb: float(mb[0].abs().mean())}, StatementError, "weights must add up",
+        mlp, mse, X, {"weight": lambda mb: float(mb[0].abs().mean())}, LossSpecError, "weights must add up",
     ),
 }  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_a_refused_accumulator_can_be_called_again_and_is_checked_again() -> Non
         model, sgd(model.parameters()), lambda mb: token_mean(model, mb), microbatch_size=2
     )
     for _ in range(2):
-        with pytest.raises(StatementError, match="count_tokens"):
+        with pytest.raises(LossSpecError, match="count_tokens"):
             accumulate(TOKENS)
     full = tokens([7, 7, 7, 7])
     assert accumulate(full).made, "with equal token counts the statement holds"
@@ -171,7 +171,7 @@ def test_a_wrong_gradient_is_refused_also_if_memory_runs_out_in_its_backward(mos
         total = out.square().sum()
         return nn.functional.mse_loss(out, batch[1]) + (total - total.detach()) * len(batch[0])
 
-    with pytest.raises((StatementError, CoupledSamplesError)):
+    with pytest.raises((LossSpecError, CoupledSamplesError)):
         first_window(mlp(), right_in_its_value_alone, rows(16)[0], microbatch_size=8)
 
 
@@ -272,7 +272,7 @@ def test_a_weight_returned_with_the_loss_is_checked() -> None:
 
     optimizer = sgd(model.parameters())
     assert Accumulator(model, optimizer, loss_fn, microbatch_size=3, weight="returned")(TOKENS).made
-    with pytest.raises(StatementError, match="count_tokens"):
+    with pytest.raises(LossSpecError, match="count_tokens"):
         Accumulator(model, optimizer, by_samples, microbatch_size=3, weight="returned")(TOKENS)
 
 
@@ -353,5 +353,5 @@ def test_the_weight_is_named_where_a_part_has_no_padding() -> None:
     accumulate = Accumulator(
         model, sgd(model.parameters()), lambda mb: token_mean(model, mb), microbatch_size=3
     )
-    with pytest.raises(StatementError, match=r'state weight=count_tokens\("labels"\)'):
+    with pytest.raises(LossSpecError, match=r'state weight=count_tokens\("labels"\)'):
         accumulate(tokens([7, 1, 2, 6, 3, 4]))

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator, count_tokens
 from superbatch.torch.checks import evaluation
 from superbatch.torch.checks.checked import NOT_EVALUATED, NOT_REPEATABLE
@@ -24,7 +24,7 @@ from superbatch.torch.checks.generators import Generators
 from tests.torch.helpers import sgd
 from tests.torch.statement_cases import CLASSES, FEATURES, Tokens, check, row_batch, token_batch, token_mean
 
-REFUSED = (StatementError, CoupledSamplesError)
+REFUSED = (LossSpecError, CoupledSamplesError)
 Draw = Callable[[Tensor], Tensor]
 
 
@@ -108,7 +108,7 @@ def test_draws_of_every_generator_are_replayed(name: str) -> None:
     np.random.seed(0)
     torch.set_rng_state(states[3])
     assert check(model, loss_fn, token_batch(), weight=count_tokens("labels")).informative
-    with pytest.raises(StatementError, match="count_tokens"):
+    with pytest.raises(LossSpecError, match="count_tokens"):
         check(model, loss_fn, token_batch())
     assert random.getstate() == states[0] and held.random.getstate() == states[1]
     assert held.numpy.bit_generator.state == states[2] and torch.equal(torch.get_rng_state(), states[3])
@@ -197,7 +197,7 @@ def test_a_model_that_gives_no_losses_in_evaluation_is_checked_in_training() -> 
     model.train()
     accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=4)
     assert accumulate(row_batch(torch.float32)).made
-    with pytest.raises((StatementError, CoupledSamplesError)):
+    with pytest.raises((LossSpecError, CoupledSamplesError)):
         check(model, lambda b: 2 * len(b["x"]) * loss_fn(b), row_batch(torch.float32))
 
 
@@ -205,7 +205,7 @@ def test_dropout_that_cannot_be_drawn_per_sample_is_left_out() -> None:
     model = Packed()
     loss = lambda batch: token_mean(model(batch), batch)  # noqa: E731
     assert check(model, loss, token_batch(), weight=count_tokens("labels")).informative
-    with pytest.raises(StatementError, match="count_tokens"):
+    with pytest.raises(LossSpecError, match="count_tokens"):
         check(model, loss, token_batch())
     assert model.training and model.body.dropout == 0.5
 
@@ -269,7 +269,7 @@ def test_a_reentrant_checkpoint_hides_no_gradient() -> None:
     parts = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 4), slice(4, 8))]
     one, two = (float(loss_fn(part).detach()) for part in parts)
     assert abs(one - two) < 1e-12, "the premise: the losses say nothing"
-    with pytest.raises(StatementError, match="count_tokens"):
+    with pytest.raises(LossSpecError, match="count_tokens"):
         check(model, loss_fn, batch)
     assert (
         torch.equal(model.out.bias.grad, torch.ones_like(model.out.bias)) and model.embed.weight.grad is None
@@ -294,7 +294,7 @@ def in_own_dtype_alone(model: nn.Module, share: float) -> Callable[[Any], Tensor
 def test_without_float64_a_large_difference_is_still_refused(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Tokens(lambda d: nn.Linear(d, d)).to(dtype)
-    with pytest.raises(StatementError, match="count_tokens"):
+    with pytest.raises(LossSpecError, match="count_tokens"):
         check(model, in_own_dtype_alone(model, 0.0), token_batch())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import count_tokens
 from superbatch.torch.checks import agreement, declared_loss, evaluation, sketch
 from superbatch.torch.checks.declared_loss import check_statement
@@ -29,7 +29,7 @@ from tests.torch.statement_cases import (
     token_mean,
 )
 
-REFUSED = (StatementError, CoupledSamplesError)
+REFUSED = (LossSpecError, CoupledSamplesError)
 Parts = Callable[[nn.Module, dict[str, Tensor]], Tensor]
 
 

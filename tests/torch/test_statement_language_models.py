@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator, count_tokens
 from superbatch.torch.checks import coupling
 from superbatch.torch.verify import verify
@@ -64,7 +64,7 @@ def outcome(model: Any, batch: Any, **stated: Any) -> tuple[Any, list[Any], tupl
     accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=4, sample_rng=True, **stated)
     try:
         accumulate(batch)
-    except (StatementError, CoupledSamplesError) as error:
+    except (LossSpecError, CoupledSamplesError) as error:
         return error, list(report.causes), report.findings
     return None, [], report.findings
 
@@ -75,7 +75,7 @@ WEIGHTS = {"samples": None, "tokens": count_tokens("labels")}
 
 def assert_wrong_weight(model: Any, batch: Any, weight: Any, remedy: str = SHIFTED) -> None:
     error, causes, _ = outcome(model, batch, weight=weight)
-    assert isinstance(error, StatementError)
+    assert isinstance(error, LossSpecError)
     assert str(error).endswith(f"Instead state {remedy}.")
     assert [(cause.kind, cause.remedy) for cause in causes] == [("weight", f"state {remedy}")]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.results.verification import Verification
 from superbatch.torch import Accumulator, class_weights, count_tokens, sample_weights
 from superbatch.torch.checks import declared_loss, remedy, weighting
@@ -39,7 +39,7 @@ def sentences(samples: int = 8) -> dict[str, Tensor]:
 
 def train(
     model: nn.Module, loss: Loss, batch: Any, *, size: int = 4, **stated: Any
-) -> StatementError | CoupledSamplesError | None:
+) -> LossSpecError | CoupledSamplesError | None:
     """Make one update with the check; return what it raised."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     accumulate = Accumulator(
@@ -51,7 +51,7 @@ def train(
     )
     try:
         assert accumulate(batch).made
-    except (StatementError, CoupledSamplesError) as error:
+    except (LossSpecError, CoupledSamplesError) as error:
         assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
         return error
     assert not all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
@@ -160,7 +160,7 @@ def test_a_check_that_takes_any_loss_for_a_mean_advises_a_weight(monkeypatch: py
     monkeypatch.setattr(weighting, "_counts_nothing", lambda *_: False)
     torch.manual_seed(0)
     error = train(words().double(), kl_cov, sentences())
-    assert isinstance(error, StatementError)
+    assert isinstance(error, LossSpecError)
     assert "weight=" in str(error)
 
 
@@ -171,7 +171,7 @@ def test_a_part_without_weight_but_with_a_gradient_is_no_mean(monkeypatch: pytes
     monkeypatch.setattr(weighting, "_counts_nothing", lambda *_: False)
     torch.manual_seed(0)
     error = train(words().double(), hardest, sentences(2), size=2)
-    assert isinstance(error, StatementError)
+    assert isinstance(error, LossSpecError)
 
 
 # -- a mean over a count that no leaf shows --------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_hidden_count_is_to_be_returned(loss: Loss, dtype: torch.dtype) -> Non
     report = verified(model, alone, batch)
     assert kinds(report) == ["weight"]
     error = train(model, alone, batch)
-    assert isinstance(error, StatementError)
+    assert isinstance(error, LossSpecError)
     for text in (str(error), str(report.causes[0])):
         assert re.search(r"counts [\d.]+ times as much as one of", text)
         assert 'state weight="returned"' in text
@@ -233,7 +233,7 @@ def test_a_mean_over_one_active_part_is_not_taken_for_a_sum() -> None:
     batch = {"x": torch.randn(8, 3).double(), "y": torch.randn(8).double()}
     batch["y"][[1, 6]] = 99.0
     error = train(model, hard, batch)
-    assert isinstance(error, StatementError)
+    assert isinstance(error, LossSpecError)
     assert 'reduction="sum"' not in str(error)
     assert 'reduction="sum"' not in str(verified(model, hard, batch).causes)
 
@@ -433,7 +433,7 @@ def test_the_named_weight_passes_the_check_and_verify(case: str) -> None:
         report = verified(model, loss, batch, **stated)
         assert kinds(report) == ["weight"]
         error = train(model, loss, batch, **stated)
-        assert isinstance(error, StatementError)
+        assert isinstance(error, LossSpecError)
         for said in (f"{error}", f"{report.causes[0].remedy}."):
             assert said.endswith(f"weight={text}."), said
         named = eval(text, NAMES, {"weight": weight})
@@ -497,7 +497,7 @@ def test_boxes_in_lists_are_counted() -> None:
     targets = [{"boxes": torch.randn(1 + row % 4, 4).double()} for row in range(8)]
     batch = {"x": torch.randn(8, 3).double(), "targets": targets}
     error = train(model, loss, batch, per_sample=["targets"])
-    assert isinstance(error, StatementError)
+    assert isinstance(error, LossSpecError)
     text = str(error).partition("state weight=")[2].removesuffix(".")
     assert text == 'lambda microbatch: sum(len(one["boxes"]) for one in microbatch["targets"])'
     for named, expected in ((None, ["weight"]), (eval(text), [])):
@@ -511,7 +511,7 @@ def test_other_sums() -> None:
     model, batch = words().double(), sentences()
     loss: Loss = lambda m, b: cross_entropy(reduction="sum")(m, b) / 33  # noqa: E731
     error = train(model, loss, batch)
-    assert isinstance(error, StatementError)
+    assert isinstance(error, LossSpecError)
     assert 'reduction="sum"' in str(error) and 'reduction="total"' in str(error)
     for reduction in ("sum", "total"):
         assert kinds(verified(model, loss, batch, reduction=reduction)) == []

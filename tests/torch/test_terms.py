@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import InputError, NonFiniteError, StatementError
+from superbatch.errors import InputError, LossSpecError, NonFiniteError
 from superbatch.torch import Accumulator, Window, count_tokens, reference, verify
 from superbatch.torch.loss.weighing import Weights
 from tests.torch.helpers import assert_same_parameters, large_batch, sgd, start_of, tiny_lm, tokens
@@ -163,16 +163,16 @@ def test_a_loop_of_ones_own() -> None:
 
 
 def test_one_backward_per_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from superbatch.torch.window.participants.parameter_gradients import InGrad
+    from superbatch.torch.window.participants.parameter_gradients import ParameterGradientSum
 
     calls: list[float] = []
-    plain = InGrad.backward
+    plain = ParameterGradientSum.backward
 
-    def counted(self: InGrad, loss: Tensor, factor: float, **options: Any) -> None:
+    def counted(self: ParameterGradientSum, loss: Tensor, factor: float, **options: Any) -> None:
         calls.append(factor)
         plain(self, loss, factor, **options)
 
-    monkeypatch.setattr(InGrad, "backward", counted)
+    monkeypatch.setattr(ParameterGradientSum, "backward", counted)
     batches = [tokens(LENGTHS)]
     train(CASES["a mean, a sum and a total"], batches, batches, microbatch_size=2, check=False)
     assert calls == [1.0] * 4
@@ -241,7 +241,7 @@ def test_a_sum_without_weight_names_its_term() -> None:
         microbatch_size=2,
         check=False,
     )
-    with pytest.raises(StatementError, match=r"term 'boxes'.*min_weight=\{'boxes': 1\}"):
+    with pytest.raises(LossSpecError, match=r"term 'boxes'.*min_weight=\{'boxes': 1\}"):
         accumulate(tokens([0, 0, 0]))
     assert all(torch.equal(p, start[n]) for n, p in model.named_parameters())
 
@@ -351,7 +351,7 @@ def test_a_returned_weight_that_changes_is_refused() -> None:
         weight={"a": "returned"},
         check=False,
     )
-    with pytest.raises(StatementError, match="weight of the term 'a' in micro-batch 0 was 1"):
+    with pytest.raises(LossSpecError, match="weight of the term 'a' in micro-batch 0 was 1"):
         accumulate(tokens(LENGTHS))
 
 
@@ -440,7 +440,7 @@ def test_the_check_looks_at_each_term() -> None:
         weight={"tokens": words, "router": words},  # the router's loss is a mean over samples
         microbatch_size=4,
     )
-    with pytest.raises((StatementError, RuntimeError), match="term 'router'"):
+    with pytest.raises((LossSpecError, RuntimeError), match="term 'router'"):
         accumulate(tokens(LENGTHS))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator, count_tokens
 from superbatch.torch.checks import evaluation, wide_parameters
 from superbatch.torch.checks.precision import ComputeIn
@@ -34,7 +34,7 @@ from tests.torch.statement_cases import (
 from tests.torch.wide_ranks import Past, mixed
 
 ROOT = Path(__file__).parents[2]
-REFUSED = (StatementError, CoupledSamplesError)
+REFUSED = (LossSpecError, CoupledSamplesError)
 WIDTH = 16
 BF16 = torch.bfloat16
 

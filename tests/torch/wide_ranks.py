@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator, count_tokens
 from superbatch.torch.checks.probing.untouched import held_parameter
 from tests.torch.helpers import sgd
@@ -70,7 +70,7 @@ def train(share: float, *, past: bool = False) -> dict[str, Any]:
         warnings.simplefilter("always")
         try:
             accumulate(token_batch())
-        except (StatementError, CoupledSamplesError) as raised:
+        except (LossSpecError, CoupledSamplesError) as raised:
             error = str(raised)
     parameters = list(model.parameters())
     assert all(p.dtype is torch.bfloat16 for p in parameters)

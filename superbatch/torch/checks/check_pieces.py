@@ -7,7 +7,7 @@ from typing import Any
 from superbatch.batch.tree import count_samples
 from superbatch.errors import SplitError
 
-from ..window.microbatches import Pieces
+from ..window.microbatches import MicrobatchList
 from .declared_loss import MOST_PIECES
 from .sample_counts import contrast, counts_in, extremes, spread, uneven
 
@@ -16,7 +16,7 @@ ENOUGH = 0.1
 """A relative difference of counts that a check tells apart in any precision."""
 
 
-def first_pieces(pieces: Pieces) -> list[Any]:
+def first_pieces(pieces: MicrobatchList) -> list[Any]:
     """Return a few micro-batches of two samples or more, spread over the window.
 
     Where their samples count alike, and others of the window do not, those take the place of one. So do four
@@ -36,7 +36,7 @@ def first_pieces(pieces: Pieces) -> list[Any]:
     return [*chosen[: MOST_PIECES - len(more)], *more]
 
 
-def _several_samples(pieces: Pieces, given: list[Any]) -> Any:
+def _several_samples(pieces: MicrobatchList, given: list[Any]) -> Any:
     """Four samples where micro-batches have two or three; None elsewhere.
 
     A loss may agree for each pair and for no more samples: two classes of a pair are equally frequent.
@@ -47,7 +47,7 @@ def _several_samples(pieces: Pieces, given: list[Any]) -> Any:
     return pieces.pick(pieces.firsts(range(len(pieces))))
 
 
-def _uneven_samples(pieces: Pieces, chosen: list[Any]) -> Any:
+def _uneven_samples(pieces: MicrobatchList, chosen: list[Any]) -> Any:
     """The samples that count least and most, if the chosen pieces hardly show that there are any."""
     parts, paths = pieces.parts(), pieces.paths
     found = counts_in(parts[0], whole=paths.get("whole", ()), per_sample=paths.get("per_sample", ()))
@@ -64,7 +64,7 @@ def _contrast(counts: Any) -> float:
     return 0.0 if counts is None else contrast(counts)
 
 
-def _samples(piece: Any, pieces: Pieces) -> int:
+def _samples(piece: Any, pieces: MicrobatchList) -> int:
     try:
         return count_samples(piece, **pieces.paths)
     except SplitError:  # some micro-batches may be cut, others not

@@ -29,11 +29,11 @@ from typing import Any
 from torch import nn
 
 from superbatch.batch.tree import plan as plan_of
-from superbatch.errors import CoupledSamplesError, InputError, SplitError, StatementError
+from superbatch.errors import CoupledSamplesError, InputError, LossSpecError, SplitError
 
-from ..window.config import Plan
+from ..window.config import Config
 from ..window.joining import joined
-from ..window.microbatches import Pieces, Shown
+from ..window.microbatches import MicrobatchList, Shown
 from ..window.options import check_bool
 from .candidates import clues_of
 from .check_memory import Memory, check_saved_checks
@@ -69,7 +69,7 @@ class CheckSchedule:
     """Windows at which the declared loss is checked again.
 
     Args:
-        plan: of the accumulator.
+        config: of the accumulator.
         batchnorms: those of the models in training mode, to be taken as frozen.
         check: the option of the accumulator.
 
@@ -77,12 +77,12 @@ class CheckSchedule:
         InputError: `check` is no bool.
     """
 
-    def __init__(self, plan: Plan, batchnorms: Iterable[Any], *, check: bool) -> None:
-        self._plan, self._frozen = plan, list(batchnorms)
+    def __init__(self, config: Config, batchnorms: Iterable[Any], *, check: bool) -> None:
+        self._config, self._frozen = config, list(batchnorms)
         # A BatchNorm without running statistics couples samples in every mode, which the user has accepted.
         bare = any(module.running_mean is None for module in self._frozen)
-        self._can_check = check_bool(check, "check") and plan.loss_fn is not None and not bare
-        self._unsaid = check and plan.loss_fn is None and not plan.whole
+        self._can_check = check_bool(check, "check") and config.loss_fn is not None and not bare
+        self._unsaid = check and config.loss_fn is None and not config.whole
         self._updates = 0
         self._on = False
         self._hints = Hints()
@@ -95,7 +95,7 @@ class CheckSchedule:
         self._now = self._before = Memory()
         self._microbatches = self._pending = 0
 
-    def open(self, pieces: Pieces, first: Callable[..., Checked | None] | None, updates: int) -> None:
+    def open(self, pieces: MicrobatchList, first: Callable[..., Checked | None] | None, updates: int) -> None:
         """Check the first window before it is opened, or warn once that there is no `loss_fn` to check.
 
         Args:
@@ -104,17 +104,17 @@ class CheckSchedule:
             updates: made so far.
 
         Raises:
-            StatementError, CoupledSamplesError: the loss is not what was declared.
+            LossSpecError, CoupledSamplesError: the loss is not what was declared.
         """
         self._updates, self._now = updates, self._before
-        if self._unsaid and (len(pieces) > 1 or self._plan.ranks.shared):
+        if self._unsaid and (len(pieces) > 1 or self._config.sync.shared):
             self._unsaid = False
             warnings.warn(_UNCHECKED, UserWarning, stacklevel=4)
         if first is None or not self._can_check:
             return
-        checked = first(self._plan, pieces, frozen=self._frozen)
+        checked = first(self._config, pieces, frozen=self._frozen)
         self._on = checked is not None
-        self._hints = _hints(self._plan)
+        self._hints = _hints(self._config)
         if checked is not None:
             self._record(pieces, checked, first_pieces(pieces))
 
@@ -131,7 +131,7 @@ class CheckSchedule:
     def _has_news(self, shown: Shown) -> bool:
         count = len(shown.pieces)
         self._pending, self._found = count, None
-        if count < 2 and not self._plan.ranks.shared:  # nothing is averaged
+        if count < 2 and not self._config.sync.shared:  # nothing is averaged
             return False
         every = in_full(self._updates)
         found = self._find(shown, every=every)
@@ -155,7 +155,7 @@ class CheckSchedule:
             unchanged: whether the micro-batches are as they were before the loss was computed from them.
 
         Raises:
-            StatementError, CoupledSamplesError: the loss is not what was declared.
+            LossSpecError, CoupledSamplesError: the loss is not what was declared.
         """
         chosen, pairs = self._choose(shown) if unchanged else [], [self._from_ranks(shown, unchanged)]
         parts = shown.pieces.parts()
@@ -163,9 +163,9 @@ class CheckSchedule:
             pairs.append((parts[places[0]], parts[places[1]]))
         try:
             chosen = [*chosen, *_united(pairs[0])]
-            checked = check_later_window(self._plan, shown.pieces, chosen, frozen=self._frozen)
-            check_pairs(self._plan, shown.pieces, [pair for pair in pairs if pair], frozen=self._frozen)
-        except (StatementError, CoupledSamplesError) as error:
+            checked = check_later_window(self._config, shown.pieces, chosen, frozen=self._frozen)
+            check_pairs(self._config, shown.pieces, [pair for pair in pairs if pair], frozen=self._frozen)
+        except (LossSpecError, CoupledSamplesError) as error:
             has_news = self._now.unverified is not None or self._found is not None
             first = self._first_unverified() if has_news else max(1, self._now.routine)
             raise type(error)(
@@ -216,7 +216,7 @@ class CheckSchedule:
     def _first_unverified(self) -> int:
         return self._updates if self._now.unverified is None else self._now.unverified
 
-    def _record(self, pieces: Pieces, checked: Checked, chosen: Sequence[Any]) -> None:
+    def _record(self, pieces: MicrobatchList, checked: Checked, chosen: Sequence[Any]) -> None:
         lengths = {path for piece in pieces.microbatches[:1] for path in lengths_in(piece, pieces.paths)}
         compared, found = checked.reason in ("", ALIKE), list(self._known)
         seen: dict[str, float] = {}
@@ -228,9 +228,9 @@ class CheckSchedule:
                     seen[str(count)] = max(seen.get(str(count), 0.0), contrast(values))
                 seen[_WEIGHT] = max(seen.get(_WEIGHT, 0.0), self._contrast_of_weights(piece, pieces))
         names = {*map(str, found), *map(_length_of, lengths)}
-        every = self._plan.ranks.gather((compared, checked.informative, names, seen))
+        every = self._config.sync.gather((compared, checked.informative, names, seen))
         self._shared = set.intersection(*(each[2] for each in every)) if len(every) > 1 else set()
-        averaged = self._plan.reduction == "mean" and self._plan.declared.needs_samples
+        averaged = self._config.reduction == "mean" and self._config.declared.needs_samples
         self._lengths = sorted(lengths) if averaged else []
         seen = dict(self._now.seen)
         for *_, of_rank in every:
@@ -248,7 +248,7 @@ class CheckSchedule:
 
     def _open(self, counts: Sequence[Count]) -> None:
         """Note the counts that are still to be looked for."""
-        if self._plan.reduction != "mean":  # sums add up, whatever they are divided by
+        if self._config.reduction != "mean":  # sums add up, whatever they are divided by
             return
         now = self._now
         self._counts = [count for count in counts if now.seen.get(str(count), 0.0) < ENOUGH]
@@ -262,14 +262,14 @@ class CheckSchedule:
             losses = [shown.losses[index] for index in shown.took_part()]
             if any(losses) and not all(losses):
                 return News(_NO_LOSS)
-        found = self._unequal(shown, every=every) if self._plan.reduction == "mean" else None
+        found = self._unequal(shown, every=every) if self._config.reduction == "mean" else None
         if found is not None or shown.pieces.cut_from_one or _LENGTHS in self._now.said:
             return found
         return News(_LENGTHS) if ragged(shown.pieces.parts(), self._lengths) else None
 
     def _levels(self, shown: Shown) -> dict[str, float]:
         """What the first sample of this rank counts, where no check has seen unequal ones."""
-        if self._plan.reduction != "mean" or not self._shared:
+        if self._config.reduction != "mean" or not self._shared:
             return {}
         part = shown.pieces.parts()[0]
         levels = levels_of(self._counts, part)
@@ -282,7 +282,7 @@ class CheckSchedule:
 
     def _from_ranks(self, shown: Shown, unchanged: bool) -> Pair | None:
         """Samples of the two ranks whose samples count least and most; None if all ranks are alike."""
-        ranks = self._plan.ranks
+        ranks = self._config.sync
         if not self._shared:
             return None
         names, chosen = apart(ranks.gather(self._levels(shown)), self._now.seen)
@@ -302,7 +302,7 @@ class CheckSchedule:
         for count, values, likely in uneven(counts, shown.pieces.parts(), unlikely=every):
             found.append(News(str(count), spread(values), sure=likely))
             values_of[str(count)] = values
-        if callable(self._plan.weigh) and self._now.seen.get(_WEIGHT, 0.0) < ENOUGH:
+        if callable(self._config.weigh) and self._now.seen.get(_WEIGHT, 0.0) < ENOUGH:
             found += _unequal_weights(shown)
         if not found:  # mostly; it is asked in each window
             return None
@@ -313,9 +313,9 @@ class CheckSchedule:
         samples = extremes(values_of[best.name], 2) if best.name in values_of else best.samples
         return best._replace(samples=samples, sure=best.sure and best.contrast >= _FAINT)
 
-    def _contrast_of_weights(self, piece: Any, pieces: Pieces) -> float:
+    def _contrast_of_weights(self, piece: Any, pieces: MicrobatchList) -> float:
         """How unequally the samples on both sides of the check's cut weigh."""
-        weigh = self._plan.weigh
+        weigh = self._config.weigh
         if not callable(weigh):  # with "returned", whatever the loss returned was checked
             return 1.0
         planned = plan_of(piece, **pieces.paths)
@@ -362,10 +362,10 @@ def _length_of(path: str) -> str:
     return f"{path!r} (its length)"
 
 
-def _hints(plan: Plan) -> Hints:
+def _hints(config: Config) -> Hints:
     """Return the labels that loss modules in reach leave out, and the class weights in reach."""
-    assert plan.loss_fn is not None
-    clues = clues_of(Problem(nn.ModuleList(plan.models), plan.loss_fn))
+    assert config.loss_fn is not None
+    clues = clues_of(Problem(nn.ModuleList(config.models), config.loss_fn))
     unequal = [weights for weights in clues.class_tensors if 1 < weights.unique().numel() <= _MOST_CLASSES]
     return Hints(clues.ignored, tuple(tuple(weights.tolist()) for weights in unequal[:4]))
 

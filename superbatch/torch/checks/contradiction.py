@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from superbatch.batch.plan import Plan
-from superbatch.errors import CoupledSamplesError, StatementError
+from superbatch.errors import CoupledSamplesError, LossSpecError
 
 from .agreement import Cut, Rounding
 
@@ -42,7 +42,7 @@ class Contradiction:
     Examples:
         >>> found = Contradiction("mean", "loss_fn returns a mean", 'state reduction="mean"', 0.5)
         >>> found.error()
-        StatementError('loss_fn returns a mean. Instead state reduction="mean".')
+        LossSpecError('loss_fn returns a mean. Instead state reduction="mean".')
     """
 
     kind: Kind
@@ -51,8 +51,8 @@ class Contradiction:
     evidence: float
     coupled: bool = False
 
-    def error(self) -> StatementError | CoupledSamplesError:
+    def error(self) -> LossSpecError | CoupledSamplesError:
         """Return the error to raise."""
         what = self.detail if self.detail.startswith("loss_fn") else self.detail[0].upper() + self.detail[1:]
         text = f"{what}. Instead {self.remedy}."
-        return CoupledSamplesError(text) if self.coupled else StatementError(text)
+        return CoupledSamplesError(text) if self.coupled else LossSpecError(text)

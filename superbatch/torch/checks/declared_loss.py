@@ -22,7 +22,7 @@ from torch import nn
 from superbatch import normalize
 from superbatch.batch.plan import Plan
 from superbatch.batch.tree import count_samples, plan
-from superbatch.errors import InputError, SplitError, StatementError, explain
+from superbatch.errors import InputError, LossSpecError, SplitError, explain
 
 from ..devices import accelerators
 from ..memory.out_of_memory import out_of_memory
@@ -66,7 +66,7 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
         Whether a wrong statement could have shown.
 
     Raises:
-        StatementError: the loss contradicts the statement; the text names the likely cause.
+        LossSpecError: the loss contradicts the statement; the text names the likely cause.
         CoupledSamplesError: no statement about weights explains the losses.
     """
     with _prepared(problem, frozen) as (evaluation, keeper):
@@ -93,7 +93,7 @@ def find_contradiction(
         frozen: as there.
 
     Raises:
-        StatementError: weights do not add up.
+        LossSpecError: weights do not add up.
     """
     with _prepared(problem, frozen) as (evaluation, _):
         return _examine(evaluation, _choose(pieces, problem))[0]
@@ -157,7 +157,7 @@ def _holds(evaluation: Evaluation, pieces: Sequence[Any], problem: Problem) -> b
     own, evaluation.problem = evaluation.problem, problem
     try:
         reasons = {_check(evaluation, piece, turn) for turn, piece in enumerate(pieces)}
-    except (ContradictedError, InputError, StatementError):
+    except (ContradictedError, InputError, LossSpecError):
         return False
     finally:
         evaluation.problem = own
@@ -300,7 +300,7 @@ def _check_weights(cut: Cut) -> None:
     total = normalize.total_weight(parts)
     if abs(union - total) > 1e-6 * union:
         listed = " + ".join(f"{part:g}" for part in parts)
-        raise StatementError(
+        raise LossSpecError(
             explain(
                 f"a micro-batch of weight {union:g} whose parts weigh {listed}",
                 "weights must add up: the weight of a batch is the sum over its micro-batches",

@@ -11,12 +11,12 @@ from torch import nn
 
 from superbatch.batch.split import cut, near_equal
 from superbatch.batch.tree import plan as plan_of
-from superbatch.errors import CoupledSamplesError, SplitError, StatementError, explain
+from superbatch.errors import CoupledSamplesError, LossSpecError, SplitError, explain
 
 from ..devices import accelerators
 from ..memory.out_of_memory import out_of_memory, release_caches
-from ..window.config import Plan
-from ..window.microbatches import Pieces
+from ..window.config import Config
+from ..window.microbatches import MicrobatchList
 from ..window.sync.sync import Sync
 from .check_pieces import first_pieces
 from .checked import Checked
@@ -25,11 +25,11 @@ from .lengths import Pair, check_lengths
 from .probing.problem import Problem, by_term
 
 
-def check_first_window(plan: Plan, pieces: Pieces, *, frozen: Sequence[nn.Module]) -> Checked:
+def check_first_window(config: Config, pieces: MicrobatchList, *, frozen: Sequence[nn.Module]) -> Checked:
     """Compare losses of micro-batches with those of their parts, before anything is updated.
 
     Args:
-        plan: of the accumulator, with a loss_fn.
+        config: of the accumulator, with a loss_fn.
         pieces: of the window.
         frozen: BatchNorms to be taken as frozen.
 
@@ -37,18 +37,18 @@ def check_first_window(plan: Plan, pieces: Pieces, *, frozen: Sequence[nn.Module
         Whether a wrong statement could have shown, on this rank.
 
     Raises:
-        StatementError, CoupledSamplesError: the loss is not what was stated.
+        LossSpecError, CoupledSamplesError: the loss is not what was stated.
     """
-    return _check_terms(plan, pieces, first_pieces(pieces), frozen)
+    return _check_terms(config, pieces, first_pieces(pieces), frozen)
 
 
 def check_later_window(
-    plan: Plan, pieces: Pieces, chosen: Sequence[Any], *, frozen: Sequence[nn.Module]
+    config: Config, pieces: MicrobatchList, chosen: Sequence[Any], *, frozen: Sequence[nn.Module]
 ) -> Checked:
     """Check the loss again, on chosen samples of a later window; every rank takes part.
 
     Args:
-        plan: of the accumulator, with a loss_fn.
+        config: of the accumulator, with a loss_fn.
         pieces: of the window.
         chosen: micro-batches; none on a rank that has nothing to show.
         frozen: BatchNorms to be taken as frozen.
@@ -57,61 +57,65 @@ def check_later_window(
         Whether a wrong statement could have shown, on this rank.
 
     Raises:
-        StatementError, CoupledSamplesError: the loss is not what was stated.
+        LossSpecError, CoupledSamplesError: the loss is not what was stated.
     """
     if not chosen:
-        for _ in by_term(_problem(plan, pieces)):
-            require_all_right(plan.ranks, wrong=False)
+        for _ in by_term(_problem(config, pieces)):
+            require_all_right(config.sync, wrong=False)
         return Checked.of(())
-    return _check_terms(plan, pieces, chosen, frozen)
+    return _check_terms(config, pieces, chosen, frozen)
 
 
-def check_pairs(plan: Plan, pieces: Pieces, pairs: Sequence[Pair], *, frozen: Sequence[nn.Module]) -> None:
+def check_pairs(
+    config: Config, pieces: MicrobatchList, pairs: Sequence[Pair], *, frozen: Sequence[nn.Module]
+) -> None:
     """Check the loss on two samples of different lengths, which no micro-batch mixes; every rank takes part.
 
     Args:
-        plan: of the accumulator, with a loss_fn.
+        config: of the accumulator, with a loss_fn.
         pieces: of the window.
         pairs: of micro-batches; none on a rank that has nothing to show.
         frozen: BatchNorms to be taken as frozen.
 
     Raises:
-        StatementError: the loss is a mean over all entries, and samples are declared to count alike.
+        LossSpecError: the loss is a mean over all entries, and samples are declared to count alike.
     """
     wrong = True
     try:
-        with plan.ranks.no_sync():
-            for pair, problem in product(pairs, by_term(_problem(plan, pieces)).values()):
+        with config.sync.no_sync():
+            for pair, problem in product(pairs, by_term(_problem(config, pieces)).values()):
                 if problem.reduction == "mean" and problem.weight is None:
                     check_lengths(problem, pair, frozen=frozen)
         wrong = False
     finally:
-        wrong_somewhere = plan.ranks.vote(wrong)
+        wrong_somewhere = config.sync.vote(wrong)
     if wrong_somewhere:
         raise _wrong_elsewhere()
 
 
-def _problem(plan: Plan, pieces: Pieces) -> Problem:
-    assert plan.loss_fn is not None
+def _problem(config: Config, pieces: MicrobatchList) -> Problem:
+    assert config.loss_fn is not None
     return Problem(
-        plan.models[0] if len(plan.models) == 1 else nn.ModuleList(plan.models),
-        plan.loss_fn,
-        plan.reduction,
-        None if plan.weigh == "samples" else plan.weigh,
+        config.models[0] if len(config.models) == 1 else nn.ModuleList(config.models),
+        config.loss_fn,
+        config.reduction,
+        None if config.weigh == "samples" else config.weigh,
         whole=pieces.paths.get("whole", ()),
         per_sample=pieces.paths.get("per_sample", ()),
-        state=plan.state,
-        terms=plan.declared.terms,
+        state=config.state,
+        terms=config.declared.terms,
     )
 
 
-def _check_terms(plan: Plan, pieces: Pieces, chosen: Sequence[Any], frozen: Sequence[nn.Module]) -> Checked:
+def _check_terms(
+    config: Config, pieces: MicrobatchList, chosen: Sequence[Any], frozen: Sequence[nn.Module]
+) -> Checked:
     """Check the loss, or each term of it by itself."""
     found: list[Checked] = []
-    for name, problem in by_term(_problem(plan, pieces)).items():
+    for name, problem in by_term(_problem(config, pieces)).items():
         try:
-            found.append(check_on_all_ranks(problem, chosen, plan.ranks, frozen=frozen))
-        except (StatementError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
+            found.append(check_on_all_ranks(problem, chosen, config.sync, frozen=frozen))
+        except (LossSpecError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
             if not name:
                 raise
             raise type(error)(f"The term {name!r} is not what was declared. {error}") from error
@@ -127,7 +131,7 @@ def check_on_all_ranks(
         Whether a wrong statement could have shown, on this rank.
 
     Raises:
-        StatementError, CoupledSamplesError: as there, or because another rank's check failed.
+        LossSpecError, CoupledSamplesError: as there, or because another rank's check failed.
     """
     wrong = True
     try:
@@ -145,14 +149,14 @@ def require_all_right(sync: Sync, *, wrong: bool) -> None:
     """Tell the other ranks how the check went here.
 
     Raises:
-        StatementError: it failed on another rank.
+        LossSpecError: it failed on another rank.
     """
     if sync.vote(wrong) and not wrong:
         raise _wrong_elsewhere()
 
 
-def _wrong_elsewhere() -> StatementError:
-    return StatementError(
+def _wrong_elsewhere() -> LossSpecError:
+    return LossSpecError(
         explain(
             "a loss that contradicts its statement on another rank",
             "no rank can go on without it",

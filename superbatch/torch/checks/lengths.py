@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.batch.tree import get, leaves, plan
-from superbatch.errors import InputError, SplitError, StatementError
+from superbatch.errors import InputError, LossSpecError, SplitError
 
 from .declared_loss import divisions_of
 from .divisions import entries_per_sample
@@ -72,7 +72,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
         frozen: modules to run in evaluation mode.
 
     Raises:
-        StatementError: it is one over all entries.
+        LossSpecError: it is one over all entries.
     """
     paths = {"whole": problem.whole, "per_sample": problem.per_sample}
     of_pair = [lengths_in(one, paths) for one in pair]
@@ -92,7 +92,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     remedy = (
         f"count_tokens({path!r}{shift})" if labels else f"a function that returns the entries of {path!r}"
     )
-    raise StatementError(
+    raise LossSpecError(
         f"loss_fn returns a mean over all entries of a micro-batch, and samples of {path!r} have {few} of "
         f"them in one micro-batch and {many} in another: where samples count alike, an entry of a short one "
         f"counts more. Instead pass weight={remedy}, or a function that returns the number of samples if "

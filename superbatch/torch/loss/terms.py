@@ -21,9 +21,9 @@ from torch import Tensor
 
 from superbatch import normalize
 from superbatch.batch.tree import map_arrays
-from superbatch.errors import InputError, StatementError
+from superbatch.errors import InputError, LossSpecError
 
-from ..window.config import Plan
+from ..window.config import Config
 from ..window.participants.gradient_sum import LOW_PRECISION
 from ..window.participants.snapshot import RandomKeeper
 from ..window.sync.sync import Sync
@@ -92,7 +92,7 @@ class TermWeights:
 
         Raises:
             InputError: the names are not those declared, or there is nothing to differentiate.
-            StatementError: a weight is another than that of the forward before.
+            LossSpecError: a weight is another than that of the forward before.
         """
         check_names("losses", loss, self._terms)
         self._check_returned(index, weight)
@@ -121,7 +121,7 @@ class TermWeights:
         """Weigh the micro-batches again after some were cut otherwise.
 
         Raises:
-            StatementError: those of a term weigh something else together than before.
+            LossSpecError: those of a term weigh something else together than before.
         """
         weights = self._weigh(microbatches, samples)
         self._samples = samples or [1] * len(microbatches)
@@ -154,7 +154,7 @@ class TermWeights:
         """Return the loss of the batch, and each term's, from the sums over all ranks.
 
         Raises:
-            StatementError: a term has a sum to be divided, and nothing that it is divided by.
+            LossSpecError: a term has a sum to be divided, and nothing that it is divided by.
         """
         found = {
             name: term.result([one]) for (name, term), one in zip(self._terms.items(), sums, strict=True)
@@ -208,7 +208,7 @@ class TermWeights:
             before = self._terms[name].counted([])[index]
             now = normalize.check_weight(weight[name], f"micro-batch {index} ({name!r})")
             if not math.isclose(before, now, rel_tol=1e-5):
-                raise StatementError(
+                raise LossSpecError(
                     f"The weight of the term {name!r} in micro-batch {index} was {before:g} in a forward "
                     f"without graph, and is {now:g} now. Return a weight of the micro-batch alone."
                 )
@@ -273,47 +273,49 @@ class TermLosses:
             each.load_state({index: losses[name] for index, losses in state.items()})
 
 
-def weights_in(plan: Plan, microbatches: list[Any], samples: list[int] | None) -> WindowWeights:
+def weights_in(config: Config, microbatches: list[Any], samples: list[int] | None) -> WindowWeights:
     """Return the weights of a window's micro-batches.
 
     Args:
-        plan: of the accumulator.
+        config: of the accumulator.
         microbatches: on the host.
         samples: of each, where they are known.
     """
-    declared = plan.declared
+    declared = config.declared
     if declared.terms:
         return TermWeights(
-            declared.terms, microbatches, samples, plan.ranks, lambda parts: returned_weights(plan, parts)
+            declared.terms, microbatches, samples, config.sync, lambda parts: returned_weights(config, parts)
         )
     return Weights(
-        declared.weigh, declared.reduction, microbatches, samples, plan.ranks, min_weight=declared.min_weight
+        declared.weigh, declared.reduction, microbatches, samples, config.sync, min_weight=declared.min_weight
     )
 
 
-def losses_in(plan: Plan) -> WindowLosses:
+def losses_in(config: Config) -> WindowLosses:
     """Return what takes the losses of a window."""
-    return TermLosses(plan.declared.terms) if plan.declared.terms else Losses()
+    return TermLosses(config.declared.terms) if config.declared.terms else Losses()
 
 
-def returned_weights(plan: Plan, microbatches: list[Any]) -> list[Mapping[str, Number]]:
+def returned_weights(config: Config, microbatches: list[Any]) -> list[Mapping[str, Number]]:
     """Run `loss_fn` on each micro-batch without graph, for the weights that it returns; restore all state.
 
     Args:
-        plan: of an accumulator with a loss_fn.
+        config: of an accumulator with a loss_fn.
         microbatches: on the host.
     """
-    assert plan.loss_fn is not None
-    state, random = plan.state.twin(), RandomKeeper(plan.random.devices)
+    assert config.loss_fn is not None
+    state, random = config.state.twin(), RandomKeeper(config.random.devices)
     state.begin(check=True)
     random.begin()
     found: list[Mapping[str, Number]] = []
     try:
-        with torch.no_grad(), plan.ranks.no_sync(), state.watching():
+        with torch.no_grad(), config.sync.no_sync(), state.watching():
             for microbatch in microbatches:
                 # A copy, since a loss may change its micro-batch in place.
                 copied = map_arrays(_copy, microbatch)
-                found.append(read_terms(plan.loss_fn(to_device(copied, plan.device)), plan.declared.terms)[1])
+                found.append(
+                    read_terms(config.loss_fn(to_device(copied, config.device)), config.declared.terms)[1]
+                )
                 state.restore()
     finally:
         state.end_check()

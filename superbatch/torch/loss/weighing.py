@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from superbatch import normalize
-from superbatch.errors import InputError, StatementError, explain
+from superbatch.errors import InputError, LossSpecError, explain
 
 from ..window.sync.sync import Sync
 from ..window.validation import check_loss
@@ -121,7 +121,7 @@ class Weights:
         """Weigh the micro-batches again after some were cut otherwise.
 
         Raises:
-            StatementError: together they weigh something else than before, when the divisor was computed.
+            LossSpecError: together they weigh something else than before, when the divisor was computed.
         """
         self._count = len(microbatches)
         if self.ahead is None:
@@ -132,7 +132,7 @@ class Weights:
         """Take the weights of micro-batches that were cut otherwise.
 
         Raises:
-            StatementError: together they weigh something else than before.
+            LossSpecError: together they weigh something else than before.
         """
         assert self.ahead is not None
         self._count = len(weights)
@@ -143,7 +143,7 @@ class Weights:
         # A sum taken in float32 is rounded. The boundary divides by the weights as they are now.
         tolerance = 0.0 if isinstance(before, int) and isinstance(now, int) else 1e-5
         if not math.isclose(before, now, rel_tol=tolerance):
-            raise StatementError(
+            raise LossSpecError(
                 explain(
                     f"a window that weighs {before} in {len(self.ahead)} micro-batches",
                     f"cut otherwise, in {len(weights)}, the same samples weigh {now}",
@@ -193,7 +193,7 @@ class Weights:
         """Return the loss of the batch from the sums over all ranks.
 
         Raises:
-            StatementError: there is a sum to be divided, and nothing that it is divided by.
+            LossSpecError: there is a sum to be divided, and nothing that it is divided by.
         """
         (found,) = sums
         weight = self._divided_by(found.weight)
@@ -226,11 +226,11 @@ class Weights:
         return normalize.window_weight(counted, reduction=self.reduction, min_weight=self._min_weight)
 
 
-def no_divisor(found: Sum, term: str) -> StatementError:
+def no_divisor(found: Sum, term: str) -> LossSpecError:
     """Return the error for a sum over a window of weight 0."""
     name = f" of the term {term!r}" if term else ""
     bound = f"min_weight={{{term!r}: 1}}" if term else "min_weight=1"
-    return StatementError(
+    return LossSpecError(
         f"The losses{name} in this window sum to {found.total:g}, but its weight is 0, so the sum cannot be "
         f"divided; nothing was updated. Pass a lower bound of the weight, such as {bound}."
     )

@@ -18,10 +18,10 @@ from superbatch.results.memory import Peak
 
 from ..memory.ledger import Ledger
 from ..window.norm import norm_of
-from ..window.participants.buffer_gradients import InBuffers
-from ..window.participants.gradient_sum import LOW_PRECISION, Gradients, Owned, clear
-from ..window.participants.momentum_gradients import InMomentum
-from ..window.participants.parameter_gradients import InGrad
+from ..window.participants.buffer_gradients import BufferGradientSum
+from ..window.participants.gradient_sum import LOW_PRECISION, GradientSum, ManagedParameter, clear
+from ..window.participants.momentum_gradients import MomentumGradientSum
+from ..window.participants.parameter_gradients import ParameterGradientSum
 from ..window.transfer import to_device
 from ..window.validation import as_models, as_optimizers, has_others, own_parameters
 from .fake import GuessValues, PredictionError, faked
@@ -111,7 +111,9 @@ def predict_peak(
                 inputs = partial(_on_device, fake(microbatch), device)
                 phases = _microbatches(inputs, loss_fn, place, ledger)
                 update = _update(place, owned, copies, ledger)
-                if isinstance(place, InMomentum):  # which keeps copies of the buffers of the first window
+                if isinstance(
+                    place, MomentumGradientSum
+                ):  # which keeps copies of the buffers of the first window
                     phases = _microbatches(inputs, loss_fn, place, ledger).without(update.state)
     except SuperbatchError:
         raise
@@ -137,7 +139,7 @@ class _Update(NamedTuple):
 
 
 def _microbatches(
-    inputs: Callable[[], tuple[Any, Any]], loss_fn: Callable[[Any], Any], place: Gradients, ledger: Ledger
+    inputs: Callable[[], tuple[Any, Any]], loss_fn: Callable[[Any], Any], place: GradientSum, ledger: Ledger
 ) -> _Phases:
     """Two micro-batches: the second one sees gradients, as all later ones do."""
     place.begin()
@@ -165,12 +167,14 @@ def _on_device(microbatch: Any, device: torch.device | None) -> tuple[Any, Any]:
     return current, to_device(microbatch, device) if device is not None and device.type != "cpu" else None
 
 
-def _update(place: Gradients, owned: list[Owned], optimizers: list[Optimizer], ledger: Ledger) -> _Update:
+def _update(
+    place: GradientSum, owned: list[ManagedParameter], optimizers: list[Optimizer], ledger: Ledger
+) -> _Update:
     with GuessValues():
         gradients = place.close()
         held = ledger.live
         ledger.restart()
-        if isinstance(place, InMomentum):
+        if isinstance(place, MomentumGradientSum):
             place.apply()
         elif optimizers:
             norm_of(gradients)
@@ -208,24 +212,26 @@ def _peak(samples: int, phases: _Phases, update: _Update) -> Peak:
 
 
 def _place(
-    owned: list[Owned],
+    owned: list[ManagedParameter],
     optimizers: list[Optimizer],
     dtype: torch.dtype | Literal["auto"] | None,
     into: Literal["grad", "momentum"],
-) -> Gradients:
+) -> GradientSum:
     if into == "momentum":
-        return InMomentum(owned, optimizers[0])
+        return MomentumGradientSum(owned, optimizers[0])
     if dtype == "auto":
         dtype = torch.float32
     if dtype is None or not any(entry.parameter.dtype in LOW_PRECISION for entry in owned):
-        return InGrad(owned, only_owned=False)
-    return InBuffers(owned, dtype)
+        return ParameterGradientSum(owned, only_owned=False)
+    return BufferGradientSum(owned, dtype)
 
 
-def _all_parameters(models: Sequence[nn.Module]) -> list[Owned]:
+def _all_parameters(models: Sequence[nn.Module]) -> list[ManagedParameter]:
     parameters = {p: name for model in models for name, p in model.named_parameters() if p.requires_grad}
     nothing = torch.optim.SGD(list(parameters) or [torch.zeros(1)], lr=0.0)
-    return [Owned(name, parameter, parameter, nothing, 0) for parameter, name in parameters.items()]
+    return [
+        ManagedParameter(name, parameter, parameter, nothing, 0) for parameter, name in parameters.items()
+    ]
 
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device:

@@ -15,7 +15,7 @@ from superbatch.errors import OutOfMemoryError, explain
 
 from ..memory.ledger import Ledger
 from ..memory.out_of_memory import out_of_memory, release_caches
-from ..window.participants.gradient_sum import Owned
+from ..window.participants.gradient_sum import ManagedParameter
 from ..window.wrapped import leaves_of
 from .fake import GuessValues, faked
 from .stand_ins import stand_ins
@@ -42,7 +42,10 @@ class Reserve:
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], owned: list[Owned]
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        owned: list[ManagedParameter],
     ) -> None:
         self._models, self._owned = models, owned
         self._leaves = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]

@@ -68,7 +68,7 @@ def lr_survey(
         InputError: the ramp or the batches cannot be used.
         OptimizerError: the optimizer has no such option.
         WindowError: the accumulator is in the middle of a window.
-        StatementError, CoupledSamplesError: the accumulator refuses the loss, as it would in training.
+        LossSpecError, CoupledSamplesError: the accumulator refuses the loss, as it would in training.
 
     Examples:
         >>> import torch
@@ -91,18 +91,18 @@ def lr_survey(
     accumulator = _as_accumulator(accumulator)
     stream = Batches(batches, accumulation_steps)
     shadow = shadow_of(accumulator)
-    plan = shadow._plan
-    optimizers = plan.step.optimizers
+    config = shadow._config
+    optimizers = config.rule.optimizers
     dial = Dial(optimizers, what)
     default = range_of(optimizers, what)
     sweep = Sweep(what, default[0] if low is None else low, default[1] if high is None else high, updates)
     skipped: list[int] = []
     with put_back(
-        plan.models,
+        config.models,
         optimizers,
-        plan.step.scaler,
+        config.rule.scaler,
         owned=accumulator._owned,
-        devices=[] if plan.device is None else [plan.device],
+        devices=[] if config.device is None else [config.device],
     ) as undo:
         keep_position(batches, undo)
         undo.callback(stream.close)
@@ -112,7 +112,7 @@ def lr_survey(
             go_on = _point(shadow, batch, sweep, skipped, point)
             progress(point + 1, updates)
             # The ranks' losses are one number, but none may go on alone where rounding made it two.
-            if plan.ranks.vote(not go_on):
+            if config.sync.vote(not go_on):
                 sweep.stop("another rank stopped")
                 break
     return sweep.report(

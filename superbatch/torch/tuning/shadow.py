@@ -37,7 +37,7 @@ def shadow_of(accumulator: Accumulator) -> Accumulator:
         >>> shadow(torch.randn(4, 2)).made, shadow.updates, accumulate.updates
         (True, 1, 0)
     """
-    plan = accumulator._plan
+    config = accumulator._config
     if accumulator._window is not None or accumulator._resume is not None:
         raise WindowError(
             explain(
@@ -47,10 +47,10 @@ def shadow_of(accumulator: Accumulator) -> Accumulator:
             )
         )
     shadow = copy.copy(accumulator)
-    shadow._plan = replace(
-        plan,
-        step=replace(plan.step, schedulers=()),
-        reserve=copy.copy(plan.reserve),  # it knows what a first update needs, if there has been one
+    shadow._config = replace(
+        config,
+        rule=replace(config.rule, schedulers=()),
+        reserve=copy.copy(config.reserve),  # it knows what a first update needs, if there has been one
         until_next=[],
         noise=None,  # that of rates which training will not use
     )
@@ -64,15 +64,15 @@ def shadow_of(accumulator: Accumulator) -> Accumulator:
 
 
 def _sizing_like(accumulator: Accumulator) -> Fixed | AutoSize:
-    sizing, plan = accumulator._sizing, accumulator._plan
+    sizing, config = accumulator._sizing, accumulator._config
     if isinstance(sizing, Fixed):
         return _fixed_like(sizing)
-    assert plan.loss_fn is not None
+    assert config.loss_fn is not None
     other = AutoSize(
-        plan.loss_fn,
-        plan.models,
-        plan.step.optimizers,
-        device=plan.device,
+        config.loss_fn,
+        config.models,
+        config.rule.optimizers,
+        device=config.device,
         mode=sizing._mode,
         accumulator_dtype=accumulator._places._dtype,
         accumulate_into=accumulator._into,

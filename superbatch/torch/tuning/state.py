@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
 from ..checks.probing.untouched import state_restorer
-from ..window.participants.gradient_sum import Owned
+from ..window.participants.gradient_sum import ManagedParameter
 from ..window.participants.snapshot import random_state, restore_random_state
 
 
@@ -28,7 +28,7 @@ def put_back(
     optimizers: Sequence[Optimizer],
     scaler: Any = None,
     *,
-    owned: Sequence[Owned] = (),
+    owned: Sequence[ManagedParameter] = (),
     devices: Iterable[torch.device] = (),
 ) -> Iterator[ExitStack]:
     """Run the body, then put everything back as it was, also after an exception or Ctrl-C.
@@ -89,7 +89,7 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _tensors(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], owned: Sequence[Owned]
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], owned: Sequence[ManagedParameter]
 ) -> list[Tensor]:
     found = {id(p): p for model in models for p in model.parameters()}
     found |= {id(t): t for entry in owned for t in (entry.parameter, entry.target)}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superbatch.errors import OptimizerError
 
-from .participants.gradient_sum import Owned
+from .participants.gradient_sum import ManagedParameter
 from .wrapped import describe, leaves_of
 
 PLAIN = (int, float, complex, str, bytes, type(None))  # what cannot change in place
@@ -45,7 +45,7 @@ class BeforeStep:
         (True, {})
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[Owned]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[ManagedParameter]) -> None:
         self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._owned = owned
         self._states = [_States() for _ in self._optimizers]

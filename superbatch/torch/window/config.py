@@ -16,19 +16,19 @@ from ..loss.weighing import Weigh
 from ..sizes.reserve import Reserve
 from .before_step import BeforeStep
 from .participants.batchnorm import Frozen, Pooled
-from .participants.gradient_sum import Owned
+from .participants.gradient_sum import ManagedParameter
 from .participants.moved_state import MovedState
 from .participants.noise.windows import NoiseOfWindows
 from .participants.snapshot import RandomKeeper
 from .sync.sync import Sync
 from .transfer import Transfer
-from .update_rule import Step
+from .update_rule import UpdateRule
 
 NonFinite = Literal["raise", "skip_microbatch", "skip_update"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Config:
     """The options of an accumulator, checked, and what its windows use one after the other.
 
     Attributes:
@@ -44,9 +44,9 @@ class Plan:
     """
 
     models: tuple[nn.Module, ...]
-    owned: list[Owned]
-    step: Step
-    ranks: Sync
+    owned: list[ManagedParameter]
+    rule: UpdateRule
+    sync: Sync
     device: torch.device | None
     declared: Declared
     nonfinite: NonFinite

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..memory.out_of_memory import out_of_memory
 from .nonfinite import Culprit, first_bad_microbatch, first_bad_parameter
 from .participants.gradient_sum import run_backward
-from .participants.momentum_gradients import InMomentum
+from .participants.momentum_gradients import MomentumGradientSum
 from .transaction import Transaction
 from .transfer import to_device
 
@@ -20,7 +20,7 @@ def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
     if not bad:
         return Culprit(droppable=droppable)
     place = window.gradients
-    sums = place.sums() if isinstance(place, InMomentum) else place.close()
+    sums = place.sums() if isinstance(place, MomentumGradientSum) else place.close()
     parameter = first_bad_parameter(window.config.owned, sums)
     loss, term = window.progress.weights.loss_of(losses, bad[0])
     return Culprit(bad[0], loss, parameter, whole=window.config.whole, term=term, droppable=droppable)
@@ -28,19 +28,19 @@ def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
 
 def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]) -> Culprit:
     """Return the first micro-batch with a gradient that is not finite, by running them once more."""
-    plan = window.config
-    parameter = first_bad_parameter(plan.owned, gradients)
-    if plan.whole:  # there is but one
+    config = window.config
+    parameter = first_bad_parameter(config.owned, gradients)
+    if config.whole:  # there is but one
         return Culprit(0, losses[0], parameter, whole=True)
-    if plan.loss_fn is None:  # an owned loop cannot be run again
+    if config.loss_fn is None:  # an owned loop cannot be run again
         return Culprit(parameter=parameter, droppable=_can_drop(window))
-    plan.random.restore()
-    plan.state.restore()
+    config.random.restore()
+    config.state.restore()
     took_part = window.progress.weights.took_part(window.progress.dropped)
     terms: list[str] = []
     try:
         index = first_bad_microbatch(
-            took_part, lambda index: _backward_again(window, index, terms), plan.owned
+            took_part, lambda index: _backward_again(window, index, terms), config.owned
         )
     except BaseException as error:
         if not out_of_memory(error):
@@ -53,18 +53,18 @@ def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]
 
 def _can_drop(window: Transaction) -> bool:
     """Tell whether nonfinite="skip_microbatch" is possible with the other options."""
-    return window.config.declared.can_drop and not isinstance(window.gradients, InMomentum)
+    return window.config.declared.can_drop and not isinstance(window.gradients, MomentumGradientSum)
 
 
 def _backward_again(window: Transaction, index: int, terms: list[str]) -> None:
     """Compute the gradient of a micro-batch; add the terms whose gradients are not finite."""
-    plan = window.config
-    assert plan.loss_fn is not None
+    config = window.config
+    assert config.loss_fn is not None
     with window.stream(index):
-        microbatch = to_device(window.progress.microbatches.microbatches[index], plan.device)
-        loss = plan.declared.arguments(plan.loss_fn(microbatch))[0]
+        microbatch = to_device(window.progress.microbatches.microbatches[index], config.device)
+        loss = config.declared.arguments(config.loss_fn(microbatch))[0]
         parts = window.progress.weights.by_name(index, loss)
         for number, (name, part) in enumerate(parts.items(), 1):
             run_backward(part, None, window.gradients.inputs, retain_graph=number < len(parts))
-            if name and first_bad_parameter(plan.owned, [entry.parameter.grad for entry in plan.owned]):
+            if name and first_bad_parameter(config.owned, [entry.parameter.grad for entry in config.owned]):
                 terms.append(name)

@@ -9,18 +9,18 @@ import torch
 
 from superbatch.errors import WindowError
 
-from .config import Plan
-from .participants.gradient_sum import Owned
+from .config import Config
+from .participants.gradient_sum import ManagedParameter
 
 
-def discard_saved(state: Mapping[str, Any] | None, plan: Plan) -> None:
+def discard_saved(state: Mapping[str, Any] | None, config: Config) -> None:
     """Restore what a saved window had changed before it was saved: momentum buffers, and moved state.
 
     The optimizer and the model were loaded from the middle of the window, and hold its half-made sums.
 
     Args:
         state: of the window; None: there is none.
-        plan: of the accumulator.
+        config: of the accumulator.
 
     Raises:
         WindowError: the window summed into momentum buffers of other parameters; nothing has changed.
@@ -29,13 +29,13 @@ def discard_saved(state: Mapping[str, Any] | None, plan: Plan) -> None:
         return
     gradients = state["gradients"]
     if isinstance(gradients, Mapping) and gradients.keys() == {"momentum", "before"}:
-        _restore_momentum(gradients["before"], plan.owned)
-    plan.state.begin()
-    plan.state.load_state_dict(state["state_before"])
-    plan.state.restore()
+        _restore_momentum(gradients["before"], config.owned)
+    config.state.begin()
+    config.state.load_state_dict(state["state_before"])
+    config.state.restore()
 
 
-def _restore_momentum(before: Mapping[str, Any], owned: list[Owned]) -> None:
+def _restore_momentum(before: Mapping[str, Any], owned: list[ManagedParameter]) -> None:
     entries = {entry.name: entry for entry in owned}
     unknown = [name for name in before if name not in entries]
     if unknown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from superbatch.errors import WindowError, explain
 
-from .participants.buffer_gradients import InBuffers
+from .participants.buffer_gradients import BufferGradientSum
 from .transaction import Transaction
 
 
@@ -20,7 +20,7 @@ def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
         WindowError: it had.
     """
     gradients, progress = window.gradients, window.progress
-    assert isinstance(gradients, InBuffers)
+    assert isinstance(gradients, BufferGradientSum)
     if again:
         raise WindowError(
             explain(
@@ -31,7 +31,7 @@ def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
         )
     # With a finite loss an infinite gradient is the scaler's overflow: it must reach the scaler.
     losses = progress.losses
-    if window.config.step.scaling:
+    if window.config.rule.scaling:
         finite = losses.finite(index)
     else:  # a loss on a device is looked at along with the gradient: the host waits once
         finite = gradients.isolated_is_finite(losses.on_device(index)) and losses.finite(index, on_host=True)

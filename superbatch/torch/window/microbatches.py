@@ -15,7 +15,7 @@ from superbatch.window import Window
 from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed
 from .batches import Paths, microbatches_of
-from .config import Plan
+from .config import Config
 from .joining import joined
 from .options import check_auto
 from .sync.sync import Sync
@@ -24,7 +24,7 @@ from .sync.sync import Sync
 FEW = 8
 
 
-class Pieces:
+class MicrobatchList:
     """Micro-batches in order, and the samples of each.
 
     Args:
@@ -36,7 +36,7 @@ class Pieces:
         whole: the batch that they were cut from, if it was one.
 
     Examples:
-        >>> pieces = Pieces(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
+        >>> pieces = MicrobatchList(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
         >>> len(pieces), pieces.samples
         (2, [4, 3])
     """
@@ -197,7 +197,7 @@ class Shown(NamedTuple):
         took_part: returns the micro-batches whose losses are in the sum.
     """
 
-    pieces: Pieces
+    pieces: MicrobatchList
     losses: Sequence[float]
     weights: Sequence[Number]
     took_part: Callable[[], Sequence[int]]
@@ -205,7 +205,7 @@ class Shown(NamedTuple):
 
 def sizing_of(
     microbatch_size: int | TokenBudget | str | None,
-    plan: Plan,
+    config: Config,
     paths: Paths,
     *,
     batchnorm: str | None,
@@ -215,7 +215,7 @@ def sizing_of(
 
     Args:
         microbatch_size: checked before.
-        plan: of the accumulator.
+        config: of the accumulator.
         paths: `whole` and `per_sample` declarations.
         batchnorm: what happens to BatchNorm in training mode; None if there is none.
         options_: further ones of `AutoSize`.
@@ -225,12 +225,12 @@ def sizing_of(
     """
     if not isinstance(microbatch_size, str):
         return Fixed(microbatch_size)
-    loss_fn = check_auto(microbatch_size, plan.loss_fn, batchnorm)
+    loss_fn = check_auto(microbatch_size, config.loss_fn, batchnorm)
     return AutoSize(
         loss_fn,
-        plan.models,
-        plan.step.optimizers,
-        device=plan.device,
+        config.models,
+        config.rule.optimizers,
+        device=config.device,
         mode="fastest" if microbatch_size == "auto" else "largest",
         whole=paths.get("whole", ()),
         per_sample=paths.get("per_sample", ()),
@@ -240,7 +240,7 @@ def sizing_of(
 
 def pieces_of(
     batch: Any, sizing: Fixed | AutoSize, paths: Paths, sync: Sync, *, need_samples: bool
-) -> Pieces:
+) -> MicrobatchList:
     """Cut a batch as its sizing says; the micro-batches of a `Window` are taken as they are.
 
     Args:
@@ -273,25 +273,29 @@ def pieces_of(
     return pieces
 
 
-def _cut(batch: Any, sizing: Fixed | AutoSize, paths: Paths, sync: Sync, *, need_samples: bool) -> Pieces:
+def _cut(
+    batch: Any, sizing: Fixed | AutoSize, paths: Paths, sync: Sync, *, need_samples: bool
+) -> MicrobatchList:
     if not isinstance(sizing, Fixed):
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
         sizes = sizing.plan(batch, planned.samples, sync.agree_size if sync.in_step else None)
         # A window that began with as many micro-batches on each rank must go on so.
         recut = None if sync.in_step else planned
-        return Pieces(cut(planned, sizes), sizes, None, paths, batch=recut, whole=batch)
+        return MicrobatchList(cut(planned, sizes), sizes, None, paths, batch=recut, whole=batch)
     size, most = sizing.size, sizing.most
     if most is not None and isinstance(size, int):
         size = min(size, most)
     whole = None if isinstance(batch, Window) else batch
-    pieces = Pieces(*microbatches_of(batch, size, paths, need_samples=need_samples), paths, whole=whole)
+    pieces = MicrobatchList(
+        *microbatches_of(batch, size, paths, need_samples=need_samples), paths, whole=whole
+    )
     if most is not None and pieces.samples is not None:
         cut_large(pieces, 0, most)
     return pieces
 
 
-def cut_large(pieces: Pieces, start: int, most: int) -> None:
+def cut_large(pieces: MicrobatchList, start: int, most: int) -> None:
     """Cut all micro-batches from `start` on that have more than so many samples.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from superbatch.errors import explain
 
-from .participants.gradient_sum import Owned, all_finite, clear
+from .participants.gradient_sum import ManagedParameter, all_finite, clear
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Culprit:
         )
 
 
-def first_bad_parameter(owned: list[Owned], gradients: Sequence[Tensor | None]) -> str | None:
+def first_bad_parameter(owned: list[ManagedParameter], gradients: Sequence[Tensor | None]) -> str | None:
     """Return the name of the first parameter whose gradient is not finite.
 
     Examples:
         >>> import torch
         >>> weight = torch.zeros(1)
-        >>> owned = [Owned("w", weight, weight, torch.optim.SGD([weight]), 0)]
+        >>> owned = [ManagedParameter("w", weight, weight, torch.optim.SGD([weight]), 0)]
         >>> first_bad_parameter(owned, [torch.tensor([math.nan])])
         'w'
     """
@@ -83,7 +83,7 @@ def first_bad_parameter(owned: list[Owned], gradients: Sequence[Tensor | None]) 
 
 
 def first_bad_microbatch(
-    indices: Iterable[int], backward: Callable[[int], None], owned: list[Owned]
+    indices: Iterable[int], backward: Callable[[int], None], owned: list[ManagedParameter]
 ) -> int | None:
     """Return the first micro-batch whose own gradient is not finite, by running each of them once more.
 

@@ -22,14 +22,14 @@ from ..memory.out_of_memory import out_of_memory
 from ..sizes.reserve import raise_if_out_of_memory
 from ..sizes.sizing import Sizing
 from . import culprit, dropping, misuse, retry, saving, update_rule
-from .config import Plan
+from .config import Config
 from .interrupts import DeferredInterrupts
-from .microbatches import Pieces, Shown
+from .microbatches import MicrobatchList, Shown
 from .nonfinite import Culprit
-from .participants.gradient_sum import LOW_PRECISION, Gradients, clear
-from .participants.momentum_gradients import InMomentum
+from .participants.gradient_sum import LOW_PRECISION, GradientSum, clear
+from .participants.momentum_gradients import MomentumGradientSum
 from .participants.noise.windows import Summed
-from .participants.parameter_gradients import InGrad
+from .participants.parameter_gradients import ParameterGradientSum
 from .progress import Progress
 from .transaction import Transaction, restore_each
 from .validation import BackwardWatch
@@ -48,9 +48,9 @@ class OpenWindow:
 
     def __init__(
         self,
-        plan: Plan,
-        gradients: Gradients,
-        pieces: Pieces,
+        config: Config,
+        gradients: GradientSum,
+        pieces: MicrobatchList,
         sizing: Sizing,
         *,
         resume: dict[str, Any] | None,
@@ -60,18 +60,18 @@ class OpenWindow:
         left: Callable[[Update | None], None],
     ) -> None:
         self._started = time.perf_counter()
-        self._plan, self._resume, self._looks = plan, resume, looks
+        self._config, self._resume, self._looks = config, resume, looks
         self._entered, self._left = entered, left
         self._stepped = self._is_open = False
         self._iterator: Generator[Any, None, None] | None = None
-        self._in_grad = gradients if isinstance(gradients, InGrad) else None
+        self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
         self.update: Update | None = None
         if resume is not None and resume["samples"] is not None:
             pieces.follow(resume["samples"])
         self._progress = Progress(
-            pieces, weights_in(plan, pieces.microbatches, pieces.samples), losses_in(plan)
+            pieces, weights_in(config, pieces.microbatches, pieces.samples), losses_in(config)
         )
-        self.transaction = Transaction(plan, gradients, self._progress, sizing, watch)
+        self.transaction = Transaction(config, gradients, self._progress, sizing, watch)
         self._noise = self.transaction.noise
         self._pooled = self.transaction.pooled
         if resume is not None:
@@ -84,7 +84,7 @@ class OpenWindow:
             with DeferredInterrupts():
                 self._entered(self)
                 self._is_open = True
-                self._plan.until_next.clear()
+                self._config.until_next.clear()
                 self.transaction.begin()
                 if self._resume is not None:
                     self.transaction.load_state_dict(self._resume)
@@ -133,14 +133,14 @@ class OpenWindow:
             WindowError: there is no current micro-batch, or a second backward is not possible.
             InputError: `loss` has no graph or several elements, or `weight` is missing or not expected.
         """
-        progress, plan = self._progress, self._plan
+        progress, config = self._progress, self._config
         index = progress.current
         if index is None:
             raise misuse.outside_of_loop()
         if progress.broken is not None:
             raise misuse.after_failure(progress.broken)
         parts = progress.weights.scaled(index, loss, weight)
-        skipping = plan.nonfinite == "skip_microbatch"
+        skipping = config.nonfinite == "skip_microbatch"
         again, total = skipping and index in progress.losses, progress.losses.read(index, loss)
         progress.broken = index
         if self._pooled is not None:
@@ -157,8 +157,8 @@ class OpenWindow:
         if skipping and progress.weights.adds(index):
             dropping.keep_or_drop(self.transaction, index, again=again)
         progress.broken, progress.next = None, index + 1
-        if plan.device is not None:
-            plan.transfer.launched(progress.microbatches.microbatches, index)
+        if config.device is not None:
+            config.transfer.launched(progress.microbatches.microbatches, index)
 
     def _add(self, index: int, loss: Tensor, factor: float, *, retain_graph: bool) -> None:
         in_grad, seen = self._in_grad, None if self._noise is None else self._noise.seen
@@ -187,7 +187,7 @@ class OpenWindow:
         if not self._is_open:
             return
         try:
-            self._plan.before_step.note()
+            self._config.before_step.note()
             if kind is None and self._progress.complete:
                 self.end_iteration()
                 self._finish()
@@ -211,13 +211,13 @@ class OpenWindow:
         Raises:
             OutOfMemoryError, OptimizerError: the error, explained.
         """
-        before = self._plan.before_step
+        before = self._config.before_step
         as_before = not self._stepped and before.put_back()
         if as_before:
             self._discard()
         else:  # what raised came inside the step, or after the update, which stands
             transaction = self.transaction
-            restore_each(partial(clear, self._plan.owned), transaction.scale.restore, transaction.commit)
+            restore_each(partial(clear, self._config.owned), transaction.scale.restore, transaction.commit)
         if left and not self._stepped:
             raise_if_out_of_memory(raised, torn=None if as_before else before.tear)
             if not as_before:
@@ -228,29 +228,29 @@ class OpenWindow:
         made = self.update is not None and self.update.made
         self._is_open = False
         try:
-            self._plan.before_step.forget()
+            self._config.before_step.forget()
             self._progress.microbatches.clear()
-            self._plan.transfer.forget()
+            self._config.transfer.forget()
             self.transaction.sizing.closed(made=made)
         finally:
             self._left(self.update)
 
     def _iterate(self) -> Generator[Any, None, None]:
-        plan, window, progress = self._plan, self.transaction, self._progress
+        config, window, progress = self._config, self.transaction, self._progress
         pieces, index = progress.microbatches, progress.next - 1
         while (index := index + 1) < len(pieces):
-            if progress.weights.has_none(index) and not plan.ranks.in_step:  # it adds nothing, no NaN either
+            if progress.weights.has_none(index) and not config.sync.in_step:  # it adds nothing, no NaN either
                 continue
             progress.current = index
             window.savepoint()
             measured = window.sizing.measure(pieces.count(index))
-            if measured is None and not plan.sample_rng:  # no context: it costs time
-                yield plan.transfer.take(pieces.microbatches, index)
+            if measured is None and not config.sample_rng:  # no context: it costs time
+                yield config.transfer.take(pieces.microbatches, index)
             else:
                 # Two contexts and no ExitStack: in Python 3.10 its frame would keep the micro-batch alive
                 # after an exception in the user's loop, until the garbage collector comes.
                 with measured or nullcontext(), window.stream(index):
-                    yield plan.transfer.take(pieces.microbatches, index)
+                    yield config.transfer.take(pieces.microbatches, index)
             if index not in progress.losses or progress.broken is not None:
                 raise misuse.without_backward(index)
             progress.current = None
@@ -269,8 +269,8 @@ class OpenWindow:
     # -- the boundary --------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        plan, window, progress = self._plan, self.transaction, self._progress
-        place, step = window.gradients, plan.step
+        config, window, progress = self._config, self.transaction, self._progress
+        place, step = window.gradients, config.rule
         rates = update_rule.learning_rates(step)
         losses = progress.losses.on_host(len(progress.microbatches))
         weights, dropped = progress.weights, progress.dropped
@@ -279,7 +279,7 @@ class OpenWindow:
         shown = Shown(progress.microbatches, weights.each(losses), weights.counted(dropped), took_part)
         news = (False, 0) if self._looks is None else self._looks.news(shown)
         mark = 0 if self._noise is None else self._noise.mark()
-        sums, bad_ranks, look = over_ranks(sums, plan.ranks, bad=bool(bad), mark=mark, news=news)
+        sums, bad_ranks, look = over_ranks(sums, config.sync, bad=bool(bad), mark=mark, news=news)
         if bad_ranks:
             self._refuse(sums, rates, culprit.by_loss(window, losses, bad))
             return
@@ -291,12 +291,12 @@ class OpenWindow:
         if look:
             self._look_again(shown)
         window.scale.require()
-        gradients = update_rule.ready(step, place, plan.ranks, plan.owned, found.divisor)
-        if isinstance(place, InMomentum):
+        gradients = update_rule.ready(step, place, config.sync, config.owned, found.divisor)
+        if isinstance(place, MomentumGradientSum):
             gradients, norm = place.sums(), None
-            finite = plan.ranks.norm(gradients)[1]
+            finite = config.sync.norm(gradients)[1]
         else:
-            norm, finite = plan.ranks.norm(gradients)
+            norm, finite = config.sync.norm(gradients)
         if not finite and not step.scaling:
             self._refuse(sums, rates, culprit.by_gradient(window, losses, gradients))
             return
@@ -305,28 +305,28 @@ class OpenWindow:
                 if self._noise is not None:
                     self._noise.measure(gradients, norm, self._summed(sums[0].weight, found.divisor))
                 update_rule.clip(step, gradients, norm)
-            plan.prepare_update()
-            if reason := update_rule.update(step, place, plan.owned, gradients, plan.before_step):
+            config.prepare_update()
+            if reason := update_rule.update(step, place, config.owned, gradients, config.before_step):
                 self._discard()
                 self._record(found, rates, norm=norm, skipped=reason)
                 return
             self._stepped = True
             self._record(found, rates, norm=norm)
             update_rule.advance(step, found.loss)
-            update_rule.zero_grad(plan.owned, plan.until_next)
+            update_rule.zero_grad(config.owned, config.until_next)
         else:
-            plan.prepare_commit()
-            reason = update_rule.overflow(step, plan.owned)
+            config.prepare_commit()
+            reason = update_rule.overflow(step, config.owned)
             self._record(found, rates, norm=norm, skipped=reason)
         window.commit()
 
     def _summed(self, weight: Any, divisor: float) -> Summed:
         """Return how the gradients of this window were summed, for the noise."""
-        progress, plan = self._progress, self._plan
+        progress, config = self._progress, self._config
         weights, dropped = progress.weights, progress.dropped
         counted, took_part = weights.counted(dropped), len(weights.took_part(dropped))
         samples, scale = progress.microbatches.samples, self.transaction.scale.value
-        return Summed(weight, divisor, counted, took_part, samples, scale, plan.ranks)
+        return Summed(weight, divisor, counted, took_part, samples, scale, config.sync)
 
     def _look_again(self, shown: Shown) -> None:
         """Check the loss on this window, with what watches its micro-batches off."""
@@ -338,7 +338,7 @@ class OpenWindow:
             self._looks.look(shown, unchanged=unchanged)
 
     def _refuse(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
-        skipping = self._plan.nonfinite == "skip_update"
+        skipping = self._config.nonfinite == "skip_update"
         text = culprit.text(len(self._progress.microbatches), skipping=skipping)
         self._discard()
         if not skipping:
@@ -350,7 +350,7 @@ class OpenWindow:
             f"left after {len(self._progress.losses)} of {len(self._progress.microbatches)} micro-batches"
         )
         self._discard()
-        self._record(WindowLoss(math.nan, 0), update_rule.learning_rates(self._plan.step), skipped=reason)
+        self._record(WindowLoss(math.nan, 0), update_rule.learning_rates(self._config.rule), skipped=reason)
 
     def _record(
         self,

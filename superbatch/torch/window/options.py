@@ -12,8 +12,8 @@ from superbatch.batch.split import TokenBudget
 from superbatch.errors import InputError, explain
 
 from ..devices import resolved
-from .config import Plan
-from .participants.gradient_sum import Owned
+from .config import Config
+from .participants.gradient_sum import ManagedParameter
 from .saved_checks import WINDOW_KEYS, check_structure
 from .slips import check_loss_fn
 from .validation import check_momentum
@@ -110,7 +110,7 @@ def check_auto(
     return loss_fn
 
 
-def as_device(device: object, owned: list[Owned]) -> torch.device | None:
+def as_device(device: object, owned: list[ManagedParameter]) -> torch.device | None:
     """Return where micro-batches are moved; None if nowhere.
 
     Raises:
@@ -273,23 +273,23 @@ def check_state(state: object) -> Mapping[str, Any]:
     )
 
 
-def check_combinations(plan: Plan, *, momentum: bool) -> None:
+def check_combinations(config: Config, *, momentum: bool) -> None:
     """Check options that may exclude each other.
 
     Args:
-        plan: of the accumulator.
+        config: of the accumulator.
         momentum: gradients are summed into the momentum buffer.
 
     Raises:
         OptimizerError, InputError: two of them do.
     """
-    step, terms = plan.step, plan.declared.terms
-    if terms and plan.noise is not None:
+    step, terms = config.rule, config.declared.terms
+    if terms and config.noise is not None:
         raise InputError(
             "noise= needs one loss with one weight, and this one has the terms "
             f"{list(terms)}. Leave noise out, or measure it with one of the terms."
         )
-    if terms and plan.declared.returned and plan.loss_fn is None:
+    if terms and config.declared.returned and config.loss_fn is None:
         raise InputError(
             'weight={...: "returned"} runs loss_fn once more for each micro-batch, and there is none. Pass '
             "functions of the micro-batch in weight=, or pass loss_fn."
@@ -301,11 +301,11 @@ def check_combinations(plan: Plan, *, momentum: bool) -> None:
             max_grad_value=step.max_grad_value,
             scaler=step.scaler,
             masters=step.masters_copied,
-            weight_returned=plan.weigh == "returned",
-            nonfinite_skip_microbatch=plan.nonfinite == "skip_microbatch",
-            ranks=plan.ranks.shared,
+            weight_returned=config.weigh == "returned",
+            nonfinite_skip_microbatch=config.nonfinite == "skip_microbatch",
+            ranks=config.sync.shared,
         )
-    if step.max_grad_value is not None and any(entry.parameter.is_complex() for entry in plan.owned):
+    if step.max_grad_value is not None and any(entry.parameter.is_complex() for entry in config.owned):
         raise InputError(
             explain(
                 "max_grad_value with complex parameters",

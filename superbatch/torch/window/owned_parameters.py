@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from superbatch.errors import InputError
 
-from .participants.gradient_sum import Owned
+from .participants.gradient_sum import ManagedParameter
 from .validation import has_others, own_parameters, trainable
 from .wrapped_models import refuse_sharded
 
@@ -42,7 +42,7 @@ class Structure:
         """Return whether a module or parameter was added, removed or replaced."""
         return self._identities() != self._seen
 
-    def update(self, owned: Iterable[Owned]) -> None:
+    def update(self, owned: Iterable[ManagedParameter]) -> None:
         """Look at the models again.
 
         Args:
@@ -106,7 +106,7 @@ class OwnedParameters:
     ) -> None:
         self._models, self._optimizers, self._masters = models, optimizers, masters
         self._structure = Structure(models)
-        self.entries: list[Owned] = []
+        self.entries: list[ManagedParameter] = []
         self._read()
 
     def refresh(self) -> None:

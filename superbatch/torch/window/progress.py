@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..loss.records import WindowLosses, WindowWeights
-from .microbatches import Pieces
+from .microbatches import MicrobatchList
 
 
 class Progress:
@@ -30,7 +30,7 @@ class Progress:
         failures: how often memory ran out.
     """
 
-    def __init__(self, microbatches: Pieces, weights: WindowWeights, losses: WindowLosses) -> None:
+    def __init__(self, microbatches: MicrobatchList, weights: WindowWeights, losses: WindowLosses) -> None:
         self.microbatches, self.weights, self.losses = microbatches, weights, losses
         self.dropped: list[int] = []
         self.next = 0

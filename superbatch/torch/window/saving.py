@@ -47,7 +47,7 @@ def state_of(window: Transaction) -> dict[str, Any]:
     Raises:
         WindowError: a micro-batch has gone forward, and not yet backward.
     """
-    progress, ranks = window.progress, window.config.ranks
+    progress, ranks = window.progress, window.config.sync
     if progress.current is not None and progress.current not in progress.losses:
         raise WindowError(
             f"state_dict() was called between the forward and the backward of micro-batch {progress.current}."
@@ -63,17 +63,17 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
     Raises:
         WindowError: it was another batch, other parameters, or summed in another place.
     """
-    plan = window.config
+    config = window.config
     expected = saved_checks.Expected(
         len(window.progress.microbatches),
-        {entry.name: entry.parameter.shape for entry in plan.owned},
-        plan.ranks.index,
-        plan.ranks.count,
+        {entry.name: entry.parameter.shape for entry in config.owned},
+        config.sync.index,
+        config.sync.count,
     )
     if state["place"] != _place(window):
         raise WindowError(
             explain(
-                f"a window that sums the gradients of {len(plan.owned)} parameters in this way",
+                f"a window that sums the gradients of {len(config.owned)} parameters in this way",
                 "the saved window in flight has other parameters or summed them elsewhere",
                 "go on with the same model and options, or call discard() first",
             )
@@ -93,15 +93,15 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
 
 def _place(window: Transaction) -> list[str]:
     """Return what must be the same to resume sums: their kind, and the names of the parameters."""
-    plan = window.config
-    weigh = plan.weigh if isinstance(plan.weigh, str) else "counted"
-    terms = [f"{name}: {term.reduction}" for name, term in plan.declared.terms.items()]
+    config = window.config
+    weigh = config.weigh if isinstance(config.weigh, str) else "counted"
+    terms = [f"{name}: {term.reduction}" for name, term in config.declared.terms.items()]
     options = [
-        plan.reduction,
+        config.reduction,
         *terms,
         weigh,
-        plan.nonfinite,
+        config.nonfinite,
         type(window.norms).__name__,
-        str(plan.sample_rng),
+        str(config.sample_rng),
     ]
-    return [window.gradients.describe(), *options, *(entry.name for entry in plan.owned)]
+    return [window.gradients.describe(), *options, *(entry.name for entry in config.owned)]

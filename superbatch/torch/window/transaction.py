@@ -8,11 +8,11 @@ from typing import Any
 
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..sizes.sizing import Sizing
-from .config import Plan
+from .config import Config
 from .participant import Participant
 from .participants.batchnorm import Frozen, Pooled
 from .participants.forward_state import ForwardState
-from .participants.gradient_sum import Gradients
+from .participants.gradient_sum import GradientSum
 from .participants.loss_scale import LossScale
 from .participants.noise.windows import NoiseOfWindows
 from .participants.sample_streams import SampleStreams
@@ -39,21 +39,21 @@ class Transaction:
 
     def __init__(
         self,
-        config: Plan,
-        gradients: Gradients,
+        config: Config,
+        gradients: GradientSum,
         progress: Progress,
         sizing: Sizing,
         watch: BackwardWatch | None,
     ) -> None:
         self.config, self.gradients, self.progress, self.sizing = config, gradients, progress, sizing
-        self.scale = LossScale(config.step.scaler, config.owned[0].parameter.device)
+        self.scale = LossScale(config.rule.scaler, config.owned[0].parameter.device)
         samples = sum(progress.microbatches.samples or ())
-        self.streams = SampleStreams(config.ranks, samples) if config.sample_rng else None
+        self.streams = SampleStreams(config.sync, samples) if config.sample_rng else None
         self.norms: Frozen | Pooled | None = config.norms
         self.noise: NoiseOfWindows | None = config.noise
         self.watch = watch
         if self.noise is not None:
-            self.noise.expect(progress.microbatches, shared=config.ranks.shared)
+            self.noise.expect(progress.microbatches, shared=config.sync.shared)
         self._state = ForwardState(config.state, each=config.nonfinite == "skip_microbatch")
         found: list[Participant | None] = [
             config.random,
@@ -80,7 +80,7 @@ class Transaction:
         for participant in self._participants:
             self._begun += 1  # one that fails counts
             participant.begin()
-        self._unsynchronised = self.config.ranks.no_sync()
+        self._unsynchronised = self.config.sync.no_sync()
 
     def savepoint(self) -> None:
         """Remember everything as before the current micro-batch."""

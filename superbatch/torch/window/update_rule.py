@@ -22,14 +22,14 @@ from superbatch.errors import OptimizerError, explain
 from .. import fastpaths
 from .before_step import BeforeStep, not_made
 from .norm import elements_of
-from .participants.gradient_sum import Gradients, Owned, clear
-from .participants.momentum_gradients import InMomentum
+from .participants.gradient_sum import GradientSum, ManagedParameter, clear
+from .participants.momentum_gradients import MomentumGradientSum
 from .sync.sync import Sync
 from .wrapped import reaches
 
 
 @dataclass(frozen=True)
-class Step:
+class UpdateRule:
     """Optimizers, schedulers, scaler and limits of an update.
 
     Attributes:
@@ -55,21 +55,21 @@ class Step:
 
 
 def ready(
-    step: Step, place: Gradients, sync: Sync, owned: list[Owned], divisor: float
+    rule: UpdateRule, gradient_sum: GradientSum, sync: Sync, owned: list[ManagedParameter], divisor: float
 ) -> list[Tensor | None]:
     """Reduce, normalise, unscale: return the gradient of the batch, one tensor (or None) per parameter."""
-    gradients = sync.reduce(place.close(), [entry.parameter for entry in owned], place.zeros)
+    gradients = sync.reduce(gradient_sum.close(), [entry.parameter for entry in owned], gradient_sum.zeros)
     if divisor != 1.0:
         present = [gradient for gradient in gradients if gradient is not None]
         if present:
             fastpaths.divide(present, divisor)
-    _require_any(place, gradients)
-    if step.scaling:
+    _require_any(gradient_sum, gradients)
+    if rule.scaling:
         # unscale_ works on `.grad` and remembers an overflow for the scaler's own step().
-        assert step.scaler is not None
-        place.attach(gradients)
-        for optimizer in _with_gradient(step.optimizers):
-            step.scaler.unscale_(optimizer)
+        assert rule.scaler is not None
+        gradient_sum.attach(gradients)
+        for optimizer in _with_gradient(rule.optimizers):
+            rule.scaler.unscale_(optimizer)
         gradients = [entry.target.grad for entry in owned]
     # A sparse gradient's norm is that of its summed values, and only those can be clipped in place.
     return [
@@ -78,58 +78,62 @@ def ready(
     ]
 
 
-def clip(step: Step, gradients: list[Tensor | None], norm: float) -> None:
+def clip(rule: UpdateRule, gradients: list[Tensor | None], norm: float) -> None:
     """Clip the normalised gradient in place, by norm and then by value, as torch's own functions do."""
     # Unlike torch's function this leaves out the pass over all gradients when it would multiply by one.
-    if step.max_grad_norm is not None and norm + 1e-6 > step.max_grad_norm:
-        factor = step.max_grad_norm / (norm + 1e-6)
+    if rule.max_grad_norm is not None and norm + 1e-6 > rule.max_grad_norm:
+        factor = rule.max_grad_norm / (norm + 1e-6)
         fastpaths.multiply(elements_of(gradients), factor)
-    if step.max_grad_value is not None:
+    if rule.max_grad_value is not None:
         for elements in elements_of(gradients):
-            elements.clamp_(-step.max_grad_value, step.max_grad_value)
+            elements.clamp_(-rule.max_grad_value, rule.max_grad_value)
 
 
 def update(
-    step: Step, place: Gradients, owned: list[Owned], gradients: list[Tensor | None], before: BeforeStep
+    rule: UpdateRule,
+    gradient_sum: GradientSum,
+    owned: list[ManagedParameter],
+    gradients: list[Tensor | None],
+    before: BeforeStep,
 ) -> str | None:
     """Make the update: optimizer, scaler, master copies; return why it was not made, None if it was."""
     before.begin()
-    if isinstance(place, InMomentum):
-        place.apply()
-    place.attach(gradients)
+    if isinstance(gradient_sum, MomentumGradientSum):
+        gradient_sum.apply()
+    gradient_sum.attach(gradients)
     try:
-        if step.scaling:
-            idle = _scaled_step(step)
+        if rule.scaling:
+            idle = _scaled_step(rule)
         else:
             # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and
             # counters.
-            idle = [optimizer for optimizer in step.optimizers if not reaches(optimizer, optimizer.step)]
+            idle = [optimizer for optimizer in rule.optimizers if not reaches(optimizer, optimizer.step)]
     finally:  # a hook may fail after the step
         # Where autocast encloses the whole training loop, it would go on with copies of the parameters as
         # they were.
         torch.clear_autocast_cache()
-        if step.masters_copied:
+        if rule.masters_copied:
             _copy_masters(owned)
-    return not_made(idle, before, len(step.optimizers)) if idle else None
+    return not_made(idle, before, len(rule.optimizers)) if idle else None
 
 
-def _copy_masters(owned: list[Owned]) -> None:
+def _copy_masters(owned: list[ManagedParameter]) -> None:
     with torch.no_grad():
         for entry in owned:
             if entry.target is not entry.parameter:
                 entry.parameter.copy_(entry.target)
 
 
-def advance(step: Step, loss: float) -> None:
+def advance(rule: UpdateRule, loss: float) -> None:
     """Step the schedulers: they count updates that were made."""
-    for scheduler in step.schedulers:
+    for scheduler in rule.schedulers:
         if isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step(loss)
         else:
             scheduler.step()
 
 
-def zero_grad(owned: list[Owned], until_next: list[Tensor]) -> None:
+def zero_grad(owned: list[ManagedParameter], until_next: list[Tensor]) -> None:
     """Set the gradients to None; on the CPU their memory is kept until the next window.
 
     Freed here it would go back to the operating system, and the next window would pay for each page of it
@@ -141,26 +145,26 @@ def zero_grad(owned: list[Owned], until_next: list[Tensor]) -> None:
     clear(owned)
 
 
-def overflow(step: Step, owned: list[Owned]) -> str:
+def overflow(rule: UpdateRule, owned: list[ManagedParameter]) -> str:
     """Lower the scaler's scale after an overflow; no optimizer steps, not even one without an infinity.
 
     Returns:
         Why no update was made.
     """
-    assert step.scaler is not None
-    step.scaler.update()  # unscale_ has told it of each optimizer
+    assert rule.scaler is not None
+    rule.scaler.update()  # unscale_ has told it of each optimizer
     clear(owned)
     return "overflow: the gradient of the scaled loss is not finite"
 
 
-def _scaled_step(step: Step) -> list[torch.optim.Optimizer]:
-    assert step.scaler is not None
+def _scaled_step(rule: UpdateRule) -> list[torch.optim.Optimizer]:
+    assert rule.scaler is not None
     idle = [
         optimizer
-        for optimizer in _with_gradient(step.optimizers)
-        if not reaches(optimizer, partial(step.scaler.step, optimizer), always=True)
+        for optimizer in _with_gradient(rule.optimizers)
+        if not reaches(optimizer, partial(rule.scaler.step, optimizer), always=True)
     ]
-    step.scaler.update()
+    rule.scaler.update()
     return idle
 
 
@@ -173,8 +177,8 @@ def _with_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.op
     ]
 
 
-def _require_any(place: Gradients, gradients: Sequence[Tensor | None]) -> None:
-    if not isinstance(place, InMomentum) and all(gradient is None for gradient in gradients):
+def _require_any(gradient_sum: GradientSum, gradients: Sequence[Tensor | None]) -> None:
+    if not isinstance(gradient_sum, MomentumGradientSum) and all(gradient is None for gradient in gradients):
         raise OptimizerError(
             explain(
                 "a window whose losses gave no gradient to any parameter of the optimizer",
@@ -184,7 +188,7 @@ def _require_any(place: Gradients, gradients: Sequence[Tensor | None]) -> None:
         )
 
 
-def learning_rates(step: Step) -> tuple[float, ...]:
+def learning_rates(rule: UpdateRule) -> tuple[float, ...]:
     """Return the learning rate of each parameter group of each optimizer."""
-    groups = [group for optimizer in step.optimizers for group in optimizer.param_groups if "lr" in group]
+    groups = [group for optimizer in rule.optimizers for group in optimizer.param_groups if "lr" in group]
     return tuple([float(group["lr"]) for group in groups])

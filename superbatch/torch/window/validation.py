@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from superbatch.errors import InputError, OptimizerError, explain
 
-from .participants.gradient_sum import LOW_PRECISION, Owned, steps_in_backward
+from .participants.gradient_sum import LOW_PRECISION, ManagedParameter, steps_in_backward
 from .slips import without_tensor
 
 
@@ -74,7 +74,7 @@ def as_optimizers(optimizer: object) -> tuple[Optimizer, ...]:
 
 def own_parameters(
     models: Sequence[nn.Module], optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] | None
-) -> list[Owned]:
+) -> list[ManagedParameter]:
     """List what the optimizers update, each with its name in the models.
 
     Raises:
@@ -84,7 +84,7 @@ def own_parameters(
     """
     names = _names(models)
     parameter_of: Mapping[Any, Tensor] = _parameters_by_target(names, masters or {})
-    owned: list[Owned] = []
+    owned: list[ManagedParameter] = []
     seen: set[Tensor] = set()
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
@@ -103,7 +103,7 @@ def own_parameters(
                 if not parameter.requires_grad:
                     continue
                 name = names.get(parameter, f"optimizer[{index}].group[{number}].parameter[{place}]")
-                owned.append(Owned(name, parameter, target, optimizer, number))
+                owned.append(ManagedParameter(name, parameter, target, optimizer, number))
     unused = [parameter for parameter, master in (masters or {}).items() if master not in seen]
     if unused and masters:
         raise OptimizerError(
@@ -135,7 +135,7 @@ def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor])
     return [id(parameter) * parameter.requires_grad for parameter in [*targets, *masters]]
 
 
-def has_others(models: Sequence[nn.Module], owned: list[Owned]) -> bool:
+def has_others(models: Sequence[nn.Module], owned: list[ManagedParameter]) -> bool:
     """Return whether the models have trainable parameters that belong to other optimizers."""
     mine = {entry.parameter for entry in owned}
     return any(p.requires_grad and p not in mine for model in models for p in model.parameters())
@@ -147,7 +147,7 @@ class BackwardWatch:
     Only where parameters have hooks of their own are they copied, so that an ordinary model costs nothing.
     """
 
-    def __init__(self, owned: list[Owned]) -> None:
+    def __init__(self, owned: list[ManagedParameter]) -> None:
         hooked = any(
             getattr(entry.parameter, "_post_accumulate_grad_hooks", None) or entry.parameter._backward_hooks
             for entry in owned

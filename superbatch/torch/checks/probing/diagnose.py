@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from superbatch.batch.tree import plan, take
-from superbatch.errors import InputError, StatementError
+from superbatch.errors import InputError, LossSpecError
 from superbatch.results.verification import Finding
 
 from ..coupling import probe_coupling
@@ -182,7 +182,7 @@ def _statement(setting: Setting, size: Size) -> Finding | None:
     setting.begin()
     try:
         found = find_contradiction(setting.problem, _pieces(setting, size), frozen=frozen)
-    except StatementError as error:
+    except LossSpecError as error:
         return Finding("weight", "loss_fn", math.nan, _CHECK, str(error), "return a count or a sum")
     if found is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from superbatch.batch.tree import count_samples, take
-from superbatch.results.coupling import MeetingPoint
+from superbatch.results.coupling import CouplingPoint
 from superbatch.torch.virtual import virtual_batch
 
 from .problem import Problem, evaluate
@@ -14,7 +14,7 @@ from .untouched import untouched
 _SAMPLES, _SIZE = 7, 3  # unequal micro-batches, and a number that is hardly that of anything else
 
 
-def find_meetings(problem: Problem, batch: Any) -> tuple[MeetingPoint, ...]:
+def find_meetings(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
     """Return every point of the forward at which samples meet: operator and module.
 
     One forward and backward of a few samples in a `virtual_batch`. Unlike a probe that compares numbers it

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from superbatch.results.coupling import Meeting
+from superbatch.results.coupling import CouplingKind
 
 from .calls import Recipe
 from .layout import Layout, Part
@@ -90,7 +90,7 @@ class Recorder(Protocol):
         """Return a value for a real tensor."""
         ...
 
-    def gathered(self, value: Value, kind: Meeting = "gathered", why: Any = ...) -> Value:
+    def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = ...) -> Value:
         """Return the value in one piece."""
         ...
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from superbatch.results.coupling import Meeting
+from superbatch.results.coupling import CouplingKind
 
 from .layout import Layout, Part, cut
 
@@ -240,7 +240,7 @@ class Node:
         told: Action,
         outputs: Sequence[Value],
         *,
-        gathers: Meeting | None = None,
+        gathers: CouplingKind | None = None,
         where: str = "",
     ) -> None:
         self.operator = operator
@@ -250,7 +250,7 @@ class Node:
         _, self.single, self.once, self.layouts, self.run, self.reduce, self.view, self.light, self.known = (
             told
         )
-        self.gathers: Meeting | None = gathers
+        self.gathers: CouplingKind | None = gathers
         self.where = where
         self.by_rows: ByRows | None = None
         self.backward = going_back()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as all_modules
 
 from superbatch.errors import CoupledSamplesError, explain
-from superbatch.results.coupling import CouplingReport, MeetingPoint, WholeValue
+from superbatch.results.coupling import CouplingPoint, CouplingReport, WholeValue
 from superbatch.torch.module_tables import children_of
 
 from ..ir.values import Node, going_back
@@ -71,8 +71,8 @@ class Log:
         self._on_gather: OnGather = on_gather
         self._path: list[str] = []
         self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes
-        self._points: dict[int, MeetingPoint] = {}
-        self._aside: dict[int, MeetingPoint] = {}
+        self._points: dict[int, CouplingPoint] = {}
+        self._aside: dict[int, CouplingPoint] = {}
         self._backward: set[int] = set()
         self._whole: dict[tuple[str, str, bool], list[int]] = {}  # how many, bytes, rows, larger
         self.in_pieces = True
@@ -206,11 +206,11 @@ class Log:
         )
 
 
-def _point(node: Node, kept: int) -> MeetingPoint:
+def _point(node: Node, kept: int) -> CouplingPoint:
     if node.gathers:
         gathered = sum(v.nbytes for v, layout in node.operands if layout)
-        return MeetingPoint(node.where, node.name, node.gathers, kept, gathered)
+        return CouplingPoint(node.where, node.name, node.gathers, kept, gathered)
     if node.operator in _PICKS:
         chosen = sum(value.nbytes for output in node.outputs if (value := output()) is not None)
-        return MeetingPoint(node.where, node.name, "gathered", kept, chosen)
-    return MeetingPoint(node.where, node.name, "statistic", kept, 0)
+        return CouplingPoint(node.where, node.name, "gathered", kept, chosen)
+    return CouplingPoint(node.where, node.name, "statistic", kept, 0)

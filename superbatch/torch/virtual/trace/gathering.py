@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superbatch.results.coupling import Meeting
+from superbatch.results.coupling import CouplingKind
 
 from ..ir.layout import Part
 from ..ir.reductions import Joined
@@ -25,7 +25,7 @@ _PRODUCTS |= {aten._cdist_forward, aten._cdist_backward}
 _TURNED = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
-def gather(log: Log, value: Value, kind: Meeting, why: Any) -> Value:
+def gather(log: Log, value: Value, kind: CouplingKind, why: Any) -> Value:
     """Record that the rows of a value are put together.
 
     Args:
@@ -61,7 +61,7 @@ def gather(log: Log, value: Value, kind: Meeting, why: Any) -> Value:
     return whole
 
 
-def gather_input(log: Log, node: Node, kind: Meeting, why: Any) -> Value:
+def gather_input(log: Log, node: Node, kind: CouplingKind, why: Any) -> Value:
     """Return what a view is of, in one piece."""
     (operand,) = node.operands
     return operand.value if operand.value.layout is None else gather(log, operand.value, kind, why)

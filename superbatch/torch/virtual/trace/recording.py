@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from superbatch.errors import WindowError, explain
-from superbatch.results.coupling import Meeting
+from superbatch.results.coupling import CouplingKind
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
 from ..ir.calls import Call, Recipe, blank, blank_like, empty_like, filled, mapped, results
@@ -147,7 +147,7 @@ class Recording:
         if rows is not None and rows.larger:
             return self._node(func, rows.operands, rows.action)
         if known.gathered:
-            kind: Meeting = "unknown" if known.unknown else "gathered"
+            kind: CouplingKind = "unknown" if known.unknown else "gathered"
             operands = [
                 self._operand(Operand(tensors[i], layout), kind, func) for i, layout in known.operands
             ]
@@ -192,7 +192,7 @@ class Recording:
 
     def add(self, func: Any, recipe: Recipe, metas: Any, *, once: bool = False, known: bool = False) -> Any:
         """Record an operation with its recipe, and return the values of its results."""
-        kind: Meeting = "unknown" if once else "gathered"
+        kind: CouplingKind = "unknown" if once else "gathered"
         operands = [self._operand(operand, kind, func) for operand in recipe.operands]
         layouts = [*(layout for _, layout in operands), *recipe.outputs]
         once = once or all(layout is None for layout in layouts)
@@ -223,13 +223,13 @@ class Recording:
             for meta, output in zip(told.metas, outputs, strict=True)
         ]
 
-    def _operand(self, operand: Operand, kind: Meeting, why: Any) -> Operand:
+    def _operand(self, operand: Operand, kind: CouplingKind, why: Any) -> Operand:
         value, layout = operand
         if value.layout is not None and value.layout != layout:
             return Operand(self.gathered(value, kind, why), layout)
         return operand
 
-    def gathered(self, value: Value, kind: Meeting = "gathered", why: Any = ASKED) -> Value:
+    def gathered(self, value: Value, kind: CouplingKind = "gathered", why: Any = ASKED) -> Value:
         """Return the value in one piece.
 
         Args:

@@ -13,7 +13,7 @@ from superbatch.torch import fastpaths
 
 from .gradient_sum import (
     LOW_PRECISION,
-    Owned,
+    ManagedParameter,
     add_after_gradient,
     all_finite,
     attach,
@@ -25,7 +25,7 @@ from .gradient_sum import (
 )
 
 
-class InBuffers:
+class BufferGradientSum:
     """Sum in buffers of a wide dtype; the gradient of each micro-batch is freed as soon as it is added.
 
     With `isolated=True` a micro-batch's gradient waits after its backward until it is kept or dropped.
@@ -39,7 +39,7 @@ class InBuffers:
 
     def __init__(
         self,
-        owned: list[Owned],
+        owned: list[ManagedParameter],
         dtype: torch.dtype | None,
         *,
         isolated: bool = False,
@@ -150,7 +150,7 @@ class InBuffers:
         saved = state["gradients"]
         self._buffers = {name: buffer.to(devices[name], copy=True) for name, buffer in saved.items()}
 
-    def _add_all(self, entries: list[Owned], sums: list[Tensor]) -> None:
+    def _add_all(self, entries: list[ManagedParameter], sums: list[Tensor]) -> None:
         """Add gradients to sums that are there."""
         self._added = True  # first, as below
         gradients = [take_gradient(entry, inside=self._inside) for entry in entries]
@@ -159,7 +159,7 @@ class InBuffers:
         else:
             fastpaths.add(sums, gradients, self._factor)
 
-    def _add(self, entry: Owned) -> None:
+    def _add(self, entry: ManagedParameter) -> None:
         self._added = True  # first: the gradient is taken away before it is in the sum
         gradient = take_gradient(entry, inside=self._inside)
         buffer = self._buffers.get(entry.name)

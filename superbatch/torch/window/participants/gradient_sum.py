@@ -31,7 +31,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Owned:
+class ManagedParameter:
     """A parameter that the window's optimizers own.
 
     Attributes:
@@ -54,7 +54,7 @@ class Owned:
         return self.optimizer.param_groups[self.number]
 
 
-class Gradients(Protocol):
+class GradientSum(Protocol):
     """Sum of the gradients of a window's micro-batches: a `Participant`."""
 
     inputs: list[Tensor] | None
@@ -113,7 +113,7 @@ class Gradients(Protocol):
         ...
 
 
-def clear(owned: list[Owned]) -> None:
+def clear(owned: list[ManagedParameter]) -> None:
     """Drop the gradients of the parameters and their targets (to None, so that no memory is held)."""
     for entry in owned:
         entry.parameter.grad = None
@@ -192,7 +192,7 @@ def in_shared_memory(gradient: Tensor | None) -> bool:
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > 2
 
 
-def require_none(owned: list[Owned]) -> None:
+def require_none(owned: list[ManagedParameter]) -> None:
     """Check that no parameter holds a gradient, where each is taken away as soon as it is there.
 
     Raises:
@@ -203,7 +203,7 @@ def require_none(owned: list[Owned]) -> None:
             raise foreign_gradient(entry.name)
 
 
-def take_gradient(entry: Owned, *, inside: bool) -> Tensor:
+def take_gradient(entry: ManagedParameter, *, inside: bool) -> Tensor:
     """Take a parameter's new gradient; `inside` says whether it comes from the window's backward.
 
     Raises:
@@ -254,17 +254,19 @@ def run_backward(
         raise
 
 
-def attach(owned: list[Owned], gradients: list[Tensor | None]) -> None:
+def attach(owned: list[ManagedParameter], gradients: list[Tensor | None]) -> None:
     """Make the gradients the targets' ``.grad``, rounded here, once, where a target has a narrower dtype."""
     for entry, gradient in zip(owned, gradients, strict=True):
         if gradient is not entry.target.grad:
             entry.target.grad = None if gradient is None else gradient.to(entry.target.dtype)
 
 
-def add_after_gradient(owned: list[Owned], add: Callable[[Owned], None]) -> list[RemovableHandle]:
+def add_after_gradient(
+    owned: list[ManagedParameter], add: Callable[[ManagedParameter], None]
+) -> list[RemovableHandle]:
     """Call ``add(entry)`` each time autograd has put a gradient into ``entry.parameter.grad``."""
 
-    def hook_of(entry: Owned) -> Callable[[Tensor], None]:
+    def hook_of(entry: ManagedParameter) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             with torch.no_grad():
                 add(entry)

@@ -6,17 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
-from .gradient_sum import Owned, foreign_gradient
+from .gradient_sum import ManagedParameter, foreign_gradient
 
 
-class Marks:
+class GradientVersions:
     """The gradients of parameters as the window's own backward left them.
 
     Args:
         owned: the parameters.
     """
 
-    def __init__(self, owned: list[Owned]) -> None:
+    def __init__(self, owned: list[ManagedParameter]) -> None:
         self._parameters = [entry.parameter for entry in owned]
         self._names = [entry.name for entry in owned]
         self._none: list[Any] = [None] * len(owned)  # never changed

@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from .gradient_sum import Owned, add_after_gradient, clear, remove, require_none, run_backward, take_gradient
+from .gradient_sum import (
+    ManagedParameter,
+    add_after_gradient,
+    clear,
+    remove,
+    require_none,
+    run_backward,
+    take_gradient,
+)
 
 
-class InMomentum:
+class MomentumGradientSum:
     """Sum straight into SGD's momentum buffer: no gradient buffer at all.
 
     With momentum ``mu``, weight decay ``d`` and the normalised gradient ``g``, SGD computes ``v = mu v + d p
@@ -21,7 +29,7 @@ class InMomentum:
     """
 
     def __init__(
-        self, owned: list[Owned], optimizer: torch.optim.Optimizer, *, only_owned: bool = False
+        self, owned: list[ManagedParameter], optimizer: torch.optim.Optimizer, *, only_owned: bool = False
     ) -> None:
         self._owned = owned
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
@@ -127,10 +135,10 @@ class InMomentum:
             buffer = saved["momentum"][entry.name].to(entry.target.device, copy=True)
             self._state.setdefault(entry.target, {})["momentum_buffer"] = buffer
 
-    def _touched(self) -> list[Owned]:
+    def _touched(self) -> list[ManagedParameter]:
         return [entry for entry in self._owned if entry.name in self._before]
 
-    def _add(self, entry: Owned) -> None:
+    def _add(self, entry: ManagedParameter) -> None:
         self._added = True  # first: the gradient is taken away before it is in the sum
         gradient = take_gradient(entry, inside=self._inside)
         if entry.name not in self._before:
@@ -138,7 +146,7 @@ class InMomentum:
         sign = -1.0 if entry.group["maximize"] else 1.0
         self._state[entry.target]["momentum_buffer"].add_(gradient, alpha=sign * self._factor)
 
-    def _start(self, entry: Owned) -> None:
+    def _start(self, entry: ManagedParameter) -> None:
         """Make the buffer what SGD would have before the gradient is added: ``mu v + d p``."""
         group, target = entry.group, entry.target
         buffer = self._state.get(target, {}).get("momentum_buffer")

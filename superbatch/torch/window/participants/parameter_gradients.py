@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradient_sum import Owned, attach, clear, run_backward, unshare
-from .gradient_versions import Marks
+from .gradient_sum import ManagedParameter, attach, clear, run_backward, unshare
+from .gradient_versions import GradientVersions
 
 
-class InGrad:
+class ParameterGradientSum:
     """Sum in ``.grad`` by autograd itself: no memory and no pass beyond plain PyTorch's."""
 
     def __init__(
         self,
-        owned: list[Owned],
+        owned: list[ManagedParameter],
         *,
         only_owned: bool,
         whole: bool = False,
@@ -31,7 +31,7 @@ class InGrad:
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._factors: dict[tuple[Any, ...], Tensor] = {}
         self.yet = 1.0  # factor that the sums have yet to be multiplied by; saved with the window
-        self._marks = Marks(owned)
+        self._marks = GradientVersions(owned)
 
     def begin(self) -> None:
         """Start a window: no gradient of it exists yet."""

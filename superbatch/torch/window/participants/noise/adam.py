@@ -17,7 +17,7 @@ from torch.optim import Adam, AdamW, NAdam, Optimizer
 from superbatch.noise.meter import POWERS
 from superbatch.torch.devices import in_float64
 
-from ..gradient_sum import Owned, values
+from ..gradient_sum import ManagedParameter, values
 
 Norms = tuple[float | Tensor, ...]
 
@@ -50,7 +50,7 @@ class Preconditioner:
         owned: the parameters, of optimizers with second moments.
     """
 
-    def __init__(self, owned: Sequence[Owned]) -> None:
+    def __init__(self, owned: Sequence[ManagedParameter]) -> None:
         self._inverse = [_inverse_of(entry) for entry in owned]
 
     def norms(self, place: int, gradient: Tensor) -> Norms:
@@ -79,7 +79,7 @@ class Preconditioner:
         return total / count if count else math.nan
 
 
-def _inverse_of(entry: Owned) -> Tensor | None:
+def _inverse_of(entry: ManagedParameter) -> Tensor | None:
     """1 / d, zero where there is no second moment, in float32 at least; None before the first update."""
     state, group = entry.optimizer.state.get(entry.target), entry.group
     if not state or "exp_avg_sq" not in state:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from superbatch.noise.meter import POWERS
 
-from ..gradient_sum import LOW_PRECISION, Owned, values
+from ..gradient_sum import LOW_PRECISION, ManagedParameter, values
 from .adam import Norms, Preconditioner
 from .samples import SeenSamples
 
@@ -59,7 +59,7 @@ class SeenGradients:
 
     def __init__(
         self,
-        owned: Sequence[Owned],
+        owned: Sequence[ManagedParameter],
         groups: Sequence[int],
         in_parts: set[Tensor],
         metric: Preconditioner | None = None,

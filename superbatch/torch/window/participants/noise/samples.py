@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..gradient_sum import LOW_PRECISION, Owned
+from ..gradient_sum import LOW_PRECISION, ManagedParameter
 
 NOT_FIRST = "the samples are not the first dimension of a normalisation layer's input"
 OTHERWISE = (
@@ -26,7 +26,7 @@ TOLERANCE = 1e-2
 """Of the sum of the samples' gradients against the gradient itself: bfloat16 rounds by half a per cent."""
 
 
-def norm_layers(models: Iterable[nn.Module], owned: Sequence[Owned]) -> list[nn.Module]:
+def norm_layers(models: Iterable[nn.Module], owned: Sequence[ManagedParameter]) -> list[nn.Module]:
     """Return the layers whose scale or shift is trained by the accumulator's optimizers.
 
     Args:

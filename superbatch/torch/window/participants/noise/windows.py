@@ -30,7 +30,7 @@ from superbatch.noise.meter import (
 from superbatch.torch.window.norm import norm_of
 
 from ...sync.sync import Sync
-from ..gradient_sum import Owned
+from ..gradient_sum import ManagedParameter
 from .adam import Preconditioner, have_second_moments
 from .groups import group_names
 from .hooks import SeenGradients, on_host
@@ -99,7 +99,7 @@ class NoiseOfWindows:
     def __init__(
         self,
         meter: NoiseMeter,
-        owned: list[Owned],
+        owned: list[ManagedParameter],
         optimizers: Sequence[Optimizer],
         models: Sequence[nn.Module],
     ) -> None:
@@ -112,7 +112,7 @@ class NoiseOfWindows:
         self._metric: Preconditioner | None = None
         self._samples: SeenSamples | None = None
         self._in_parts: set[Tensor] = set()
-        self._named: list[Owned] = []
+        self._named: list[ManagedParameter] = []
         self._names: list[str] = []
         self._groups: list[int] = []
         self._found: _Found | None = None
@@ -313,7 +313,7 @@ class NoiseOfWindows:
 def noise_of(
     noise: object,
     models: Sequence[nn.Module],
-    owned: list[Owned],
+    owned: list[ManagedParameter],
     optimizers: Sequence[Optimizer],
     *,
     momentum: bool,
