@@ -24,6 +24,7 @@ from ..results.coupling import CouplingReport
 from ..results.update import Update
 from ..window import Window
 from .memory.out_of_memory import out_of_memory, release_caches
+from .module_tables import parameters_of
 from .sizes.sizing import Fixed, Sizing
 from .virtual import virtual_batch
 from .virtual.block import VirtualBatch
@@ -388,5 +389,5 @@ def _others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> lis
     holder = nn.Module()
     for place, entry in enumerate(outside):
         # Not by register_parameter: what the optimizer has may be a plain tensor.
-        holder._parameters[str(place)] = entry.parameter  # pyright: ignore[reportArgumentType]  (as said)
+        parameters_of(holder)[str(place)] = entry.parameter  # pyright: ignore[reportArgumentType]  (as said)
     return [holder]

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from superbatch.torch.module_tables import children_of
+
 _MOST_OBJECTS = 4000  # looked at in search of generators: milliseconds
 _MOST_ENTRIES = 64  # of one container
 
@@ -142,7 +144,7 @@ def _held_by(value: Any) -> Iterator[Any]:
         elif isinstance(value, list | tuple | set | frozenset):
             yield from list(value)[:_MOST_ENTRIES]
         elif isinstance(value, nn.Module):
-            yield from (*value.__dict__.values(), *value._modules.values(), type(value).forward)
+            yield from (*value.__dict__.values(), *children_of(value).values(), type(value).forward)
         else:
             yield from getattr(value, "__dict__", {}).values()
             if callable(value) and isinstance(call := type(value).__call__, FunctionType):

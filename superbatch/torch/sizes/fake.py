@@ -25,6 +25,7 @@ from ..checks.introspection import run_eagerly
 from ..checks.probing.untouched import _restore_python, _slots
 from ..fastpaths import engine_backward
 from ..memory.ledger import Ledger
+from ..module_tables import buffers_of, parameters_of
 from ..window.participants.snapshot import random_state, restore_random_state
 
 
@@ -212,7 +213,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 def _put_fakes(model: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
     """Fake the tensors of the modules themselves: some functions of torch no function mode sees."""
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        for table in (parameters_of(module), buffers_of(module)):
             for name, tensor in table.items():
                 if tensor is not None:  # a fake of a Parameter passes for one
                     table[name] = fake(tensor)  # pyright: ignore[reportArgumentType]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from superbatch.errors import InputError
 
+from ..module_tables import children_of, parameters_of
 from .participants.gradient_sum import ManagedParameter
 from .validation import has_others, own_parameters, trainable
 from .wrapped_models import refuse_sharded
@@ -67,7 +68,10 @@ class Structure:
     def _note(self) -> None:
         self._parameters = set(_parameters(self._models))
         self._tables: list[dict[str, Any]] = [
-            table for model in self._models for m in model.modules() for table in (m._modules, m._parameters)
+            table_of(module)
+            for model in self._models
+            for module in model.modules()
+            for table_of in (children_of, parameters_of)
         ]
         # What is seen is held, so that no other object takes over its identity.
         self._held = [tuple(table.values()) for table in self._tables]

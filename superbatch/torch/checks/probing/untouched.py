@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.torch.devices import accelerators, module_of
+from superbatch.torch.module_tables import buffers_of, parameters_of
 from superbatch.torch.window.participants.snapshot import (
     generator_restorer,
     random_state,
@@ -198,7 +199,7 @@ def module_state(model: nn.Module) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     for path, module in model.named_modules():
-        for name, value in (*module._buffers.items(), *_attributes(module).items()):
+        for name, value in (*buffers_of(module).items(), *_attributes(module).items()):
             where = f"{path}.{name}" if path else name
             if isinstance(value, Tensor):
                 state[where] = value.detach().clone()
@@ -242,7 +243,8 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 def _kept(model: nn.Module) -> list[_Kept]:
     tensors: dict[int, Tensor] = {}
     for module in model.modules():
-        values = (*module._parameters.values(), *module._buffers.values(), *_attributes(module).values())
+        tables = (parameters_of(module), buffers_of(module), _attributes(module))
+        values = (value for table in tables for value in table.values())
         tensors.update({id(value): value for value in values if isinstance(value, Tensor)})
     # `.grad` of a tensor that autograd made is not stored, and reading it warns.
     return [_Kept(t, t.data, t.grad if t.is_leaf else None, t.requires_grad) for t in tensors.values()]
@@ -251,7 +253,7 @@ def _kept(model: nn.Module) -> list[_Kept]:
 def _slots(model: nn.Module) -> list[_Slot]:
     slots: list[_Slot] = []
     for module in model.modules():
-        slots += [_Slot(table, dict(table)) for table in (module._parameters, module._buffers)]
+        slots += [_Slot(table, dict(table)) for table in (parameters_of(module), buffers_of(module))]
         attributes = _attributes(module)
         for value in _held(attributes.values()):
             if type(value) in _CONTAINERS:

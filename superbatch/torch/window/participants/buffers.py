@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from superbatch.torch.devices import copy_alike
+from superbatch.torch.module_tables import buffers_of
 
 from .kept_tensors import can_be_kept
 
@@ -45,14 +46,14 @@ class BufferKeeper:
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Keep the buffers of further modules too, from the next `take` on; each module counts once."""
         known = set(self._owners)
-        self._owners += [module for module in modules if module._buffers and module not in known]
+        self._owners += [module for module in modules if buffers_of(module) and module not in known]
 
     def take(self) -> None:
         """Copy every buffer that may change; forgets the copies taken before, also where memory runs out."""
         self._taken = []
         if not self._owners:
             return
-        found = [(module, *item) for module in self._owners for item in module._buffers.items()]
+        found = [(module, *item) for module in self._owners for item in buffers_of(module).items()]
         copies = _clones([None if self._is_constant(buffer) else buffer for *_, buffer in found])
         self._taken = [_Taken(*one, copy) for one, copy in zip(found, copies, strict=True)]
 
@@ -61,7 +62,7 @@ class BufferKeeper:
         for module, name, buffer, copy in self._taken:
             if copy is None or buffer is None or buffer.nbytes <= self.ALWAYS_COPIED_BYTES:
                 continue
-            if module._buffers.get(name) is buffer and torch.equal(buffer, copy):
+            if buffers_of(module).get(name) is buffer and torch.equal(buffer, copy):
                 self._constant[id(buffer)] = buffer._version
         self._taken = []
 
@@ -73,13 +74,13 @@ class BufferKeeper:
             if buffer is not None
             and copy is not None
             and buffer.is_floating_point()
-            and not (module._buffers.get(name) is buffer and torch.equal(buffer, copy))
+            and not (buffers_of(module).get(name) is buffer and torch.equal(buffer, copy))
         ]
 
     def changed(self) -> bool:
         """Return whether any buffer is no longer as at `take`."""
         return any(
-            module._buffers.get(name) is not buffer
+            buffers_of(module).get(name) is not buffer
             or (buffer is not None and copy is not None and not torch.equal(buffer, copy))
             or (buffer is not None and copy is None and not self._is_constant(buffer))
             for module, name, buffer, copy in self._taken
@@ -88,7 +89,7 @@ class BufferKeeper:
     def restore(self) -> None:
         """Put back every buffer, its identity included, as it was at `take`."""
         for module, name, buffer, copy in self._taken:
-            module._buffers[name] = buffer
+            buffers_of(module)[name] = buffer
             if buffer is None or copy is None:
                 continue
             with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
@@ -120,7 +121,7 @@ class BufferKeeper:
 
     def covers(self) -> Callable[[Any, Tensor], bool]:
         """Return a function that tells whether an object is a buffer, or its strided tensor lies in one."""
-        buffers = [buffer for owner in self._owners for buffer in owner._buffers.values()]
+        buffers = [buffer for owner in self._owners for buffer in buffers_of(owner).values()]
         same = set(map(id, buffers))
         strided = [buffer for buffer in buffers if buffer is not None and can_be_kept(buffer)]
         sizes = {buffer.data_ptr(): buffer.nbytes for buffer in strided}
@@ -132,7 +133,10 @@ class BufferKeeper:
 
     def load_state(self, copies: list[Tensor | None]) -> None:
         """Use copies from `state` in place of those taken."""
-        self._taken = [taken._replace(copy=copy) for taken, copy in zip(self._taken, copies, strict=True)]
+        self._taken = [
+            _Taken(taken.module, taken.name, taken.buffer, copy)
+            for taken, copy in zip(self._taken, copies, strict=True)
+        ]
 
     def _is_constant(self, buffer: Tensor | None) -> bool:
         return buffer is not None and self._constant.get(id(buffer)) == buffer._version

@@ -5,9 +5,8 @@ attributes, containers and objects, and what the loss function closes over (see 
 
 What it costs follows from what is seen to move:
 
-* windows 1, 4, 16, 64, ... are *looked at*: every binding is noted, small tensors are copied, of large
-  ones a few values;
-* in the others only what was seen to move is copied, and of other tensors the version counters are noted;
+* windows 1, 4, 16, 64, ... record every binding, small tensors, and a few values of large ones;
+* the others copy only what was seen to move, and record the version counters of other tensors;
 * the first-window check copies a large tensor when an operation is about to write it.
 """
 
@@ -61,23 +60,27 @@ class MovedState:
     """
 
     def __init__(
-        self, models: Iterable[nn.Module], functions: Iterable[Callable[..., Any] | None] = ()
+        self,
+        models: Iterable[nn.Module],
+        functions: Iterable[Callable[..., Any] | None] = (),
+        *,
+        known: Known | None = None,
+        names: dict[nn.Module, str] | None = None,
+        original: MovedState | None = None,
     ) -> None:
         self._models = tuple(models)
         self._functions = tuple(function for function in functions if function is not None)
-        self._known = Known()
+        self._known = Known() if known is None else known
         self._buffers = BufferKeeper(self._models)
-        self._names: dict[nn.Module, str] = {}
-        self._original: MovedState | None = None
+        self._names: dict[nn.Module, str] = {} if names is None else names
+        self._buffers.add(self._names)
+        self._original = original
         self._passed: list[int] = []
         self._forget()
 
     def twin(self) -> MovedState:
         """Return another keeper of the same state: for one micro-batch, or for a check in an open window."""
-        other = MovedState(self._models, self._functions)
-        other._known, other._names, other._original = self._known, self._names, self
-        other._buffers.add(self._names)
-        return other
+        return MovedState(self._models, self._functions, known=self._known, names=self._names, original=self)
 
     def replace_tensors(self, kind: type[Tensor], make: Callable[[Tensor], Tensor]) -> None:
         """Replace tensors of a kind wherever state is bound: those of a virtual batch, by real ones.
@@ -86,7 +89,7 @@ class MovedState:
         """
         before = self._bound.by_place()
         found = reach(self._models, self._functions)
-        buffers = [Table(name, module._buffers, own=True) for name, module in found.outside]
+        buffers = found.buffer_tables()
         of_buffers = set(map(id, buffers))
         for table in (*found.tables, *buffers):
             for key, value in table.read().items():

@@ -25,6 +25,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from superbatch.torch.module_tables import buffers_of, children_of, parameters_of
+
 DEEPEST = 4  # containers, objects and functions inside each other
 LONGEST = 4096  # entries of a container; a longer one is data, not state
 
@@ -150,6 +152,10 @@ class Reached:
     outside: list[tuple[str, nn.Module]]
     names: dict[nn.Module, str]
 
+    def buffer_tables(self) -> list[Table]:
+        """Return the buffers of the modules that are in none of the models."""
+        return [Table(name, buffers_of(module), own=True) for name, module in self.outside]
+
 
 def reach(models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) -> Reached:
     """Find the state that forwards of models and calls of functions can reach.
@@ -196,10 +202,10 @@ class _Search:
                 self.names[module] = where
                 if not inside:
                     self.outside.append((where, module))
-                self.tables.append(Table(where, module._parameters, own=True))
+                self.tables.append(Table(where, parameters_of(module), own=True))
                 self._table(_attributes(where, module), 0)
                 if not _is_foreign(type(module)):
-                    self.tables.append(Table(where, module._modules, own=True))  # one may be replaced
+                    self.tables.append(Table(where, children_of(module), own=True))  # one may be replaced
                     self._class(where, type(module), loose=False)
 
     def _visit(self, name: str, value: Any, depth: int, loose: bool) -> None:
