@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -29,6 +28,7 @@ from .sizes.sizing import Fixed, Sizing
 from .virtual import virtual_batch
 from .virtual.block import VirtualBatch
 from .virtual.trace.tensor import VirtualTensor
+from .warn import warn
 from .window.joining import joined
 from .window.microbatches import MicrobatchList
 from .window.open_window import OpenWindow
@@ -137,7 +137,7 @@ class WholeBatch:
             self.report = begun[0].report() if begun else None
         if self._apart:  # the update is right all the same, but it took the memory of the whole batch
             self.report = replace(begun[0].report(), microbatches=1)
-            warnings.warn(_APART, UserWarning, stacklevel=5)
+            warn(_APART)
         config.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
         place.took()
         progress.losses.load_state({0: value.item()})
@@ -181,11 +181,9 @@ class WholeBatch:
         self._now = most
         progress.failures += 1
         config.reserve.tight = True
-        warnings.warn(
+        warn(
             f"memory ran out with {failed} samples at a time; the batch is worked through again with at most "
-            f"{most}. The update is the same{but_unseen(transaction)}. ({failure.splitlines()[0]})",
-            UserWarning,
-            stacklevel=5,
+            f"{most}. The update is the same{but_unseen(transaction)}. ({failure.splitlines()[0]})"
         )
 
 

@@ -21,7 +21,6 @@ has doubled, where the budget allows it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,6 +30,7 @@ from torch import nn
 from superbatch.batch.tree import plan as plan_of
 from superbatch.errors import CoupledSamplesError, InputError, LossSpecError, SplitError
 
+from ..warn import warn
 from ..window.config import Config
 from ..window.joining import joined
 from ..window.microbatches import MicrobatchList, Shown
@@ -109,7 +109,7 @@ class CheckSchedule:
         self._updates, self._now = updates, self._before
         if self._unsaid and (len(pieces) > 1 or self._config.sync.shared):
             self._unsaid = False
-            warnings.warn(_UNCHECKED, UserWarning, stacklevel=4)
+            warn(_UNCHECKED)
         if first is None or not self._can_check:
             return
         checked = first(self._config, pieces, frozen=self._frozen)

@@ -11,7 +11,6 @@ rounding, which is measured, the error names the statement that does hold.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from superbatch.errors import InputError, LossSpecError, SplitError, explain
 
 from ..devices import accelerators
 from ..memory.out_of_memory import out_of_memory
+from ..warn import warn
 from ..window.participants.moved_state import MovedState
 from ..window.participants.moving import warn_of_what_moves
 from ..window.participants.snapshot import RandomKeeper
@@ -191,12 +191,10 @@ def _say_what_was_not_checked(
     if not keeper.not_said([checked.reason or NOT_REPEATABLE]):  # also by an earlier window
         return
     declared = _declared(evaluation.problem)
-    warnings.warn(
+    warn(
         "superbatch could not check the statement about the loss on the first window, "
         f"{declared}: {why} with "
-        "superbatch.torch.verify(model, loss_fn, batch); check=False silences this.",
-        UserWarning,
-        stacklevel=7,
+        "superbatch.torch.verify(model, loss_fn, batch); check=False silences this."
     )
 
 

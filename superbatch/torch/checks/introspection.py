@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..warn import warn
+
 
 class _Stance:
     """torch's stance on compiling while somebody looks. It is of the whole process, and so is this.
@@ -68,11 +70,9 @@ class _Unsaid:
 @cache
 def _say_it_runs_eagerly() -> None:
     """Say it once."""
-    warnings.warn(
+    warn(
         "a compiled model runs eagerly in virtual_batch, which records its operations; outside of it, it is "
-        "compiled as ever. With compile=True virtual_batch compiles what it has recorded",
-        UserWarning,
-        stacklevel=7,  # the call of the model
+        "compiled as ever. With compile=True virtual_batch compiles what it has recorded"
     )
 
 

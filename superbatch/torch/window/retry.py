@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
@@ -21,6 +20,7 @@ from superbatch.errors import OutOfMemoryError, SplitError, explain
 
 from ..loss.losses import alone
 from ..memory.out_of_memory import out_of_memory, release_caches
+from ..warn import warn
 from .microbatches import cut_large
 from .participants.gradient_sum import values
 from .progress import Progress
@@ -109,12 +109,10 @@ def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
     progress.weigh_again()
     progress.failures += 1
     config.reserve.tight = True
-    warnings.warn(
+    warn(
         f"memory ran out in micro-batch {index} ({samples} samples); the window "
         f"{'begins again' if again else 'goes on'} in micro-batches of at most {most}. The update is the "
-        f"same{'' if config.sample_rng else _BUT_RANDOM}{but_unseen(window)}. ({failure.splitlines()[0]})",
-        UserWarning,
-        stacklevel=4,
+        f"same{'' if config.sample_rng else _BUT_RANDOM}{but_unseen(window)}. ({failure.splitlines()[0]})"
     )
 
 

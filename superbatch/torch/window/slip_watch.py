@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
+
+from ..warn import warn
 
 _WINDOWS = 10  # in a row that were one micro-batch each, before anything is said
 
@@ -47,13 +48,11 @@ class SlipWatch:
         self._unsplit += 1
         if self._unsplit == _WINDOWS:
             size, self._size = self._size, None
-            warnings.warn(
+            warn(
                 f"The first {_WINDOWS} batches were one micro-batch each ({samples[0]} samples, "
                 f"microbatch_size={size}), so nothing was accumulated. If the loader yields micro-batches, "
                 "write: "
-                "for window in windows(loader, accumulation_steps=8): accumulate(window).",
-                UserWarning,
-                stacklevel=4,
+                "for window in windows(loader, accumulation_steps=8): accumulate(window)."
             )
 
     def close(self) -> None:
@@ -69,12 +68,10 @@ class SlipWatch:
         pairs = zip(counts, now, strict=False)
         if any(a is not None and b is not None and least <= b - a <= most for a, b in pairs):
             self._schedulers, self._counts, self._opened = (), [], []
-            warnings.warn(
+            warn(
                 "scheduler.step() was called outside the Accumulator, which steps the scheduler once per "
                 "update: "
-                "the learning rate changes twice per update. Remove the call, or leave out scheduler=.",
-                UserWarning,
-                stacklevel=5,
+                "the learning rate changes twice per update. Remove the call, or leave out scheduler=."
             )
 
     def _read(self) -> list[int | None]:

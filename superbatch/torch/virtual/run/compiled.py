@@ -21,6 +21,7 @@ from torch import Tensor
 
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
+from ...warn import warn
 from ..ir.layout import Part
 from ..ir.values import Run
 
@@ -199,10 +200,7 @@ def _remembered(key: _Key) -> _Compiled | None:
 @lru_cache(maxsize=1 << 10)
 def _warn(reason: str) -> None:
     """Say it once."""
-    warnings.warn(
-        f"virtual_batch(compile=True): some operations are not compiled and run as without it ({reason})",
-        stacklevel=2,
-    )
+    warn(f"virtual_batch(compile=True): some operations are not compiled and run as without it ({reason})")
 
 
 def _made(segment: Segment, form: Form) -> _Compiled | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -17,6 +15,7 @@ from superbatch.errors import CoupledSamplesError, explain
 from superbatch.results.coupling import CouplingPoint, CouplingReport, WholeValue
 from superbatch.torch.module_tables import children_of
 
+from ...warn import warn
 from ..ir.values import Node, going_back
 from .plan import Plan
 from .store import Store
@@ -37,16 +36,7 @@ def paths(
     return found
 
 
-def _level() -> int:
-    """The stack level, for a warning by the one who asks, of the program's own line."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_ITS_OWN:
-        frame, level = frame.f_back, level + 1
-    return level
-
-
 _PICKS = {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}  # of rows of the batch, where these meet
-_NOT_ITS_OWN = ("superbatch", "torch")
 
 
 class Log:
@@ -140,7 +130,7 @@ class Log:
     def _tell(self, text: str) -> None:
         if self._on_gather == "error":
             raise CoupledSamplesError(text)
-        warnings.warn(text, UserWarning, stacklevel=_level())
+        warn(text)
 
     def met(self, node: Node, kept: int) -> None:
         """Note a coupling point.

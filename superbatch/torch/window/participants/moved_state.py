@@ -12,13 +12,13 @@ What it costs follows from what is seen to move:
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from ...warn import warn
 from .bindings import NOTHING, copied, is_plain, tensors_of
 from .bound_names import BoundNames
 from .buffers import BufferKeeper
@@ -147,11 +147,9 @@ class MovedState:
             restore()
         if lost:
             others = f" and {len(lost) - 1} more" if lost[1:] else ""
-            warnings.warn(
+            warn(
                 f"the state {lost[0]!r}{others} moved for the first time in a window that was discarded, and "
-                "was not restored: it had not been copied. Load it again, as from a checkpoint.",
-                UserWarning,
-                stacklevel=4,
+                "was not restored: it had not been copied. Load it again, as from a checkpoint."
             )
 
     def lost(self) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 from torch import Tensor
 
+from ...warn import warn
 from .bindings import equal
 from .moved_state import MovedState
 
@@ -37,13 +37,11 @@ def warn_of_what_moves(keeper: MovedState, run: Callable[[], float | None]) -> N
                 names.append(name)
     names = keeper.not_said(names)
     if names:
-        warnings.warn(
+        warn(
             f"the forward changes the state {_listed(names)} once per micro-batch, where the real batch "
             "changes it once per update, so the update is not exactly that of the real batch. Change it once "
             'per update, outside of loss_fn; or freeze it (eval()), use coupled="exact", which calls loss_fn '
-            "once, or accept it and pass check=False.",
-            UserWarning,
-            stacklevel=10,
+            "once, or accept it and pass check=False."
         )
 
 

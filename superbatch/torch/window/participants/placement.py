@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Literal
 
 import torch
 
+from ...warn import warn
 from ..config import Config
 from ..validation import check_momentum
 from .buffer_gradients import BufferGradientSum
@@ -64,12 +64,10 @@ class Placement:
             return None
         if not self._said:
             self._said = True
-            warnings.warn(
+            warn(
                 f"a window of {longest} micro-batches with bfloat16/float16 parameters: their gradients are "
                 "summed in float32 (4 bytes per parameter), since a sum in their own dtype would stop "
                 "growing. accumulator_dtype=torch.float32 says the same without this message, "
-                "accumulator_dtype=None undoes it.",
-                UserWarning,
-                stacklevel=5,
+                "accumulator_dtype=None undoes it."
             )
         return torch.float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import InputError, explain
 
+from ...warn import warn
 from ..wrapped_models import refuse_comm_hooks, refuse_sharded, refuse_static_graphs
 from .ddp import DDP
 from .local import Local
@@ -66,10 +66,8 @@ def find_sync(models: Iterable[nn.Module], group: Any = None, *, no_sync: bool =
 
 def _warn_if_alone() -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        warnings.warn(
+        warn(
             f"{dist.get_world_size()} ranks are initialised, but no model given is wrapped in "
             "DistributedDataParallel: each rank makes updates of its own. Pass the wrapped model (not "
-            "its .module) to share a batch over the ranks.",
-            UserWarning,
-            stacklevel=4,
+            "its .module) to share a batch over the ranks."
         )
