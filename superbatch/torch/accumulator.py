@@ -22,7 +22,7 @@ from .checks.check_schedule import CheckSchedule
 from .checks.first_check import check_first_window
 from .devices import accelerators
 from .loss.declared import WeightOption, declare
-from .masters import masters_loader, masters_state, masters_written, take_over
+from .masters import masters_at_first, masters_loader, masters_state, masters_written, take_over
 from .sizes.reserve import Reserve
 from .sizes.sizing import Fixed, sizing_state
 from .whole_batch import Coupled, owned_loop, whole_batch
@@ -218,7 +218,7 @@ class Accumulator:
         self._config.reserve.tight = not isinstance(self._sizing, Fixed)
         self._places = Placement(self._config, accumulator_dtype, momentum=self._into == "momentum")
         options.check_combinations(self._config, momentum=self._into == "momentum")
-        self._written = masters_written(self._owned)
+        self._written = masters_at_first(self._owned)
         if isinstance(self._sizing, Fixed):  # a size that is looked for goes to the limit: all is handed back
             fastpaths.keep_freed_memory(entry.parameter.device for entry in self._owned)
 

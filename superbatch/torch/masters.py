@@ -55,6 +55,25 @@ def masters_written(owned: list[ManagedParameter]) -> Written:
     }
 
 
+def masters_at_first(owned: list[ManagedParameter]) -> Written:
+    """Note the versions of parameters and their masters, which must agree where an accumulator begins.
+
+    Raises:
+        InputError: a master does not round to its parameter, so that the first update would undo the loading
+            of the parameter, or spoil it.
+    """
+    for entry in owned:
+        parameter, master = entry.parameter, entry.target
+        if master is parameter or parameter.is_meta or master.is_meta:
+            continue
+        if not _rounds_to(master.to(parameter.device), parameter):
+            raise InputError(
+                f"The master of {entry.name!r} differs from the parameter by more than rounding, so the "
+                "first update would overwrite the parameter. Load the model, then call fp32_masters(model)."
+            )
+    return masters_written(owned)
+
+
 def take_over(owned: list[ManagedParameter], written: Written) -> None:
     """Make parameters and masters agree where somebody else has written to one of them.
 
@@ -113,7 +132,8 @@ def masters_loader(
         saved: from `masters_state`.
 
     Raises:
-        InputError: other parameters have masters here, or of another shape; nothing has changed.
+        InputError: other parameters have masters here, or of another shape or dtype, or a saved one is not
+            finite; nothing has changed.
 
     Examples:
         >>> layer = nn.Linear(2, 1).bfloat16()
@@ -137,17 +157,7 @@ def masters_loader(
             "Make the Accumulator with masters=fp32_masters(model) of the same model."
         )
     for name, master in here.items():
-        if saved[name].shape != master.shape:
-            raise InputError(
-                f"The saved master of {name!r} has shape {tuple(saved[name].shape)}, the parameter "
-                f"{tuple(master.shape)}. Load the state of the same model."
-            )
-
-        if saved[name].dtype != master.dtype:
-            raise InputError(
-                f"The saved master of {name!r} is of {saved[name].dtype}, not {master.dtype}. Load the state "
-                "as it was saved: a conversion rounds it."
-            )
+        _check_saved(name, saved[name], master)
 
     @torch.no_grad()
     def load() -> None:
@@ -155,6 +165,29 @@ def masters_loader(
             master.copy_(saved[name])
 
     return load
+
+
+def _check_saved(name: str, saved: Tensor, master: Tensor) -> None:
+    """Raise if a saved master cannot be copied into the one that there is, or would spoil it."""
+    if saved.shape != master.shape:
+        raise InputError(
+            f"The saved master of {name!r} has shape {tuple(saved.shape)}, the parameter "
+            f"{tuple(master.shape)}. Load the state of the same model."
+        )
+    if saved.dtype != master.dtype:
+        raise InputError(
+            f"The saved master of {name!r} is of {saved.dtype}, not {master.dtype}. Load the state "
+            "as it was saved: a conversion rounds it."
+        )
+    if saved.is_meta:
+        raise InputError(f"The saved master of {name!r} is on the meta device. Load a state that has values.")
+    # What is infinite on purpose (a mask) is so in both.
+    wrong = ~torch.isfinite(saved) & (saved != master.detach().to(saved.device))
+    if wrong.any():
+        raise InputError(
+            f"The saved master of {name!r} holds {float(saved[wrong][0])} ({int(wrong.sum())} of "
+            f"{saved.numel()} values are not finite). Load an earlier state, from before it was spoiled."
+        )
 
 
 def _by_name(models: Sequence[nn.Module], masters: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:

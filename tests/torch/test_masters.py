@@ -184,15 +184,13 @@ def test_nan_in_a_parameter_is_no_difference() -> None:
     run = Run()
     run.train(BATCHES[:1])
     with torch.no_grad():
-        for master in run.masters.values():
+        for parameter, master in run.masters.items():
             master.view(-1)[0] = torch.nan
-    saved, second = run.save(), Run(seed=7)
-    kept = saved["accumulate"]["masters"]["0.weight"]
-    for name, value in saved["model"].items():
-        saved["model"][name] = saved["accumulate"]["masters"][name].to(value.dtype)
-    second.load(saved, ("accumulate", "model", "optimizer"))
-    with second.accumulate.window(BATCHES[1]):
-        assert torch.equal(second.masters[second.model[0].weight].nan_to_num(), kept.nan_to_num())
+            parameter.copy_(master)
+    kept = run.masters[run.model[0].weight].detach().clone()
+    assert not torch.equal(kept, kept.to(BF16).float()), "premise: the parameter is rounded"
+    with run.accumulate.window(BATCHES[1]):
+        assert torch.equal(run.masters[run.model[0].weight].nan_to_num(), kept.nan_to_num())
 
 
 def test_masters_that_do_not_fit_are_refused() -> None:
@@ -209,3 +207,66 @@ def test_masters_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="no mapping of names to tensors"):
         run.accumulate.load_state_dict({**saved, "masters": [1]})
     assert same(before, run.values())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda master: torch.full_like(master, torch.nan), r"'0\.bias' holds nan \(6 of 6 values"),
+        (lambda master: master.index_fill(0, torch.tensor([1]), torch.inf), r"'0\.bias' holds inf \(1 of 6"),
+        (lambda master: master.to(BF16), r"'0\.bias' is of torch\.bfloat16, not torch\.float32"),
+        (lambda master: master[:-1], r"'0\.bias' has shape \(5,\), the parameter \(6,\)"),
+        (lambda master: master.to("meta"), r"'0\.bias' is on the meta device"),
+    ],
+)
+def test_spoilt_masters_are_refused_before_anything_changes(spoil: Any, text: str) -> None:
+    run = Run()
+    run.train(BATCHES[:2])
+    saved = run.save()["accumulate"]
+    run.train(BATCHES[2:4])
+    before, state = run.values(), run.accumulate.state_dict()
+    spoilt = {**saved, "masters": {**saved["masters"], "0.bias": spoil(saved["masters"]["0.bias"])}}
+    with pytest.raises(InputError, match=text):
+        run.accumulate.load_state_dict(spoilt)
+    assert same(before, run.values())
+    after = run.accumulate.state_dict()
+    assert [after[key] for key in ("updates", "check")] == [state[key] for key in ("updates", "check")]
+
+
+def test_an_infinite_mask_is_loaded() -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    with torch.no_grad():
+        model.weight[0, 1] = -torch.inf
+    masters = fp32_masters(model)
+    accumulate = Accumulator(model, torch.optim.SGD(masters.values()), model, masters=masters)
+    saved = {name: value.clone() for name, value in accumulate.state_dict()["masters"].items()}
+    accumulate.load_state_dict({**accumulate.state_dict(), "masters": saved})
+    assert masters[model.weight][0, 1] == -torch.inf
+
+
+def stale(model: nn.Module) -> dict[Tensor, Tensor]:
+    masters = fp32_masters(model)
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    return masters
+
+
+def spoilt(model: nn.Module) -> dict[Tensor, Tensor]:
+    masters = fp32_masters(model)
+    with torch.no_grad():
+        next(iter(masters.values()))[0] = torch.nan
+    return masters
+
+
+@pytest.mark.parametrize("make", [stale, spoilt])
+def test_masters_that_are_not_of_the_parameters_are_refused(make: Any) -> None:
+    model = nn.Linear(2, 1).bfloat16()
+    masters = make(model)
+    with pytest.raises(InputError, match=r"master of 'weight' differs .* then call fp32_masters\(model\)"):
+        Accumulator(model, torch.optim.SGD(masters.values()), model, masters=masters)
+
+
+def test_masters_narrower_than_their_parameters_are_refused() -> None:
+    model = nn.Linear(2, 1)
+    masters: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().to(BF16)) for p in model.parameters()}
+    with pytest.raises(InputError, match="its shape in its dtype or a wider one"):
+        Accumulator(model, torch.optim.SGD(masters.values()), model, masters=masters)

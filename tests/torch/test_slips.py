@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from superbatch import normalize
-from superbatch.errors import InputError, SplitError, WindowError
+from superbatch.errors import InputError, OptimizerError, SplitError, WindowError
 from superbatch.torch import Accumulator, Window, cached_gradients, predict_peak, verify, windows
 from superbatch.torch.tuning import lr_survey
 from superbatch.torch.window.slips import check_loss_fn
@@ -390,13 +390,86 @@ def test_a_parameter_replaced_after_construction(replace: Callable[[nn.Sequentia
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_modules_added_later_belong_to_others(model: nn.Linear) -> None:
-    net = nn.Sequential(model)
-    accumulate = Accumulator(net, sgd(net), loss_of(net), microbatch_size=4)
+def load_assigning(model: nn.Sequential) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def test_parameters_replaced_by_loading_are_told_with_the_cause_and_the_order() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    accumulate = accumulator(model)
+    load_assigning(model)
+    for _ in range(2):
+        with pytest.raises(
+            InputError,
+            match=r"'0\.weight' was replaced after .*load_state_dict\(assign=True\), to_empty\(\).*Make the "
+            r"optimizer and the Accumulator after loading",
+        ):
+            accumulate(BATCH)
+    assert accumulator(model)(BATCH).made
+
+
+def append_layer(net: nn.Sequential) -> None:
+    net.append(nn.Linear(2, 2))
+
+
+def unfreeze(net: nn.Sequential) -> None:
+    for parameter in net[1].parameters():
+        parameter.requires_grad = True
+
+
+def add_parameter(net: nn.Sequential) -> None:
+    net[0].register_parameter("gain", nn.Parameter(torch.ones(())))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(append_layer, r"2\.weight"), (unfreeze, r"1\.weight"), (add_parameter, r"0\.gain")]
+)
+@pytest.mark.parametrize("updates", [0, 1, 3])
+def test_a_parameter_added_later_needs_an_optimizer(
+    change: Callable[[nn.Sequential], None], name: str, updates: int
+) -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(requires_grad=False))
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    accumulate = Accumulator(net, optimizer, loss_of(net), microbatch_size=4)
+    assert all(accumulate(BATCH).made for _ in range(updates))
+    change(net)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    for call in (accumulate, accumulate.window, accumulate):
+        with pytest.raises(OptimizerError, match=rf"'{name}'.*in no optimizer .*add_param_group"):
+            call(BATCH)
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    new = [p for p in net.parameters() if p.requires_grad and p not in {*optimizer.param_groups[0]["params"]}]
+    if updates == 1:
+        optimizer.add_param_group({"params": new})
+        assert accumulate(BATCH).made
+        moved = [not torch.equal(value, before[key]) for key, value in net.state_dict().items()]
+        assert sum(moved) == (2 if change is add_parameter else 4), "the gain is in no loss"
+    elif updates == 3:
+        for parameter in new:
+            parameter.requires_grad = False
+        assert accumulate(BATCH).made
+    else:
+        assert Accumulator(net, optimizer, loss_of(net), microbatch_size=4)(BATCH).made
+
+
+def test_a_frozen_layer_appended_later_needs_none() -> None:
+    net = nn.Sequential(nn.Linear(3, 2))
+    accumulate = accumulator(net)
     accumulate(BATCH)
-    net.append(nn.Linear(2, 2))  # trained by nobody here
+    net.append(nn.Linear(2, 2).requires_grad_(requires_grad=False))
     assert accumulate(BATCH).made
-    assert all(parameter.grad is None for parameter in net[1].parameters())
+
+
+def test_a_parameter_in_no_optimizer_from_the_start_is_left_to_others() -> None:
+    other = nn.Linear(2, 2)
+    net = nn.Sequential(nn.Linear(3, 2), other)
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    accumulate = Accumulator(net, optimizer, loss_of(net), microbatch_size=4)
+    kept = other.weight.detach().clone()
+    for trained in (True, False, True):
+        other.requires_grad_(requires_grad=trained)
+        assert accumulate(BATCH).made
+    assert torch.equal(kept, other.weight)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from superbatch.errors import InputError
+from superbatch.errors import InputError, OptimizerError
 
 from ..module_tables import children_of, parameters_of
 from .participants.gradient_sum import ManagedParameter
-from .validation import has_others, own_parameters, trainable
+from .validation import has_others, names_of, own_parameters, trainable
 from .wrapped_models import refuse_sharded
 
 
@@ -58,10 +59,11 @@ class Structure:
         for entry in owned:
             if entry.parameter in self._parameters and entry.parameter not in present:
                 raise InputError(
-                    f"The parameter {entry.name!r} was replaced after the Accumulator was made, so the "
-                    "optimizer "
-                    "updates a tensor that the model no longer uses. Copy into the old one under "
-                    "torch.no_grad(), or make the optimizer and the Accumulator again."
+                    f"The parameter {entry.name!r} was replaced after the Accumulator was made - "
+                    "load_state_dict(assign=True), to_empty() of a model on the meta device and a new module "
+                    "do that - so the optimizer updates a tensor that the model no longer uses. Make the "
+                    "optimizer and the Accumulator after loading, or copy into the old parameter under "
+                    "torch.no_grad()."
                 )
         self._note()
 
@@ -111,6 +113,7 @@ class OwnedParameters:
         self._models, self._optimizers, self._masters = models, optimizers, masters
         self._structure = Structure(models)
         self.entries: list[ManagedParameter] = []
+        self._known = set(names_of(models))  # trainable from the start: in no optimizer on purpose
         self._read()
 
     def refresh(self) -> None:
@@ -118,19 +121,43 @@ class OwnedParameters:
 
         Raises:
             InputError: a parameter was replaced by one that no optimizer updates.
-            OptimizerError: as `own_parameters`.
+            OptimizerError: a parameter was added or unfrozen, and no optimizer updates it; or as
+                `own_parameters`.
         """
         changed = self._structure.changed()
         if changed:
-            updated = {p for one in self._optimizers for group in one.param_groups for p in group["params"]}
+            updated = set(self._targets())
             self._structure.update(entry for entry in self.entries if entry.target in updated)
-        if changed or trainable(self._optimizers, self._masters) != self._trainable:
+            self._trainable = []  # reads again also after an error
+        thawed = any(map(attrgetter("requires_grad"), self._frozen))
+        if changed or thawed or trainable(self._optimizers, self._masters) != self._trainable:
             self._read()
 
     def _read(self) -> None:
-        self.entries[:] = own_parameters(self._models, self._optimizers, self._masters)
+        owned = own_parameters(self._models, self._optimizers, self._masters)
+        names = names_of(self._models)
+        left = names.keys() - self._known - {entry.parameter for entry in owned}
+        if left:
+            raise _in_no_optimizer([name for parameter, name in names.items() if parameter in left])
+        self.entries[:] = owned
         self.only_some = has_others(self._models, self.entries)
+        present = set(_parameters(self._models))
+        self._known = (self._known & present) | names.keys()
+        self._frozen = [p for p in present.difference(self._targets()) if not p.requires_grad]
         self._trainable = trainable(self._optimizers, self._masters)
+
+    def _targets(self) -> list[Tensor]:
+        return [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
+
+
+def _in_no_optimizer(names: list[str]) -> OptimizerError:
+    others = f" and {len(names) - 1} more" if names[1:] else ""
+    return OptimizerError(
+        f"The parameter {names[0]!r}{others} was added or unfrozen after the Accumulator was made and is in "
+        "no optimizer of it, so its gradient would never be applied. Add it with "
+        'optimizer.add_param_group({"params": ...}), freeze it with requires_grad_(False), or, if another '
+        "optimizer updates it, make the Accumulator again."
+    )
 
 
 def _parameters(models: Iterable[nn.Module]) -> list[Tensor]:

@@ -82,7 +82,7 @@ def own_parameters(
             share one, or a parameter is stepped inside the backward.
         InputError: `masters` maps something else than parameters of the models.
     """
-    names = _names(models)
+    names = names_of(models)
     parameter_of: Mapping[Any, Tensor] = _parameters_by_target(names, masters or {})
     owned: list[ManagedParameter] = []
     seen: set[Tensor] = set()
@@ -317,8 +317,13 @@ def _not_linear(group: Mapping[str, Any]) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _names(models: Iterable[nn.Module]) -> dict[Tensor, str]:
-    """Name of every trainable parameter; a tied one has its first name."""
+def names_of(models: Iterable[nn.Module]) -> dict[Tensor, str]:
+    """Return the name of every trainable parameter; a tied one has its first name.
+
+    Examples:
+        >>> list(names_of([nn.Linear(1, 1)]).values())
+        ['weight', 'bias']
+    """
     names: dict[Tensor, str] = {}
     for index, model in enumerate(models):
         prefix = "" if index == 0 else f"models[{index}]."
@@ -333,17 +338,23 @@ def _parameters_by_target(
 ) -> dict[Tensor, Tensor]:
     for parameter, master in masters.items():
         known = parameter in names or (isinstance(parameter, Tensor) and not parameter.requires_grad)
-        if not known or not isinstance(master, Tensor) or master.shape != parameter.shape:
+        if not known or not isinstance(master, Tensor) or not _holds(master, parameter):
             raise InputError(
                 explain(
                     "masters with an entry that is no trainable parameter of the model and a copy of its "
-                    "shape",
+                    "shape in its dtype or a wider one",
                     "a master is the copy, in a wider dtype, that the optimizer updates in place of a "
                     "parameter",
                     "make them with fp32_masters(model)",
                 )
             )
     return {master: parameter for parameter, master in masters.items()}
+
+
+def _holds(master: Tensor, parameter: Tensor) -> bool:
+    """Return whether a master has the shape of a parameter, and a dtype that holds its values."""
+    wider = torch.promote_types(master.dtype, parameter.dtype) == master.dtype
+    return master.shape == parameter.shape and wider
 
 
 def _types(values: Iterable[object]) -> str:
