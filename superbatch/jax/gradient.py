@@ -205,7 +205,11 @@ def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
 def with_noise(window: Stats, gradient: Any, sums: list[Any]) -> Stats:
     """Return the stats with the two scalars of the noise and what they are weighed by."""
     squares, q, per_sample = (arithmetic.per_weight(part, window.weight**2) for part in sums)
-    return window._replace(
+    return Stats(
+        window.weight,
+        window.samples,
+        window.microbatches,
+        window.dropped,
         a2=squares,
         b2=arithmetic.square_norm(gradient),
         q=q,

@@ -81,7 +81,7 @@ class Call:
     def evaluate(self, arguments: tuple[Any, ...], weight: Any) -> Outcome:
         """Call the function; the outcome has the micro-batch's weight, returned or stated."""
         outcome = read(self.fun(*arguments, **self.kwargs), self.options.form)
-        return outcome if self.options.form.returned else outcome._replace(weight=weight)
+        return outcome if self.options.form.returned else outcome.weighing(weight)
 
 
 def key_tree(keys: Any, axis_name: Any) -> Any:
@@ -128,7 +128,7 @@ def plan_extra(call: Call) -> Planned | None:
         return call.evaluate(*call.cutter(group)(index, carry))
 
     carry = first_carry(call)
-    shape = jax.eval_shape(lambda: outcome_of(call.groups[0], carry, 0)._replace(aux=None))
+    shape = jax.eval_shape(lambda: outcome_of(call.groups[0], carry, 0).without_aux())
     if shape.extra is None:
         return None
 

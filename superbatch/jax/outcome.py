@@ -35,6 +35,14 @@ class Outcome(NamedTuple):
     aux: Any
     carry: Any
 
+    def weighing(self, weight: Any) -> Outcome:
+        """Return the same outcome with another weight."""
+        return Outcome(self.loss, weight, self.extra, self.aux, self.carry)
+
+    def without_aux(self) -> Outcome:
+        """Return the same outcome without `aux`."""
+        return Outcome(self.loss, self.weight, self.extra, None, self.carry)
+
 
 def read(result: Any, form: Form) -> Outcome:
     """Take the result of the function apart.

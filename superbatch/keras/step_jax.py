@@ -173,20 +173,18 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
     gradients, new = jax.grad(loss, has_aux=True)(batch.state.trainable)
     keep = _kept(gradients, new.sums, plan)
     if keep is None:
-        return new._replace(
-            gradients=[
-                total + gradient.astype(total.dtype)
-                for total, gradient in zip(carry.gradients, gradients, strict=True)
-            ],
-            sums=carry.sums + new.sums,
-        )
+        added = [
+            total + gradient.astype(total.dtype)
+            for total, gradient in zip(carry.gradients, gradients, strict=True)
+        ]
+        return Carry(new.other, new.metrics, added, carry.sums + new.sums, new.norms)
     added = [
         total + jnp.where(keep, gradient, 0).astype(total.dtype)
         for total, gradient in zip(carry.gradients, gradients, strict=True)
     ]
     sums = carry.sums + jnp.where(keep, new.sums, 0)
     if not plan.skips:
-        return new._replace(gradients=added, sums=sums)
+        return Carry(new.other, new.metrics, added, sums, new.norms)
     kept = jax.tree.map(
         lambda after, before: jnp.where(keep, after, before),
         (new.metrics, new.norms),

@@ -45,6 +45,10 @@ class Taker(CompileLoss):
         """None for each loss: no metric to update."""
         return [None] * len(self._flat_losses)
 
+    def free(self) -> None:
+        """Drop the losses: they hold the taker, and with it the terms and their graph."""
+        self._flat_losses = []
+
     def _noting(self, flat: Any) -> Any:
         def note(y: Any, y_pred: Any, sample_weight: Any) -> Any:
             plan, number = self.plan, len(self.terms)
@@ -55,7 +59,7 @@ class Taker(CompileLoss):
             if plan is not None and term.numbers is not None:
                 rowwise.check_like(flat.name, term.numbers, plan.numbers[number])
             factor = 1.0 if flat.loss_weights is None else flat.loss_weights
-            self.terms.append(term._replace(factor=factor))
+            self.terms.append(term.times(factor))
             return term.value
 
         return note
@@ -67,7 +71,7 @@ def take(
     """Return the terms of the compiled losses of a micro-batch, in the order Keras has them."""
     taker = Taker(compiled, stated, rows, plan)
     taker(y, y_pred, sample_weight)
-    taker._flat_losses = []  # which hold the taker, and so its terms and their graph
+    taker.free()
     return taker.terms
 
 

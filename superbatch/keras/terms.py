@@ -52,6 +52,10 @@ class Term(NamedTuple):
     stated: bool = False
     numbers: rowwise.Numbers | None = None
 
+    def times(self, factor: Any) -> Term:
+        """Return the same term with another factor."""
+        return Term(self.name, self.kind, self.value, self.weight, factor, self.stated, self.numbers)
+
 
 def term_of(
     name: str,
@@ -103,7 +107,8 @@ def term_of(
     found = rowwise.numbers(name, values, y_pred_)
     if looking:
         rowwise.check_twice(name, loss, y_, y_pred_, found)
-    return _reduced(name, loss, values, masks, sample_weight, rows)._replace(numbers=found)
+    term = _reduced(name, loss, values, masks, sample_weight, rows)
+    return Term(name, term.kind, term.value, term.weight, numbers=found)
 
 
 def stated_term(name: str, value: Any, stated: Any, sample_weight: Any) -> Term:

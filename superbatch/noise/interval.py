@@ -101,6 +101,10 @@ class Ratio(NamedTuple):
         del fields["reason"]
         return fields
 
+    def without_scale(self) -> Ratio:
+        """Return signal and variance alone: the noise scale may be anything."""
+        return Ratio(None, 0.0, math.inf, self.signal, self.variance, None)
+
 
 class Moments:
     """Averages of x (variance of one sample) and y (signal) with the weights of an exponential decay.

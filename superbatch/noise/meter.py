@@ -215,7 +215,7 @@ class NoiseMeter:
         found = moments.of(self.beta, self.data_size)
         if moments.count >= FEWEST_WINDOWS:
             return found
-        return found._replace(batch_size=None, low=0.0, high=math.inf, reason=None)
+        return found.without_scale()
 
     def _models(self, total: Ratio) -> tuple[NoiseOfModel, ...]:
         """The plain one and the others, where these are measured."""

@@ -311,7 +311,7 @@ class CheckSchedule:
         if best is None:
             return None
         samples = extremes(values_of[best.name], 2) if best.name in values_of else best.samples
-        return best._replace(samples=samples, sure=best.sure and best.contrast >= _FAINT)
+        return News(best.name, best.contrast, samples, best.sure and best.contrast >= _FAINT)
 
     def _contrast_of_weights(self, piece: Any, pieces: MicrobatchList) -> float:
         """How unequally the samples on both sides of the check's cut weigh."""

@@ -45,6 +45,10 @@ class Call(NamedTuple):
             return self.args[position]
         return default if known is None else known
 
+    def on(self, tensors: list[Value]) -> Call:
+        """Return the same call on other values."""
+        return Call(self.func, self.args, self.kwargs, tensors, self.paths, self.samples)
+
     def replaced(self, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return args and kwargs with some arguments replaced, by name."""
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -88,6 +92,10 @@ class Recipe(NamedTuple):
     light: bool = False
     placed: bool = False
     results: int | None = None
+
+    def drawing(self, run: Run) -> Recipe:
+        """Return the same recipe with a function that draws random numbers, which is never light."""
+        return self._replace(run=run, light=False)
 
 
 _aten: Any = torch.ops.aten

@@ -41,6 +41,10 @@ class Layout(NamedTuple):
         """Return the same in another dimension."""
         return Layout(dim, self.outer, self.inner)
 
+    def repeated(self, outer: int) -> Layout:
+        """Return the same with all samples coming `outer` times."""
+        return Layout(self.dim, outer, self.inner)
+
 
 class Part(NamedTuple):
     """The samples of one micro-batch: those from `start` to before `stop`."""

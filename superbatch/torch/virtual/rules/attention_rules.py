@@ -120,7 +120,7 @@ def with_dropout(call: Call, seed: int) -> Recipe | None:
         The recipe; None where there is no rule for the call.
     """
     recipe = DROPPED[call.func](call, seed)
-    return None if recipe is None else recipe._replace(run=Seeded(seed, recipe.run))
+    return None if recipe is None else recipe.drawing(Seeded(seed, recipe.run))
 
 
 def _forward(kernel: _Kernel) -> Callable[..., Recipe | None]:

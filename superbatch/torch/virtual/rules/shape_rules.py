@@ -162,7 +162,7 @@ def _slice(call: Call) -> Recipe | None:
 
 def _blocks(value: Value, layout: Layout, first: int, last: int) -> Recipe:
     """Some of the outer blocks: all samples, fewer times."""
-    output = layout._replace(outer=last - first)
+    output = layout.repeated(last - first)
 
     def run(part: Part, tensors: list[Tensor]) -> Tensor:
         block = part.samples * layout.inner
@@ -206,7 +206,7 @@ def _cat(call: Call) -> Recipe | None:
         return Recipe([Operand(value, layout) for value in parts], [output], filled(call))
     if any(value.layout is None or value.layout[0::2] != layout[0::2] for value in parts):
         return None
-    output = layout._replace(outer=sum(value.layout.outer for value in parts if value.layout))
+    output = layout.repeated(sum(value.layout.outer for value in parts if value.layout))
     return Recipe([Operand(value, value.layout) for value in parts], [output], filled(call))
 
 

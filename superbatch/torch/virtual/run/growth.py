@@ -198,7 +198,7 @@ def _larger(form: Form, dims: Sequence[tuple[int, ...]], microbatch: int) -> lis
     ]
     call = form.call()
     try:
-        found = shapes(call._replace(tensors=doubled))
+        found = shapes(call.on(doubled))
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         if out_of_memory(error):
             raise

@@ -39,6 +39,10 @@ class SideEffects(NamedTuple):
     carries: list[tuple[int, Value]]
     early: list[int]
 
+    def loading(self, loads: list[Load]) -> SideEffects:
+        """Return the same side effects with other loads."""
+        return self._replace(loads=loads)
+
 
 class Instruction(NamedTuple):
     """One step.
@@ -60,6 +64,10 @@ class Instruction(NamedTuple):
     frees: list[int]
     known: bool = False
     view: bool = False
+
+    def with_effects(self, more: SideEffects) -> Instruction:
+        """Return the same instruction with other side effects."""
+        return self._replace(more=more)
 
 
 def filled(instruction: Instruction) -> list[int]:

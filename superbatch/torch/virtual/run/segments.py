@@ -73,7 +73,7 @@ class _Rewriting:
         if not taken:
             return view
         more = view.more or SideEffects([], [(None, view.output)], [], None, [], [], [])
-        return view._replace(more=more._replace(loads=[*taken, *more.loads]))
+        return view.with_effects(more.loading([*taken, *more.loads]))
 
     def close(self) -> None:
         """Put what is open into the program: as a segment, if that is worth it."""
@@ -118,7 +118,7 @@ def _loading(instruction: Instruction, loads: dict[int, Load]) -> Instruction:
     more = instruction.more
     if more is None:
         return instruction
-    return instruction._replace(more=more._replace(loads=[one for one in more.loads if one.slot in loads]))
+    return instruction.with_effects(more.loading([one for one in more.loads if one.slot in loads]))
 
 
 def _member(instruction: Instruction, local: dict[int, int]) -> Member:

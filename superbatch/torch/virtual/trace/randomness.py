@@ -58,7 +58,7 @@ class Randomness:
             with seeded(drawn_on or tensors[0].device, (seed + part.start) % 2**63):
                 return run(part, tensors)
 
-        return recipe._replace(run=drawn, light=False)
+        return recipe.drawing(drawn)
 
     def note(self, recipe: Recipe | None, results: Any) -> None:
         """Remember with which seed attention drew, for its backward."""

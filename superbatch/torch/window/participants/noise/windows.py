@@ -235,7 +235,8 @@ class NoiseOfWindows:
             missing = missing or "it was not seen whole on another rank"
             self._found = _Found(missing, no_proxy=missing)
         elif q_per_sample > 0:
-            self._found = self._found._replace(**self._judged_beside(a2, gradients, q, q_per_sample))
+            beside, no_proxy = self._judged_beside(a2, gradients, q, q_per_sample)
+            self._found = _Found(self._found.groups, self._found.samples, beside, no_proxy)
 
     def left(self, *, made: bool) -> None:
         """The window is over: what was taken down counts if its update was made."""
@@ -265,8 +266,8 @@ class NoiseOfWindows:
 
     def _judged_beside(
         self, a2: list[float], gradients: list[Tensor | None], q: float, q_per_sample: float
-    ) -> dict[str, Any]:
-        """Return what is measured beside: by Adam's preconditioner, and by single samples."""
+    ) -> tuple[dict[str, Estimate], str | None]:
+        """Measure by Adam's preconditioner and by single samples; return why there is no proxy, or None."""
         beside: dict[str, Estimate] = {}
         seen = a2[len(self._names) :]
         if self._metric is not None and 1 - q >= LEAST_SPREAD:
@@ -278,17 +279,17 @@ class NoiseOfWindows:
                 b2 = math.fsum(norm**2 for norm in on_host(of_power))
                 beside[power_name(power)] = estimate(scale * a, scale * b2, q)
         if self._samples is None:
-            return {"beside": beside, "no_proxy": "there is no LayerNorm or RMSNorm that is trained"}
+            return beside, "there is no LayerNorm or RMSNorm that is trained"
         if 1 - q_per_sample < LEAST_SPREAD or not math.isfinite(seen[-1]):
             alone = "one sample has nearly all the weight of its window"
             reason = alone if math.isfinite(seen[-1]) else self._samples.reason
-            return {"beside": beside, "no_proxy": reason or "it could not be told on another rank"}
+            return beside, reason or "it could not be told on another rank"
         places = {id(parameter) for parameter in self._samples.parameters()}
         own = [g for entry, g in zip(self._owned, gradients, strict=True) if id(entry.parameter) in places]
         norm = norm_of(own)
         one = estimate(seen[-1], 0.0 if norm is None else float(norm) ** 2, q_per_sample)
         beside |= {PROXY: one} | ({PROXY_BESIDE: one} if 1 - q >= LEAST_SPREAD else {})
-        return {"beside": beside}
+        return beside, None
 
     def _b2(self, gradients: list[Tensor | None], norm: float) -> list[float]:
         if len(self._names) == 1:
