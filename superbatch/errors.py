@@ -29,7 +29,7 @@ class SplitError(SuperbatchError, ValueError):
 
 
 class LossSpecError(SuperbatchError, ValueError):
-    """What was stated about the loss (its reduction, its weight) is not what the loss does."""
+    """The loss does not have the declared reduction or weight."""
 
 
 class CoupledSamplesError(SuperbatchError, RuntimeError):

@@ -1,5 +1,5 @@
 # pyright: strict
-"""What a batch is made of: scalars, arrays, and containers that can be taken apart and put together again.
+"""Leaves and containers of a batch: scalars, arrays, and containers that can be rebuilt from their parts.
 
 Everything is told apart by duck typing, so that no framework is imported. Three rules hold for every
 container:

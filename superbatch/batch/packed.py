@@ -250,7 +250,7 @@ def is_longest(name: str, value: Any) -> bool:
 
 
 def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[int, tuple[int, ...] | None]:
-    """Which dimension of an array is cut, and by which offsets.
+    """Return the dimension in which an array is cut, and the offsets of the samples.
 
     Args:
         shape: the array's shape, at least 1-d.

@@ -1,5 +1,5 @@
 # pyright: strict
-"""Which samples share a micro-batch when they differ in length: the fewest micro-batches under a budget.
+"""Packing of samples of unequal lengths: the fewest micro-batches under a budget.
 
 * In the batch's order, and in the order of length where padding counts, a partition into consecutive samples
   is searched. It is the best there is: for the cost samples x longest, no other grouping has fewer parts or a
@@ -47,7 +47,7 @@ class Packing:
     reach: list[int] | None = None
 
     def longest(self, start: int, stop: int) -> int | None:
-        """How many positions trimming leaves samples start..stop of the order; None: all."""
+        """Return the positions that trimming keeps for samples start..stop of the order; None: all."""
         if self.reach is None:
             return None
         return max(self.reach[i] for i in self.indices(start, stop))

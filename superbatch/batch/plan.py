@@ -174,7 +174,7 @@ def walked(
 
 @dataclass(slots=True)
 class Walk:
-    """What one walk over a batch is told and what it finds.
+    """State of one walk over a batch: its options, and what it has found.
 
     Args:
         whole: declared paths that are kept whole.

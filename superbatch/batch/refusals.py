@@ -1,5 +1,5 @@
 # pyright: strict
-"""What a batch is refused for, in words: each text names the paths, the lengths or types, and the remedy."""
+"""Errors about a batch: each text names the paths, the lengths or types, and the remedy."""
 
 from __future__ import annotations
 

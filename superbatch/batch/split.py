@@ -1,5 +1,5 @@
 # pyright: strict
-"""How many samples each micro-batch gets: near-equal in number, or near-equal in tokens under a budget.
+"""Sizes of the micro-batches: near-equal in samples, or near-equal in tokens under a budget.
 
 Sizes are a plain list of ints whose sum is the batch. An update does not depend on them; only memory and time
 do.
@@ -100,7 +100,7 @@ def sizes(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> list[
 
 
 def packing_of(batch: Any, samples: int, microbatch_size: int | TokenBudget) -> Packing:
-    """Which samples of a batch share a micro-batch.
+    """Return the assignment of samples to micro-batches.
 
     Args:
         batch: the batch, of which a TokenBudget reads the lengths.

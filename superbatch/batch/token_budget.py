@@ -24,7 +24,7 @@ WELL_KNOWN: Final = (
 
 
 class Lengths(NamedTuple):
-    """How long the samples of a batch are.
+    """Lengths of the samples of a batch.
 
     Args:
         tokens: the tokens of each sample.

@@ -1,4 +1,4 @@
-"""What a solver file says: every field of Caffe's SolverParameter, with its type and its default.
+"""Fields of a solver file: those of Caffe's SolverParameter, each with its type and its default.
 
 Source: BVLC/caffe 9b891540, src/caffe/proto/caffe.proto, `message SolverParameter`.
 """
@@ -40,7 +40,7 @@ def float32(value: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NetState:
-    """When a layer of a net is used: Caffe's NetState."""
+    """Condition under which a layer of a net is used: Caffe's NetState."""
 
     phase: Literal["TRAIN", "TEST"] = "TEST"
     level: int = 0

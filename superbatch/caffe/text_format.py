@@ -39,12 +39,12 @@ class Scalar:
 
     @property
     def string(self) -> str | None:
-        """What a string says; None for a number or a word."""
+        """Return the content of a string; None for a number or a word."""
         return self.text if self.token.kind == "string" else None
 
     @property
     def shown(self) -> str:
-        """How an error names it."""
+        """Return the text that names it in an error."""
         return f"{'-' if self.negative else ''}{self.token.text}"
 
 

@@ -38,7 +38,7 @@ class Token:
 
     @property
     def shown(self) -> str:
-        """How an error names it."""
+        """Return the text that names it in an error."""
         return "the end of the file" if self.kind == "end" else repr(self.text)
 
 

@@ -1,4 +1,4 @@
-"""What a solver file means and its author may not have meant."""
+"""Traps of a solver file: settings whose effect its author may not expect."""
 
 from __future__ import annotations
 

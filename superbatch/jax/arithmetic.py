@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""What `superbatch.normalize` says, on traced numbers; nothing else in this package divides.
+"""Arithmetic of `superbatch.normalize`, on traced numbers; nothing else in this package divides.
 
 There a weight is a number on the host and may be refused. Here it is only known when the program runs, so a
 weight that is negative makes the total NaN instead, and the NaN is in every gradient.

@@ -30,7 +30,7 @@ class Planned(NamedTuple):
 
 
 class PerMicrobatch(NamedTuple):
-    """What the loop keeps of every micro-batch, stacked; of a group: [count, ...]."""
+    """Results of the loop for every micro-batch, stacked; of a group: [count, ...]."""
 
     loss: Any
     weight: Any

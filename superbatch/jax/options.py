@@ -1,4 +1,4 @@
-"""What `value_and_grad` was asked for, checked once."""
+"""Options of `value_and_grad`, checked once."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Options:
 
     @property
     def form(self) -> Form:
-        """What the function returns."""
+        """Form of the function's result."""
         return Form(self.weight == "returned", self.has_aux, self.carry_argnum is not None)
 
     @property
     def may_leave_out(self) -> bool:
-        """Whether a micro-batch can have the weight 0."""
+        """Return True if a micro-batch can have the weight 0."""
         return self.weight is not None or self.nonfinite == "skip_microbatch"
 
 

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""What the user's function returns for a micro-batch, read in one place."""
+"""Result of the user's function for a micro-batch, read in one place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import arithmetic
 
 
 class Form(NamedTuple):
-    """What is stated about the function's result.
+    """Declared form of the function's result.
 
     Attributes:
         returned: the loss comes with its weight: ``(loss, weight)`` or ``(loss, weight, extra)``.

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""Which rows of a batch are in which micro-batch, in at most two groups of micro-batches of one size.
+"""Assignment of rows to micro-batches, in at most two groups of micro-batches of one size.
 
 A group of k micro-batches of m rows is one loop: XLA compiles it once, whatever k is. Micro-batch i of a
 *strided* group has the rows ``i, i + k, i + 2k, ...`` of the group: where the batch is sharded over devices

@@ -1,6 +1,6 @@
 # JAX is an extra. Where it is not installed, pyright finds neither it nor anything in it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-"""What one window says about itself, as arrays that a jitted function can return."""
+"""Statistics of one window, as arrays that a jitted function can return."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class MultiStepsState(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """What the boundary looks at: one call's window with its micro-batch added."""
+    """Input of the boundary: the window of one call with its micro-batch added."""
 
     microbatches: Any
     weight: Any

@@ -111,7 +111,7 @@ def _step_of(backend: str) -> str:
 
 
 def methods(cls: type, step: Any) -> dict[str, Any]:
-    """What the class of an accumulating model has of its own; `cls` is the user's class."""
+    """Return the methods that an accumulating model adds; `cls` is the user's class."""
 
     def new(_: type, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)  # `from_config` and `clone_model` make a model of the user's class
@@ -150,7 +150,7 @@ def methods(cls: type, step: Any) -> dict[str, Any]:
 
 
 def is_accumulating(model: Any) -> bool:
-    """Whether a model is one that `accumulate` returned."""
+    """Return True if `accumulate` returned the model."""
     return OPTIONS in getattr(model, "__dict__", {})
 
 

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""What `superbatch.normalize` says, on the tensors of a train step; nothing else in this package divides.
+"""Arithmetic of `superbatch.normalize`, on the tensors of a train step; nothing else in this package divides.
 
 There a weight is a number on the host and may be refused. Here it is only known when the step runs, so a
 weight that is negative makes the total NaN instead, and the NaN is in the update.

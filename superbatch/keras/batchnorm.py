@@ -70,5 +70,5 @@ class Statistics:
 
 
 def _own(after: Any, before: Any, momentum: float) -> Any:
-    """What one step of a moving average has mixed in."""
+    """Return the value that one step of a moving average has mixed in."""
     return (ops.convert_to_tensor(after) - before * momentum) / (1.0 - momentum)

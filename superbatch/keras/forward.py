@@ -24,7 +24,7 @@ from .window import Plan
 
 
 def owns_compute_loss(model: Any) -> bool:
-    """Whether the model's class has a `compute_loss` of its own."""
+    """Return True if the model's class has a `compute_loss` of its own."""
     return type(model).compute_loss is not keras.Model.compute_loss
 
 
@@ -81,7 +81,7 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: P
 
 
 def data_losses(model: Any) -> list[Any]:
-    """What layers said with `add_loss` or an activity regularizer; not the regularizers of weights."""
+    """Return the losses from `add_loss` and activity regularizers, without the regularizers of weights."""
     losses = model.losses
     return losses[: len(losses) - len(model._get_regularization_losses())]
 

@@ -1,4 +1,4 @@
-"""What `accumulate` was asked for, checked once."""
+"""Options of `accumulate`, checked once."""
 
 from __future__ import annotations
 

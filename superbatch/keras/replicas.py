@@ -19,7 +19,7 @@ from . import forward, refusals
 
 
 def several() -> bool:
-    """Whether the step runs on several replicas."""
+    """Return True if the step runs on several replicas."""
     return tf.distribute.get_strategy().num_replicas_in_sync > 1
 
 

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""Whether a loss has its numbers of each row: as many times more of them as there are more rows.
+"""Test that a loss computes its numbers for each row: their count is proportional to that of the rows.
 
 One look at one micro-batch does not show it. Two numbers of two rows may be one for each class over all rows,
 and one row is like any. So the loss is looked at with twice as many rows, which it has to have twice as many
@@ -27,7 +27,7 @@ ROWS = 2  # where their number is not known
 
 
 class Numbers(NamedTuple):
-    """How many numbers a loss has returned, for how many rows of predictions; None where not known."""
+    """Count of the numbers that a loss returned, and of its rows of predictions; None where not known."""
 
     shape: tuple[int | None, ...]
     rows: int | None

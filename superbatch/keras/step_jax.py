@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What goes from one micro-batch to the next."""
+    """State that one micro-batch hands to the next."""
 
     other: Values
     metrics: Values
@@ -46,7 +46,7 @@ class Carry(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What is known of a batch before its loop."""
+    """Facts about a batch that are known before its loop."""
 
     model: Any
     state: State
@@ -129,7 +129,7 @@ def _over(parts: list[Group], one: Callable[[Any, Any], Any], carry: Any, data: 
 
 
 def _cutting(group: Group, data: Any, *, whole: bool) -> Callable[[Any], Any]:
-    """What returns the i-th micro-batch of a group; `whole` says that the group is the whole batch.
+    """Return a function that takes the i-th micro-batch of a group; `whole`: the group is the whole batch.
 
     A part of the batch would be copied before its loop, and is taken by its rows instead. Sharded rows are
     not: XLA would then give every device all of them.
@@ -194,7 +194,7 @@ def _microbatch(batch: Batch, totals: Values, carry: Carry, microbatch: Any) -> 
 
 
 def _kept(gradients: Values, part: Any, plan: Plan) -> Any | None:
-    """Whether a micro-batch takes part; None where every one does."""
+    """Return a flag that is False if a micro-batch is left out; None where every one takes part."""
     if not plan.may_be_empty:
         return None
     keep = window.counts(part, plan)
@@ -262,7 +262,7 @@ def _apply(batch: Batch, carry: Carry, gradients: Values) -> tuple[Values, Value
 
 
 def _end(batch: Batch, carry: Carry, state: State, regularization: Any) -> Any:
-    """What Keras' train step returns: logs, and the values of all variables."""
+    """Return the result of Keras' train step: logs, and the values of all variables."""
     model = batch.model
     with _scope(model, state) as scope:
         batch.norms.assign(carry.norms)

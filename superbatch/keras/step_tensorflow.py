@@ -25,7 +25,7 @@ Values = list[Any]
 
 
 class Carry(NamedTuple):
-    """What goes from one micro-batch to the next."""
+    """State that one micro-batch hands to the next."""
 
     gradients: Values
     sums: Any
@@ -33,7 +33,7 @@ class Carry(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What is known of a batch (of this replica) before its loop."""
+    """Facts about a batch (of this replica) that are known before its loop."""
 
     model: Any
     data: Any
@@ -195,7 +195,7 @@ def _metrics(model: Any, microbatch: Any, y_pred: Any) -> Any:
 
 
 def _kept(gradients: Values, part: Any, plan: Plan) -> Any | None:
-    """Whether a micro-batch takes part; None where every one does."""
+    """Return a flag that is False if a micro-batch is left out; None where every one takes part."""
     if not plan.may_be_empty:
         return None
     keep = window.counts(part, plan)

@@ -72,7 +72,7 @@ def let_go(generation: int) -> None:
 
 
 class Sink:
-    """Where gradients add up: in `grad`, or beside it where its type is too short or it may be dropped."""
+    """Sum of the gradients: in `grad`, or beside it if its dtype is too short or it may be dropped."""
 
     def __init__(self, weights: list[Any], *, apart: bool) -> None:
         self.apart = [apart or weight.value.dtype in (torch.bfloat16, torch.float16) for weight in weights]

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""What the loss of a model consists of, found by a forward that changes no state."""
+"""Terms of a model's loss, found by a forward that changes no state."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Kind = Literal["rows", "counted", "sum"]
 
 
 class Term(NamedTuple):
-    """What one loss says about one micro-batch.
+    """Result of one loss for one micro-batch.
 
     Attributes:
         name: of the loss, for errors.

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""What a batch writes into the model's metrics: per micro-batch what streams, once what is of the batch."""
+"""Updates of the model's metrics: streaming ones for each micro-batch, the others once for the batch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from .terms import Kind, Term
 
 
 class Plan(NamedTuple):
-    """How one batch is worked through; the same for every batch of one form.
+    """Procedure for one batch; the same for every batch of one form.
 
     Attributes:
         kinds: of the terms.
@@ -53,16 +53,16 @@ class Plan(NamedTuple):
 
     @property
     def afterwards(self) -> bool:
-        """Whether the gradient is divided by what was counted on the way."""
+        """Return True if the gradient is divided after the loop, by the count that the loop made."""
         return self.kinds == ("counted",) and not self.counting
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether a micro-batch, and a batch, may count nothing."""
+        """Return True if a micro-batch, and a batch, may count nothing."""
         return self.skips or set(self.kinds) == {"counted"}
 
     def may_be_empty_beside_others(self, number: int) -> bool:
-        """Whether a term may be 0 / 0 in a micro-batch that others have something to say about."""
+        """Return True if a term may be 0 / 0 in a micro-batch in which other terms count."""
         return self.stated[number] and len(self.kinds) > 1
 
     @property
@@ -148,7 +148,7 @@ def contribution(terms: list[Term], rows: Any, plan: Plan) -> Any:
 
 
 def counts(sums: Any, plan: Plan) -> Any:
-    """Whether anything of a micro-batch or batch counts, by its sums."""
+    """Return True if anything of a micro-batch or batch counts, by its sums."""
     terms = len(plan.kinds)
     return ops.any(sums[terms : 2 * terms] != 0)
 

@@ -1,4 +1,4 @@
-"""What one window says about the noise of its gradient: unbiased, for any weights."""
+"""Estimate of the gradient's noise from one window: unbiased, for any weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import InputError, explain
 
 
 class Estimate(NamedTuple):
-    """What one window says; both parts are unbiased, and may come out negative.
+    """Estimate from one window; both parts are unbiased, and may come out negative.
 
     Attributes:
         signal: of ``|G|^2``.

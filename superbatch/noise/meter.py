@@ -1,4 +1,4 @@
-"""How noisy is a gradient? Estimators of the gradient noise scale, and an average of them over windows.
+"""Estimators of the gradient noise scale, and an average of them over windows.
 
 A window has micro-batches ``i = 1..K`` (of all ranks) with gradients ``g_i``, weights ``w_i`` that sum to
 one, and ``n_i`` samples; ``g = sum w_i g_i`` is the gradient of the batch. Two scalars are enough::
@@ -112,7 +112,7 @@ class NoiseMeter:
 
     @property
     def due(self) -> bool:
-        """Whether the next window is one to be measured."""
+        """True if the next window is one to be measured."""
         return self.passed % (self.every or 1) == 0
 
     @property

@@ -1,4 +1,4 @@
-"""What `superbatch advise` says: does accumulation pay, how sure is that, and what else could be done."""
+"""Results of `superbatch advise`: the gain from accumulation, its certainty, and the alternatives."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AdviceOfModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Whether accumulation pays, by time to the same loss.
+    """Gain or loss from accumulation, by time to the same loss.
 
     The range of the verdict is that of the noise scale's interval, widened by `systematic` on both sides: a
     noise scale is a model of training, and no better than that. It is wider where the noise scale under

@@ -1,4 +1,4 @@
-"""What a Caffe solver file means in today's terms: what `superbatch caffe` reports."""
+"""Meaning of a Caffe solver file in today's terms: the results of `superbatch caffe`."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Stock:
 
     @property
     def same(self) -> bool:
-        """Whether it trains as Caffe does."""
+        """True if it trains as Caffe does."""
         return not self.differs
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaffeExplained:
-    """What a solver file means.
+    """Meaning of a solver file.
 
     Attributes:
         source: its name.

@@ -1,4 +1,4 @@
-"""What a virtual batch did: where its samples met, what was kept for it, and what was worked out again."""
+"""Report of a virtual batch: where samples were coupled, what was stored for it, and what was recomputed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class WholeValue:
 
 @dataclass(frozen=True)
 class CouplingReport:
-    """What happened in a block.
+    """Report of a virtual-batch block.
 
     Attributes:
         samples: of the batch.

@@ -1,4 +1,4 @@
-"""What a micro-batch needs, what there is, and which size was chosen.
+"""Memory that a micro-batch needs, memory that is available, and the chosen size.
 
 All bytes here count from the same point: what is alive before the window is in none of them.
 """
@@ -79,7 +79,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Saving:
-    """What would lower a peak, and by how much.
+    """Means to lower a peak, and by how much.
 
     Attributes:
         name: of the means.
@@ -114,7 +114,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """How a micro-batch size was found.
+    """Report of the search for a micro-batch size.
 
     Attributes:
         device: whose memory.

@@ -1,4 +1,4 @@
-"""How noisy a gradient is: the noise scale with its interval, or why there is no number."""
+"""Noise of a gradient: the noise scale with its interval, or why there is no number."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class NoiseProxy:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How much of a gradient is noise: ``B_noise = T / |G|^2``, averaged over windows.
+    """Noise scale of a gradient: ``B_noise = T / |G|^2``, averaged over windows.
 
     ``G`` is the true gradient, ``T`` the trace of the covariance of one sample's gradient. A batch of
     `batch_size` samples has as much noise as signal: much smaller ones are nearly all noise, so that a larger
@@ -166,5 +166,5 @@ class Noise:
 
     @property
     def determined(self) -> bool:
-        """Whether there is a number, with an interval that ends."""
+        """True if there is a number, with an interval that ends."""
         return self.batch_size is not None and math.isfinite(self.high)

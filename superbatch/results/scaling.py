@@ -1,4 +1,4 @@
-"""What a change of the batch means for an optimizer's settings: by which rule, why, and how far it holds."""
+"""Changes of an optimizer's settings for another batch: the rule, its reason, and its limits."""
 
 from __future__ import annotations
 

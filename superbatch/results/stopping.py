@@ -1,4 +1,4 @@
-"""What `superbatch.torch.tuning.update_until` returns."""
+"""Result of `superbatch.torch.tuning.update_until`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learning-rate survey found: the curve, where it ended, and what it suggests."""
+"""Result of a learning-rate survey: the curve, where it ended, and what it suggests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one call of an accumulator returns."""
+"""Result of one call of an accumulator."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class Update:
 
     @property
     def made(self) -> bool:
-        """Whether parameters were updated."""
+        """True if parameters were updated."""
         return self.skipped is None

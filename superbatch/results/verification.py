@@ -1,4 +1,4 @@
-"""What `superbatch.torch.verify` found: differences per parameter, the verdict, and its causes."""
+"""Result of `superbatch.torch.verify`: differences per parameter, the verdict, and its causes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """How far a parameter's accumulated gradient is from the reference.
+    """Distance of a parameter's accumulated gradient from the reference.
 
     Args:
         name: the parameter, as in `model.named_parameters()`.
@@ -103,7 +103,7 @@ class GradientComparison:
 
     @property
     def exact(self) -> bool:
-        """Whether every parameter is within the tolerance."""
+        """True if every parameter is within the tolerance."""
         return self.largest <= self.tolerance
 
 

@@ -181,7 +181,7 @@ class Accumulator(tf.Module):
 
 
 class _Patterns:
-    """Which sets of variables had gradients in calls so far; no business of a checkpoint."""
+    """Sets of variables that had gradients in the calls so far; not part of a checkpoint."""
 
     def __init__(self) -> None:
         self.seen: set[presence.Pattern] = set()

@@ -144,7 +144,7 @@ def add(state: State, microbatch: Microbatch, options: Options) -> None:
 
 
 def _requirements(microbatch: Microbatch) -> list[Any]:
-    """What must hold of a count when the graph runs; where it does not, nothing is added."""
+    """Return the requirements on a count when the graph runs; where one is not met, nothing is added."""
     traced = {"weight": microbatch.weight, "samples": microbatch.samples}
     return [
         tf.debugging.Assert(
@@ -157,7 +157,7 @@ def _requirements(microbatch: Microbatch) -> list[Any]:
 
 
 def _factor(weight: Any, options: Options) -> Any:
-    """What the gradient and the loss of a micro-batch that counts are multiplied by."""
+    """Return the factor of the gradient and the loss of a micro-batch that counts."""
     if not tf.is_tensor(weight):
         return normalize.after_forward_scale(weight, reduction=options.reduction)
     return weight if options.reduction == "mean" else 1

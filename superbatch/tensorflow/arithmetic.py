@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""What `superbatch.normalize` says, on tensors whose values are only known when a graph runs."""
+"""Arithmetic of `superbatch.normalize`, on tensors whose values are only known when a graph runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What windows say about noise, given to the core's average."""
+"""Noise of windows, passed to the average in the core."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""What must be known of an optimizer: whether it can be called once per window, and by what it divides."""
+"""Facts about an optimizer: its divisor, and whether it can be called once per window."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""What an accumulator was asked for, checked once."""
+"""Options of an accumulator, checked once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Options:
     noise: bool
 
     def name_of(self, index: int) -> str:
-        """What a variable is called: its path in a Keras model, else its name."""
+        """Return the name of a variable: its path in a Keras model, else its name."""
         return str(getattr(self.given[index], "path", self.given[index].name))
 
 

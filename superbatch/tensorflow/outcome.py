@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""What one window says about itself, as tensors that a `tf.function` can return."""
+"""Result of one window, as tensors that a `tf.function` can return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Applied(NamedTuple):
-    """What `Accumulator.apply` returns; scalar tensors.
+    """Result of `Accumulator.apply`; scalar tensors.
 
     Attributes:
         made: bool: whether the optimizer was called with the gradient of the batch. Not made: nothing had

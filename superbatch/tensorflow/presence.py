@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Which variables had a gradient in a window: the others are not to be touched, not even by their momentum.
+"""Variables that had a gradient in a window: no other is to be touched, not even by its momentum.
 
 Eager code reads it. A graph must be drawn before the window is there: for each set of variables that calls of
 ``add`` can have left, of which there is nearly always one.

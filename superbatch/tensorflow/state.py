@@ -1,6 +1,6 @@
 # TensorFlow is an extra: without it pyright has only stubs of a part of it, which it prefers in any case.
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
-"""Where the sums of a window live: variables, so that eager code, graphs and checkpoints share them.
+"""Variables that hold the sums of a window, so that eager code, graphs and checkpoints share them.
 
 Under a strategy with several replicas each replica adds to sums of its own (ON_READ), without a word to the
 others; they are added up once, at the boundary.

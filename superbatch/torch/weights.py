@@ -1,4 +1,4 @@
-"""How much a micro-batch counts: functions of a micro-batch, evaluated on the host before any forward."""
+"""Weights of micro-batches: functions of a micro-batch, evaluated on the host before any forward."""
 
 from __future__ import annotations
 

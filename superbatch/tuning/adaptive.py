@@ -35,7 +35,7 @@ FACTOR = 2
 
 @dataclass(frozen=True)
 class BatchTest:
-    """Is a batch large enough?
+    """Test that a batch is large enough.
 
     Attributes:
         passed: None where the noise scale is not determined.
@@ -144,7 +144,7 @@ def ratio_at_cosine(cosine: float) -> float:
 
 
 def naive_ratio(ratio: float) -> float:
-    """What a norm test measures that divides by ``|g|^2`` of the noisy gradient: ``rho / (1 + rho)``.
+    """Return the ratio measured with ``|g|^2`` of the noisy gradient as divisor: ``rho / (1 + rho)``.
 
     Args:
         ratio: rho*, the noise over signal that is meant.

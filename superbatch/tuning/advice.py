@@ -1,4 +1,4 @@
-"""Does accumulation pay? Time to the same loss with K micro-batches per update, against one.
+"""Gain from accumulation: time to the same loss with K micro-batches per update, against one.
 
 A larger batch needs more samples, ``1 + K b R / B_noise`` of the fewest possible, and fewer updates,
 ``t_micro + t_update / K`` per micro-batch (`superbatch.noise.relative_time`). On one
@@ -64,7 +64,7 @@ class Times:
 
     @property
     def per_update(self) -> float:
-        """What an update takes beside its micro-batches."""
+        """Time of an update beside its micro-batches."""
         return self.update + self.all_reduce
 
 

@@ -177,7 +177,7 @@ class GrowingBatch:
         return asked * self._coldness(self.batch) / self._coldness(steps * self.microbatch)
 
     def _left(self, samples: int) -> int | float:
-        """What is left of the epoch; with a dropped tail a window is never cut."""
+        """Return the rest of the epoch; with a dropped tail a window is never cut."""
         if self._dataset is None or self._tail == "drop":
             return math.inf
         return self._dataset - samples % self._dataset

@@ -13,7 +13,7 @@ from ..results.noise import Noise, NoiseOfModel
 
 @dataclass(frozen=True)
 class NoiseRange:
-    """What is known of the noise scale ``B_noise``, in samples.
+    """Range of the noise scale ``B_noise``, in samples.
 
     Attributes:
         value: the estimate; None where it is not determined.

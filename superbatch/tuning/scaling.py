@@ -38,7 +38,7 @@ RULES: Mapping[Family, tuple[Rule, ...]] = {
 
 
 def gain(kappa: float, ratio: float) -> float:
-    """How much further one update with a kappa times larger batch gets: AdaScale's gain.
+    """Return the progress of one update with a kappa times larger batch: AdaScale's gain.
 
     ``r = (1 + ratio) / (1 + ratio / kappa)``, from 1 (no noise) to kappa (nothing but noise). It is also the
     ratio of the best learning rates at the two batches in McCandlish's model, ``lr(B) = lr_max / (1 + B_noise

@@ -1,4 +1,4 @@
-"""What the rules of `superbatch.tuning.scaling` say for themselves: why they hold, and where they stop."""
+"""Reasons for the rules of `superbatch.tuning.scaling`, and the limits of each."""
 
 from __future__ import annotations
 

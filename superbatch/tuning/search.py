@@ -1,5 +1,5 @@
 # pyright: strict
-"""Which micro-batch size to use: the largest under a limit of memory, and the fastest of those.
+"""Choice of the micro-batch size: the largest under a limit of memory, and the fastest of those.
 
 Two questions, answered from measurements that a caller makes:
 
@@ -261,7 +261,7 @@ def fastest(timings: Mapping[int, Sequence[float]]) -> int:
 
 
 def next_trial(sizes: Sequence[int], timings: Mapping[int, Sequence[float]]) -> int | None:
-    """Which size to time next.
+    """Return the size to time next.
 
     Sizes are timed in the given order, each a few times, until two in a row are worse than the best by more
     than 3 %. Then the sizes within 10 % of the best are timed in turns, so that a disturbance of the machine
@@ -298,7 +298,7 @@ def next_trial(sizes: Sequence[int], timings: Mapping[int, Sequence[float]]) -> 
 
 
 def _measured(seconds: Sequence[float], best: float) -> bool:
-    """Whether a size has been timed often enough for a first verdict; a hopeless one is left early."""
+    """Return True if a size has been timed often enough for a first verdict; a hopeless one is left early."""
     if len(seconds) > ENOUGH:
         return True
     return len(seconds) >= 3 and min(seconds[1:]) > 1.3 * best

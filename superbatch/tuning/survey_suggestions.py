@@ -1,4 +1,6 @@
-"""What a survey suggests: three rules, on the smoothed curve without its first five and last three points.
+"""Learning rates suggested by a survey: three rules, on the smoothed curve without its ends.
+
+The first five points and the last three are left out.
 
 * `valley`: the middle of the longest descent, on the logarithmic axis. The default. On digits it moves by 0.1
   decades from seed to seed.

@@ -1,4 +1,4 @@
-"""Where the installed command starts: it must be able to say which package is missing, so it imports none."""
+"""Entry point of the installed command. It imports no dependency, so that it can name a missing one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a report: text or JSON on the standard output, and files in a folder."""
+"""Output of a report: text or JSON on the standard output, and files in a folder."""
 
 from __future__ import annotations
 

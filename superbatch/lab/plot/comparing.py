@@ -29,7 +29,7 @@ ZERO = 1e-19
 
 @dataclass(frozen=True)
 class Style:
-    """How an arm is drawn in every panel."""
+    """Style of an arm in every panel."""
 
     colour: str
     marker: str

@@ -77,7 +77,7 @@ def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
 
 
 def _limit(axes: Axes, report: Fitting, peaks: Sequence[int]) -> None:
-    """Where the limit is near, the forbidden part is shaded; where it is far, it is said how far."""
+    """Shade the forbidden part if the limit is near; if it is far, state the distance."""
     if not peaks:
         return
     limit, text = report.usable, f"limit: {binary_text(report.limit.bytes)} ({report.limit.by})"

@@ -104,7 +104,7 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
 
 
 def _band(axes: Axes, points: Sequence[tuple[int, tuple[float, float] | None]], colour: str) -> None:
-    """What Adam's models span, where there are several."""
+    """Draw the band of Adam's models, if there are several."""
     gap = (math.nan, math.nan)
     if any(band for _, band in points):
         axes.fill_between(

@@ -256,7 +256,7 @@ def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, t
 
 
 def _diverged(values: Sequence[float]) -> str:
-    """How many of the runs of an arm have no finite value."""
+    """Return the number of runs of an arm without a finite value, as text."""
     lost = sum(not math.isfinite(value) for value in values)
     return "diverged" if lost == len(values) else f"{lost} of {len(values)} diverged"
 

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, plain axes, and how a figure becomes a file."""
+"""Elements common to all plots: colours, plain axes, and saving a figure to a file."""
 
 # matplotlib leaves the types of its keyword arguments open:
 # pyright: standard

@@ -1,4 +1,4 @@
-"""What torch draws from a seed, without torch: its generator is the Mersenne Twister that numpy has, too.
+"""Random numbers as torch draws them from a seed, without torch: both it and numpy use a Mersenne Twister.
 
 So a run on another backend starts from the weights, and sees the samples in the order, of the run on torch
 with the same seed. A test compares the two, number by number.

@@ -1,4 +1,4 @@
-"""What the recipes' models share: weights drawn from a seed, and accuracy."""
+"""Parts common to the recipes' models: weights drawn from a seed, and accuracy."""
 
 from __future__ import annotations
 

@@ -123,5 +123,5 @@ class Recipe:
 
     @property
     def statement(self) -> str:
-        """What the loss is, in words: its reduction and what a micro-batch counts."""
+        """Description of the loss: its reduction and what a micro-batch counts."""
         return f"the loss is a {self.reduction} over {self.counts}"

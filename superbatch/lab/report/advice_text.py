@@ -105,7 +105,7 @@ def title_of(report: Advice) -> str:
 
 
 def range_said(report: Advice) -> str:
-    """What the range goes over, in words."""
+    """Return a description of the range."""
     adam = ", and Adam's models" if report.band is not None else ""
     return f"the noise scale's interval, a factor of {report.systematic:g} beyond it{adam}"
 

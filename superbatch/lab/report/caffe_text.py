@@ -43,7 +43,7 @@ def title_of(report: CaffeExplained) -> str:
 
 
 def findings(report: CaffeExplained) -> list[str]:
-    """What the file means beyond its fields.
+    """Return what the file implies beyond its fields.
 
     Args:
         report: of `superbatch caffe`.

@@ -1,4 +1,4 @@
-"""What a comparison of splits measured: one frozen record per run, per arm, and of the whole."""
+"""Results of a comparison of splits: one frozen record per run, per arm, and of the whole."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What `superbatch compare` measured.
+    """Results of `superbatch compare`.
 
     Attributes:
         recipe: its name.

@@ -1,4 +1,4 @@
-"""What `superbatch fit` found out: memory and time of each micro-batch size, the limit and the choice."""
+"""Results of `superbatch fit`: memory and time of each micro-batch size, the limit and the choice."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Size:
 
     @property
     def error(self) -> float | None:
-        """How far the prediction is from the measurement, relative to it; None where one of them lacks."""
+        """Relative difference of the prediction from the measurement; None where one of them is missing."""
         if self.predicted is None or not self.measured:
             return None
         return self.predicted / self.measured - 1
@@ -81,7 +81,7 @@ class Reach:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
-    """What `superbatch fit` found out about a recipe.
+    """Results of `superbatch fit` for a recipe.
 
     Attributes:
         recipe: its name.

@@ -75,7 +75,7 @@ def reach_table(report: Fitting) -> Table:
 
 
 def savings_table(report: Fitting) -> Table:
-    """What would lower the peak, largest first.
+    """Return the means that lower the peak, largest first.
 
     Args:
         report: of a fit.
@@ -148,7 +148,7 @@ def _largest(report: Fitting, limit: str) -> str:
 
 
 def _phases(report: Fitting) -> list[str]:
-    """When the peak is, where that was predicted: by one phase for all sizes, or by ranges of sizes."""
+    """Return the phases of the predicted peak: one for all sizes, or one for each range of sizes."""
     ranges: list[tuple[int, int, str]] = []
     for size in report.sizes:
         if size.probe is None:

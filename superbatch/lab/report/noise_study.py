@@ -1,4 +1,4 @@
-"""What `superbatch noise` found out: the noise scale over a training, and time to target against K."""
+"""Results of `superbatch noise`: the noise scale over a training, and time to target against K."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class NoiseAt:
 
 @dataclass(frozen=True, kw_only=True)
 class AtSteps:
-    """What K micro-batches per update mean for the time to a target loss.
+    """Effect of K micro-batches per update on the time to a target loss.
 
     Attributes:
         accumulation_steps: K.
@@ -65,7 +65,7 @@ class AtSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseStudy:
-    """How noisy a recipe's gradient is while it is trained.
+    """Noise of a recipe's gradient in the course of its training.
 
     Attributes:
         recipe: its name.

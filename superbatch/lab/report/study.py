@@ -1,4 +1,4 @@
-"""What a study measured: one frozen record per run, per arm, per test, and of the whole.
+"""Results of a study: one frozen record per run, per arm, per test, and of the whole.
 
 All studies share these records: what differs between them - the arms, the quantities, the conclusion - is
 data.
@@ -134,7 +134,7 @@ class StudyTest:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What `superbatch study NAME` measured.
+    """Results of `superbatch study NAME`.
 
     Attributes:
         name: of the study.

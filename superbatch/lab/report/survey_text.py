@@ -156,7 +156,7 @@ def headline(report: Surveys) -> str:
 
 
 def rate_text(arm: SurveyArm) -> str:
-    """What an arm suggests, with its spread.
+    """Return the learning rate that an arm suggests, with its spread.
 
     Args:
         arm: of a study.
@@ -280,7 +280,7 @@ def _tests(arm: SurveyArm) -> str:
 
 
 def _needed(arm: SurveyArm) -> str:
-    """What is known of how many would do: of the curve nothing is."""
+    """Return how many runs would be enough, as far as it is known: for the curve it is not."""
     test = arm.suggested
     needed = None if test is None or test.equivalent else test.runs_needed
     if needed is None or needed <= len(arm.runs):

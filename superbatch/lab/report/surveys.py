@@ -1,4 +1,4 @@
-"""What surveys of several splits showed, and whether they can be told from those of the real batch."""
+"""Results of surveys of several splits, and tests of their equivalence to those of the real batch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SurveyArm:
 
     @property
     def alike(self) -> bool | None:
-        """Whether both unpaired tests find the baseline's; None where one could not be made."""
+        """True if both unpaired tests find equivalence to the baseline; None where one could not be made."""
         if self.curve is None or self.suggested is None:
             return None
         return self.curve.equivalent and self.suggested.equivalent
@@ -95,7 +95,7 @@ class SurveyArm:
 
 @dataclass(frozen=True, kw_only=True)
 class Surveys:
-    """What `superbatch survey` measured.
+    """Results of `superbatch survey`.
 
     Attributes:
         recipe: its name.

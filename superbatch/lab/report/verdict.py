@@ -1,4 +1,4 @@
-"""What a comparison says, in sentences: for the reader, and for a CI that must fail."""
+"""Verdict of a comparison, in sentences: for the reader, and for a CI that must fail."""
 
 from __future__ import annotations
 

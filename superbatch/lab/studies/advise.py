@@ -1,4 +1,4 @@
-"""Does accumulation pay? Times and noise of a recipe are measured, or given; then `tuning.advice` says.
+"""Study of the gain from accumulation: measures times and noise of a recipe, for `tuning.advice` to judge.
 
 1. Predict the peak of a micro-batch, to say whether it fits.
 2. Time windows of the micro-batches in question.
@@ -52,7 +52,7 @@ PARTS = 8
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an advice is: pieces of work done, of all that are planned, and what has just been finished."""
+    """Progress of an advice: pieces of work done, of all that are planned, and the latest of them."""
 
     done: int
     total: int
@@ -117,7 +117,7 @@ def advise(
 
 @dataclass
 class _Found:
-    """What is known by now."""
+    """Measurements made so far."""
 
     recipe: Recipe | None
     options: Options

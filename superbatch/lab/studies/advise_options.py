@@ -1,4 +1,4 @@
-"""What can be asked of an advice, and how many micro-batches of how many samples are in question."""
+"""Options of an advice, and the numbers of micro-batches and of their samples in question."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What can be asked of an advice; what is None is measured on the recipe, or taken from it.
+    """Options of an advice; those that are None are measured on the recipe, or taken from it.
 
     Attributes:
         microbatch_size: samples of a micro-batch on one rank.
@@ -69,7 +69,7 @@ class Options:
 
     @property
     def batch_stated(self) -> bool:
-        """Whether these options alone say which batch is in question."""
+        """True if these options alone determine the batch in question."""
         return self.batch_size is not None or None not in (self.microbatch_size, self.accumulation_steps)
 
 
@@ -116,7 +116,7 @@ def check_options(options: Options) -> None:
 
 
 class Question(NamedTuple):
-    """How many micro-batches, of how many samples."""
+    """Number of micro-batches, and of the samples of each."""
 
     microbatch_size: int
     accumulation_steps: int

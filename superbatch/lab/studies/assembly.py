@@ -92,7 +92,7 @@ def arm_report(
 
 
 def notes_on(arms: Sequence[Arm], setting: Setting, backend: Backend, workers: int) -> tuple[str, ...]:
-    """What a reader must know to read the numbers right.
+    """Return the facts that a reader needs to read the numbers right.
 
     Args:
         arms: of the report.

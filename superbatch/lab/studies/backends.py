@@ -1,4 +1,4 @@
-"""What trains: torch, or another framework that makes the same update of the same batch.
+"""Backends of a comparison: torch, or another framework that makes the same update of the same batch.
 
 A backend is one file beside this one (`on_torch`, `on_jax`, ...) that ends with its `Backend`. It is imported
 when it is asked for, so that a comparison on one framework needs no other.
@@ -48,7 +48,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """How one framework trains the arms of a comparison.
+    """Training of the arms of a comparison by one framework.
 
     Attributes:
         title: its name for a reader.

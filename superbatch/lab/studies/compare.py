@@ -1,4 +1,4 @@
-"""Does accumulation train like the real batch? One recipe, the real batch, each split of it, several seeds.
+"""Comparison with the real batch: one recipe, the real batch, each split of it, several seeds.
 
 All arms of a seed start from the same weights and see the same samples in the same order, for the same number
 of updates. So the weights themselves can be compared, which is a far sharper question than accuracy.
@@ -31,7 +31,7 @@ TAIL = 0.4
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a comparison is.
+    """Progress of a comparison.
 
     Attributes:
         done: micro-batches worked through.

@@ -1,4 +1,4 @@
-"""What can be asked of a comparison, and what cannot."""
+"""Options of a comparison, and their checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .backends import check_backend
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What can be asked of a comparison; None stands for the recipe's own value.
+    """Options of a comparison; None stands for the recipe's own value.
 
     Attributes:
         splits: ``"5x20,80/15/5"`` or a sequence of such; the real batch is added where it is missing.
@@ -95,7 +95,7 @@ def check_options(recipe: str | Recipe, options: Options) -> None:
 
 
 def asked(options: Options) -> dict[str, str]:
-    """What was asked for, as a report keeps it.
+    """Return the options as a report keeps them.
 
     Args:
         options: of a comparison.

@@ -1,4 +1,4 @@
-"""How long the exchange of gradients takes: measured where a command was started on several ranks.
+"""Time of the exchange of gradients: measured where a command was started on several ranks.
 
 ``torchrun --nproc-per-node 2 -m superbatch advise digits`` starts it twice. All ranks make the exchange that
 a window of the `Accumulator` makes; then the first one goes on alone, so that the others do not disturb it.
@@ -126,7 +126,7 @@ def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...
 
 
 def take_part(recipe: str, options: Options) -> None:
-    """Do a further rank's part of an advice: exchange gradients as often as the first one does.
+    """Take a further rank's part in an advice: exchange gradients as often as the first rank does.
 
     Args:
         recipe: as for the first rank.

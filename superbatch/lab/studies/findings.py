@@ -1,4 +1,4 @@
-"""What a fit knows at any moment, and the report that can be made of it."""
+"""Measurements of a fit at any moment, and the report that can be made of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCHES = (1, 4, 16, 64, 256)
 
 @dataclass
 class Findings:
-    """What has been found out so far.
+    """Measurements made so far.
 
     Attributes:
         limit: bytes, and who sets them.
@@ -116,7 +116,7 @@ class Findings:
         return median(self.updates) if self.updates else 0.0
 
     def fits(self, samples: int) -> bool:
-        """Whether micro-batches of a size are within the limit, by all that is known."""
+        """Return True if micro-batches of a size are within the limit, by all that is known."""
         return self.curve is not None and self.curve.at(samples) <= self.usable
 
     def plan(self, asked: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Which micro-batch for this recipe? Memory is predicted and measured for several sizes, time measured.
+"""Search for the micro-batch size of a recipe: memory is predicted and measured, time is measured.
 
 1. Predict the peak of a few sizes under fake tensors, and draw a curve through them.
 2. Read from it the largest size under the limit; take it and its halves.
@@ -54,7 +54,7 @@ HOPELESS = 2.0
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a fit is: pieces of work done, of all that are planned, and what has just been finished."""
+    """Progress of a fit: pieces of work done, of all that are planned, and the latest of them."""
 
     done: int
     total: int
@@ -280,7 +280,7 @@ class _Work:
         }
 
     def _hopeless(self, samples: int) -> bool:
-        """Whether a size is so much slower than the fastest that more windows of it would be a waste."""
+        """Return True if a size is much slower than the fastest: more windows of it would be a waste."""
         times = {size: time_per_sample(seconds) for size, seconds in self.found.timed.items()}
         return times[samples] > HOPELESS * min(times.values())
 

@@ -1,4 +1,4 @@
-"""What can be asked of a fit, and what cannot."""
+"""Options of a fit, and their checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ("float32", "float64", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What can be asked of a fit; None stands for the recipe's own value.
+    """Options of a fit; None stands for the recipe's own value.
 
     Attributes:
         batch_size: samples of one update.

@@ -1,4 +1,4 @@
-"""How noisy is this recipe's gradient, and is a larger batch worth it? Train it while measuring.
+"""Study of the noise of a recipe's gradient: train it while measuring, and judge a larger batch.
 
 1. Train with an accumulator that measures every window; note its noise scale some forty times.
 2. Time micro-batches and updates of the same sizes, on weights that are thrown away.
@@ -40,7 +40,7 @@ TIMED_WINDOWS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What can be asked of a study; None stands for the recipe's own value.
+    """Options of a study; None stands for the recipe's own value.
 
     Attributes:
         batch_size: samples of one update.
@@ -83,7 +83,7 @@ class NoiseInterrupted(KeyboardInterrupt):
 
 @dataclass
 class _Found:
-    """What is known so far."""
+    """Measurements made so far."""
 
     points: list[NoiseAt] = field(default_factory=list)
     updates: int = 0
@@ -138,7 +138,7 @@ def noise(
 
 
 def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
-    """How to train, and the samples of a micro-batch."""
+    """Return the setting of the training, and the samples of a micro-batch."""
     if recipe.coupled == "exact":
         raise InputError(
             explain(

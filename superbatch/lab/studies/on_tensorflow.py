@@ -40,7 +40,7 @@ MEMORY = "Peak memory is left out: TensorFlow does not say what an update alloca
 
 @dataclass(frozen=True)
 class Program:
-    """What makes the updates of one way; used for one run after the other, so that nothing is traced again.
+    """Program that makes the updates of one way; used for one run after the other, so that it is traced once.
 
     Attributes:
         weights: the variables by name.

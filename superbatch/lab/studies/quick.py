@@ -1,4 +1,4 @@
-"""How long a study may be with ``--quick``: a short one tells, so that any recipe ends within a minute.
+"""Length of a study with ``--quick``: a short one is timed, so that any recipe ends within a minute.
 
 A recipe whose samples take long, or a slow machine, gets shorter runs; their length is in the report's notes.
 """

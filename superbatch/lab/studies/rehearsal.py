@@ -70,7 +70,7 @@ class Rehearsal:
 
     @property
     def device(self) -> torch.device:
-        """Where the model lies."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     def as_coupled(self) -> Rehearsal:
@@ -244,7 +244,7 @@ def refusal(rehearsal: Rehearsal) -> str | None:
 
 
 def microbatches_to_time(seconds: float) -> int:
-    """How many micro-batches a window has that is timed.
+    """Return the number of micro-batches of a timed window.
 
     Args:
         seconds: of one micro-batch, roughly.

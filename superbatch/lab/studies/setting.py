@@ -1,4 +1,4 @@
-"""What all runs of a comparison share, whatever trains: the arms, the updates, the order of the samples."""
+"""Setting common to all runs of a comparison, in every backend: arms, updates, order of the samples."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ArmPlan:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of a comparison share. It can be sent to another process.
+    """Setting common to all runs of a comparison. It can be sent to another process.
 
     Attributes:
         arms: the real batch first.

@@ -14,7 +14,7 @@ FORMS = "write KxM for K micro-batches of M samples (5x20), or each size (80/15/
 
 @dataclass(frozen=True)
 class Split:
-    """How many samples each micro-batch of a full batch has.
+    """Numbers of samples of the micro-batches of a full batch.
 
     Attributes:
         name: as the user wrote it.
@@ -30,7 +30,7 @@ class Split:
 
     @property
     def equal(self) -> bool:
-        """Whether all micro-batches of a full batch have the same size."""
+        """True if all micro-batches of a full batch have the same size."""
         return len(set(self.sizes)) == 1
 
     def sizes_of(self, samples: int) -> tuple[int, ...]:

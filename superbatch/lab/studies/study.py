@@ -33,7 +33,7 @@ SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tole
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What can be asked of a study; None stands for the study's own value.
+    """Options of a study; None stands for the study's own value.
 
     Attributes:
         runs: seeds 0, 1, ...
@@ -69,7 +69,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a study is.
+    """Progress of a study.
 
     Attributes:
         done: work that is done, in units of the study's own.
@@ -105,7 +105,7 @@ class ArmSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What is made of the runs: the tests, one sentence, and what to know beside it.
+    """Findings from the runs: the tests, one sentence, and what to know beside it.
 
     Attributes:
         tests: between arms.
@@ -122,7 +122,7 @@ class Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """What is a study's own.
+    """Parts of a study that are its own.
 
     Attributes:
         arms: in the order of `setting.arms`.
@@ -295,7 +295,7 @@ def run_design(
 
 
 def turns_of(recipe: str | Recipe, options: Options, seeds: Sequence[int]) -> int:
-    """How many seeds come one after the other; the others are trained beside them.
+    """Return the number of seeds that run one after the other; the others run beside them.
 
     Args:
         recipe: a name, or a recipe, which other processes cannot load.
@@ -329,7 +329,7 @@ def _designed(
 
 
 def versions() -> dict[str, str]:
-    """What a study ran on: name -> version."""
+    """Return the versions that a study ran on: name -> version."""
     return {
         "superbatch": __version__,
         "torch": torch.__version__,

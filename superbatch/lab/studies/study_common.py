@@ -1,4 +1,4 @@
-"""What the studies that train share: the order of samples, the training loss, and tests on pairs of runs."""
+"""Parts common to the studies that train: order of samples, training loss, tests on pairs of runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rate_of(recipe: Recipe, batch: int) -> float:
 
 
 def diverged(learning_rate: float) -> InputError:
-    """What to say of a training that has no finite loss any more.
+    """Return the error for a training whose loss is no longer finite.
 
     Examples:
         >>> print(diverged(3.0))

@@ -1,4 +1,4 @@
-"""How large may the batch be before samples are wasted, and does the noise scale tell?
+"""Study of the critical batch: the largest one that wastes no samples, against the noise scale.
 
 A training is brought to a checkpoint with a small batch. From there it goes on in branches: the same samples
 in the same order, in batches of k times the size, with the optimizer rescaled by `torch.tuning.rescale`.
@@ -204,7 +204,7 @@ def train(
 
 
 def waste(base: list[float], loss: float) -> float:
-    """How many times the samples a branch took after which the small batch stayed below the same loss.
+    """Return the samples a branch took, relative to those after which the small batch stayed below its loss.
 
     Args:
         base: smoothed losses of the small batch.

@@ -60,7 +60,7 @@ LOSS, MADE, SEEN = "training loss", "updates", "samples"
 
 @dataclass(frozen=True)
 class Arm:
-    """What follows the schedule: nothing, the rate, or the batch."""
+    """Arm, named by what follows the schedule: nothing, the rate, or the batch."""
 
     name: str
 

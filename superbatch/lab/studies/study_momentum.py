@@ -1,4 +1,4 @@
-"""Does a high momentum with batch 1 replace a large batch?
+"""Study of a high momentum with batch 1 in place of a large batch.
 
 The U-Net was trained with batch 1 and momentum 0.99, "such that a large number of the previously seen
 training samples determine the update" (arXiv:1505.04597). Heavy ball, v = m v + g, x -= lr v, on a quadratic

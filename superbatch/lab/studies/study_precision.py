@@ -1,4 +1,4 @@
-"""How much does a sum of K gradients in bfloat16 lose, and what keeps it?
+"""Study of sums of K gradients in bfloat16: the precision they lose, and what keeps it.
 
 Two kinds of rows. Drawn: 20 000 coordinates, a signal as large as the noise, or all of one sign, summed in
 several ways (`superbatch.lab.studies.sums`). Trained: the recipe's model in bfloat16 with real windows of K

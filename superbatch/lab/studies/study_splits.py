@@ -1,4 +1,4 @@
-"""Does a batch in K micro-batches train like the batch in one piece? The first source's table.
+"""Study of a batch in K micro-batches against the batch in one piece: the first source's table.
 
 This is `superbatch.lab.studies.compare` and nothing else, put into the form of a study.
 """
@@ -72,7 +72,7 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
 
 
 def _updates(recipe: str | Recipe, wanted: comparing.Options, most: int, *, turns: int) -> tuple[int, bool]:
-    """How many updates a quick study has time for, and whether it has."""
+    """Return the number of updates a quick study has time for, and True if it has time for any."""
 
     def cost(updates: int) -> float:
         one = replace(wanted, updates=updates, runs=1, workers=1)

@@ -1,4 +1,4 @@
-"""Do virtual batches survey learning rates like real ones? The other source's figure.
+"""Study of learning-rate surveys with virtual batches against real ones: the other source's figure.
 
 This is `superbatch.lab.studies.survey` and nothing else, put into the form of a study. ``superbatch survey``
 shows more: other ranges, momentum and weight decay, and wrong ways beside the right one. It works in one

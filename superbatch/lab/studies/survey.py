@@ -1,4 +1,4 @@
-"""Do virtual batches survey like real ones? One recipe, the real batch, each split of it, several seeds each.
+"""Comparison of surveys: one recipe, the real batch, each split of it, several seeds each.
 
 Two questions, two kinds of seeds. From the *same* weights and samples the curves must agree to rounding: for
 a few seeds of every split the real batch is surveyed too. From *different* ones they agree as well as chance
@@ -42,7 +42,7 @@ CAVEAT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What can be asked of a survey study; None stands for the recipe's own value, or the optimizer's.
+    """Options of a survey study; None stands for the recipe's own value, or the optimizer's.
 
     Attributes:
         splits: ``"10x10,20x5"`` or a sequence of such; the real batch is added where it is missing.
@@ -81,7 +81,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a study is.
+    """Progress of a study.
 
     Attributes:
         done: points surveyed, or left out where a survey stopped early.

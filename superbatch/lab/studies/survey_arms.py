@@ -73,7 +73,7 @@ class SurveyArmPlan:
 
 @dataclass(frozen=True)
 class SurveySetting:
-    """What all surveys of a study share.
+    """Setting common to all surveys of a study.
 
     Attributes:
         what: the option that is surveyed.

@@ -1,4 +1,4 @@
-"""Are two bundles of survey curves alike? Paired, where they can be; else equivalence, point by point.
+"""Equivalence of two bundles of survey curves: paired where they can be, else point by point.
 
 *Paired*: two surveys from the same weights and samples must agree to rounding. This is the real test.
 

@@ -59,11 +59,11 @@ Load = tuple[str, str, str | Path | None]
 
 
 class Arms(Protocol):
-    """How seeds are trained; it can be sent to another process."""
+    """Arms to train for each seed; it can be sent to another process."""
 
     @property
     def arms(self) -> Sequence[Any]:
-        """What each seed is trained with; the index tells one from another."""
+        """Arms that each seed is trained with; the index tells one from another."""
         ...
 
 
@@ -170,7 +170,7 @@ def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: in
 
 
 def _work(load: Load, setting: Arms, train: Train, threads: int, todo: Any, events: Any) -> None:
-    """What a worker process runs."""
+    """Run a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         name, recipe_name, data = load

@@ -141,7 +141,7 @@ def _largest_norm(config: SolverConfig, clip: Clip) -> float | None:
 
 
 def _clip_factor(groups: list[dict[str, Any]]) -> Tensor | None:
-    """What all gradients are multiplied by; None where they are not clipped. No transfer to the host."""
+    """Return the factor of all gradients; None where they are not clipped. No transfer to the host."""
     gradients = [
         parameter.grad
         for group in groups

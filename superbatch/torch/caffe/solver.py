@@ -14,7 +14,7 @@ from .rate import CaffeRate
 
 @dataclass(frozen=True)
 class CaffeSolver:
-    """What trains as a solver file says; made by `solver`.
+    """Training as a solver file defines it; made by `solver`.
 
     Attributes:
         config: the solver.

@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
 
 
 class Clues(NamedTuple):
-    """What the loss modules and tensors in reach say about labels."""
+    """Clues about labels from the loss modules and tensors in reach."""
 
     ignored: tuple[int, ...]
     class_tensors: list[Tensor]
@@ -210,7 +210,7 @@ def _tensors_of(found: Any) -> Iterator[Tensor]:
 
 
 def _held_by(function: Any) -> Iterator[Any]:
-    """What a function reaches: its closure, defaults, bound arguments and the globals it names."""
+    """Yield what a function reaches: its closure, defaults, bound arguments and the globals it names."""
     if isinstance(function, partial):
         yield from (*function.args, *function.keywords.values(), *_held_by(function.func))
         return

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class News(NamedTuple):
-    """What a window shows for the first time.
+    """Feature that a window shows for the first time.
 
     Attributes:
         name: of what it is.

@@ -255,7 +255,7 @@ class CheckSchedule:
         self._urgent = [count for count in self._counts if str(count) not in now.said]
 
     def _find(self, shown: Shown, *, every: bool) -> News | None:
-        """What a window shows that no check has seen; `every`: also what is not worth a check at any cost."""
+        """Return what no check has seen yet; `every`: also what is not worth a check at any cost."""
         if not self._now.compared:
             return News(_LOSS) if any(shown.losses[index] for index in shown.took_part()) else None
         if 0.0 in shown.losses and _NO_LOSS not in self._now.said:  # a mean over those with a loss shows here
@@ -268,7 +268,7 @@ class CheckSchedule:
         return News(_LENGTHS) if ragged(shown.pieces.parts(), self._lengths) else None
 
     def _levels(self, shown: Shown) -> dict[str, float]:
-        """What the first sample of this rank counts, where no check has seen unequal ones."""
+        """Return the counts of this rank's first sample, where no check has seen unequal ones."""
         if self._config.reduction != "mean" or not self._shared:
             return {}
         part = shown.pieces.parts()[0]
@@ -314,7 +314,7 @@ class CheckSchedule:
         return News(best.name, best.contrast, samples, best.sure and best.contrast >= _FAINT)
 
     def _contrast_of_weights(self, piece: Any, pieces: MicrobatchList) -> float:
-        """How unequally the samples on both sides of the check's cut weigh."""
+        """Return how unequally the samples on both sides of the check's cut weigh."""
         weigh = self._config.weigh
         if not callable(weigh):  # with "returned", whatever the loss returned was checked
             return 1.0

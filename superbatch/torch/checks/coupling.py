@@ -1,4 +1,4 @@
-"""Which samples of a batch influence each other, and where.
+"""Coupling between the samples of a batch: which of them influence each other, and where.
 
 Accumulated gradients are exact only where the batch's loss is a weighted mean over samples that do not see
 each other. Two ways to find what breaks that:

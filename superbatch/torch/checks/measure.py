@@ -33,7 +33,7 @@ _OTHER = 1 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """What all passes of a verification have in common; within `untouched`.
+    """Setting common to all passes of a verification; within `untouched`.
 
     Args:
         problem: model, loss and statements, in the dtype of the passes.

@@ -25,7 +25,7 @@ _BY_CHANCE = 1e-3  # labels at the end of a row that are as likely alike do not 
 
 
 class Hints(NamedTuple):
-    """What a loss function tells about labels.
+    """Hints about labels from a loss function.
 
     Attributes:
         ignored: labels that its loss modules leave out.
@@ -337,7 +337,7 @@ def _counted(value: Any, ignored: int | None) -> Tensor | None:
 
 
 def _entries(one: Any) -> float | None:
-    """What one entry of a list counts: the rows of its first array."""
+    """Return the count of one entry of a list: the rows of its first array."""
     if isinstance(one, Mapping):
         return next((found for inner in one.values() if (found := _entries(inner)) is not None), None)
     shape = array_shape(one)

@@ -239,7 +239,7 @@ class _Call:
 
 
 def _together(sync: Sync, work: Callable[[], Any]) -> Any:
-    """Do something on all ranks; where it fails on one, all fail, instead of waiting for it."""
+    """Run work on all ranks; if it fails on one, all fail, instead of waiting for it."""
     if not sync.shared:
         return work()
     result, error = None, None

@@ -1,4 +1,4 @@
-"""What an encoder gives for each micro-batch, joined for the loss and taken apart again.
+"""Embeddings from an encoder for each micro-batch, joined for the loss and split again.
 
 Joined, the embeddings are one structure like the encoder's output, of all samples in the order of the batch
 (and of all ranks, one after the other). Each micro-batch's part is a leaf of the loss's graph, so its
@@ -126,7 +126,7 @@ class Embeddings:
         self._pieces.append(copies)
 
     def message(self) -> Any:
-        """What other ranks must know of these embeddings: how many samples, and the form of one."""
+        """Return what other ranks must know of these embeddings: number of samples, and form of one."""
         form = [(path, str(tensor.dtype), tuple(tensor.shape[1:])) for path, tensor in self._pieces[0]]
         return sum(self._counts), form, sorted(self._scalars)
 

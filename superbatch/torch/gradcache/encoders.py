@@ -359,7 +359,7 @@ def _below(name: str, paths: Mapping[str, Collection[str]], names: list[str]) ->
 
 
 def _device(encode: Any, models: Sequence[nn.Module]) -> torch.device | None:
-    """Where an encoder's micro-batches are moved; None: nowhere."""
+    """Return the device to which an encoder's micro-batches are moved; None: they are not moved."""
     owners = modules_of(encode) or models
     devices = {parameter.device for model in owners for parameter in model.parameters()}
     device = devices.pop() if len(devices) == 1 else None

@@ -1,1 +1,1 @@
-"""How large micro-batches are: what fits in memory, what is fastest, and what an update needs."""
+"""Size of the micro-batches: what fits in memory, what is fastest, and what an update needs."""

@@ -1,4 +1,4 @@
-"""What an automatic size is found with: a prediction, the limit, a meter of memory, and a clock."""
+"""Instruments that find an automatic size: a prediction, the limit, a meter of memory, and a clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class Instruments:
-    """What is asked and measured; tests bring their own.
+    """Sources of measurements; tests bring their own.
 
     Attributes:
         predict: (micro-batch, its samples) -> its predicted peak; raises `PredictionError`.

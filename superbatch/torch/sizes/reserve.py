@@ -25,7 +25,7 @@ LEAST_BYTES = 2**20
 
 
 class Reserve:
-    """What the optimizers of an accumulator need for an update.
+    """Memory that the optimizers of an accumulator need for an update.
 
     Args:
         models: whose parameters they update.

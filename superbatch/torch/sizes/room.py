@@ -1,4 +1,4 @@
-"""How much room there is for micro-batches, read from the limit and from what real ones leave of it."""
+"""Memory available to micro-batches, read from the limit and from what real ones leave of it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Room:
     # -- how large ---------------------------------------------------------------------------------------
 
     def top(self) -> int:
-        """How much may be used of what there is room for."""
+        """Return the memory that may be used, of all that is available."""
         assert self.total is not None and self.limit is not None
         if self._holed:
             return int(self.total / HOLES)
@@ -86,7 +86,7 @@ class Room:
         return int(self.total * self._share * (1 - margin)) - LEAST_MARGIN
 
     def _bound(self) -> int:
-        """How much a size that is in use may need, a part of the margin: readings are not all alike."""
+        """Return the memory that a size in use may need, a part of the margin: readings are not all alike."""
         assert self.total is not None
         return self.top() if self._holed else (2 * int(self.total * self._share) + self.top()) // 3
 

@@ -1,4 +1,4 @@
-"""What would lower the peak memory of a micro-batch, and by how much: each means is tried on fake tensors."""
+"""Means to lower the peak memory of a micro-batch, and by how much: each is tried on fake tensors."""
 
 from __future__ import annotations
 

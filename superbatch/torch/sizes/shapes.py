@@ -1,4 +1,4 @@
-"""What memory depends on in a batch beside the number of samples: the shape and dtype of one sample."""
+"""Properties of a batch that its memory depends on beside the samples: shape and dtype of one sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many samples the micro-batches of a window have: stated by the user, or found out (`auto`).
+"""Samples per micro-batch of a window: set by the user, or found (`auto`).
 
 An update does not depend on it; memory and time do.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Sizing(Protocol):
-    """What a window asks between its micro-batches, and tells of them."""
+    """Sizes that a window asks for between its micro-batches, and its reports of them."""
 
     def rest(self, left: int) -> list[int] | None:
         """Return, after a micro-batch, other sizes for the samples that are left; None: as planned."""

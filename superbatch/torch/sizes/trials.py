@@ -1,4 +1,4 @@
-"""What is known about micro-batches of one shape, and how far the next one may go.
+"""Measurements of micro-batches of one shape, and the largest size to try next.
 
 Bytes count from the beginning of a window, when there are no gradients yet. `total` is what there is room
 for at that point, once all optimizer state exists. Every measured micro-batch says what it needed, and what
@@ -35,7 +35,7 @@ _BEYOND = 0.1  # so much larger than others, and a size says what such ones keep
 
 @dataclass
 class Known:
-    """What is known about micro-batches of one shape.
+    """Measurements of micro-batches of one shape.
 
     Attributes:
         peaks: predicted, ascending in samples.
@@ -77,11 +77,11 @@ class Known:
         return max(self.needed, default=0)
 
     def demand(self) -> MemoryCurve:
-        """What micro-batches need: the prediction, bent through what was measured."""
+        """Memory that micro-batches need: the prediction, corrected by the measurements."""
         return corrected(self.curve, list(self.needed.items()))
 
     def missing(self, samples: int) -> int:
-        """What the first micro-batch of a window does not need yet: its successors find gradients there."""
+        """Return the memory that the first micro-batch of a window does not need yet: that of gradients."""
         return min(self.gradients, max(0, self.curve.at(samples) - self.first.at(samples)))
 
     def note_kept(self, samples: int, kept: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the samples of a batch meet, as the engine sees it that computes with the real batch."""
+"""Places that couple the samples of a batch, as seen by the engine that computes with the real batch."""
 
 from __future__ import annotations
 

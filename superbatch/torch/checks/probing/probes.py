@@ -49,7 +49,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Watched:
-    """What a call got (`entry`) or gave, cut down to the watched samples; made by `watch`."""
+    """Input (`entry`) or output of a call, cut down to the watched samples; made by `watch`."""
 
     call: _Call
     entry: bool
@@ -264,7 +264,7 @@ def _hooked(model: nn.Module, hooks: Callable[[str], tuple[Any, Any]]) -> Iterat
 
 
 def _readings(tensor: Tensor, samples: int) -> list[Tensor]:
-    """What belongs to the watched samples, under each reading of the shape."""
+    """Return the rows of the watched samples, under each reading of the shape."""
     # Copies (cat makes them), as in-place code may follow.
     return [torch.cat([_rows(tensor, *own) for own in pair]) for pair in _cuts(tensor, samples)]
 

@@ -1,4 +1,4 @@
-"""What is being verified - a model, a loss, how its micro-batches are weighted - and one evaluation of it."""
+"""Problem to verify - a model, a loss, how its micro-batches are weighted - and one evaluation of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Problem:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the model's first parameter is; None for a model without parameters."""
+        """Device of the model's first parameter; None for a model without parameters."""
         return next((parameter.device for parameter in self.model.parameters()), None)
 
 

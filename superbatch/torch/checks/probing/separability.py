@@ -39,7 +39,7 @@ _COUPLED_LOSS = (
 
 
 class Mixed(NamedTuple):
-    """What showed that a module mixes samples: the largest relative evidence, and the tests."""
+    """Evidence that a module mixes samples: the largest relative difference, and the tests."""
 
     evidence: float
     tests: tuple[str, ...]
