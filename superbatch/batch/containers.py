@@ -1,7 +1,7 @@
 # pyright: strict
 """Leaves and containers of a batch: scalars, arrays, and containers that can be rebuilt from their parts.
 
-Everything is told apart by duck typing, so that no framework is imported. Three rules hold for every
+Everything is distinguished by duck typing, so that no framework is imported. Three rules hold for every
 container:
 
 * `children` and `rebuilder` agree: the values that `children` lists, in its order, are what the rebuilder

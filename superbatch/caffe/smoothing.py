@@ -50,7 +50,7 @@ class SmoothedLoss:
         return {"losses": list(self._losses), "next": self._next, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Resume from a saved state.
 
         Args:
             state: from `state_dict`, with the same `average_loss`.

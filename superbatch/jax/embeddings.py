@@ -32,7 +32,7 @@ def remat_map(
 
     Args:
         fun: ``fun(params, microbatch)`` (with `rng`: ``fun(params, microbatch, key)``) -> array, or tree of
-            arrays, with one entry for each row. Rows must not see each other in it.
+            arrays, with one entry for each row. Rows must be independent in it.
         params: what is differentiated; cotangents of low precision are summed in float32.
         batch: tree of arrays with one row for each sample.
         microbatch_size: rows of a micro-batch; the rest is a tail of its true size.

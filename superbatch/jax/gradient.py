@@ -127,7 +127,7 @@ def value_and_grad(
 
 
 def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Look at the arguments of one call: which are what, and how the batch divides."""
+    """Inspect the arguments of one call: the role of each, and the division of the batch."""
     found = places(options, len(args))
     samples = count_samples(tuple(args[place] for place in found.batch))
     division = groups(samples, microbatch_size=options.microbatch_size, steps=options.steps)

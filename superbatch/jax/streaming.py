@@ -63,7 +63,7 @@ def multi_steps(
     accumulator_dtype: Any = "auto",
     nonfinite: NonFinite = "propagate",
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an Optax optimizer so that every so many micro-batches make one exact update.
+    """Wrap an Optax optimizer so that every k micro-batches make one exact update.
 
     ``update(gradients, state, params, weight=w, flush=last)`` adds ``w_i g_i`` (``g_i`` for a sum), and at
     the end of a window calls the optimizer once with the sums over ``W``; in between its updates are zeros,

@@ -6,7 +6,7 @@
 # pyright: reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportReturnType=false, reportOptionalCall=false, reportGeneralTypeIssues=false
 # pyright: reportMissingModuleSource=false
-"""`accumulate`: a model whose batches of `fit` are worked through in micro-batches."""
+"""`accumulate`: a model whose batches of `fit` are processed in micro-batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def accumulate(
     batchnorm: BatchNorm = "error",
     nonfinite: NonFinite = "propagate",
 ) -> Any:
-    """Return the model, with every batch of `fit` worked through in micro-batches: one batch is one update.
+    """Return the model, with every batch of `fit` processed in micro-batches: one batch is one update.
 
     With the mean ``l_ij`` of the j-th loss over micro-batch i, which counts ``w_ij`` (rows, unmasked tokens,
     a sum of sample weights: what Keras divides this loss by), its factor ``f_j`` in `compile`, and

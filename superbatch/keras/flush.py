@@ -28,7 +28,7 @@ class FlushTail(keras.callbacks.Callback):
 
         gradient of the tail = (sum of r gradients) / r
 
-    Keras' counter of micro-batches then goes on at the next multiple of k, as after a full window, so that
+    Keras' counter of micro-batches then continues at the next multiple of k, as after a full window, so that
     the next epoch begins with a window of its own.
 
     Micro-batches of one size make this exact. Keras keeps sums of means: a last micro-batch with fewer rows
@@ -64,7 +64,7 @@ class FlushTail(keras.callbacks.Callback):
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note that training goes on."""
+        """Note that training continues."""
         self.training = True
 
     def on_test_begin(self, logs: Any = None) -> None:

@@ -41,7 +41,7 @@ def terms_of(model: Any, microbatch: Any, y_pred: Any, options: Options, plan: P
         microbatch: its ``(x, y, sample_weight)``.
         y_pred: what the model made of `x`.
         options: of `accumulate`.
-        plan: of such batches; None when the terms are looked at to make it.
+        plan: of such batches; None when the terms are inspected to make it.
 
     Raises:
         LossSpecError: a loss says too little, or `loss_weight` was given and no loss needs it.

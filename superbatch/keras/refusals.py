@@ -51,7 +51,7 @@ def check_model(model: Any) -> None:
 
 
 def check_layers(model: Any, options: Options) -> None:
-    """Refuse layers in which samples of a batch see each other, or that change themselves in each forward.
+    """Refuse layers that couple the samples of a batch, or that change themselves in each forward.
 
     Raises:
         CoupledSamplesError: there is a BatchNormalization in training, and nothing was said about it.

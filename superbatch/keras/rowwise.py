@@ -8,9 +8,9 @@
 # pyright: reportMissingModuleSource=false
 """Test that a loss computes its numbers for each row: their count is proportional to that of the rows.
 
-One look at one micro-batch does not show it. Two numbers of two rows may be one for each class over all rows,
-and one row is like any. So the loss is looked at with twice as many rows, which it has to have twice as many
-numbers of: of shapes alone, without the memory and the time of numbers.
+One micro-batch does not show it. Two numbers of two rows may be one for each class over all rows,
+and one row is like any. So the loss is traced with twice as many rows, for which it must return twice as many
+numbers. Only shapes are computed, without the memory and the time of numbers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def check_like(name: str, found: Numbers, before: Numbers | None) -> None:
 
 
 def _symbolically(loss: Any, y: Any, y_pred: Any, times: int) -> tuple[int | None, ...] | None:
-    """The shape of a loss with so many times the rows, without numbers; None where it cannot be had."""
+    """Return the shape of a loss with a multiple of the rows, without numbers; None if tracing fails."""
 
     def form(leaf: Any) -> Any:
         shape = tuple(leaf.shape)

@@ -99,7 +99,7 @@ def _values(scope: Any, variables: Values) -> Values:
 
 
 def _plan(model: Any, state: State, data: Any, options: Options) -> Plan:
-    """Look at the terms of the loss without computing them."""
+    """Trace the terms of the loss without computing them."""
     found: list[Plan] = []
 
     def symbolic(state: State, data: Any) -> None:

@@ -141,7 +141,7 @@ def _over(batch: Batch, one: Callable[[Any, Any], Any], carry: Any) -> Any:
 
 
 def _rows(data: Any, start: Any, length: Any) -> Any:
-    """So many rows of every array of a batch."""
+    """Return `length` rows, from `start` on, of every array of a batch."""
 
     def cut(leaf: Any) -> Any:
         if leaf is None:

@@ -25,7 +25,7 @@ def update_metrics(model: Any, microbatch: Any, y_pred: Any) -> None:
 
 
 def track_loss(model: Any, sums: Any, plan: Plan, rows: Any, regularization: Any | None) -> None:
-    """Update the loss, and those of outputs, as one batch of so many rows; of none where nothing counts."""
+    """Update the loss, and those of outputs, as one batch of `rows` rows; of none where nothing counts."""
     if plan.may_be_empty:
         rows = ops.where(window.counts(sums, plan), rows, ops.zeros_like(rows))
     losses = window.losses_of(sums, plan)

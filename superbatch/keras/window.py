@@ -37,7 +37,7 @@ class Plan(NamedTuple):
         kinds: of the terms.
         factors: of the terms in the total.
         stated: whether the weight of each is what `loss_weight=` says.
-        numbers: what each was reduced from, when it was looked at.
+        numbers: what each was reduced from, when it was inspected.
         counting: whether the weights are counted in a pass of their own.
         dtype: of loss sums and weights.
         skips: whether micro-batches that are not finite are left out.

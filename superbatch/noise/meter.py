@@ -54,7 +54,7 @@ class NoiseMeter:
 
     Args:
         beta: how much of the average the next window leaves: 0.98 remembers about 100 windows.
-        every: measure one window in so many. None: each, but for tiny models one in 20: there a call costs
+        every: measure one window in this many. None: each, but for tiny models one in 20: there a call costs
             more than its arithmetic, and to measure each window would take a quarter of its time.
         data_size: samples that batches are drawn from *without replacement*. The noise scale is then that of
             the gradient of these data; None: they are as good as endless, as in one pass over a stream.
@@ -260,7 +260,7 @@ class NoiseMeter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, bit for bit.
+        """Resume from a saved state, bit for bit.
 
         Args:
             state: from `state_dict`, of a meter with the same `beta`.

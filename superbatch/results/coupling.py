@@ -76,7 +76,7 @@ class CouplingReport:
         sweeps: passes over all micro-batches.
         recorded: operations on the batch.
         run: operations on micro-batches.
-        repeated: of these, worked out again because their result was not kept.
+        repeated: of these, recomputed because their result was not kept.
         kept_on_device: largest number of bytes that were kept for all samples at a time, on the device.
         kept_on_host: the same in the host's memory.
         unknown: operators that no rule knows and whose results flow back into no sample (a metric, say), and

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class StoppedUpdate:
-    """The record of an update whose window was ended by a look at its gradient.
+    """The record of an update whose window was ended because of its gradient.
 
     Attributes:
         loss: mean over what was seen.

@@ -23,7 +23,7 @@ class Update:
         learning_rates: of each parameter group, as used by this update.
         skipped: why no update was made, else None.
         dropped: positions of micro-batches left out because they were not finite.
-        failures: micro-batches that ran out of memory, and were worked through in smaller ones.
+        failures: micro-batches that ran out of memory, and were processed in smaller ones.
         seconds: wall time from the start of the window to the end of the update.
         losses: of each term, normalised by its own weight; empty where `loss_fn` returns one loss.
         weights: weight ``W`` of each term; empty where `loss_fn` returns one loss.

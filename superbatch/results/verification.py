@@ -115,7 +115,7 @@ class Verification:
         exact: whether accumulating in micro-batches gives the batch's gradient.
         samples: samples of the batch.
         comparisons: the measured differences, one for each dtype.
-        causes: what breaks exactness, the first to be mended first; empty when exact.
+        causes: what breaks exactness, the first to be fixed first; empty when exact.
         findings: what the detection tests saw, whether or not it mattered here.
         notes: what could not be measured, and why.
         meetings: where samples meet, if that is a cause.

@@ -67,7 +67,7 @@ def as_count(value: Any, name: str) -> Any:
 
     Raises:
         InputError: it is no number, negative, not finite, or of a dtype that stops counting (bfloat16 at
-            256, float16 at 2048). What is only known when a graph runs is looked at there, by `countable`.
+            256, float16 at 2048). What is only known when a graph runs is inspected there, by `countable`.
 
     Examples:
         >>> as_count(tf.constant(3), "weight"), as_count(2.5, "weight")

@@ -2,8 +2,8 @@
 # pyright: reportMissingImports=false, reportMissingModuleSource=false, reportAttributeAccessIssue=false
 """Variables that hold the sums of a window, so that eager code, graphs and checkpoints share them.
 
-Under a strategy with several replicas each replica adds to sums of its own (ON_READ), without a word to the
-others; they are added up once, at the boundary.
+Under a strategy with several replicas each replica adds to sums of its own (ON_READ), without a message to
+the others; they are added up once, at the boundary.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ both parts unbiased (`superbatch.noise`):
 The usual norm test divides by ``|g|^2``, which holds the noise too: its ratio is ``rho / (1 + rho)``, below 1
 whatever the noise, so ``theta = 1`` always passes. `naive_ratio` says which ``theta^2`` means which rho*.
 
-The controller decides from windows that are past. Whoever looks at a window's gradient to decide whether the
+The controller decides from windows that are past. Whoever uses a window's gradient to decide whether the
 window is long enough selects by the noise, and its mean is biased (see `torch.tuning.update_until`).
 """
 
@@ -254,7 +254,7 @@ class Controller:
         return {"version": 1, "steps": self._steps, "update": self._update}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Resume from a saved state.
 
         Args:
             state: from `state_dict`.

@@ -84,7 +84,7 @@ class AdaScale:
         return {"version": 1, "progress": self._progress, "gain": self._gain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Resume from a saved state.
 
         Args:
             state: from `state_dict`.

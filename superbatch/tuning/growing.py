@@ -130,7 +130,7 @@ class GrowingBatch:
         return float(beta2 ** (self.batch_of(update) / self.batch))
 
     def updates(self, samples: float) -> int:
-        """Return how many updates see so many samples (the last one may see more)."""
+        """Return how many updates see a number of samples (the last one may see more)."""
         update = 0
         while self.samples(update) < samples:
             first, seen, steps = self._mark(update)
@@ -172,7 +172,7 @@ class GrowingBatch:
         return steps
 
     def _left_over(self, samples: float, steps: int) -> float:
-        """The rate that keeps the temperature with so many accumulation steps."""
+        """The rate that keeps the temperature with a number of accumulation steps."""
         asked = _checked(self._factor, samples)
         return asked * self._coldness(self.batch) / self._coldness(steps * self.microbatch)
 

@@ -7,7 +7,7 @@ Two questions, answered from measurements that a caller makes:
   under a limit. `corrected` bends a predicted curve through what was really measured, so that each real
   micro-batch tells how far the next one may go.
 * time: `next_trial` says which size to time next, `fastest` which one won. The timings themselves are the
-  only state, a plain mapping from size to seconds per sample, so a search can be stored and gone on with.
+  only state, a plain mapping from size to seconds per sample, so a search can be stored and resumed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NEAR = 1.1
 # Two sizes that say how memory rises: the smaller one at most this part of the other.
 APART = 0.7
 
-# Contenders are timed in turns of so many micro-batches: changing the size each time would time the change.
+# Contenders are timed in turns of this many micro-batches: changing the size each time would time the change.
 _TURN = 4
 
 
@@ -42,7 +42,7 @@ _TURN = 4
 class MemoryCurve:
     """Peak memory as a function of the samples of a micro-batch: straight between known points.
 
-    Between two points it is the line through them; after the last one the last line goes on; before the
+    Between two points it is the line through them; after the last one the last line continues; before the
     first one it is the first line, never below 0. With a single point memory is taken to be proportional
     after it, and constant before it: both are at least the truth for a fixed part and a part proportional to
     the samples. It never falls as samples grow.
@@ -150,7 +150,7 @@ def corrected(curve: MemoryCurve, measured: Sequence[tuple[int, int]]) -> Memory
     prediction, ``m(b) + s (p(n) - p(b))``. The slope s is measured between b and the largest measured size
     up to 0.7 b, and taken to be 0.9 at least; with no such pair it is ``m(b) / p(b)``, between 1 and 1.5.
     (What was needed once, and is in one measurement only, must not pass for a rise, nor for the lack of one.)
-    Before the smallest measured size a the curve goes on along the line through a and the next one, or, if
+    Before the smallest measured size a the curve continues along the line through a and the next one, or, if
     that one is nearer than a / 0.7, falls like the prediction, by ``min(1, m(a) / p(a)) (p(a) - p(n))``: two
     sizes that are close to each other say little of how memory rises.
 

@@ -48,7 +48,7 @@ class Sweep:
         self.stopped: str | None = None
 
     def add(self, loss: float) -> bool:
-        """Note the loss of the next point; return whether to go on.
+        """Note the loss of the next point; return whether to continue.
 
         Args:
             loss: of the window, before its update.

@@ -67,7 +67,7 @@ class Curve:
             loss: of the whole window, before its update.
 
         Returns:
-            Why the survey ends here; None to go on. A loss that is not finite is no point of the curve.
+            Why the survey ends here; None to continue. A loss that is not finite is no point of the curve.
         """
         if not math.isfinite(loss):
             return f"the loss is {loss}"

@@ -133,8 +133,9 @@ def still_falling(smooth: Sequence[float]) -> bool:
 def by_chance(losses: Sequence[float], smooth: Sequence[float], beta: float) -> bool:
     """Return whether noise alone may have made the fall that is suggested from.
 
-    The noise of a window is told from how much the losses bend from point to point, ``sd = sqrt(mean((l_(t-1)
-    - 2 l_t + l_(t+1))^2) / 6)``; smoothing leaves ``sqrt((1 - beta) / (1 + beta))`` of it.
+    The noise of a window is estimated from the bends of the losses from point to point,
+    ``sd = sqrt(mean((l_(t-1) - 2 l_t + l_(t+1))^2) / 6)``; smoothing leaves
+    ``sqrt((1 - beta) / (1 + beta))`` of it.
 
     Args:
         losses: of the windows.

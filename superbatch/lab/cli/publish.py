@@ -38,7 +38,7 @@ def publish(
         folder: for the files; None writes none.
         as_json: print JSON and nothing else on the standard output.
         show: prints the report for people.
-        draw: makes the files beside report.json, content by name; the one to look at first comes first.
+        draw: makes the files beside report.json, content by name; the most important first.
     """
     from ..report.json import to_json
 

@@ -18,7 +18,7 @@ from .printing import print_table
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from superbatch.results.verification import Verification
 
-EXACT, NOT_EXACT = 0, 1  # 2, wrong input, is told by the application
+EXACT, NOT_EXACT = 0, 1  # 2, wrong input, is reported by the application
 
 
 def verify(

@@ -43,7 +43,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Share of correct predictions in percent, in evaluation mode; the model's mode is put back.
+    """Share of correct predictions in percent, in evaluation mode; the model's mode is restored.
 
     Args:
         model: inputs -> scores of shape (n, classes).

@@ -44,7 +44,7 @@ class Recipe:
         counts: what the weight counts, in words.
         batchnorm: what happens to BatchNorm in training, as `superbatch.torch.Accumulator` takes it; with
             ``coupled="exact"``: what accumulation without it does, which is shown beside it.
-        coupled: what happens to samples that see each other, as the Accumulator takes it.
+        coupled: what happens to coupled samples, as the Accumulator takes it.
 
     Raises:
         InputError: a value cannot be used.

@@ -64,7 +64,7 @@ def alternative_table(report: Advice) -> Table:
 
 
 def models_table(report: Advice) -> Table:
-    """The noise scale by what is assumed of Adam's preconditioner.
+    """The noise scale under each assumption about Adam's preconditioner.
 
     Args:
         report: of an advice.

@@ -17,7 +17,7 @@ DASH = "–"
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseAt:
-    """The noise scale as it was known after so many updates.
+    """The noise scale as it was known after a number of updates.
 
     Attributes:
         update: number of updates made.

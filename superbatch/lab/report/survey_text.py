@@ -170,7 +170,7 @@ def rate_text(arm: SurveyArm) -> str:
 
 
 def failures(report: Surveys) -> list[str]:
-    """Say where an arm that claims to be exact is not, beyond rounding: what ``--check`` looks at.
+    """Say where an arm that claims to be exact is not, beyond rounding: the criterion of ``--check``.
 
     Args:
         report: of surveys.

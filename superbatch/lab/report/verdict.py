@@ -39,7 +39,7 @@ def verdict(report: Comparison) -> list[str]:
 
 
 def failures(report: Comparison) -> list[str]:
-    """Say where an arm that claims to be exact is not: what ``superbatch compare --check`` looks at.
+    """Say where an arm that claims to be exact is not: the criterion of ``superbatch compare --check``.
 
     Args:
         report: of a comparison.

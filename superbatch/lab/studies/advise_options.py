@@ -131,7 +131,7 @@ def question(recipe: Recipe | None, options: Options, *, largest: Callable[[int]
     Args:
         recipe: what is trained.
         options: what was asked.
-        largest: the largest micro-batch of at most so many samples that fits.
+        largest: the largest micro-batch of at most this many samples that fits.
 
     Returns:
         The numbers.

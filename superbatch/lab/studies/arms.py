@@ -2,8 +2,8 @@
 
 * ``real``: the batch in one piece, by a loop written out in plain PyTorch. It is the reference, so it shares
   no code with the accumulator.
-* ``exact``: `superbatch.torch.Accumulator`, where samples see each other with ``coupled="exact"``.
-* ``inexact``: the same where samples see each other and micro-batches are taken one by one all the same.
+* ``exact``: `superbatch.torch.Accumulator`, where samples are coupled with ``coupled="exact"``.
+* ``inexact``: the same where samples are coupled and micro-batches are taken one by one all the same.
 * ``wrong``: two loops that are often written, kept to show what they cost.
 """
 
@@ -60,7 +60,7 @@ def update_function(
 
 
 def without_coupling(recipe: Recipe) -> Recipe:
-    """A recipe as loops train it that know nothing of samples that see each other.
+    """A recipe as loops train it that know nothing of coupled samples.
 
     Args:
         recipe: with ``coupled="exact"``.

@@ -54,12 +54,12 @@ class Backend:
         title: its name for a reader.
         load: the recipe of a name, and a folder of data or None.
         check: refuses, with an InputError, a setting that it cannot train.
-        train: (recipe, setting, seed, tick) -> every arm, trained, in their order; `tick` is told after each
+        train: (recipe, setting, seed, tick) -> every arm, trained, in order; `tick` is called after each
             update how many micro-batches it had.
         peak_of_update: bytes that one update of an arm allocates at its peak; None where it is not known.
         how: what it does in each way, in words.
         versions: of what it runs on.
-        threads: a context with so many threads.
+        threads: a context with this many threads.
         notes: what a reader must know of its numbers.
     """
 

@@ -34,7 +34,7 @@ class Progress:
     """Progress of a comparison.
 
     Attributes:
-        done: micro-batches worked through.
+        done: micro-batches processed.
         total: micro-batches of the whole comparison.
         finished: the run that has just been completed, as (seed, name of the arm, metric); None between runs.
     """

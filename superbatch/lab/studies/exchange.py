@@ -1,7 +1,7 @@
 """Time of the exchange of gradients: measured where a command was started on several ranks.
 
 ``torchrun --nproc-per-node 2 -m superbatch advise digits`` starts it twice. All ranks make the exchange that
-a window of the `Accumulator` makes; then the first one goes on alone, so that the others do not disturb it.
+a window of the `Accumulator` makes; then the first one continues alone, so that the others do not disturb it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Findings:
         limit: bytes, and who sets them.
         batch_size: samples of one update; no micro-batch is larger.
         margin: share of the limit that is kept free.
-        planned: sizes that are looked at.
+        planned: sizes to measure.
         how: how peaks were predicted.
         probes: predicted, by samples.
         measured: peaks in bytes, by samples.
@@ -120,7 +120,7 @@ class Findings:
         return self.curve is not None and self.curve.at(samples) <= self.usable
 
     def plan(self, asked: Sequence[int] = ()) -> None:
-        """Settle which sizes are looked at: those asked for, else the largest that fits and its halves.
+        """Choose the sizes to measure: those asked for, else the largest that fits and its halves.
 
         Each occurs in training: it is the largest micro-batch of a near-equal split of the batch. Sizes above
         the limit come with them, to be seen.

@@ -22,7 +22,7 @@ class Options:
         limit: bytes that may be used beyond what is in use; None: what the device has.
         optimizer: one that the recipe allows.
         dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``.
-        sizes: of the micro-batches that are looked at; None: the largest that fits and its halves.
+        sizes: of the micro-batches to measure; None: the largest that fits and its halves.
         device: ``"cpu"`` or ``"cuda"`` (not run on a GPU yet).
         threads: of torch; None: as many as torch takes.
         seconds: for measuring, roughly; what has not been measured by then stays predicted.

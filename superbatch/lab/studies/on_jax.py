@@ -118,7 +118,7 @@ def update(
         weights: to be changed.
         state: of the optimizer.
         batch: as `prepared` made it.
-        arm: how the batch is worked through.
+        arm: how the batch is processed.
         optimizer: of `OPTIMIZERS`.
         learning_rate: of the update.
 

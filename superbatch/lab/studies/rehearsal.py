@@ -218,7 +218,7 @@ def refusal(rehearsal: Rehearsal) -> str | None:
         Why it does not, where samples are coupled; None if it does.
 
     Raises:
-        SuperbatchError: it does not, for any other reason: the recipe must be mended.
+        SuperbatchError: it does not, for any other reason: the recipe must be fixed.
 
     Examples:
         >>> from superbatch.lab.recipes import load_recipe

@@ -193,7 +193,7 @@ def present(tests: Sequence[StudyTest | None]) -> tuple[StudyTest, ...]:
 
 
 def separable(recipe: Recipe, study: str) -> Recipe:
-    """Refuse a recipe whose samples see each other: with another batch it would be another objective.
+    """Refuse a recipe whose samples are coupled: with another batch it would be another objective.
 
     Args:
         recipe: in question.
@@ -203,7 +203,7 @@ def separable(recipe: Recipe, study: str) -> Recipe:
         The recipe.
 
     Raises:
-        InputError: its samples see each other.
+        InputError: its samples are coupled.
     """
     if recipe.coupled == "exact" or recipe.batchnorm == "per_microbatch":
         raise InputError(

@@ -1,7 +1,7 @@
 """Study of the critical batch: the largest one that wastes no samples, against the noise scale.
 
-A training is brought to a checkpoint with a small batch. From there it goes on in branches: the same samples
-in the same order, in batches of k times the size, with the optimizer rescaled by `torch.tuning.rescale`.
+Train to a checkpoint with a small batch. From there, continue in branches: the same samples in the same
+order, in batches of k times the size, with the optimizer rescaled by `torch.tuning.rescale`.
 The critical batch *by branching* (Merrill et al. 2025, arXiv:2505.23971) is the largest whose smoothed loss
 still matches. Beside it stands what the noise scale at the checkpoint predicts: a batch B needs 1 +
 B/B_noise times the fewest samples (McCandlish et al. 2018, arXiv:1812.06162).
@@ -101,7 +101,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         The study's own part.
 
     Raises:
-        InputError: samples of the recipe see each other, it does not offer the optimizer, or the samples
+        InputError: samples of the recipe are coupled, it does not offer the optimizer, or the samples
             are too few.
     """
     separable(recipe, NAME)
@@ -163,7 +163,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
-    """Train to the checkpoint, measure the noise, and go on in every branch.
+    """Train to the checkpoint, measure the noise, and continue in every branch.
 
     Args:
         recipe: what is trained.

@@ -111,7 +111,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         The study's own part.
 
     Raises:
-        InputError: samples of the recipe see each other, or the batch has no room to grow.
+        InputError: samples of the recipe are coupled, or the batch has no room to grow.
     """
     separable(recipe, NAME)
     batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)

@@ -136,7 +136,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         The study's own part.
 
     Raises:
-        InputError: samples of the recipe see each other, or there are too few for the large batch.
+        InputError: samples of the recipe are coupled, or there are too few for the large batch.
     """
     separable(recipe, NAME)
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
@@ -227,7 +227,7 @@ def _train(
         quantity_of_metric(recipe): float(recipe.evaluate(model)),
         LOSS: training_loss(recipe, model, setting.looked_at),
     }
-    if len(losses) < len(looks):  # it has diverged, or was too short to look at
+    if len(losses) < len(looks):  # it has diverged, or was too short to measure
         return values
     calm = copy.deepcopy(model)
     for parameter, value in zip(parameters_apart(calm), mean, strict=True):

@@ -31,7 +31,7 @@ REPORT_EVERY = 0.2
 
 @dataclass(frozen=True)
 class Advanced:
-    """Some micro-batches were worked through."""
+    """Some micro-batches were processed."""
 
     microbatches: int
 

@@ -167,7 +167,7 @@ def _expression(batch: Any, path: str) -> str | None:
 
 
 def clues_of(problem: Problem, held: Sequence[Any] = ()) -> Clues:
-    """Look at the loss modules, and at tensors that may be class weights, that a loss function reaches.
+    """Inspect the loss modules, and tensors that may be class weights, that a loss function reaches.
 
     Args:
         problem: its model and loss function are searched.

@@ -350,7 +350,7 @@ class CheckSchedule:
 def _united(pair: Pair | None) -> list[Any]:
     try:
         return [] if pair is None else [joined(pair)]
-    except (SplitError, InputError):  # of unequal lengths: `check_pairs` looks at them
+    except (SplitError, InputError):  # of unequal lengths: `check_pairs` inspects them
         return []
 
 
@@ -371,9 +371,9 @@ def _hints(config: Config) -> Hints:
 
 
 def in_full(updates: int) -> bool:
-    """Return whether a window looks at all counts: at doubling distances first, then one of many.
+    """Return whether a window inspects all counts: at doubling distances first, then one of many.
 
-    All ranks look at the same windows in full.
+    All ranks inspect the same windows in full.
 
     Args:
         updates: made before the window.

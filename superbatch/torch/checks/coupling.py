@@ -3,7 +3,7 @@
 Accumulated gradients are exact only where the batch's loss is a weighted mean over samples that do not see
 each other. Two ways to find what breaks that:
 
-* `coupled_modules` looks at the types of modules. It needs no data and misses hand-written coupling.
+* `coupled_modules` inspects the types of modules. It needs no data and misses hand-written coupling.
 * `find_coupling` runs four probes on a few samples (`probing.separability`). Each misses
   something, together they found every case that they were tried on.
 """
@@ -49,7 +49,7 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     (`track_running_stats=False`).
 
     Args:
-        module: any module; its children are not looked at.
+        module: any module; its children are not inspected.
 
     Returns:
         True for BatchNorm1d/2d/3d and SyncBatchNorm (and their subclasses) that would use batch statistics
@@ -68,7 +68,7 @@ def changes_state(module: nn.Module) -> bool:
     """Return whether a module is of a type that changes its buffers with every forward, coupled or not.
 
     Args:
-        module: any module; its children are not looked at.
+        module: any module; its children are not inspected.
 
     Returns:
         True in training mode for normalisations with running statistics, and for spectral norm, whose power

@@ -309,7 +309,7 @@ def _check_weights(cut: Cut) -> None:
 
 @contextmanager
 def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode, each put back to its own mode."""
+    """Modules in evaluation mode, each restored to its own mode."""
     modes = [(module, module.training) for module in modules]
     for module in modules:
         module.training = False

@@ -30,7 +30,7 @@ from .probing.untouched import held_parameter, untouched
 from .sketch import sketch
 from .wide_parameters import WideParameters
 
-FEW = 8  # a micro-batch of so many samples is also cut into single ones, of more into four and the rest
+FEW = 8  # a micro-batch of this many samples is also cut into single ones, of more into four and the rest
 # A loss scaled by these is rounded otherwise, forward apart: none is near a power of two.
 _SCALES = (0.7310585, 1.3247180, 0.5671433)
 _KEY = 0
@@ -81,7 +81,7 @@ class Evaluation:
     def see(
         self, microbatch: Any, places: Sequence[int], calls: dict[int, Any], *, scale: float = 1.0
     ) -> Seen:
-        """Evaluate a micro-batch; random draws go on from where Python's and NumPy's generators are.
+        """Evaluate a micro-batch; Python's and NumPy's random draws continue from their present state.
 
         Args:
             microbatch: on any device.
@@ -127,7 +127,7 @@ class Evaluation:
             parts.append(part)
             ended.append(self._generators.now() == self._end)
             self._generators.rewind(self._start, self._end)
-        # Draws that go on from sample to sample are those of the union in its own order only.
+        # Draws that continue from sample to sample are those of the union in its own order only.
         cut = Cut(union, tuple(parts), tuple(spans))
         replayed = ended[-1] if cut.in_order else all(ended)
         return replace(cut, replayed=replayed, by_sample=not all(ended))

@@ -138,7 +138,7 @@ def check_on_all_ranks(
         with sync.no_sync():
             checked = _check_in_memory(problem, pieces, frozen)
         wrong = False
-    finally:  # on the way out with an error too: the other ranks wait to hear whether to go on
+    finally:  # on the way out with an error too: the other ranks wait to hear whether to continue
         wrong_somewhere = sync.vote(wrong)
     if wrong_somewhere:
         raise _wrong_elsewhere()

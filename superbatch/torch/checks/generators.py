@@ -1,7 +1,7 @@
 """Replay of the generators that have no stream per sample: Python's, NumPy's, and those that user code holds.
 
 Parts of a micro-batch must draw what the micro-batch drew. Code draws either once per call, or sample after
-sample. The first kind is replayed from the start for each part; the second goes on from part to part.
+sample. The first kind is replayed from the start for each part; the second continues from part to part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from superbatch.torch.module_tables import children_of
 
-_MOST_OBJECTS = 4000  # looked at in search of generators: milliseconds
+_MOST_OBJECTS = 4000  # searched for generators: milliseconds
 _MOST_ENTRIES = 64  # of one container
 
 

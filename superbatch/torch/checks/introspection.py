@@ -1,4 +1,4 @@
-"""Looking at how a model computes, without compiling anything for it."""
+"""Introspection of a model's computation, without compiling anything for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..warn import warn
 class _Stance:
     """torch's stance on compiling while somebody looks. It is of the whole process, and so is this.
 
-    Each of two looks that overlap in two threads would put back what it found: the second one to begin finds
+    Each of two looks that overlap in two threads would restore what it found: the second one to begin finds
     the first one's, and from its end on nothing would be compiled any more.
     """
 

@@ -41,7 +41,7 @@ class Setting:
         reset: makes the working copies of the model anew.
         batchnorm: what the Accumulator does with BatchNorm; `"frozen"` freezes it for the whole batch too.
         streams: whether every sample draws from its own random stream.
-        restore_state: whether buffers are put back before every micro-batch.
+        restore_state: whether buffers are restored before every micro-batch.
         seed: of the random numbers of a pass.
         host_seed: added to it for Python and NumPy.
     """

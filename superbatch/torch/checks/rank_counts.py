@@ -25,7 +25,7 @@ def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
     """Return what the first sample of a micro-batch counts, by the name of the count.
 
     Args:
-        counts: to look at; those of chance, such as the class 0, are left out.
+        counts: to compare; those of chance, such as the class 0, are left out.
         part: a micro-batch.
 
     Examples:

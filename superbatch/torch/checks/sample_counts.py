@@ -144,7 +144,7 @@ def uneven(counts: Sequence[Count], parts: Sequence[Any], *, unlikely: bool = Tr
     the smallest, which mostly is larger than any that may be ignored.
 
     Args:
-        counts: those to look at; of one leaf after the other.
+        counts: those to read; of one leaf after the other.
         parts: micro-batches.
         unlikely: also those that are not likely.
 
@@ -365,7 +365,7 @@ def _unpadded(value: Any) -> Tensor | None:
     most = torch.maximum(behind, before)
     low, high = value.aminmax()  # a label that pads is none of the others: smaller or larger
     pads = torch.where(behind > before, last[:, 0], first[:, 0])
-    chance = (float(high) - float(low) + 1) ** (1.0 - most)  # of so many alike labels in a row
+    chance = (float(high) - float(low) + 1) ** (1.0 - most)  # of that many alike labels in a row
     padded = (chance < _BY_CHANCE) & ((pads == low) | (pads == high))
     return 1 - torch.where(padded, most, 0).cpu().double() / width
 

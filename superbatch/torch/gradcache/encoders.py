@@ -128,7 +128,7 @@ class Encoder:
             InputError: the second pass does not give what the first one gave.
         """
         if not any(self._gradients):
-            return  # the loss does not look at these embeddings, or nothing here can be trained
+            return  # the loss does not read these embeddings, or nothing here can be trained
         for index in range(len(self)):
             gradients, self._gradients[index] = self._gradients[index], {}
             backward(*self._again(index, gradients), first=not index)

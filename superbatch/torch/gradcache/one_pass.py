@@ -71,10 +71,10 @@ class OnePass:
         self._keeper.restore()
 
     def check(self, index: int) -> None:
-        """Look at what a micro-batch has done to the buffers.
+        """Inspect what a micro-batch has done to the buffers.
 
         Args:
-            index: of the micro-batch; -1 for a look at fewer samples.
+            index: of the micro-batch; -1 for a trial with fewer samples.
 
         Raises:
             CoupledSamplesError: something else than the first one had done.

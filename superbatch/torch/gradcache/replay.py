@@ -1,4 +1,4 @@
-"""Random states noted before many micro-batches, cheaply, and put back one by one."""
+"""Random states noted before many micro-batches, cheaply, and restored one by one."""
 
 from __future__ import annotations
 

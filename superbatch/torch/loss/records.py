@@ -35,7 +35,7 @@ class WindowWeights(Protocol):
         ...
 
     def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
-        """Weigh the micro-batches again after some were cut otherwise."""
+        """Weigh the micro-batches again after some were cut differently."""
         ...
 
     def counted(self, dropped: list[int]) -> list[Number]:

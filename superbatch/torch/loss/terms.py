@@ -118,7 +118,7 @@ class TermWeights:
         return [(total, 1.0)]
 
     def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
-        """Weigh the micro-batches again after some were cut otherwise.
+        """Weigh the micro-batches again after some were cut differently.
 
         Raises:
             LossSpecError: those of a term weigh something else together than before.

@@ -118,7 +118,7 @@ class Weights:
         return float(normalize.after_forward_scale(self.returned[index], reduction=self.reduction))
 
     def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
-        """Weigh the micro-batches again after some were cut otherwise.
+        """Weigh the micro-batches again after some were cut differently.
 
         Raises:
             LossSpecError: together they weigh something else than before, when the divisor was computed.
@@ -129,7 +129,7 @@ class Weights:
         self.replace(weights_of(self._weigh, microbatches, samples))
 
     def replace(self, weights: list[normalize.Number]) -> None:
-        """Take the weights of micro-batches that were cut otherwise.
+        """Take the weights of micro-batches that were cut differently.
 
         Raises:
             LossSpecError: together they weigh something else than before.

@@ -22,7 +22,7 @@ class Ledger(TorchDispatchMode):
 
     Args:
         device: whose storages are counted; without an index, of all devices of that type.
-        rounded: storages count in multiples of so many bytes, as allocators hand them out.
+        rounded: storages count in multiples of this many bytes, as allocators hand them out.
 
     Examples:
         >>> with Ledger(torch.device("cpu"), rounded=64) as ledger:

@@ -41,7 +41,7 @@ Mode = Literal["fastest", "largest"]
 # What is left free of what there is room for: the largest is measured to be right within this.
 MARGINS: dict[Mode, float] = {"largest": 0.005, "fastest": 0.05}
 
-# Measuring takes about 0.2 ms: once in so many seconds is not to be felt.
+# Seconds between measurements. One takes about 0.2 ms, which is not noticed at this rate.
 _EVERY = 0.1
 _MOST_SIZES = 64  # that are measured at their first run, whatever the time
 
@@ -165,7 +165,7 @@ class AutoSize:
         return self._room.measured(known, samples, first=first, timed=timed)
 
     def failed(self, samples: int) -> int:
-        """Go on smaller (see `Smaller`)."""
+        """Continue with smaller micro-batches (see `Smaller`)."""
         self._times.clear()
         self._planned = []
         return self._smaller.failed(samples)
@@ -192,7 +192,7 @@ class AutoSize:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with sizes that were found before; the limit is read again."""
+        """Continue with sizes that were found before; the limit is read again."""
         self._known = {
             tuple((dtype, tuple(dimensions)) for dtype, dimensions in shape): known_of(known)
             for shape, known in state["shapes"]
@@ -219,7 +219,7 @@ class AutoSize:
             error=known.curve.error,
             measured=tuple(Measured(samples, size) for samples, size in sorted(known.measured.items())),
             limit=limit,
-            largest=min(most, dared),  # a batch of so many samples would be run in one piece
+            largest=min(most, dared),  # a batch of this many samples would be run in one piece
             chosen=chosen,
             why=why,
         )

@@ -127,7 +127,7 @@ class _Faking(TorchFunctionMode):
 
     def fakes(self, tree: Any) -> Any:
         """A structure with fakes for its tensors."""
-        # Without torch's general walk: each look at a shape or a dtype comes through here.
+        # Without torch's general walk: each read of a shape or a dtype comes through here.
         if isinstance(tree, Tensor):
             return self.fake(tree)
         kind = type(tree)

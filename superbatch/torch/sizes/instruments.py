@@ -38,7 +38,7 @@ class Instruments:
         meter: of memory.
         now: a point in time, without waiting for the device.
         seconds: the time between two such points; may wait for the device.
-        retries: how often the allocator had to empty its caches to go on.
+        retries: how often the allocator had to empty its caches to continue.
         holes: bytes that the C library's heap keeps although they are free; 0 on an accelerator.
         clean: gives back what an allocator of the device keeps, so that a size is measured by itself.
     """

@@ -1,7 +1,7 @@
 """Memory for an update, made sure of before the optimizer changes anything.
 
 An optimizer that runs out of memory in the middle has moved some parameters and not others, and nothing can
-be retried. So what its step will allocate - found out on fake tensors - is allocated and let go before it.
+be retried. So what its step will allocate - found out on fake tensors - is allocated and freed before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..window.wrapped import leaves_of
 from .fake import GuessValues, faked
 from .stand_ins import stand_ins
 
-# Below, the look at the optimizer would take longer than the memory is worth.
+# Below, the inspection of the optimizer would take longer than the memory is worth.
 LEAST_BYTES = 2**20
 
 

@@ -211,7 +211,7 @@ class Room:
             known: what is known of its shape, where the result is noted.
             samples: of it.
             first: whether it is the first one of its window.
-            timed: is told when it began and ended, by the clock of the instruments.
+            timed: called when it began and ended, by the clock of the instruments.
         """
         tools, fresh = self._tools, samples not in known.runs
         if cleaned := known.runs.get(samples, 0) < _CLEANED:

@@ -28,7 +28,7 @@ class Sizing(Protocol):
         ...
 
     def failed(self, samples: int) -> int:
-        """Note that a micro-batch ran out of memory; return the most samples to go on with, 0 for none."""
+        """Note that a micro-batch ran out of memory; return the most samples to continue with, 0 for none."""
         ...
 
     def closed(self, *, made: bool) -> None:
@@ -40,7 +40,7 @@ class Sizing(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what was found out before."""
+        """Continue with the sizes found before."""
         ...
 
     def report(self) -> MemoryReport | None:
@@ -94,7 +94,7 @@ class Smaller:
         return {"most": self.most, "wait": self._wait, "until": self._until}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
         most, wait, until = state["most"], state["wait"], state["until"]
         if not all(isinstance(number, int) for number in (1 if most is None else most, wait, until)):
             raise TypeError("no numbers of samples and updates")
@@ -130,7 +130,7 @@ class Fixed:
         """Return None: nothing is measured."""
 
     def failed(self, samples: int) -> int:
-        """Go on smaller (see `Smaller`)."""
+        """Continue with smaller micro-batches (see `Smaller`)."""
         return self._smaller.failed(samples)
 
     def closed(self, *, made: bool) -> None:
@@ -142,7 +142,7 @@ class Fixed:
         return self._smaller.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the smaller size."""
+        """Continue with the smaller size."""
         self._smaller.load_state_dict(state)
 
     def report(self) -> MemoryReport | None:
@@ -161,7 +161,7 @@ def sizing_state(sizing: Sizing, of_windows: Sizing) -> dict[str, Any]:
 
 
 def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
-    """Go on with the sizes of a saved state; return those of windows.
+    """Resume with the sizes of a saved state; return those of windows.
 
     Args:
         state: of an accumulator.
@@ -176,7 +176,7 @@ def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
     try:
         if "of windows" in saved:
             of_windows.load_state_dict(saved["of windows"])
-        if type(sizing).__name__ in saved:  # a run may go on with another way to choose sizes
+        if type(sizing).__name__ in saved:  # a run may resume with another way to choose sizes
             sizing.load_state_dict(saved[type(sizing).__name__])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         sizing.load_state_dict(before)

@@ -115,7 +115,7 @@ class AdaptiveBatch:
         return {"last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the controller's and the optimizer's are loaded apart."""
+        """Resume from a saved state; the controller's and the optimizer's are loaded apart."""
         self._last = state["last"]
 
 
@@ -182,7 +182,7 @@ class AdaScaleRate:
         return {"update": self._update, "rates": list(self._rates), "adascale": self._adascale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the optimizer's own holds the rate of the next update.
+        """Resume from a saved state; the optimizer's own holds the rate of the next update.
 
         Args:
             state: from `state_dict`.

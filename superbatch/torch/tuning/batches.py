@@ -1,8 +1,8 @@
 """The batches of a survey: as many as it has points, from the beginning again where they end.
 
-What is read is put back where it can be: counters and generators of a loader, its samplers and its datasets;
+What is read is restored where it can be: counters and generators of a loader, its samplers and its datasets;
 the epoch of persistent workers; and the state of a loader that has `state_dict` and `load_state_dict`. Where
-an iterator stands cannot be put back, so none is taken.
+an iterator stands cannot be restored, so none is taken.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Batches:
     Args:
         batches: can be iterated over again and again (a DataLoader, a list), or a function without arguments
             that returns something to iterate over.
-        accumulation_steps: group its micro-batches into windows of so many, as `windows` does; None takes
-            each as a batch. A schedule goes on where the batches begin again: it counts updates, not epochs.
+        accumulation_steps: group its micro-batches into windows of this many, as `windows` does; None takes
+            each as a batch. A schedule continues when the batches begin again: it counts updates.
 
     Attributes:
         epochs: how often the batches were begun with.
@@ -111,7 +111,7 @@ def keep_position(batches: Any, undo: ExitStack) -> None:
     if with_state:
         undo.callback(batches.load_state_dict, copy.deepcopy(batches.state_dict()))
     if isinstance(batches, DataLoader):
-        # Persistent workers go on with their epoch afterwards, unaware of those that serve the survey.
+        # Persistent workers continue their epoch afterwards, unaware of those that serve the survey.
         undo.callback(setattr, batches, "_iterator", batches._iterator)
         batches._iterator = None
 
@@ -138,7 +138,7 @@ def _holders(batches: Any) -> list[Any]:
 
 
 def _keep_attributes(holder: Any, undo: ExitStack) -> None:
-    """Its counters, and the generators it draws from. Not its containers: a cache may go on growing."""
+    """Its counters, and the generators it draws from. Not its containers: a cache may keep growing."""
     attributes = vars(holder)
     plain = {name: value for name, value in attributes.items() if isinstance(value, _PLAIN)}
     undo.callback(attributes.update, plain)

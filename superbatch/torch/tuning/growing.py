@@ -55,7 +55,7 @@ class GrowBatch:
     follows the batch too, and keeps its half-life in samples.
 
     Rates go by updates that were made, lengths by windows: after a window that made no update they are one
-    apart until `windows` is told ``first_update=accumulate.updates`` again, as at the start of an epoch.
+    apart until `windows` gets ``first_update=accumulate.updates`` again, as at the start of an epoch.
 
     Args:
         optimizer: its rate (``initial_lr`` where a scheduler was made with it) is the schedule's 1.
@@ -99,7 +99,7 @@ class GrowBatch:
         return {"update": self._update, "rates": list(self._rates), "beta2": list(self._betas)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; the optimizer's own state must be loaded too.
+        """Resume from a saved state; the optimizer's own state must be loaded too.
 
         Args:
             state: from `state_dict`.

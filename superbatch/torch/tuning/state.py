@@ -1,6 +1,6 @@
 """Let a survey change everything that training changes, and put it back bit for bit, whatever happens.
 
-Each part notes what it will put back *before* anything is changed, and is put back by itself: an error in
+Each part notes what it will restore *before* anything is changed, and is restored by itself: an error in
 one leaves no other behind. Tensors keep their identity: contents are copied back into them.
 """
 
@@ -43,7 +43,7 @@ def put_back(
         devices: whose random state is kept, beside that of the models' devices.
 
     Yields:
-        What is closed in the end, for more to be put back.
+        What is closed in the end, for more to be restored.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -54,7 +54,7 @@ def put_back(
         True
     """
     tensors = _tensors(models, optimizers, owned)
-    undo = ExitStack()  # what is noted first is put back last
+    undo = ExitStack()  # what is noted first is restored last
     try:
         undo.callback(restore_random_state, random_state({*devices, *(t.device for t in tensors)}))
         for model in models:
@@ -73,7 +73,7 @@ def put_back(
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C wait until the body is done: half of what was put back would be worse than nothing."""
+    """Let Ctrl-C wait until the body is done: half of what was restored would be worse than nothing."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield  # other threads are not interrupted; where nobody listens, or C code does, nothing is raised

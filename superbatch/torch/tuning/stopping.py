@@ -1,10 +1,10 @@
 """A window that ends when its gradient is good enough: unbiased only as a sum.
 
-Whoever looks at a gradient and stops when it looks good, stops early when the noise happens to agree with
-it. The *mean* over such a window is biased: by 2 % of the signal where the noise has 100 directions, by half
-of it where it has one. By Wald's identity the *sum* is not: ``E[sum of K gradients] = E[K] G`` for every rule
-that does not look ahead. So the sum is divided by a number that was fixed before, and a longer window makes a
-longer update. An optimizer that forgets the length of a gradient (Adam) would undo that.
+Whoever stops once a gradient looks good, stops early when the noise happens to agree with it. The *mean* over
+such a window is biased: by 2 % of the signal where the noise has 100 directions, by half of it where it has
+one. By Wald's identity the *sum* is not: ``E[sum of K gradients] = E[K] G`` for every rule that does not look
+ahead. So the sum is divided by a number that was fixed before, and a longer window makes a longer update. An
+optimizer that forgets the length of a gradient (Adam) would undo that.
 
 Prefer `tuning.adaptive.Controller`, which decides from windows that are past and needs none of this.
 """

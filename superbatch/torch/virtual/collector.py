@@ -19,7 +19,7 @@ OBJECTS = 50_000  # more than the blocks of large models make, at some hundred b
 class _Threshold:
     """The threshold of the process, raised while a block is open in any thread.
 
-    Each of two blocks that overlap would put back what it found: the second one finds what the first has set.
+    Each of two blocks that overlap would restore what it found: the second one finds what the first has set.
     """
 
     def __init__(self) -> None:

@@ -104,7 +104,7 @@ class BeforeStep:
         return all(e.target._version == version for e, version in pairs if e.optimizer is optimizer)
 
     def forget(self) -> None:
-        """Let go of what was noted, but for where the tensors of the states stand."""
+        """Free what was noted, but for where the tensors of the states stand."""
         self._groups, self._is_noted = [], False
         for states in self._states:
             states.forget()
@@ -153,7 +153,7 @@ def not_made(idle: Sequence[torch.optim.Optimizer], before: BeforeStep, count: i
 
     Args:
         idle: optimizers of which no step was seen.
-        before: noted before the step; what it can put back is put back if none has stepped.
+        before: noted before the step; what it can restore is restored if none has stepped.
         count: of all optimizers.
 
     Raises:
@@ -213,7 +213,7 @@ class _States:
             self.is_opaque = True
 
     def forget(self) -> None:
-        """Let go of other values than tensors, which nothing else keeps alive here."""
+        """Free other values than tensors, which nothing else keeps alive here."""
         self._others = []
 
     def by_key(self) -> dict[Any, dict[str, Any]]:

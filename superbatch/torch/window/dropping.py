@@ -33,7 +33,7 @@ def keep_or_drop(window: Transaction, index: int, *, again: bool) -> None:
     losses = progress.losses
     if window.config.rule.scaling:
         finite = losses.finite(index)
-    else:  # a loss on a device is looked at along with the gradient: the host waits once
+    else:  # a loss on a device is inspected along with the gradient: the host waits once
         finite = gradients.isolated_is_finite(losses.on_device(index)) and losses.finite(index, on_host=True)
     if finite:
         gradients.keep()

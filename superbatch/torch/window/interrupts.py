@@ -21,7 +21,7 @@ class DeferredInterrupts:
 
     Python calls handlers in the main thread alone, so other threads need no such context, and change nothing.
     A handler that is no Python function (the system's default, "ignore") stays in place. Several interrupts
-    count as one. The handler is put back also where the block raises.
+    count as one. The handler is restored also where the block raises.
 
     Examples:
         >>> done = []

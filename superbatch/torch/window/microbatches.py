@@ -1,4 +1,4 @@
-"""The micro-batches of one window; those that are still to come can be cut otherwise."""
+"""The micro-batches of one window; those that are still to come can be cut differently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .joining import joined
 from .options import check_auto
 from .sync.sync import Sync
 
-# What the check of the statement looks at where the size is not known: so many pieces of so many samples.
+# With an unknown size, the check of the declared loss uses at most this many pieces of this many samples.
 FEW = 8
 
 
@@ -28,11 +28,11 @@ class MicrobatchList:
     """Micro-batches in order, and the samples of each.
 
     Args:
-        microbatches: as they are to be worked through.
+        microbatches: as they are to be processed.
         samples: of each; None where they cannot be counted.
         order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
         paths: `whole` and `per_sample` declarations.
-        batch: the planned batch that they were cut from, if it may be cut otherwise.
+        batch: the planned batch that they were cut from, if it may be cut differently.
         whole: the batch that they were cut from, if it was one.
 
     Examples:
@@ -106,7 +106,7 @@ class MicrobatchList:
             return None
 
     def of_two(self, first: int, second: int, most: int) -> list[int]:
-        """Return the first samples of two micro-batches, at most so many of each, counted as in `parts`."""
+        """Return the first samples of two micro-batches, at most `most` of each, counted as in `parts`."""
         return self._of([first, second], most)
 
     def firsts(self, order: Sequence[int]) -> list[int]:
@@ -130,7 +130,7 @@ class MicrobatchList:
         return [self._order[place] for place in places] if ordered and self._order else places
 
     def split(self, index: int, most: int) -> int:
-        """Cut one micro-batch into near-equal ones of at most so many samples; return how many there are now.
+        """Cut one micro-batch into near-equal ones of at most `most` samples; return how many there are now.
 
         Raises:
             SplitError: it cannot be cut.
@@ -280,7 +280,7 @@ def _cut(
         assert not isinstance(batch, Window)
         planned = plan_of(batch, **paths)
         sizes = sizing.plan(batch, planned.samples, sync.agree_size if sync.in_step else None)
-        # A window that began with as many micro-batches on each rank must go on so.
+        # A window that began with as many micro-batches on each rank must continue with as many.
         recut = None if sync.in_step else planned
         return MicrobatchList(cut(planned, sizes), sizes, None, paths, batch=recut, whole=batch)
     size, most = sizing.size, sizing.most
@@ -296,7 +296,7 @@ def _cut(
 
 
 def cut_large(pieces: MicrobatchList, start: int, most: int) -> None:
-    """Cut all micro-batches from `start` on that have more than so many samples.
+    """Cut all micro-batches from `start` on that have more than `most` samples.
 
     Raises:
         SplitError: one cannot be cut.

@@ -90,7 +90,7 @@ def first_bad_microbatch(
     Args:
         indices: the micro-batches that took part.
         backward: ``backward(i)`` computes the gradient of micro-batch ``i``; called in order.
-        owned: the parameters to look at.
+        owned: the parameters to check.
     """
     for index in indices:
         clear(owned)

@@ -17,7 +17,7 @@ class Progress:
     """Position in a window.
 
     Args:
-        microbatches: of the window; they can be cut otherwise.
+        microbatches: of the window; they can be cut differently.
         weights: of them.
         losses: none so far.
 
@@ -109,7 +109,7 @@ class Progress:
         return None
 
     def weigh_again(self) -> None:
-        """Weigh the micro-batches after some were cut otherwise."""
+        """Weigh the micro-batches after some were cut differently."""
         self.weights.weigh_again(self.microbatches.microbatches, self.microbatches.samples)
 
     def hand_out_again(self, index: int) -> None:

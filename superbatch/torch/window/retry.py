@@ -1,9 +1,9 @@
 """Retry after out-of-memory: the window continues in smaller micro-batches, to the same update.
 
-A micro-batch that failed must leave nothing behind. What it leaves is looked at:
+A micro-batch that failed must leave nothing behind. What it leaves is inspected:
 
-* nothing had reached the gradients, and random state and buffers are as at its start (or can be put back):
-  the window goes on from it, in smaller pieces;
+* nothing had reached the gradients, and random state and buffers are as at its start (or can be restored):
+  the window continues from it, in smaller pieces;
 * otherwise - a backward broke half way, and half of its gradient is in the sum; a buffer was written - the
   window begins again, everything as before it. A copy of all gradients for each micro-batch would avoid that,
   and take the memory that is missing.
@@ -200,7 +200,7 @@ def _bytes_of_state(window: Transaction) -> int:
 
 
 def shrink(window: Transaction) -> None:
-    """Let the next window have smaller micro-batches: one of a loop that cannot be gone on with ran out.
+    """Let the next window have smaller micro-batches: one of a loop that cannot continue ran out.
 
     Args:
         window: whose ``with`` block the error has left.

@@ -1,4 +1,4 @@
-"""Validation of a saved window: every part is looked at before anything changes."""
+"""Validation of a saved window: every part is inspected before anything changes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _gradients(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _statistics(state: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-    """Numbers that no policy for NaN will look at again."""
+    """Numbers that no policy for NaN will check again."""
     norms: list[Any] = state.get("norms") or []
     for index, module in enumerate(norms):
         for name, value in module.items():

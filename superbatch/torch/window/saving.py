@@ -35,7 +35,7 @@ def load_sizing_and_noise(state: Mapping[str, Any], sizing: Sizing, meter: Noise
     try:
         if meter is not None and state.get("noise") is not None:
             meter.load_state_dict(state["noise"])
-    except Exception:  # whatever it is goes on; the sizes must not be those of a state that failed
+    except Exception:  # whatever it is propagates; the sizes must not be those of a state that failed
         sizing.load_state_dict(before)
         raise
     return of_windows

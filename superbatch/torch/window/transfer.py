@@ -141,7 +141,7 @@ class Transfer:
         if device is None or device.type == "cpu":
             return to_device(microbatches[index], device)
         source, copy = self._ahead.pop() if self._ahead else (None, None)
-        if source is not microbatches[index]:  # the first one, or cut otherwise meanwhile
+        if source is not microbatches[index]:  # the first one, or cut differently meanwhile
             return self._copied(microbatches[index])
         self._side.hand_over(copy)
         return copy
@@ -174,7 +174,7 @@ class Transfer:
             # There may be room once this micro-batch is gone: `take` copies then.
 
     def forget(self) -> None:
-        """Let go of what is on its way: it will not be taken."""
+        """Free what is on its way: it will not be taken."""
         self._ahead.clear()
         self._launched = None
 

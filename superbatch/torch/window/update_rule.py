@@ -109,7 +109,7 @@ def update(
             # counters.
             idle = [optimizer for optimizer in rule.optimizers if not reaches(optimizer, optimizer.step)]
     finally:  # a hook may fail after the step
-        # Where autocast encloses the whole training loop, it would go on with copies of the parameters as
+        # Where autocast encloses the whole training loop, it would continue with copies of the parameters as
         # they were.
         torch.clear_autocast_cache()
         if rule.masters_copied:

@@ -72,7 +72,7 @@ def reaches(optimizer: Optimizer, step: Callable[[], object], *, always: bool = 
         always: look also where the optimizer wraps nothing, because `step` may leave it out.
 
     Returns:
-        True where an optimizer inside ran its ``step``, and where there is nothing to look at.
+        True where an optimizer inside ran its ``step``, and where nothing can be checked.
 
     Examples:
         >>> import torch

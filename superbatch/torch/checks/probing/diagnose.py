@@ -33,7 +33,7 @@ _SEEDS = 8  # one coin for a whole batch is the same under half of them
 
 
 class Diagnosis(NamedTuple):
-    """The causes, the first to be mended first; what the probes found; and what could not be told."""
+    """The causes, the first to be fixed first; what the probes found; and what could not be determined."""
 
     causes: tuple[Finding, ...]
     findings: tuple[Finding, ...]

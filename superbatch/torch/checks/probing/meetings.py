@@ -18,7 +18,7 @@ def find_meetings(problem: Problem, batch: Any) -> tuple[CouplingPoint, ...]:
     """Return every point of the forward at which samples meet: operator and module.
 
     One forward and backward of a few samples in a `virtual_batch`. Unlike a probe that compares numbers it
-    needs no tolerance, and unlike a look at the types of modules it sees what is written by hand. The mean
+    needs no tolerance, and unlike the types of modules it shows what is written by hand. The mean
     over samples at the end of a loss is no meeting: its result flows into no sample.
 
     Args:

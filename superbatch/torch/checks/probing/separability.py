@@ -1,4 +1,4 @@
-"""Four probes on a few samples: does the loss of a batch consist of parts that do not see each other?
+"""Four probes on a few samples: does the loss of a batch consist of independent parts?
 
 Each misses something: a value may not depend on the batch while its gradient does; a comparison passes no
 NaN on; a coupling may rest at the values it is tried at. Together they found every case they were tried on.

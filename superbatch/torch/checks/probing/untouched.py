@@ -1,4 +1,4 @@
-"""Run a model for a look at it, and leave it bit for bit as it was.
+"""Trial run of a model, which leaves it bit for bit as it was.
 
 Every parameter and buffer gets a working copy of its data (tensors that share memory keep sharing it),
 optionally in another dtype; afterwards each tensor object has its own storage back, which nothing has written
@@ -34,7 +34,7 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 class _Slot(NamedTuple):
-    owner: Any  # a dict or other container whose content is put back in place; None: `content` does it
+    owner: Any  # a dict or other container whose content is restored in place; None: `content` does it
     content: Any
 
 

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     inner: int = 1
 
     def rows(self, samples: int) -> int:
-        """Return the size of the dimension for so many samples."""
+        """Return the size of the dimension for a number of samples."""
         return self.outer * samples * self.inner
 
     def at(self, dim: int) -> Layout:

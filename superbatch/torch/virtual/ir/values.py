@@ -1,8 +1,8 @@
 """Recorded values, and the operations that make them.
 
-A `Value` stands for a tensor of the whole batch. It has a layout if it is worked out micro-batch by
+A `Value` stands for a tensor of the whole batch. It has a layout if it is computed micro-batch by
 micro-batch, and none if it is whole: a parameter, a statistic of all samples, the loss. A `Node` is one
-operation: values in, values out, and a function that works out the rows of one micro-batch.
+operation: values in, values out, and a function that computes the rows of one micro-batch.
 
 A value keeps its node alive, and a node its inputs; nodes know their outputs weakly. So what no tensor of the
 program and no later operation needs is gone, without anybody's count of it.
@@ -161,11 +161,11 @@ class Action(NamedTuple):
         single: there is one result, and not a sequence.
         once: it reads whole values only, and runs once.
         layouts: of each result; None: whole.
-        run: works out the results for one micro-batch; a tuple if there are several.
+        run: computes the results for one micro-batch; a tuple if there are several.
         reduce: makes a `Reduction` of the whole results; None if there are none, or if it runs once.
         view: its result takes no memory of its own.
         light: about as fast as reading its inputs, so that it may be done again.
-        known: its `run` looks at nothing but its tensors and how many samples there are, and is the same
+        known: its `run` depends on nothing but its tensors and the number of samples, and is the same
             function in each operation of its form: it may be compiled.
     """
 

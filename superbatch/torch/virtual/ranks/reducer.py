@@ -2,7 +2,7 @@ r"""A virtual batch over ranks: BatchNorm over the samples of all of them, one r
 
 The collectives of a block are recorded as operations on whole values, each of which also reads what the one
 before it gave. So every rank issues them in the order in which its program called for them, whenever numbers
-are asked for: a rank may look at its loss in the block where the others do not. Nothing else has to be equal
+are asked for: a rank may read its loss in the block where the others do not. Nothing else has to be equal
 on the ranks: numbers of samples and of micro-batches may differ.
 
 With :math:`(n_r, \mu_r, M_r)` the count, mean and sum of squared deviations on rank r,

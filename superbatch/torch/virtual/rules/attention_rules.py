@@ -31,7 +31,7 @@ class _Kernel(NamedTuple):
     Attributes:
         forward: its operator.
         keeps: what its backward calls the results of the forward, in their order.
-        aligned: rows of the bias begin at multiples of so many elements.
+        aligned: rows of the bias begin at multiples of this many elements.
     """
 
     forward: Any

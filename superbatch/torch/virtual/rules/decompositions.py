@@ -10,7 +10,7 @@ import torch
 
 aten: Any = torch.ops.aten
 
-# Their results are read by what looks at memory itself.
+# Their results are read by operators that read memory itself.
 # Recurrent kernels keep a form of their own for their backward, which leaves out what nobody wants.
 AT_ONCE = {
     aten._cudnn_rnn.default,

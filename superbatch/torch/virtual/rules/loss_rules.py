@@ -118,7 +118,7 @@ def _margin_loss_backward(call: Call) -> Recipe | None:
     return Recipe(operands, [layout], mean if reduction == _MEAN else run)
 
 
-# -- what a kernel keeps for its backward is worked out there again ------------------------------------------
+# -- what a kernel keeps for its backward is computed there again ------------------------------------------
 
 
 def _log_sigmoid_forward(call: Call) -> Recipe | None:

@@ -202,7 +202,7 @@ def _told_rows(call: Call, layout: Layout) -> Run:
     return careful(call.func, [value.meta for value in call.tensors], run)
 
 
-# -- shapes that are told ------------------------------------------------------------------------------------
+# -- shapes that are given -----------------------------------------------------------------------------------
 
 
 def _constant_pad(call: Call) -> Recipe | None:

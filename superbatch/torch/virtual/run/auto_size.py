@@ -53,7 +53,7 @@ def largest_size(plan: Plan, samples: int, free: int, budget: int | None) -> int
     carried = sum(
         base.nbytes for base in {_base(value) for value in CarriedRows(plan).until} if not base.there
     )
-    few = FEW if much_again(plan) else 1  # so many micro-batches, and one carries (see `carried`)
+    few = FEW if much_again(plan) else 1  # number of micro-batches; one carries (see `carried`)
     size = int(room * samples / (alive + carried))
     if size * few < samples:
         size = min(int(room * samples / alive), -(-samples // few) - 1)

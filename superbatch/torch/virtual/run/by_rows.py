@@ -22,7 +22,7 @@ def by_rows(form: Form) -> ByRows | None:
     """Return how to do an operation on whole values by rows.
 
     Args:
-        form: of an operation on whole values, some of which wait to be worked out.
+        form: of an operation on whole values, some of which wait to be computed.
 
     Returns:
         None: whole, as it stands.

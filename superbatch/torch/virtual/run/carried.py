@@ -1,6 +1,6 @@
 """Rows that the last micro-batch carries from sweep to sweep, so that none is recomputed.
 
-A result that a later sweep reads is worked out again there, micro-batch by micro-batch, because those of all
+A result that a later sweep reads is recomputed there, micro-batch by micro-batch, because those of all
 micro-batches would not fit. Those of one do: the last one of a sweep is the first one of the next, and in
 between holds what autograd would hold of it. With one micro-batch nothing is done twice; with four, a quarter
 less.
@@ -16,7 +16,7 @@ from ..ir.layout import Part
 from ..ir.values import Node, Value
 from .plan import Plan
 
-FEW = 16  # micro-batches; of more, one that is not worked out again is no gain
+FEW = 16  # micro-batches; of more, one that is not recomputed is no gain
 MUCH = 0.1  # of the operations that are no views and not light are done again
 
 
@@ -29,7 +29,7 @@ class CarriedRows:
     Attributes:
         first: the sweep in which each operation runs for the first time, and for this micro-batch the only
             one.
-        until: the last sweep that reads a result which is worked out in an earlier one.
+        until: the last sweep that reads a result which is computed in an earlier one.
         rows: what is carried now.
     """
 

@@ -5,7 +5,7 @@
   numbers. A second update compiles nothing, nor does a layer that is like another. Sizes of micro-batches are
   two at most.
 * Dynamo has no part in it: the functions are traced below autograd, by the operators they call. So nothing
-  is guarded: the form is all there is to look at, and it is looked at in each call.
+  is guarded: the form is all that it depends on, and it is compared in each call.
 * What cannot be compiled runs one operation after the other, with a warning that says why.
 """
 
@@ -71,7 +71,7 @@ class Segment:
 
         Args:
             part: the micro-batch.
-            tensors: what it reads; let go of as it is used.
+            tensors: what it reads; freed when it is used.
 
         Returns:
             What is in the registers that are wanted, and a list for each operation with results to reduce.

@@ -25,10 +25,10 @@ class SideEffects(NamedTuple):
         loads: what it is the first to read.
         outputs: which result (None: the only one) into which register.
         whole: which results are reduced.
-        reduction: by what; None if there are none.
+        reduction: how they are reduced; None if there are none.
         keeps: registers whose rows are kept.
         carries: registers that the last micro-batch hands to the next sweep.
-        early: registers that nothing needs but the instruction itself, which lets go of them as it goes on.
+        early: registers that only the instruction itself needs: it frees them while it runs.
     """
 
     loads: list[Load]

@@ -1,4 +1,4 @@
-"""A sweep's program, worked through one instruction after the other."""
+"""A sweep's program, executed one instruction after the other."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def template(form: Form) -> Template | None:
         form: of an operator that draws no random numbers.
 
     Returns:
-        None where the call has to be looked at each time: it is done as several others, its shape depends on
+        None where the call has to be inspected each time: it is done as several others, its shape depends on
         numbers, or an argument is of a kind that is not known.
     """
     if form.key is None:

@@ -2,11 +2,11 @@
 
 A sweep goes over all micro-batches once. What depends on a statistic of all samples has to wait for the sweep
 after the one in which the statistic is summed: its *stage*. Within a stage everything runs micro-batch by
-micro-batch. A result that a later stage reads too is either kept for all samples, or worked out again there
+micro-batch. A result that a later stage reads too is either kept for all samples, or recomputed there
 from what was kept.
 
 Kept is what a coupling point itself reads (the input of a BatchNorm, an embedding), and what more than
-`PATIENCE` later stages would have to work out again. So a model whose samples meet in the loss only keeps its
+`PATIENCE` later stages would have to recompute. So a model with samples coupled in the loss only keeps its
 embeddings and runs its forward twice, as GradCache does; one with a BatchNorm in every block keeps their
 inputs and runs every convolution once.
 """
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     Attributes:
         once: by stage, what runs before the sweep, on whole values.
         sweeps: by stage, what runs for each micro-batch, in order.
-        stage: of each node: where its whole outputs are worked out.
+        stage: of each node: where its whole outputs are computed.
         kept: the values that are kept, with the last stage that reads them.
         apart: whole results of sweeps that are read by rows alone: where these are, and the last stage.
         meeting: operations whose whole results flow back into samples.
@@ -66,7 +66,7 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
     feeds = _feeding(everything)
     sweeps: dict[int, list[Node]] = {}
     wanted: dict[Value, set[int]] = {}
-    coupling: dict[Value, set[int]] = {}  # stages in which a value is read by what samples meet in
+    coupling: dict[Value, set[int]] = {}  # stages in which a coupling operation reads a value
     kept: dict[Value, int] = {}
     moved = False
     for node in reversed(nodes):

@@ -1,6 +1,6 @@
 """Operations of a program that follow each other, put together into segments that are compiled.
 
-A program is rewritten once it is made. Operations in a row whose functions look at nothing but their tensors
+A program is rewritten once it is made. Operations in a row whose functions read nothing but their tensors
 and the number of samples (`Node.known`) become one *segment* (`compiled.Segment`). Whatever draws random
 numbers or asks for the place of a micro-batch stays what it is, between segments. What a segment gives is
 what is read, kept, carried or reduced outside of it; all else is gone when it has run.

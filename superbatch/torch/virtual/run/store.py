@@ -17,7 +17,7 @@ class Store:
     """Counts what is kept, and decides where.
 
     Args:
-        device: where the rows are worked out.
+        device: where the rows are computed.
         budget: most bytes that stay there; None: all do. On a CPU both places are the same memory, and what
             is beyond the budget is only counted as the host's.
 

@@ -35,7 +35,7 @@ def run(plan: Plan, parts: Sequence[Part], store: Store, log: Log, *, compile: b
         plan: what to run.
         parts: the micro-batches.
         store: where results are kept.
-        log: is told what was done.
+        log: receives what was done.
         compile: what runs in a row for each micro-batch.
 
     Raises:
@@ -171,7 +171,7 @@ def _sweep(
     if len(parts) >= WORTH_WRITING:
         programs[0][1].make(generated)
     if carried is not None and not first:
-        # First where something is carried, so that it is let go before the others need memory.
+        # First where something is carried, so that it is freed before the others need memory.
         programs.insert(0, programs.pop())
     for (part, program), following in zip_longest(programs, programs[1:]):
         then = None if following is None else following[1].first_read(following[0])

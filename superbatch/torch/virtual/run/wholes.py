@@ -19,7 +19,7 @@ class Wholes:
 
     Args:
         store: whose budget they take.
-        log: is told the operator of each.
+        log: receives the operator of each.
         parts: micro-batches; of one alone nothing is larger than a micro-batch.
     """
 
@@ -47,8 +47,8 @@ def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
         form: the operation.
         results: what it gave.
         rows: of a micro-batch.
-        store: counts those that were worked out at once.
-        log: is told of them.
+        store: counts those that were computed at once.
+        log: receives them.
 
     Raises:
         CoupledSamplesError: with ``on_gather="error"``.

@@ -29,7 +29,7 @@ def gather(log: Log, value: Value, kind: CouplingKind, why: Any) -> Value:
     """Record that the rows of a value are put together.
 
     Args:
-        log: is told where an operator without a rule asks for it.
+        log: records where an operator without a rule asks for it.
         value: with rows.
         kind: why: the operator needs it, or no rule knows the operator.
         why: the operator.

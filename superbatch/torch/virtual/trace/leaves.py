@@ -22,7 +22,7 @@ class Leaves:
     def new(self, tensor: Tensor) -> Iterator[Tensor]:
         """Yield the new leaves of a real tensor, while their gradients are as they were.
 
-        One may have been used before there was a batch: `scale.exp()`, worked out above the block, brings the
+        One may have been used before there was a batch: `scale.exp()`, computed above the block, brings the
         gradient of `scale` in it.
         """
         if not tensor.requires_grad:

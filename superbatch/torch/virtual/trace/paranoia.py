@@ -28,7 +28,7 @@ DEFINED: dict[Any, Any] = {
 
 aten: Any = torch.ops.aten
 
-# What a kernel keeps for its backward, and the rule of the backward works out again.
+# What a kernel keeps for its backward, and the rule of the backward recomputes.
 UNREAD = {
     (aten._ctc_loss, 1),
     (aten._scaled_dot_product_flash_attention, 1),

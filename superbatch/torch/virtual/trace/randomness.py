@@ -31,7 +31,7 @@ class Randomness:
 
     def __init__(self, how: Literal["microbatch", "batch"]) -> None:
         self._how = how
-        self._seeds: WeakKeyDictionary[Value, int] = WeakKeyDictionary()  # of attention, by what it gave
+        self._seeds: WeakKeyDictionary[Value, int] = WeakKeyDictionary()  # of attention, by its result
 
     @property
     def as_the_batch(self) -> bool:

@@ -50,11 +50,11 @@ class Recording:
 
     Args:
         samples: of the batch.
-        size: most samples of a micro-batch; "auto": what fits, known once something has to be worked out.
-        device: where they are worked out.
+        size: most samples of a micro-batch; "auto": what fits, known once something has to be computed.
+        device: where they are computed.
         randomness: how random operators draw.
         store: where results are kept from sweep to sweep.
-        log: is told what happens.
+        log: receives the events.
         paranoid: compare every operation with the same on whole tensors.
         compile: what runs in a row for each micro-batch.
 
@@ -124,7 +124,7 @@ class Recording:
             waits = waits or value.whole is None
         if kind.at_once:
             return self._now(form.call())
-        if not batch and kind.like:  # of a loss, say, that is not worked out yet
+        if not batch and kind.like:  # of a loss, say, that is pending
             like = empty_like(form.tensors[0].meta, form.tensors[0].device)
             return self.given(func(like, *args[1:], **kwargs))
         random = kind.draws and form.call().argument("dropout_p") != 0.0
@@ -278,7 +278,7 @@ class Recording:
         refuse_hollow(tensor)
         for leaf in () if isinstance(tensor, VirtualTensor) else self.leaves.new(tensor):
             if leaf.grad is not None and leaf.grad.layout is torch.strided:
-                # Autograd adds to what is there, in place: into a real tensor once the sum is worked out.
+                # Autograd adds to what is there, in place: into a real tensor once the sum is computed.
                 leaf.grad = self.show(self.given(leaf.grad))
 
     def values(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -349,7 +349,7 @@ class Recording:
     def work_out(self, targets: Iterable[Value]) -> None:
         """Run what the targets need, and what else is pending, and write the buffers that wait.
 
-        All that is pending: a gradient that is worked out later would do the same sweeps again, or be another
+        All that is pending: a gradient that is computed later would do the same sweeps again, or be another
         if an optimizer has changed the parameters meanwhile.
         """
         writes = self._writes.take()
@@ -374,7 +374,7 @@ class Recording:
         for leaf, _ in self.leaves.had.values():
             if isinstance(leaf.grad, VirtualTensor) and leaf.grad.virtual.recording is self:
                 value = current(self, leaf.grad)
-                if value.layout is not None:  # a row for each sample: what these need is let go in this work
+                if value.layout is not None:  # a row for each sample: what they need is freed meanwhile
                     leaf.grad = self.show(self.gathered(value))
         self.ending = True
         self.work_out(self.pending())

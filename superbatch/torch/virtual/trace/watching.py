@@ -22,7 +22,7 @@ class Watching(TorchDispatchMode):
 
     Args:
         recording: returns that of the block; None before there is a batch.
-        before: is told what is written before there is a batch.
+        before: receives what is written before there is a batch.
     """
 
     def __init__(

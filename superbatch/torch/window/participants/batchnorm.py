@@ -1,4 +1,4 @@
-"""BatchNorm where a batch is worked through in micro-batches: refused, frozen, or per micro-batch.
+"""BatchNorm where a batch is processed in micro-batches: refused, frozen, or per micro-batch.
 
 Normalising per micro-batch is another function than normalising over the batch (its gradient is that of
 "ghost" batch normalisation, arXiv:1705.08741), so it is never chosen silently. What can be kept exact is

@@ -1,4 +1,4 @@
-"""Sum a window's gradient in buffers: of a wider dtype, or to look at each micro-batch first."""
+"""Sum a window's gradient in buffers: of a wider dtype, or to check each micro-batch first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BufferGradientSum:
     Args:
         owned: the parameters.
         dtype: of the buffers of parameters of lower precision; wider parameters keep their own dtype.
-        isolated: look at each micro-batch's gradient as a whole before adding it.
+        isolated: check each micro-batch's gradient as a whole before adding it.
         only_owned: restrict the backward to these parameters.
     """
 

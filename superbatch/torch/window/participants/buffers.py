@@ -87,7 +87,7 @@ class BufferKeeper:
         )
 
     def restore(self) -> None:
-        """Put back every buffer, its identity included, as it was at `take`."""
+        """Restore every buffer, its identity included, as it was at `take`."""
         for module, name, buffer, copy in self._taken:
             buffers_of(module)[name] = buffer
             if buffer is None or copy is None:

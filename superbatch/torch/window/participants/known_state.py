@@ -52,6 +52,6 @@ class Known:
         self.bindings.setdefault((id(table.content), key), (only, state))
 
     def is_due(self) -> bool:
-        """Return whether everything is looked at: in windows 1, 4, 16, 64, ..."""
+        """Return whether this window inspects everything: windows 1, 4, 16, 64, ..."""
         number = self.windows + 1
         return not number & (number - 1) and number.bit_length() % 2 == 1

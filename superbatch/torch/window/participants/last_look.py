@@ -1,4 +1,4 @@
-"""Bindings at the last look at all of them, compared after a failure: what was not noted may have moved."""
+"""Bindings as they all were last inspected, compared after a failure: what was not noted may have moved."""
 
 from __future__ import annotations
 

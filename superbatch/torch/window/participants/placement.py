@@ -36,7 +36,7 @@ class Placement:
         self._said = False
 
     def choose(self, microbatches: int, *, only_owned: bool) -> GradientSum:
-        """Return the place for a window of so many micro-batches."""
+        """Return the place for a window of a number of micro-batches."""
         config = self._config
         if self._momentum:
             check_momentum(config.rule.optimizers)  # groups may have changed since the last window

@@ -225,7 +225,7 @@ class _Search:
             if slots:
                 self._table(Table(shown, value, slots, own=True, loose=loose), depth)
             self._class(name, type(value), loose=loose)
-            called = getattr(type(value), "__call__", None)  # noqa: B004  (its code is looked at)
+            called = getattr(type(value), "__call__", None)  # noqa: B004  (its code is inspected)
             if loose and isinstance(called, FunctionType):
                 self._wait("", called, depth + 1, loose=True)
 
@@ -271,7 +271,7 @@ class _Search:
                     self._table(table, 0)
 
     def _argument(self, name: str, value: Any, depth: int) -> None:
-        """Note what an argument is bound to: a tensor is state only by what is written into it."""
+        """Note what an argument is bound to: a tensor is state only if it is written into."""
         self._table(Table(name, CellType(value), loose=True), depth)
 
     def _table(self, table: Table, depth: int) -> None:

@@ -85,7 +85,7 @@ class Sync(Protocol):
 
         Args:
             microbatches: the number that the window has as it was cut.
-            samples: of each of them, which it can be cut into; None: it cannot be cut otherwise.
+            samples: of each of them, which it can be cut into; None: it cannot be cut differently.
 
         Raises:
             InputError: where all ranks need the same number, a rank cannot reach it; raised on every rank.

@@ -128,7 +128,7 @@ class SeenSamples:
         return samples
 
     def forget(self) -> None:
-        """Let go of what was seen."""
+        """Free what was seen."""
         self.begin()
         self._of_microbatch.clear()
         self._whole.clear()

@@ -84,13 +84,13 @@ class Summed(NamedTuple):
 
 
 class NoiseOfWindows:
-    """Measures windows, every so many: a participant of each window.
+    """Measures one window in a given number: a participant of each window.
 
     Args:
         meter: takes in what is measured.
         owned: the parameters; the list is kept up to date.
-        optimizers: whose parameter groups are told apart.
-        models: whose normalisation layers are looked at, for a proxy.
+        optimizers: whose parameter groups are distinguished.
+        models: whose normalisation layers are inspected, for a proxy.
 
     Attributes:
         seen: gradients of the window that is open; None: it is not measured.
@@ -124,7 +124,7 @@ class NoiseOfWindows:
         """Note the window that is about to begin.
 
         Args:
-            microbatches: of the window; may be cut otherwise later.
+            microbatches: of the window; may be cut differently later.
             shared: whether other ranks have micro-batches of the same window.
         """
         self._count = microbatches.count
