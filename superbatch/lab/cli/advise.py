@@ -37,38 +37,38 @@ Recipe = Annotated[
     ),
 ]
 MicrobatchSize = Annotated[
-    int | None, _option("samples of a micro-batch on one rank; the recipe's batch, if it fits, if left out")
+    int | None, _option("samples of a micro-batch on one rank (default: the recipe's batch, if it fits)")
 ]
 AccumulationSteps = Annotated[int | None, _option("micro-batches per update in question")]
 BatchSize = Annotated[
-    int | None, _option("samples of the update in question, on all ranks; if left out, eight micro-batches")
+    int | None, _option("samples of the update in question, on all ranks (default: eight micro-batches)")
 ]
 Ranks = Annotated[int, typer.Option(help="that work at the same time")]
-Noise = Annotated[float | None, _option("noise scale in samples; measured on the recipe if left out")]
+Noise = Annotated[float | None, _option("noise scale in samples (default: measured on the recipe)")]
 NoiseLow = Annotated[float | None, _option("lower end of its interval")]
 NoiseHigh = Annotated[float | None, _option("upper end of its interval")]
-MicroSeconds = Annotated[float | None, _option("time of a micro-batch; measured if left out")]
-UpdateSeconds = Annotated[float | None, _option("time of the optimizer's update; measured if left out")]
+MicroSeconds = Annotated[float | None, _option("time of a micro-batch (default: measured)")]
+UpdateSeconds = Annotated[float | None, _option("time of the optimizer's update (default: measured)")]
 AllReduceSeconds = Annotated[
-    float | None, _option("time of the exchange of gradients; measured under torchrun if left out")
+    float | None, _option("time of the exchange of gradients (default: measured under torchrun)")
 ]
-Parameters = Annotated[float | None, _option("of the model, such as 1.3e9; the recipe's if left out")]
+Parameters = Annotated[float | None, _option("of the model, such as 1.3e9 (default: the recipe's)")]
 Optimizer = Annotated[str | None, _option("sgd, momentum, adam, adamw: one that the recipe offers")]
 LearningRate = Annotated[
     float | None,
     _option(
-        "for the batch in question if that is stated (else for the recipe's); the recipe's if left out",
+        "for the batch in question if that is stated, else for the recipe's (default: the recipe's)",
         "--lr",
     ),
 ]
 Beta2 = Annotated[float | None, _option("of Adam, for the same batch as the rate")]
 WeightDecay = Annotated[float | None, _option("for the same batch as the rate")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Threads = Annotated[int | None, _option("torch threads; as many as torch takes if left out")]
-Updates = Annotated[int | None, _option("over which noise is measured; the recipe's if left out")]
+Threads = Annotated[int | None, _option("torch threads (default: as many as torch takes)")]
+Updates = Annotated[int | None, _option("over which noise is measured (default: the recipe's)")]
 Seconds = Annotated[float, typer.Option(help="for measuring the noise, roughly")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json and plot.png; {OUT} if left out")]
+Out = Annotated[Path | None, _option(f"folder for report.json and plot.png (default: {OUT})")]
 AsJson = Annotated[
     bool, _option("print the report as JSON, and write files only if --out is given", "--json")
 ]

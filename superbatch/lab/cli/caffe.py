@@ -24,7 +24,7 @@ def _option(text: str, *flags: str) -> Any:
 
 Solver = Annotated[Path, typer.Argument(help="the solver file, such as solver.prototxt")]
 BatchSize = Annotated[int | None, _option("samples of a micro-batch: the batch_size of the net's data layer")]
-Out = Annotated[Path | None, _option(f"folder for report.json, plot.png and train.py; {OUT} if left out")]
+Out = Annotated[Path | None, _option(f"folder for report.json, plot.png and train.py (default: {OUT})")]
 AsJson = Annotated[
     bool, _option("print the report as JSON, and write files only if --out is given", "--json")
 ]

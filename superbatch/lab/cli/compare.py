@@ -33,7 +33,7 @@ def _option(text: str, *flags: str) -> Any:
 Recipe = Annotated[
     str | None,
     typer.Argument(
-        help=f"{NAMES}; or your own package.module:function or file.py:function; digits if left out",
+        help=f"{NAMES}; or your own package.module:function or file.py:function (default: digits)",
         show_default=False,
     ),
 ]
@@ -42,15 +42,15 @@ BatchNorm = Annotated[bool, _option("the recipe with BatchNorm: digits, digits-c
 Splits = Annotated[
     str | None,
     _option(
-        "KxM (K micro-batches of M samples) or sizes such as 80/15/5, separated by commas; "
-        "1x100,5x20,10x10,20x5 for a batch of 100 if left out",
+        "KxM (K micro-batches of M samples) or sizes such as 80/15/5, separated by commas "
+        "(default: 1x100,5x20,10x10,20x5 for a batch of 100)",
     ),
 ]
-Updates = Annotated[int | None, _option("updates of each run; the recipe's if left out")]
+Updates = Annotated[int | None, _option("updates of each run (default: the recipe's)")]
 Runs = Annotated[int, typer.Option(help="seeds: each gives one run of every arm")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64")]
 Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
-LearningRate = Annotated[float | None, _option("learning rate; the recipe's if left out", "--lr")]
+LearningRate = Annotated[float | None, _option("learning rate (default: the recipe's)", "--lr")]
 BatchSize = Annotated[
     int | None, _option("samples of one update; with --average-gradients: of a micro-batch")
 ]
@@ -60,9 +60,9 @@ IncludeWrong = Annotated[
 Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
 Backend = Annotated[str, typer.Option(help="torch; for the recipe digits also jax, tensorflow or keras")]
 Threads = Annotated[int, typer.Option(help="torch threads of each process")]
-Workers = Annotated[int | None, _option("processes; 2 if left out, where the machine has two cores")]
+Workers = Annotated[int | None, _option("processes (default: 2, where the machine has two cores)")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json, plot.png and report.html; {OUT} if left out")]
+Out = Annotated[Path | None, _option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 AsJson = Annotated[
     bool, _option("print the report as JSON, and write files only if --out is given", "--json")
 ]

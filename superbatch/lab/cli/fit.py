@@ -31,22 +31,22 @@ def _option(text: str, *flags: str) -> Any:
 Recipe = Annotated[
     str, typer.Argument(help=f"{NAMES}; or your own package.module:function or file.py:function")
 ]
-BatchSize = Annotated[int | None, _option("samples of one update; the recipe's if left out")]
+BatchSize = Annotated[int | None, _option("samples of one update (default: the recipe's)")]
 LimitOption = Annotated[
     str | None,
-    _option("memory beyond what is in use, such as 2GiB or 500MB; what the machine has if left out"),
+    _option("memory beyond what is in use, such as 2GiB or 500MB (default: what the machine has)"),
 ]
 Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
 Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16")]
 Sizes = Annotated[
     str | None,
-    _option("micro-batches to look at, such as 8,16,32; the largest that fits and its halves if left out"),
+    _option("micro-batches to measure, such as 8,16,32 (default: the largest that fits and its halves)"),
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Threads = Annotated[int | None, _option("torch threads; as many as torch takes if left out")]
+Threads = Annotated[int | None, _option("torch threads (default: as many as torch takes)")]
 Seconds = Annotated[float, typer.Option(help="for measuring, roughly; the rest stays predicted")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json and plot.png; {OUT} if left out")]
+Out = Annotated[Path | None, _option(f"folder for report.json and plot.png (default: {OUT})")]
 AsJson = Annotated[
     bool, _option("print the report as JSON, and write files only if --out is given", "--json")
 ]

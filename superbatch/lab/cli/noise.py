@@ -30,17 +30,15 @@ def _option(text: str, *flags: str) -> Any:
 Recipe = Annotated[
     str, typer.Argument(help=f"{NAMES}; or your own package.module:function or file.py:function")
 ]
-BatchSize = Annotated[int | None, _option("samples of one update; the recipe's if left out")]
-MicrobatchSize = Annotated[
-    int | None, _option("samples of a micro-batch; an eighth of the batch if left out")
-]
-Updates = Annotated[int | None, _option("length of the run; the recipe's if left out")]
+BatchSize = Annotated[int | None, _option("samples of one update (default: the recipe's)")]
+MicrobatchSize = Annotated[int | None, _option("samples of a micro-batch (default: an eighth of the batch)")]
+Updates = Annotated[int | None, _option("length of the run (default: the recipe's)")]
 Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
-Rate = Annotated[float | None, _option("the recipe's for the optimizer if left out", "--lr")]
+Rate = Annotated[float | None, _option("learning rate (default: the recipe's for the optimizer)", "--lr")]
 Seed = Annotated[int, typer.Option(help="of the initial weights and the order of samples")]
-Threads = Annotated[int | None, _option("torch threads; as many as torch takes if left out")]
+Threads = Annotated[int | None, _option("torch threads (default: as many as torch takes)")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json and plot.png; {OUT} if left out")]
+Out = Annotated[Path | None, _option(f"folder for report.json and plot.png (default: {OUT})")]
 AsJson = Annotated[
     bool, _option("print the report as JSON, and write files only if --out is given", "--json")
 ]

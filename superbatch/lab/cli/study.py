@@ -30,15 +30,15 @@ def _option(text: str, *flags: str) -> Any:
 
 
 Name = Annotated[
-    str | None, typer.Argument(help=f"{', '.join(STUDIES)}; a list if left out", show_default=False)
+    str | None, typer.Argument(help=f"{', '.join(STUDIES)} (default: list them)", show_default=False)
 ]
 Recipe = Annotated[
     str,
     typer.Argument(help=f"{', '.join(RECIPES)}; or your own package.module:function or file.py:function"),
 ]
 Quick = Annotated[bool, _option("shorter runs and fewer seeds: under a minute", "--quick")]
-Runs = Annotated[int | None, _option("seeds; the study's own number if left out")]
-Samples = Annotated[int | None, _option("that each run sees; the study's own number if left out")]
+Runs = Annotated[int | None, _option("seeds (default: the study's own number)")]
+Samples = Annotated[int | None, _option("that each run sees (default: the study's own number)")]
 BatchSize = Annotated[
     int | None,
     _option(
@@ -46,7 +46,7 @@ BatchSize = Annotated[
     ),
 ]
 LearningRate = Annotated[
-    float | None, _option("at that batch (momentum: at batch 1); the study's if left out", "--lr")
+    float | None, _option("at that batch; of the study momentum: at batch 1 (default: the study's)", "--lr")
 ]
 Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
 Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
@@ -54,10 +54,10 @@ Tolerance = Annotated[
     float | None, _option("a relative difference of the loss that does not matter, such as 0.02")
 ]
 Threads = Annotated[int, typer.Option(help="torch threads of each process")]
-Workers = Annotated[int | None, _option("processes; 2 if left out, where the machine has two cores")]
+Workers = Annotated[int | None, _option("processes (default: 2, where the machine has two cores)")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
 Out = Annotated[
-    Path | None, _option(f"folder for report.json, plot.png and report.html; {OUT}/NAME if left out")
+    Path | None, _option(f"folder for report.json, plot.png and report.html (default: {OUT}/NAME)")
 ]
 AsJson = Annotated[
     bool, _option("print the report as JSON, and write files only if --out is given", "--json")

@@ -36,24 +36,24 @@ Recipe = Annotated[
 ]
 Splits = Annotated[
     str | None,
-    _option("KxM or sizes such as 80/15/5, separated by commas; 10x10,20x5 for a batch of 100 if left out"),
+    _option("KxM or sizes such as 80/15/5, separated by commas (default: 10x10,20x5 for a batch of 100)"),
 ]
 Repeats = Annotated[int, typer.Option(help="surveys of every arm, each from a seed of its own")]
 Updates = Annotated[int, typer.Option(help="points of the ramp, one update each")]
 WhatOption = Annotated[str, typer.Option(help="what grows: lr, momentum or weight_decay")]
-Low = Annotated[float | None, _option("first value; 1e-6 for SGD's rate, 1e-7 for others' if left out")]
-High = Annotated[float | None, _option("last value; 10 for SGD's rate, 1 for others' if left out")]
+Low = Annotated[float | None, _option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")]
+High = Annotated[float | None, _option("last value (default: 10 for SGD's rate, 1 for others')")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64")]
 Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
 LearningRate = Annotated[float | None, _option("learning rate, where something else is surveyed", "--lr")]
-BatchSize = Annotated[int | None, _option("samples of one update; the recipe's if left out")]
+BatchSize = Annotated[int | None, _option("samples of one update (default: the recipe's)")]
 IncludeWrong = Annotated[
     bool,
     _option("add a missing 1/K and batches of other sizes, which should be told apart", "--include-wrong"),
 ]
 Threads = Annotated[int, typer.Option(help="torch threads")]
 Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json and plot.png; {OUT} if left out")]
+Out = Annotated[Path | None, _option(f"folder for report.json and plot.png (default: {OUT})")]
 AsJson = Annotated[
     bool, _option("print the report as JSON, and write files only if --out is given", "--json")
 ]

@@ -27,10 +27,10 @@ def verify(
     ],
     microbatch_size: Annotated[
         int | None,
-        typer.Option(help="samples of a micro-batch; a third of the batch, rounded up, if left out"),
+        typer.Option(help="samples of a micro-batch (default: a third of the batch, rounded up)"),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="samples of the batch; the recipe's if left out")
+        int | None, typer.Option(help="samples of the batch (default: the recipe's)")
     ] = None,
     seed: Annotated[int, typer.Option(help="of the initial weights and the choice of samples")] = 0,
     dtype: Annotated[str, typer.Option(help="own (the model's), float64, or both")] = "both",

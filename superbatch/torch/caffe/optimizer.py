@@ -28,7 +28,7 @@ class CaffeOptimizer(Optimizer):
 
     Args:
         parameters: parameters, or parameter groups: dicts with ``"params"`` and, as a layer's ``param`` in
-            Caffe, ``"lr_mult"`` and ``"decay_mult"`` (both 1 if left out).
+            Caffe, ``"lr_mult"`` and ``"decay_mult"`` (default: 1 for both).
         config: the solver.
         clip: what ``clip_gradients`` is the largest norm of: the *sum* over ``iter_size`` micro-batches
             (``"caffe"``, as Caffe does), or the *mean*, the gradient of the batch (``"mean"``).
