@@ -1,4 +1,4 @@
-"""Which learning rate? A range test with the updates that training will make."""
+"""Learning-rate range test, made of the updates that training will make."""
 
 from __future__ import annotations
 
