@@ -47,7 +47,7 @@ Rebuild = Callable[[list[Any]], Any]
 
 
 def kind_of(value: Any) -> Any:
-    """The type of a value, for looking at what it can do; a type checker would know it only in part.
+    """The type of a value, for tests of its methods; a type checker would know it only in part.
 
     Args:
         value: anything.

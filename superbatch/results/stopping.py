@@ -14,7 +14,7 @@ class StoppedUpdate:
         loss: mean over what was seen.
         microbatches: how many were seen.
         weight: samples (or what else was counted) that were seen.
-        factor: ``weight / planned``: the update is so many times as long as one of the planned weight.
+        factor: ``weight / planned``: how many times as long the update is as one of the planned weight.
         ratio: noise over signal, as estimated at the end; None where the signal came out below zero.
         stopped: whether it was good enough; False: `most` micro-batches were seen, or the data ended.
     """

@@ -142,7 +142,7 @@ class Accumulator(tf.Module):
 
     @as_written
     def mean(self) -> list[Any]:
-        """Return the gradient of the window so far, not clipped; the window goes on.
+        """Return the gradient of the window so far, not clipped; the window stays open.
 
         Returns:
             One dense tensor per variable, in its dtype; None for a variable that had no gradient. In a graph

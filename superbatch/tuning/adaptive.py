@@ -30,7 +30,7 @@ CHANGE = 0.10
 """A window is changed only by more than this share: each change disturbs what is measured."""
 
 FACTOR = 2
-"""A window becomes at most so many times longer or shorter than the one before."""
+"""A window becomes at most this many times longer or shorter than the one before."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ BETA = 0.8
 """Of a survey of 100 updates; another number of updates smooths over the same share of the axis."""
 
 TOO_MUCH = 4.0
-"""A smoothed loss of so many times its best ends a survey."""
+"""A smoothed loss of this many times its best ends a survey."""
 
 PATIENCE = 5
 """Points that a survey has at least, if they are finite."""

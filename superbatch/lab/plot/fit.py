@@ -18,7 +18,7 @@ from ..report.fitting_text import findings, seconds_text, title_of
 from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
 
 FAR_ABOVE = 8
-"""A limit beyond so many times the largest peak is named at the top, not drawn: the curve would be flat."""
+"""A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat."""
 
 
 def fitting(report: Fitting, *, dark: bool = False) -> Figure:

@@ -216,7 +216,7 @@ def _optimizer(recipe: Recipe, options: Options) -> str:
 
 
 def _largest(rehearsal: Rehearsal, samples: int, limit: Limit) -> int:
-    """The largest micro-batch that should fit: so many samples, or a half of them, or a half of that, ..."""
+    """The largest micro-batch that should fit: `samples`, or a half of them, or a half of that, ..."""
     while samples > 1 and (_peak(rehearsal, samples) or 0) > limit.bytes * (1 - CARE):
         samples = -(-samples // 2)
     return samples

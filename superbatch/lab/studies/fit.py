@@ -49,7 +49,7 @@ BUSY = 0.75
 """Load average per core from which others are in the way."""
 
 HOPELESS = 2.0
-"""A size so many times slower than the fastest is not timed further."""
+"""A size this many times slower than the fastest is not timed further."""
 
 
 @dataclass(frozen=True)

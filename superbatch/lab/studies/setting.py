@@ -13,7 +13,7 @@ from .splits import Split
 
 CURVE_POINTS = 50
 TAILS_IN_A_RUN = 10
-"""At least so many tails, so that even a short run shows what they do."""
+"""At least this many tails, so that even a short run shows what they do."""
 
 Way = Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
 WRONG: Mapping[Way, str] = {

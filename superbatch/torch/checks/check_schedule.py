@@ -49,7 +49,7 @@ from .sample_counts import Count, Hints, contrast, counts_in, extremes, spread, 
 CALLS = 8
 """Calls of `loss_fn` that a check of a few samples makes."""
 WINDOWS = 100
-"""In so many windows, further checks may cost one window, and all counts are looked at once."""
+"""In this many windows, further checks may cost one window, and all counts are inspected once."""
 ROUTINE = 10
 """The first window that may be checked without news."""
 

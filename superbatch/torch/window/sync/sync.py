@@ -93,7 +93,7 @@ class Sync(Protocol):
         ...
 
     def agree_size(self, samples: int) -> int:
-        """Return the size of micro-batches to use where this rank has found one of so many samples."""
+        """Return the size of micro-batches to use where this rank has found `samples`."""
         ...
 
     # -- tensors -------------------------------------------------------------------------------------------
