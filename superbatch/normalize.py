@@ -199,7 +199,7 @@ def after_forward_scale(weight: Number, *, reduction: Reduction) -> Number:
 
 
 def divisor(planned: Number, counted: Number) -> float:
-    """Return what summed gradients are divided by at the boundary: ``counted / planned``.
+    """Return the divisor of the summed gradients at the boundary: ``counted / planned``.
 
     ``planned`` is the total that the micro-batches were already scaled with (1 where ``W`` was unknown),
     ``counted`` the weight of the micro-batches that did take part.

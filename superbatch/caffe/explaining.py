@@ -28,7 +28,7 @@ def explain_solver(
     microbatch_size: int | None = None,
     command: Mapping[str, str] | None = None,
 ) -> CaffeExplained:
-    """Say what a solver means.
+    """Describe the meaning of a solver file.
 
     Args:
         config: the solver.

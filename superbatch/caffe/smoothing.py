@@ -46,7 +46,7 @@ class SmoothedLoss:
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to save. Caffe itself begins anew after a restart."""
+        """Return the state to save. Caffe itself begins anew after a restart."""
         return {"losses": list(self._losses), "next": self._next, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

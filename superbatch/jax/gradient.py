@@ -172,7 +172,7 @@ def work_through(call: Call) -> Any:
 
 
 def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
-    """Return what is summed over the micro-batches besides gradients, as one vector.
+    """Return the sums over the micro-batches besides gradients, as one vector.
 
     Its entries: weight, loss, extra, samples, micro-batches left out, and three more where noise is measured.
     """

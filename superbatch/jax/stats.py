@@ -36,7 +36,7 @@ class Stats(NamedTuple):
 
 
 def noise_sums(squares: Any, weights: Any, samples: Any) -> tuple[Any, Any, Any]:
-    """Return what is added up over micro-batches (and devices): of ``|w g|^2``, ``w^2`` and ``w^2 / n``.
+    """Return the sums over micro-batches (and devices) of ``|w g|^2``, ``w^2`` and ``w^2 / n``.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -64,7 +64,7 @@ def share(value: Any) -> Any:
 
 
 def ready(optimizer: Any, gradients: list[Any], weights: list[Any]) -> list[Any]:
-    """Return what the optimizer is to be given on this replica, which sums it over replicas after clipping.
+    """Return the gradients for the optimizer on this replica; it sums them over replicas after clipping.
 
     Where it clips, the gradient is summed and clipped here, by the optimizer's own rule, and each replica
     gives its share: that is below every threshold, and its sum is the clipped gradient.

@@ -34,7 +34,7 @@ class Numbers(NamedTuple):
 
 
 def numbers(name: str, values: Any, y_pred: Any) -> Numbers:
-    """Return how many numbers a loss has of how many rows.
+    """Return the count of the numbers that a loss has, and of their rows.
 
     Args:
         name: of the loss.

@@ -111,7 +111,7 @@ def plan_of(terms: list[Term], options: Options, *, scaled: bool) -> Plan:
 
 
 def totals_of(plan: Plan, rows: Any, counted: Any) -> list[Any]:
-    """Return what each term's weights are divided by before the backward.
+    """Return the divisors of each term's weights before the backward.
 
     Args:
         plan: of the batch.
@@ -138,7 +138,7 @@ def objective(terms: list[Term], totals: list[Any], plan: Plan) -> Any:
 
 
 def contribution(terms: list[Term], rows: Any, plan: Plan) -> Any:
-    """Return what a micro-batch adds to the vector of sums."""
+    """Return the contribution of a micro-batch to the vector of sums."""
     weights = [ops.cast(term.weight, plan.dtype) for term in terms]
     losses = [
         arithmetic.taking_part(ops.cast(term.value, plan.dtype), weight) * weight
@@ -154,7 +154,7 @@ def counts(sums: Any, plan: Plan) -> Any:
 
 
 def division(sums: Any, rows: Any, plan: Plan) -> Any | None:
-    """Return what summed gradients are divided by at the end; None where by nothing."""
+    """Return the divisor of the summed gradients at the end; None for none."""
     terms = len(plan.kinds)
     if plan.afterwards:
         return sums[terms]

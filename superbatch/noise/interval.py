@@ -163,7 +163,7 @@ class Moments:
 
 
 def worth(beta: float, count: int) -> float:
-    """Return how many windows of equal weight an average is worth: (sum of weights)^2 / sum of squares.
+    """Return the equivalent number of windows of equal weight: (sum of weights)^2 / sum of squares.
 
     Args:
         beta: of the decay.

@@ -245,7 +245,7 @@ class NoiseMeter:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been averaged so far: plain containers of numbers."""
+        """Return the averages so far: plain containers of numbers."""
         return {
             "version": 1,
             "beta": self.beta,

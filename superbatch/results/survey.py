@@ -80,7 +80,7 @@ class Survey:
         return self.suggestions.valley
 
     def of_groups(self, value: float | None = None) -> tuple[float, ...]:
-        """Return what each parameter group gets, in its ratio to the leading one.
+        """Return the value for each parameter group, in its ratio to the leading one.
 
         Args:
             value: of the leading group; None for `suggestion`.

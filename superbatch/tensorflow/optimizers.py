@@ -78,7 +78,7 @@ def check_scale(optimizer: Any, *, traced: bool) -> None:
 
 
 def scale_of(optimizer: Any) -> Any | None:
-    """Return what `optimizer.scale_loss` multiplies by, and its update divides by; None for nothing.
+    """Return the factor of `optimizer.scale_loss`, by which its update divides; None for none.
 
     Examples:
         >>> scale_of(tf.keras.optimizers.SGD(0.1, loss_scale_factor=128.0))

@@ -30,7 +30,7 @@ def of(gradients: Iterable[Any]) -> Pattern:
 
 
 def unions(patterns: Iterable[Pattern]) -> list[Pattern]:
-    """Return what micro-batches with these patterns can make together: all unions of one or more.
+    """Return all unions of one or more of these patterns: those that their micro-batches can form.
 
     Raises:
         WindowError: there are more than a graph should have branches.

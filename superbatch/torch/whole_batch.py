@@ -244,7 +244,7 @@ def _has_targets(batch: Any) -> bool:
 
 
 def _checked(returned: Any) -> Tensor:
-    """Return what a loss function returned if it is the loss of a batch.
+    """Return the result of a loss function if it is the loss of a batch.
 
     Raises:
         InputError: it is not.
@@ -270,7 +270,7 @@ def whole_batch(
     sync: Sync,
     **options: Any,
 ) -> WholeBatch | None:
-    """Return what computes windows of the whole batch, None where samples are taken as separate.
+    """Return the engine for windows of the whole batch, None where samples are taken as separate.
 
     Args:
         coupled: the option of the accumulator.

@@ -250,7 +250,7 @@ class Controller:
         return wanted if abs(wanted - self._steps) > CHANGE * self._steps else self._steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to save: the steps, and for which update they were chosen."""
+        """Return the state to save: the steps, and the update for which they were chosen."""
         return {"version": 1, "steps": self._steps, "update": self._update}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -80,7 +80,7 @@ class AdaScale:
         self._progress += self._gain
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to save: the progress, and the gain of the update that is due."""
+        """Return the state to save: the progress, and the gain of the update that is due."""
         return {"version": 1, "progress": self._progress, "gain": self._gain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -102,7 +102,7 @@ class GrowingBatch:
         return self._mark(check_update(update, "update"))[2]
 
     def samples(self, update: int) -> int:
-        """Return how many samples have been seen before an update."""
+        """Return the number of samples seen before an update."""
         first, samples, steps = self._mark(check_update(update, "update"))
         return samples + (update - first) * steps * self.microbatch
 
@@ -130,7 +130,7 @@ class GrowingBatch:
         return float(beta2 ** (self.batch_of(update) / self.batch))
 
     def updates(self, samples: float) -> int:
-        """Return how many updates see a number of samples (the last one may see more)."""
+        """Return the number of updates that see `samples` samples (the last one may see more)."""
         update = 0
         while self.samples(update) < samples:
             first, seen, steps = self._mark(update)

@@ -73,7 +73,7 @@ def wrong_rule(optimizer: str, rule: str) -> str:
 def limits(
     optimizer: str, rule: str, kappa: float, ratio: float | None, after: Mapping[str, float], *, over: float
 ) -> list[str]:
-    """Say where a rule stops holding, with the numbers of this case.
+    """Describe the limits of a rule, with the numbers of this case.
 
     Args:
         optimizer: the family.

@@ -74,7 +74,7 @@ class Sweep:
         epochs: int = 1,
         seconds: float = 0.0,
     ) -> Survey:
-        """Return what was found.
+        """Return the result of the survey.
 
         Args:
             ratios: of the parameter groups to the leading one.
@@ -106,7 +106,7 @@ class Sweep:
 
 
 def remarks(report: Survey) -> list[str]:
-    """Say what a reader of a survey should do next, if anything.
+    """Return advice for the reader of a survey on the next step, if there is any.
 
     Args:
         report: of a survey.

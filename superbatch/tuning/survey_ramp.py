@@ -90,7 +90,7 @@ def values_of(what: What, low: float, high: float, updates: int) -> tuple[float,
 
 
 def to_axis(what: What, value: float) -> float:
-    """Return where a value of the option lies on the survey's axis.
+    """Return the position of a value of the option on the survey's axis.
 
     Args:
         what: the option.

@@ -95,7 +95,7 @@ def valley(xs: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def steepest(xs: Sequence[float], losses: Sequence[float]) -> float:
-    """Return where ``d loss / d log x`` is least, by central differences.
+    """Return the position of the least ``d loss / d log x``, by central differences.
 
     On the *linear* axis, ``d loss / d x``, the answer would be near the first point of any curve: the same
     fall is over a thousand times smaller a distance there.

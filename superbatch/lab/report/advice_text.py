@@ -136,7 +136,7 @@ def range_text(value: float | None, low: float, high: float) -> str:
 
 
 def findings(report: Advice) -> list[str]:
-    """Say what an advice comes to: the verdict first.
+    """Return the findings of an advice in words: the verdict first.
 
     Args:
         report: of an advice, whole or partial.

@@ -43,7 +43,7 @@ def title_of(report: CaffeExplained) -> str:
 
 
 def findings(report: CaffeExplained) -> list[str]:
-    """Return what the file implies beyond its fields.
+    """Return the implications of the file beyond its fields.
 
     Args:
         report: of `superbatch caffe`.

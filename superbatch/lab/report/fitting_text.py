@@ -94,7 +94,7 @@ def savings_table(report: Fitting) -> Table:
 
 
 def findings(report: Fitting) -> list[str]:
-    """Say what a fit has shown: the choice first.
+    """Return the findings of a fit in words: the choice first.
 
     Args:
         report: of a fit, whole or partial.

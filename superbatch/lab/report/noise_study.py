@@ -208,7 +208,7 @@ def steps_table(report: NoiseStudy) -> Table:
 
 
 def findings(report: NoiseStudy) -> list[str]:
-    """Say what a study has shown, the answer first.
+    """Return the findings of a study in words, the answer first.
 
     Args:
         report: whole or partial.

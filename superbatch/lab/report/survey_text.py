@@ -63,7 +63,7 @@ def title_of(report: Surveys) -> str:
 
 
 def conclusions(report: Surveys) -> list[str]:
-    """Say what a study has shown.
+    """Return the conclusions of a study in words.
 
     Args:
         report: whole or partial.
@@ -89,7 +89,7 @@ def conclusions(report: Surveys) -> list[str]:
 
 
 def suggestion(report: Surveys) -> str:
-    """Say which value to begin with, by the surveys of the real batch.
+    """Return the value to begin with in words, by the surveys of the real batch.
 
     Args:
         report: whole or partial.
@@ -137,7 +137,7 @@ def _too_much(report: Surveys) -> str:
 
 
 def headline(report: Surveys) -> str:
-    """Say what a study has shown about the splits in a few words, for the top of a picture.
+    """Return the result of a study about the splits in a few words, for the top of a plot.
 
     Args:
         report: whole or partial.
@@ -170,7 +170,7 @@ def rate_text(arm: SurveyArm) -> str:
 
 
 def failures(report: Surveys) -> list[str]:
-    """Say where an arm that claims to be exact is not, beyond rounding: the criterion of ``--check``.
+    """List the arms that claim to be exact and are not, beyond rounding: the criterion of ``--check``.
 
     Args:
         report: of surveys.
@@ -280,7 +280,7 @@ def _tests(arm: SurveyArm) -> str:
 
 
 def _needed(arm: SurveyArm) -> str:
-    """Return how many runs would be enough, as far as it is known: for the curve it is not."""
+    """Return the number of runs that would be enough, as far as it is known: for the curve it is not."""
     test = arm.suggested
     needed = None if test is None or test.equivalent else test.runs_needed
     if needed is None or needed <= len(arm.runs):

@@ -10,7 +10,7 @@ from .table import difference_text, margin_text
 
 
 def verdict(report: Comparison) -> list[str]:
-    """Say what a comparison has shown.
+    """Return the verdict of a comparison in words.
 
     Args:
         report: of a comparison, whole or partial.
@@ -39,7 +39,7 @@ def verdict(report: Comparison) -> list[str]:
 
 
 def failures(report: Comparison) -> list[str]:
-    """Say where an arm that claims to be exact is not: the criterion of ``superbatch compare --check``.
+    """List the arms that claim to be exact and are not: the criterion of ``superbatch compare --check``.
 
     Args:
         report: of a comparison.

@@ -53,7 +53,7 @@ def started_on() -> tuple[int, int]:
 
 
 def check_ranks(stated: int, count: int) -> int:
-    """Return how many ranks an advice is about.
+    """Return the number of ranks of an advice.
 
     Args:
         stated: by the user; 1 is the default.

@@ -13,7 +13,7 @@ SECONDS, PILOT = 40.0, 15.0
 
 
 def affordable(cost: Callable[[int], float], *, least: int, most: int, turns: int) -> tuple[int, bool]:
-    """Return how long each run may be for all of them to end in time.
+    """Return the length of each run with which all of them end in time.
 
     Args:
         cost: seconds of one run of a length, in samples or updates; what it takes is measured by doing it.
@@ -50,7 +50,7 @@ def affordable(cost: Callable[[int], float], *, least: int, most: int, turns: in
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """Return how long a call takes.
+    """Return the duration of a call.
 
     Args:
         run: called once.
@@ -65,7 +65,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 def note(length: str, *, fits: bool) -> str:
-    """Say how long the runs are, and why.
+    """Return a note on the length of the runs and its reason.
 
     Args:
         length: of a run, in words.

@@ -28,7 +28,7 @@ def softmax_loss(
     ignore_label: int | None = None,
     normalization: Normalization = "VALID",
 ) -> Tensor:
-    """Return what a ``SoftmaxWithLoss`` layer computes for one micro-batch.
+    """Return the output of a ``SoftmaxWithLoss`` layer for one micro-batch.
 
     ``-sum log softmax(scores)[label] / max(1, normaliser)`` over labels other than `ignore_label`.
 

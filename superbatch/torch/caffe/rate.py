@@ -44,5 +44,5 @@ class CaffeRate(LRScheduler):
         return [rate * group.get("lr_mult", 1.0) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to save: which update comes next. The policy is the solver file's."""
+        """Return the state to save: the number of the next update. The policy is the solver file's."""
         return {name: value for name, value in super().state_dict().items() if name != "_rate"}

@@ -110,7 +110,7 @@ class Cut:
     def difference(
         self, reduction: normalize.Reduction, weights: Sequence[normalize.Number] | None = None
     ) -> Difference:
-        """Return how far the union is from what a statement predicts.
+        """Return the difference of the union from the prediction of a declared reduction.
 
         Args:
             reduction: of the statement.
@@ -120,7 +120,7 @@ class Cut:
         return self.against(_factors(reduction, weights))
 
     def against(self, factors: Sequence[float]) -> Difference:
-        """Return how far the union is from the sum of its parts, each times a factor.
+        """Return the difference of the union from the sum of its parts, each times a factor.
 
         Args:
             factors: of the parts; a part of factor 0 is left out.
@@ -141,7 +141,7 @@ class Cut:
 
 
 def _factors(reduction: normalize.Reduction, weights: Sequence[normalize.Number]) -> list[float]:
-    """Return what a part's loss and gradient count in the union's."""
+    """Return the weights of the parts' losses and gradients in the union's."""
     if reduction != "mean":
         return [1.0] * len(weights)
     total = normalize.total_weight(weights)

@@ -186,7 +186,7 @@ class CheckSchedule:
             self._open(self._known)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was seen until the last update, in plain containers."""
+        """Return the record of what was seen until the last update, in plain containers."""
         before = self._before
         return {
             **vars(before),
@@ -255,7 +255,7 @@ class CheckSchedule:
         self._urgent = [count for count in self._counts if str(count) not in now.said]
 
     def _find(self, shown: Shown, *, every: bool) -> News | None:
-        """Return what no check has seen yet; `every`: also what is not worth a check at any cost."""
+        """Return the news that no check has seen yet; `every`: also news that is not worth any cost."""
         if not self._now.compared:
             return News(_LOSS) if any(shown.losses[index] for index in shown.took_part()) else None
         if 0.0 in shown.losses and _NO_LOSS not in self._now.said:  # a mean over those with a loss shows here
@@ -314,7 +314,7 @@ class CheckSchedule:
         return News(best.name, best.contrast, samples, best.sure and best.contrast >= _FAINT)
 
     def _contrast_of_weights(self, piece: Any, pieces: MicrobatchList) -> float:
-        """Return how unequally the samples on both sides of the check's cut weigh."""
+        """Return the contrast of the weights on both sides of the check's cut."""
         weigh = self._config.weigh
         if not callable(weigh):  # with "returned", whatever the loss returned was checked
             return 1.0

@@ -85,7 +85,7 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
 def find_contradiction(
     problem: Problem, pieces: Sequence[Any], *, frozen: Sequence[nn.Module] = ()
 ) -> Contradiction | None:
-    """Return what `check_statement` would raise, with its remedy; None where the statement holds.
+    """Return the error that `check_statement` would raise, with its remedy; None where the declaration holds.
 
     Args:
         problem: as there.
@@ -102,7 +102,7 @@ def find_contradiction(
 def divisions_of(
     problem: Problem, microbatches: Sequence[Any], *, frozen: Sequence[nn.Module]
 ) -> list[list[divisions.Division]] | None:
-    """Return what the loss of each micro-batch was divided by; None where one cannot be evaluated.
+    """Return the divisors of the loss of each micro-batch; None where one cannot be evaluated.
 
     Args:
         problem: as in `check_statement`.

@@ -312,7 +312,7 @@ def _by_backward(
 
 
 def orders(samples: int, turn: int) -> list[tuple[Order, ...]]:
-    """Return how a micro-batch is cut: at a third; and into single samples, or some of them and the rest.
+    """Return the cuts of a micro-batch: at a third; and into single samples, or some of them and the rest.
 
     A loss over the hardest samples agrees with one cut by chance, with single samples never.
 

@@ -22,7 +22,7 @@ _BITS = 20  # its square summed over the ranks stays exact in float64
 
 
 def levels_of(counts: Sequence[Count], part: Any) -> dict[str, float]:
-    """Return what the first sample of a micro-batch counts, by the name of the count.
+    """Return the counts of a micro-batch's first sample, by the name of the count.
 
     Args:
         counts: to compare; those of chance, such as the class 0, are left out.

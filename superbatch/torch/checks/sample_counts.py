@@ -68,7 +68,7 @@ class Count(NamedTuple):
         return self.of_values(_values(parts, self.path))
 
     def of_values(self, values: Sequence[Any]) -> Tensor | None:
-        """Return what `of` does, from the leaf of each micro-batch."""
+        """Return the result of `of`, from the leaf of each micro-batch."""
         try:
             counts = [self._count(value) for value in values]
         except RuntimeError:  # a dtype that is not compared or summed

@@ -126,7 +126,7 @@ class Embeddings:
         self._pieces.append(copies)
 
     def message(self) -> Any:
-        """Return what other ranks must know of these embeddings: number of samples, and form of one."""
+        """Return the facts about these embeddings for other ranks: number of samples, and form of one."""
         form = [(path, str(tensor.dtype), tuple(tensor.shape[1:])) for path, tensor in self._pieces[0]]
         return sum(self._counts), form, sorted(self._scalars)
 
@@ -152,7 +152,7 @@ class Embeddings:
         return map_leaves(lambda leaf: next(following) if isinstance(leaf, Tensor) else leaf, self._template)
 
     def gradients(self, index: int) -> dict[int, Tensor]:
-        """Return what the loss's backward left for a micro-batch: gradients by number of the output."""
+        """Return the gradients that the loss's backward left for a micro-batch, by number of the output."""
         return {
             place: tensor.grad
             for place, (_, tensor) in enumerate(self._pieces[index])

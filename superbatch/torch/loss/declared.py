@@ -39,7 +39,7 @@ class Declared:
         return self.weigh == "returned" or any(term.returned for term in self.terms.values())
 
     def arguments(self, returned: Any) -> tuple[Any, ...]:
-        """Return what `loss_fn` returned as the arguments of ``window.backward``.
+        """Return the result of `loss_fn` as the arguments of ``window.backward``.
 
         Raises:
             InputError: it is not what was declared.

@@ -38,7 +38,7 @@ class Losses:
         return len(self._values)
 
     def read(self, index: int, loss: Tensor) -> float | Tensor:
-        """Return what a micro-batch's losses sum to with this one, for `add`.
+        """Return the sum of a micro-batch's losses with this one, for `add`.
 
         Called before the backward: it may allocate, and nothing may fail between a backward and its record.
         """
@@ -48,7 +48,7 @@ class Losses:
         return self._values[index] + value if index in self._values else value
 
     def add(self, index: int, total: float | Tensor) -> None:
-        """Note what `read` returned: the sum of a micro-batch's losses."""
+        """Record the result of `read`: the sum of a micro-batch's losses."""
         self._values[index] = total
         self._on_device = self._on_device or isinstance(total, Tensor)
 

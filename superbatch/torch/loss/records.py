@@ -31,7 +31,7 @@ class WindowWeights(Protocol):
         ...
 
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
-        """Return what to run backward on, each with its factor."""
+        """Return the tensors to run backward on, each with its factor."""
         ...
 
     def weigh_again(self, microbatches: list[Any], samples: list[int] | None) -> None:
@@ -79,11 +79,11 @@ class WindowLosses(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int, loss: Any) -> Any:
-        """Return what a micro-batch's losses sum to with this one, for `add`."""
+        """Return the sum of a micro-batch's losses with this one, for `add`."""
         ...
 
     def add(self, index: int, total: Any) -> None:
-        """Note what `read` returned."""
+        """Record the result of `read`."""
         ...
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
@@ -91,7 +91,7 @@ class WindowLosses(Protocol):
         ...
 
     def on_device(self, index: int) -> list[Tensor]:
-        """Return what of a micro-batch's loss is on a device."""
+        """Return the parts of a micro-batch's loss that are on a device."""
         ...
 
     def on_host(self, count: int) -> Any:

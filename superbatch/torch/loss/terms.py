@@ -86,7 +86,7 @@ class TermWeights:
         return all(term.has_none(index) for term in self._terms.values())
 
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
-        """Return what to run backward on, each with its factor: one sum of all terms.
+        """Return the tensor to run backward on, with its factor: one sum of all terms.
 
         A gradient in bfloat16 or float16 would round the factors: such terms have a backward each.
 
@@ -238,11 +238,11 @@ class TermLosses:
         return len(self._first)
 
     def read(self, index: int, loss: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return what `add` notes."""
+        """Return the sums for `add`."""
         return {name: each.read(index, loss[name]) for name, each in self._of.items()}
 
     def add(self, index: int, total: Mapping[str, float | Tensor]) -> None:
-        """Note what `read` returned."""
+        """Record the result of `read`."""
         for name, each in self._of.items():
             each.add(index, total[name])
 
@@ -292,7 +292,7 @@ def weights_in(config: Config, microbatches: list[Any], samples: list[int] | Non
 
 
 def losses_in(config: Config) -> WindowLosses:
-    """Return what takes the losses of a window."""
+    """Return an object that takes the losses of a window."""
     return TermLosses(config.declared.terms) if config.declared.terms else Losses()
 
 

@@ -70,7 +70,7 @@ class Weights:
         return not normalize.takes_part(weights[index], reduction=self.reduction)
 
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
-        """Return what to run backward on, each with its factor.
+        """Return the tensors to run backward on, each with its factor.
 
         Raises:
             InputError: `loss` is no scalar tensor with a graph; or a weight is given or missing, against
@@ -89,7 +89,7 @@ class Weights:
         return [(loss, self.factor(index, weight))]
 
     def factor(self, index: int, weight: Any) -> float:
-        """Return what a micro-batch's loss is multiplied by.
+        """Return the factor of a micro-batch's loss.
 
         Raises:
             InputError: `weight` is given where weights are known ahead, or is missing where they are

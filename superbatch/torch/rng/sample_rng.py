@@ -146,7 +146,7 @@ class _Stream(TorchDispatchMode):
         return func(*args, **kwargs) if _draws_nothing(named) else self.draw(func, named, args, kwargs)
 
     def draw(self, func: Any, named: Arguments, args: Any, kwargs: Any) -> Any:
-        """Return what a random operation returns, drawn sample by sample."""
+        """Return the result of a random operation, drawn sample by sample."""
         op = str(func)
         if named.get("generator") is not None:
             raise _own_generator(op)

@@ -151,7 +151,7 @@ class AutoSize:
         return list(new)
 
     def measure(self, samples: int) -> AbstractContextManager[None]:
-        """Return what measures a micro-batch, or does nothing if there is nothing to learn."""
+        """Return a context that measures a micro-batch, or does nothing if there is nothing to learn."""
         known = self._here
         first = self._place == 0
         self._place += 1
@@ -205,7 +205,7 @@ class AutoSize:
         self._room.total = None
 
     def report(self) -> MemoryReport | None:
-        """Return what is known of the shape of the last window."""
+        """Return a report on the shape of the last window."""
         known, limit = self._here, self._room.limit
         if known is None or limit is None:
             return None

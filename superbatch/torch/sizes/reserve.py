@@ -81,7 +81,7 @@ class Reserve:
         raise OutOfMemoryError(_text(f"{needed / 2**20:.1f} MiB", text))
 
     def bytes_of_update(self) -> int:
-        """Return what a step of the optimizers would have alive at once beyond what is alive now.
+        """Return the most bytes that a step of the optimizers needs at once beyond those in use now.
 
         Gradients must be there. 0 where fake tensors cannot run an optimizer.
         """
@@ -115,7 +115,7 @@ class Reserve:
 
 
 def raise_if_out_of_memory(error: BaseException, *, torn: Callable[[], None] | None) -> None:
-    """Say what it means that memory ran out in an update; nothing is tried again.
+    """Raise the error for an update that ran out of memory; nothing is tried again.
 
     Args:
         error: any.

@@ -194,7 +194,7 @@ class Room:
             self._held = known.gradients  # see boundary.zero_grad
 
     def _note(self, known: Known, free: int) -> None:
-        """Note what is free at the beginning of a window; a size that no longer fits is looked for anew."""
+        """Record the free memory at the beginning of a window; search anew if a size no longer fits."""
         self.total = free - self._state
         if known.demand().at(known.size or 1) > self._bound() or self.total > _MUCH * known.total:
             known.size = 0

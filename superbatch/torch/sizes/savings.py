@@ -28,7 +28,7 @@ def savings(
     optimizers: Optimizer | Sequence[Optimizer] = (),
     **options: Any,
 ) -> list[Saving]:
-    """Say what would lower the peak of a window of such micro-batches.
+    """Return the means to lower the peak of a window of such micro-batches.
 
     * Gradient checkpoints around the blocks that a model repeats: their activations are computed again in the
       backward instead of kept.

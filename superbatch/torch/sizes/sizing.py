@@ -24,7 +24,7 @@ class Sizing(Protocol):
         ...
 
     def measure(self, samples: int) -> AbstractContextManager[None] | None:
-        """Return what is entered around the forward and backward of one micro-batch; None: nothing."""
+        """Return a context for the forward and backward of one micro-batch; None: none is needed."""
         ...
 
     def failed(self, samples: int) -> int:
@@ -36,7 +36,7 @@ class Sizing(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was found out."""
+        """Return the sizes found so far."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class Sizing(Protocol):
         ...
 
     def report(self) -> MemoryReport | None:
-        """Return what was found out, for people; None if nothing."""
+        """Return a report on the sizes found, for people; None without any."""
         ...
 
 
@@ -151,7 +151,7 @@ class Fixed:
 
 
 def sizing_state(sizing: Sizing, of_windows: Sizing) -> dict[str, Any]:
-    """Return what is saved of an accumulator's two ways to choose sizes.
+    """Return the saved state of an accumulator's two ways to choose sizes.
 
     Args:
         sizing: of batches.

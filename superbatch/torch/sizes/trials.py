@@ -85,7 +85,7 @@ class Known:
         return min(self.gradients, max(0, self.curve.at(samples) - self.first.at(samples)))
 
     def note_kept(self, samples: int, kept: int) -> None:
-        """Note what a size beyond all others keeps, before it is given to `note`."""
+        """Record the memory that a size beyond all others keeps, before it is given to `note`."""
         by = samples - max(self.runs, default=0)
         (before, more) = (0, 0) if by > _BEYOND * samples else self.kept_beyond  # a little more says nothing
         self.kept_beyond = before + kept, more + by

@@ -111,7 +111,7 @@ class AdaptiveBatch:
         return steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to save: the steps that the optimizer is scaled to."""
+        """Return the state to save: the steps that the optimizer is scaled to."""
         return {"last": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ class AdaScaleRate:
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to save."""
+        """Return the state to save."""
         return {"update": self._update, "rates": list(self._rates), "adascale": self._adascale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -87,7 +87,7 @@ class Batches:
 
 
 def keep_position(batches: Any, undo: ExitStack) -> None:
-    """Note where a loader stands, and put it back when `undo` is closed.
+    """Record the position of a loader, and restore it when `undo` is closed.
 
     Args:
         batches: of the user.

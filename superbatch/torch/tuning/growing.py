@@ -95,7 +95,7 @@ class GrowBatch:
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to save: which update comes next, and what the factors are factors of."""
+        """Return the state to save: the number of the next update, and the base of the factors."""
         return {"update": self._update, "rates": list(self._rates), "beta2": list(self._betas)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

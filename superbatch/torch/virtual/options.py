@@ -29,7 +29,7 @@ class Options(NamedTuple):
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device:
-    """Return where the parameters are; the CPU if there are none."""
+    """Return the device of the parameters; the CPU if there are none."""
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
@@ -54,7 +54,7 @@ def checked_models(model: Any) -> list[nn.Module]:
 
 
 def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
-    """Return where to compute: on the device given, or where the parameters are.
+    """Return the device to compute on: the one given, or that of the parameters.
 
     Raises:
         InputError: it is no device, one that is not there, or one without memory.

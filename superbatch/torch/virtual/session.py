@@ -81,7 +81,7 @@ class Session:
         )
 
     def report(self) -> CouplingReport:
-        """Return what happened so far."""
+        """Return a report on the block so far."""
         recording = self.recording
         if recording is None:
             return self.log.report(0, 0)

@@ -85,7 +85,7 @@ class BeforeStep:
             raise OptimizerError(_TORN) from error
 
     def note(self) -> None:
-        """Note how everything is now."""
+        """Record the present state."""
         self._is_noted = False
         for states, optimizer in zip(self._states, self._optimizers, strict=True):
             states.note(optimizer.state)
@@ -193,7 +193,7 @@ class _States:
         self._others: list[Any] = []
 
     def note(self, state: Mapping[Any, Any]) -> None:
-        """Note how a state is now."""
+        """Record the present values of a state."""
         states = list(state.values())
         self._keys = list(state)
         self._versions = []

@@ -81,7 +81,7 @@ class MicrobatchList:
         return [first + position for position in self._order[start:stop]]
 
     def to_check(self) -> list[Any]:
-        """Return what the loss is tried with: the micro-batches, or something in their place.
+        """Return the micro-batches for a check of the loss, or some in their place.
 
         * A few samples at a time, where their size is being found out: it is not known yet what fits;
         * Pairs, where each has only one sample, which has no parts to be compared with.
@@ -211,7 +211,7 @@ def sizing_of(
     batchnorm: str | None,
     **options_: Any,
 ) -> Fixed | AutoSize:
-    """Return how a batch is cut, as `microbatch_size` states it.
+    """Return the sizing that `microbatch_size` declares.
 
     Args:
         microbatch_size: checked before.

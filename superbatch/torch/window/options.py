@@ -111,7 +111,7 @@ def check_auto(
 
 
 def as_device(device: object, owned: list[ManagedParameter]) -> torch.device | None:
-    """Return where micro-batches are moved; None if nowhere.
+    """Return the device to which micro-batches are moved; None if they are not.
 
     Raises:
         InputError: it is no device.

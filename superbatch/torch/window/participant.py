@@ -41,7 +41,7 @@ class Participant(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resumes the window, under keys that no other participant uses."""
+        """Return the state that resumes the window, under keys that no other participant uses."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -118,7 +118,7 @@ class Progress:
 
 
 def versions(part: Any) -> list[int]:
-    """Return how often each tensor was written in place; it counts for all tensors that share memory.
+    """Return the number of in-place writes of each tensor; tensors that share memory share it.
 
     Examples:
         >>> import torch

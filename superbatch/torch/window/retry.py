@@ -153,7 +153,7 @@ def require_restorable(window: Transaction, failed: str) -> None:
 
 
 def but_unseen(window: Transaction) -> str:
-    """Return what the warning of a window that continues has to leave open."""
+    """Return the reservation that the warning of a window that continues has to make."""
     unsure, unseen = window.config.state.unsure(), window.config.state.unseen()
     if unsure:
         return (

@@ -92,7 +92,7 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
 
 
 def _place(window: Transaction) -> list[str]:
-    """Return what must be the same to resume sums: their kind, and the names of the parameters."""
+    """Return the facts that must be equal to resume sums: their kind, and the names of the parameters."""
     config = window.config
     weigh = config.weigh if isinstance(config.weigh, str) else "counted"
     terms = [f"{name}: {term.reduction}" for name, term in config.declared.terms.items()]

@@ -79,7 +79,7 @@ class SlipWatch:
 
 
 def _count(scheduler: Any) -> int | None:
-    """Return how often a scheduler was stepped; of a chained one, its first."""
+    """Return the number of steps of a scheduler; of a chained one, its first."""
     inner = getattr(scheduler, "_schedulers", None)
     found = getattr(scheduler, "last_epoch", None)
     return _count(inner[0]) if found is None and inner else found

@@ -130,7 +130,7 @@ def own_parameters(
 
 
 def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
-    """Return which parameters need a gradient, in order: it changes when one is frozen, added or replaced."""
+    """Return the ids of the parameters that need a gradient: they change with a frozen or replaced one."""
     targets = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     return [id(parameter) * parameter.requires_grad for parameter in [*targets, *masters]]
 

@@ -102,7 +102,7 @@ def _is_hidden(optimizer: Optimizer) -> bool:
 
 
 def describe(optimizer: Optimizer) -> str:
-    """Return what an optimizer that did not step has left out.
+    """Describe the work that an optimizer that did not step has left out.
 
     Examples:
         >>> import torch

@@ -185,7 +185,7 @@ def seed_all(seed: int, model: nn.Module, *, host: int = 0) -> None:
 
 
 def module_state(model: nn.Module) -> dict[str, Any]:
-    """Return what a forward could change in the modules: copies of buffers and plain attributes, by path.
+    """Return the state that a forward could change in modules: copies of buffers and attributes, by path.
 
     Args:
         model: any module.

@@ -219,7 +219,7 @@ def empty_like(meta: Tensor, device: torch.device) -> Tensor:
 
 
 def shapes(call: Call) -> Any:
-    """Return what the operator returns for tensors without memory.
+    """Return the operator's result for tensors without memory.
 
     Raises:
         NotImplementedError: the shape depends on values, or the operator does not say.

@@ -14,7 +14,7 @@ from .values import Value
 
 
 def memory_of(tensor: Tensor) -> int | None:
-    """Return what is the same for tensors in the same memory; None for a virtual or sparse one."""
+    """Return the identity of a tensor's memory; None for a virtual or sparse one."""
     if getattr(tensor, "memoryless", False) or tensor.layout is not torch.strided:
         return None
     return tensor.untyped_storage()._cdata

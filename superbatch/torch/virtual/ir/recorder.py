@@ -144,7 +144,7 @@ class RankSums(Protocol):
         ...
 
     def layout_of(self, recording: Recorder, value: Value) -> Layout | None:
-        """Return how to cut what a BatchNorm over ranks reads; None for an InstanceNorm."""
+        """Return the layout of the input of a BatchNorm over ranks; None for an InstanceNorm."""
         ...
 
     def layout_back(self, recording: Recorder, value: Value, mean: Value) -> Layout | None:

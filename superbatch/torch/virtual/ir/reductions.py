@@ -157,7 +157,7 @@ class Moments:
             self._parts = [_combined(self._parts)]
 
     def result(self) -> list[Tensor]:
-        """Return what `finish` makes of the moments of all samples."""
+        """Return the result of `finish` for the moments of all samples."""
         return list(self._finish(*_combined(self._parts)))
 
 

@@ -29,7 +29,7 @@ def arguments_by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> Given:
 
 
 def _shares(given: Given) -> tuple[Tensor, float]:
-    """Return what each query takes of each key, and the factor of the products."""
+    """Return the attention weights of the keys for each query, and the factor of the products."""
     query, key = given["query"], given["key"]
     scale = given.get("scale")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -109,7 +109,7 @@ def _batch_norm_backward(given: Given) -> list[Any]:
 
 
 def dropped(given: Given, mask: Tensor) -> list[Any]:
-    """Return what dropout gives for the mask that it drew."""
+    """Return the result of dropout for the mask that it drew."""
     p, x = given["p"], given["input"]
     return [x * mask * (0.0 if p == 1.0 else 1.0 / (1.0 - p))]
 

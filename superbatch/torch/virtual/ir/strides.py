@@ -133,7 +133,7 @@ def in_order(metas: Sequence[Tensor], run: Run) -> Run:
 
 
 def careful(operator: Any, metas: Sequence[Tensor], run: Run) -> Run:
-    """Return what gives an operator's kernel the strides that it needs: `run` itself for most operators.
+    """Return a function that gives an operator's kernel the strides it needs: mostly `run` itself.
 
     Args:
         operator: overload of an operator.

@@ -112,7 +112,7 @@ class Value:
         return self.meta.dtype.is_floating_point or self.meta.dtype.is_complex
 
     def handle(self) -> Handle:
-        """Return what a tensor of the program has to hold."""
+        """Return the handle that a tensor of the program has to hold."""
         handle = None if self._handle is None else self._handle()
         if handle is None:
             handle = Handle(self)

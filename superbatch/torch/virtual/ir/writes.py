@@ -33,7 +33,7 @@ class Writes:
         self._memory: set[int | None] = set()
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of pending writes."""
         return len(self._waiting)
 
     def add(self, tensor: Tensor, value: Value) -> None:
@@ -52,6 +52,6 @@ class Writes:
         return any(isinstance(item, Tensor) and memory_of(item) in self._memory for item in flat)
 
     def take(self) -> list[tuple[Tensor, Value]]:
-        """Return what waits, for the caller to write: nothing waits any more."""
+        """Return the pending writes, for the caller to make; none is pending any more."""
         waiting, self._waiting, self._memory = self._waiting, [], set()
         return waiting

@@ -42,7 +42,7 @@ def flat(items: Any) -> Iterator[Any]:
 
 
 def waited(result: Any) -> Any:
-    """Return what a collective returned, once its numbers can be read."""
+    """Return the result of a collective, once its numbers can be read."""
     items = result if isinstance(result, (list, tuple)) else [result]
     for item in items:
         if isinstance(item, Tensor):

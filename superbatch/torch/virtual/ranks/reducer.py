@@ -104,7 +104,7 @@ class RankReducer:
     # -- statistics -----------------------------------------------------------------------------------------
 
     def layout_of(self, recording: Recorder, value: Value) -> Layout | None:
-        """Return how to cut what a BatchNorm over ranks reads; None for an InstanceNorm.
+        """Return the layout of the input of a BatchNorm over ranks; None for an InstanceNorm.
 
         Raises:
             CoupledSamplesError: its rows are not those of the samples.
@@ -178,7 +178,7 @@ class RankReducer:
         return self._collective(recording, "sum over ranks", [mine], reduce, [mine.meta])[0]
 
     def sums(self, recording: Recorder, mean: Value, sums: list[Value], count: int) -> list[Value]:
-        """Return what the sums of a backward are over all ranks, for the count of this one.
+        """Return the sums of a backward over all ranks, for the count of this one.
 
         Args:
             recording: of the block.

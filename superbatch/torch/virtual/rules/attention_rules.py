@@ -52,7 +52,7 @@ _EFFICIENT = _Kernel(
 
 
 def _layout_of(call: Call, values: Sequence[Value], *, seed: int | None = None) -> Layout | None:
-    """Return where all of these have their samples; None if not in dimension 0, or for unseeded dropout."""
+    """Return the common layout of the values; None if not in dimension 0, or for unseeded dropout."""
     layouts = (value.layout for value in values if value.layout is not None)
     layout = next((layout for layout in layouts if layout.dim == 0), None)
     if layout is None or (call.argument("dropout_p") and seed is None):
@@ -110,7 +110,7 @@ class Seeded(NamedTuple):
 
 
 def with_dropout(call: Call, seed: int) -> Recipe | None:
-    """Return how to do attention with dropout on CUDA.
+    """Return a recipe for attention with dropout on CUDA.
 
     Args:
         call: of a forward or a backward.

@@ -42,7 +42,7 @@ OWN: dict[Any, Rule] = {**SHAPES, **REDUCTIONS, **ATTENTION, **INDEXING, **LOSSE
 
 
 def find(call: Call) -> Recipe | None:
-    """Return how to do a call micro-batch by micro-batch, or None if no rule knows.
+    """Return a recipe that makes a call micro-batch by micro-batch, or None if no rule knows.
 
     The operands of the recipe may be values that have a layout, to be read whole: these have to be gathered.
     """

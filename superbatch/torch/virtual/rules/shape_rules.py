@@ -38,7 +38,7 @@ def _same(call: Call) -> Recipe | None:
 
 
 def reshaped(old: Sequence[int], layout: Layout, new: Sequence[int], samples: int) -> Layout | None:
-    """Return where the samples are after a change of shape; None if not in one dimension.
+    """Return the layout of the samples after a change of shape; None if they are not in one dimension.
 
     Examples:
         >>> reshaped((4, 3, 5), Layout(0), (12, 5), 4)

@@ -21,7 +21,7 @@ aten: Any = torch.ops.aten
 
 
 def expanded(call: Call, like: Layout | None = None) -> Recipe | None:
-    """Return how to expand.
+    """Return a recipe for expand.
 
     Args:
         call: of `expand`.

@@ -28,7 +28,7 @@ def microbatch_size(
 
 
 def largest_size(plan: Plan, samples: int, free: int, budget: int | None) -> int:
-    """Return how many samples fit.
+    """Return the number of samples that fit.
 
     Args:
         plan: what is to be run.

@@ -19,7 +19,7 @@ from .memo import Form, Template, template
 
 
 def by_rows(form: Form) -> ByRows | None:
-    """Return how to do an operation on whole values by rows.
+    """Return a recipe for an operation on whole values by rows.
 
     Args:
         form: of an operation on whole values, some of which wait to be computed.

@@ -48,7 +48,7 @@ def _remembered(structure: Structure) -> _Known:
 
 
 def structure(program: Sequence[Instruction], registers: Sequence[Any]) -> Structure:
-    """Return how a program is wired: equal for programs that differ in constants alone."""
+    """Return the wiring of a program: equal for programs that differ in constants alone."""
     whole = tuple([slot for slot, value in enumerate(registers) if value is not None])
     steps = [
         (
@@ -75,7 +75,7 @@ def _of_more(more: SideEffects) -> Structure:
 
 
 def _constants(program: Sequence[Instruction], registers: Sequence[Any]) -> Iterator[Any]:
-    """Yield what a function needs beside its structure, in the order in which `_Writer` names it."""
+    """Yield the constants of a function beside its structure, in the order in which `_Writer` names them."""
     yield from (value for value in registers if value is not None)
     for run, _, _, more, _, _, _ in program:
         if isinstance(run, Direct):
@@ -169,7 +169,7 @@ class _Writer:
             self._lines.append(" = ".join([*(f"r{slot}" for slot in slots), "None"]))
 
     def source(self) -> str:
-        """Return what was written, in a function that takes the constants."""
+        """Return the written lines, in a function that takes the constants."""
         names = "".join(f"c{index}, " for index in range(self._count))
         lines = [
             "def make(carried, constants):",

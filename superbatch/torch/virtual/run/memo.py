@@ -134,7 +134,7 @@ _PLAIN = {
 
 
 def template(form: Form) -> Template | None:
-    """Return what is known of a call by its form alone.
+    """Return the template of a call, which depends on its form alone.
 
     Args:
         form: of an operator that draws no random numbers.
@@ -208,7 +208,7 @@ def _made(call: Call) -> Template | None:
 
 
 def action(recipe: Recipe, metas: Any, *, once: bool, known: bool) -> Action:
-    """Return what a recipe does, for results of these shapes."""
+    """Return the action of a recipe, for results of these shapes."""
     single = isinstance(metas, Tensor)
     return Action(
         (metas,) if single else tuple(metas),

@@ -119,14 +119,14 @@ class _Results:
         self._kept: dict[Value, RowStore] = {}
 
     def reduction(self, node: Node, whole: list[int]) -> Reduction:
-        """Return what combines the whole outputs of a node."""
+        """Return the reduction of the whole outputs of a node."""
         if node not in self._reduced:
             assert node.reduce is not None
             self._reduced[node] = node.reduce(), whole
         return self._reduced[node][0]
 
     def kept(self, value: Value) -> RowStore:
-        """Return where the rows of a value are kept."""
+        """Return the store of the rows of a value."""
         return self._kept.setdefault(value, RowStore(self._store))
 
     def set(self, plan: Plan, parts: Sequence[Part]) -> None:

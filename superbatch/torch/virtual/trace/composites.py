@@ -130,7 +130,7 @@ def attempt(recording: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[
 
 @cache
 def found(func: Any) -> Callable[..., Any] | None:
-    """Return what does an operation as several, if anything does."""
+    """Return a function that does an operation as several, if there is one."""
     return COMPOSITES.get(func) or COMPOSITES.get(func.overloadpacket)
 
 

@@ -62,7 +62,7 @@ def gather(log: Log, value: Value, kind: CouplingKind, why: Any) -> Value:
 
 
 def gather_input(log: Log, node: Node, kind: CouplingKind, why: Any) -> Value:
-    """Return what a view is of, in one piece."""
+    """Return the source of a view, in one piece."""
     (operand,) = node.operands
     return operand.value if operand.value.layout is None else gather(log, operand.value, kind, why)
 

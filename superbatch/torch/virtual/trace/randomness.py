@@ -39,7 +39,7 @@ class Randomness:
         return self._how == "batch"
 
     def recipe(self, call: Call) -> Recipe | None:
-        """Return how to draw, or None where that is not known."""
+        """Return a recipe that draws, or None if there is none."""
         if call.func.overloadpacket in _DRAWS_WHOLE:
             return None
         if call.func in BACKWARD:

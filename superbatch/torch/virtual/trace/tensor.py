@@ -166,7 +166,7 @@ class VirtualTensor(Tensor):
         return self.virtual.recording.numbers(self).tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Say what it is; whole values that are there with their numbers."""
+        """Describe the tensor; whole values that are computed, with their numbers."""
         value = self.virtual.handle.value
         if value.layout is None and value.whole is not None:
             return f"VirtualTensor({value.whole!r})"

@@ -69,7 +69,7 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
 
 
 def of_windows(batchnorms: dict[str, _BatchNorm], choice: str, sync: Sync) -> Frozen | Pooled | None:
-    """Return what stands in for BatchNorms during windows, None for nothing.
+    """Return the participant for BatchNorms during windows, None for none.
 
     Args:
         batchnorms: from `find_batchnorms`.
@@ -204,7 +204,7 @@ class Pooled:
         self.begin()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was seen so far and the statistics before the window, in the order of the modules."""
+        """Return the statistics seen so far and those before the window, in the order of the modules."""
         statistics = [{key: before[key] for key in ("mean", "var", "batches")} for before in self._before]
         pools = [[list(pool) for pool in calls] for calls in self._pools.values()]
         norms = [{**before, "pools": each} for before, each in zip(statistics, pools, strict=True)]

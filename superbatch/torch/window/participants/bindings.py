@@ -18,7 +18,7 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def held(value: Any, *, first: bool) -> Any:
-    """Return what a binding holds if it may be held during a window; `UNHELD` for results of a forward.
+    """Return the value of a binding if it may be held during a window; `UNHELD` for results of a forward.
 
     Args:
         value: what is bound.

@@ -28,7 +28,7 @@ class BoundNames:
         self._noted: list[tuple[Table, dict[Any, Any]]] = []
 
     def note(self, table: Table, *, first: bool) -> dict[Any, Any]:
-        """Note what is bound in a table, and return it.
+        """Record the bindings of a table, and return them.
 
         Args:
             table: to be noted.
@@ -74,7 +74,7 @@ class BoundNames:
                 table.write(key, before)
 
     def by_place(self) -> dict[tuple[int, Any], Any]:
-        """Return what was bound, by the identity of the table's content and the key."""
+        """Return the earlier values, by the identity of the table's content and the key."""
         return {(id(table.content), key): was for table, values in self._noted for key, was in values.items()}
 
     def names(self) -> set[str]:

@@ -67,7 +67,7 @@ class BufferKeeper:
         self._taken = []
 
     def moved(self) -> list[tuple[nn.Module, str]]:
-        """Return which floating-point buffers are no longer as at `take`."""
+        """Return the floating-point buffers that are no longer as at `take`."""
         return [
             (module, name)
             for module, name, buffer, copy in self._taken
@@ -99,7 +99,7 @@ class BufferKeeper:
                 buffer.data.copy_(copy)
 
     def lost(self) -> list[tuple[nn.Module, str]]:
-        """Return which buffers have moved since `take` and were not copied: `restore` leaves them."""
+        """Return the buffers that have moved since `take` and were not copied: `restore` leaves them."""
         return [
             (module, name)
             for module, name, buffer, copy in self._taken

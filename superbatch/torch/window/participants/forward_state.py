@@ -31,7 +31,7 @@ class ForwardState:
         self._saved: MovedState | None = None
 
     def begin(self) -> None:
-        """Note what there is."""
+        """Record the present state."""
         self._saved = None
         self._keeper.begin()
 
@@ -62,7 +62,7 @@ class ForwardState:
         self._keeper.commit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `restore` would restore."""
+        """Return the state for `restore`."""
         return {"state_before": self._keeper.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

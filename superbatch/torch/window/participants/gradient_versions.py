@@ -79,5 +79,5 @@ class GradientVersions:
 
 
 def _versions(gradients: list[Tensor | None]) -> list[int | None]:
-    """Return how often each gradient was written in place; None for one that is not there."""
+    """Return the number of in-place writes of each gradient; None for one that is not there."""
     return [None if gradient is None else gradient._version for gradient in gradients]

@@ -186,7 +186,7 @@ def is_array(value: Any) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place; 0 for one that does not count.
+    """Return the number of in-place writes of a tensor; 0 for one that does not count.
 
     Examples:
         >>> version(torch.zeros(2).add_(1))

@@ -34,7 +34,7 @@ class LastLook:
                 self._seen.setdefault(table.name_of(key), []).append(_trace(value))
 
     def unlike(self, tables: Iterable[Table], noted: BoundNames) -> Iterator[tuple[Table, Any, Any]]:
-        """Yield what is no longer as it was, apart from results of a forward: table, key, what is bound.
+        """Yield the changed bindings, apart from results of a forward: table, key, present value.
 
         Args:
             tables: found by the same search as those at the look.
@@ -67,7 +67,7 @@ class _Trace(NamedTuple):
 
 
 def _trace(value: Any, depth: int = 0) -> Any:
-    """Return what a value is recognised by later."""
+    """Return a trace by which a value is recognised later."""
     if isinstance(value, tuple | list | deque):
         if depth < 2 and len(value) <= LONGEST:
             return tuple(_trace(item, depth + 1) for item in value)

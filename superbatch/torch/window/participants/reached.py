@@ -271,7 +271,7 @@ class _Search:
                     self._table(table, 0)
 
     def _argument(self, name: str, value: Any, depth: int) -> None:
-        """Note what an argument is bound to: a tensor is state only if it is written into."""
+        """Record the binding of an argument: a tensor is state only if it is written into."""
         self._table(Table(name, CellType(value), loose=True), depth)
 
     def _table(self, table: Table, depth: int) -> None:

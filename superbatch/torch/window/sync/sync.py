@@ -116,7 +116,7 @@ class Sync(Protocol):
         parameters: Sequence[Tensor],
         zeros: Callable[[int], Tensor],
     ) -> list[Tensor | None]:
-        """Return what this rank's optimizer needs of the gradients summed over the ranks.
+        """Return the gradients that this rank's optimizer needs of the sum over the ranks.
 
         Args:
             gradients: one for each parameter, of this rank's micro-batches. A gradient that only some ranks

@@ -170,7 +170,7 @@ class SeenGradients:
         return self._squares
 
     def state(self) -> dict[int, list[float]]:
-        """Return what is to be saved of a window in flight."""
+        """Return the part of a window in flight that is to be saved."""
         return {index: list(each) for index, each in self.squares().items()}
 
     def load(self, squares: dict[int, list[float]]) -> None:

@@ -75,7 +75,7 @@ class SeenSamples:
         return list(found.values())
 
     def whole(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Note what autograd adds to a parameter's gradient."""
+        """Record the tensor that autograd adds to a parameter's gradient."""
         # A copy: the tensor itself may become `.grad`, to which the next micro-batch is added in place.
         _add(self._new_whole, parameter, gradient.detach().clone())
 

@@ -170,7 +170,7 @@ class NoiseOfWindows:
         self.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the window's micro-batches have shown so far."""
+        """Return the measurements of the window's micro-batches so far."""
         return {"noise": None if self.seen is None else self.seen.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -320,7 +320,7 @@ def noise_of(
     momentum: bool,
     whole: bool,
 ) -> NoiseOfWindows | None:
-    """Return what measures the noise, as the option of the accumulator states it.
+    """Return the noise measurement that the option of the accumulator declares.
 
     Args:
         noise: False, True, or a meter.
