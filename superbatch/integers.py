@@ -28,6 +28,8 @@ def positive_int(name: str, value: Any) -> int:
         >>> positive_int("microbatch_size", 8)
         8
     """
+    if type(value) is int and value > 0:  # mostly
+        return value
     number = _as_int(value)
     if number is None:
         kind = type(value).__name__

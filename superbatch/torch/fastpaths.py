@@ -11,6 +11,8 @@ Private parts that correctness needs are not here. They stand where they are use
 from __future__ import annotations
 
 import ctypes
+import random
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -99,6 +101,47 @@ def plain_numpy_memory(numpy_random: Any) -> bytes | None:
         return None
     inner = state["state"]
     return inner["key"].tobytes() + bytes(ctypes.c_int(inner["pos"]))
+
+
+# -- Python's global generator -------------------------------------------------------------------------------
+
+_PYTHON_WORDS = 1 + 624  # CPython: RandomObject after its head: int index; uint32_t state[624]
+
+
+def python_memory() -> tuple[bytes, float | None] | None:
+    """Return the state of Python's global generator: its bytes and the normal number that it holds back.
+
+    None where its memory is not laid out as expected.
+
+    Examples:
+        >>> before = python_memory()
+        >>> _ = random.random()
+        >>> python_memory() == before
+        False
+    """
+    generator = _python_generator()
+    if generator is None:
+        return None
+    return ctypes.string_at(id(generator) + object.__basicsize__, 4 * _PYTHON_WORDS), generator.gauss_next
+
+
+def plain_python_memory() -> tuple[bytes, float | None] | None:
+    """Return the same from the public state, which Python builds number by number."""
+    _, (*state, index), gauss_next = random.getstate()
+    return bytes((ctypes.c_uint32 * _PYTHON_WORDS)(index, *state)), gauss_next
+
+
+@cache
+def _python_generator() -> Any:
+    """Python's global generator, if its memory holds what its state says."""
+    generator: Any = getattr(random, "_inst", None)
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
+    if type(generator).__basicsize__ < object.__basicsize__ + 4 * _PYTHON_WORDS:
+        return None
+    memory = ctypes.string_at(id(generator) + object.__basicsize__, 4 * _PYTHON_WORDS)
+    plain = plain_python_memory()
+    return generator if plain is not None and memory == plain[0] else None
 
 
 # -- many tensors in one call --------------------------------------------------------------------------------
@@ -239,6 +282,7 @@ PLAIN: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "backward": plain_backward,
         "numpy_memory": plain_numpy_memory,
+        "python_memory": plain_python_memory,
         "divide": plain_divide,
         "multiply": plain_multiply,
         "add": plain_add,

@@ -63,7 +63,7 @@ def _as_noted(marks: GradientVersions) -> bool:
     """Roll back to what was noted last, as if a backward that failed had never been noted."""
     if _versions(marks._gradients) != marks._versions:
         return False
-    for parameter, gradient in zip(marks._parameters, marks._gradients, strict=True):
+    for parameter, gradient in zip(marks.parameters, marks._gradients, strict=True):
         parameter.grad = gradient
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,6 +163,50 @@ def test_of_another_generator_none_of_them_says_anything() -> None:
         assert fastpaths.plain_numpy_memory(np.random) is None
     finally:
         np.random.set_bit_generator(before)
+
+
+# -- Python's generator --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def python_state() -> Iterator[None]:
+    state = random.getstate()
+    yield
+    random.setstate(state)
+
+
+PYTHON_DRAWS: tuple[Callable[[int], Any], ...] = (
+    lambda n: [random.random() for _ in range(n)],
+    lambda n: [random.gauss(0, 1) for _ in range(n)],  # which holds a number back
+    random.seed,
+    lambda n: random.shuffle(list(range(n))),
+)
+
+
+@pytest.mark.usefixtures("python_state")
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 700)), max_size=6))
+def test_both_read_the_same_of_python_whatever_is_drawn(draws: list[tuple[int, int]]) -> None:
+    random.seed(0)
+    for which, count in draws:
+        PYTHON_DRAWS[which](count)
+        assert fastpaths.python_memory() == fastpaths.plain_python_memory()
+    for draw in (random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)):
+        before = fastpaths.python_memory()
+        assert before is not None, "the premise: the layout is known"
+        draw()
+        assert fastpaths.python_memory() != before
+
+
+def test_of_another_python_generator_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(random.Random):
+        pass
+
+    monkeypatch.setattr(random, "_inst", Own(0))
+    fastpaths._python_generator.cache_clear()  # pyright: ignore[reportPrivateUsage]
+    try:
+        assert fastpaths.python_memory() is None
+    finally:
+        fastpaths._python_generator.cache_clear()  # pyright: ignore[reportPrivateUsage]
 
 
 # -- many tensors --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import NonFiniteError
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, fastpaths
 
 DRAWS = {
     "nothing": lambda: None,
@@ -30,8 +30,17 @@ def as_before() -> Iterator[None]:
     random.setstate(state)
 
 
+@pytest.fixture(params=["memory is compared", "memory is laid out otherwise"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "memory is laid out otherwise":
+        monkeypatch.setattr(fastpaths, "python_memory", lambda: None)
+    else:
+        assert fastpaths.python_memory() is not None, "the premise: this interpreter's layout is known"
+
+
 @pytest.mark.parametrize("between", DRAWS)
 @pytest.mark.parametrize("inside", DRAWS)
+@pytest.mark.usefixtures("layout")
 def test_a_failed_window_leaves_the_generator_as_it_was(between: str, inside: str) -> None:
     model = nn.Linear(2, 1)
     factor = 1.0

@@ -277,7 +277,7 @@ def weigh_ahead(
     totals: list[normalize.Number] = [math.nan] * terms
     try:
         weights = compute()
-        totals = [normalize.total_weight(each) for each in weights]
+        totals = list(map(normalize.total_weight, weights))
     finally:
         # Also on the way out with an error: the other ranks wait for this rank's part of the sum, and learn
         # from it.

@@ -72,6 +72,8 @@ class AutoSize:
         [100]
     """
 
+    measures = True
+
     def __init__(
         self,
         loss_fn: Callable[[Any], Any],

@@ -6,7 +6,7 @@ An update does not depend on it; memory and time do.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from superbatch.batch.split import TokenBudget
@@ -17,14 +17,20 @@ if TYPE_CHECKING:
 
 
 class Sizing(Protocol):
-    """Sizes that a window asks for between its micro-batches, and its reports of them."""
+    """Sizes that a window asks for between its micro-batches, and its reports of them.
+
+    Attributes:
+        measures: whether `measure` measures, so that `rest` may change the sizes.
+    """
+
+    measures: bool
 
     def rest(self, left: int) -> list[int] | None:
         """Return, after a micro-batch, other sizes for the samples that are left; None: as planned."""
         ...
 
-    def measure(self, samples: int) -> AbstractContextManager[None] | None:
-        """Return a context for the forward and backward of one micro-batch; None: none is needed."""
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return a context for the forward and backward of one micro-batch."""
         ...
 
     def failed(self, samples: int) -> int:
@@ -113,6 +119,8 @@ class Fixed:
         (32, 32)
     """
 
+    measures = False
+
     def __init__(self, size: int | TokenBudget | None) -> None:
         self.size = size
         self._smaller = Smaller()
@@ -126,8 +134,9 @@ class Fixed:
         """Return None: as planned."""
         return None
 
-    def measure(self, samples: int) -> None:
-        """Return None: nothing is measured."""
+    def measure(self, samples: int) -> AbstractContextManager[None]:
+        """Return an empty context."""
+        return nullcontext()
 
     def failed(self, samples: int) -> int:
         """Continue with smaller micro-batches (see `Smaller`)."""

@@ -84,7 +84,7 @@ def _length_of_tensors(batch: Any) -> int:
 
 def _split_tensors(batch: Any, counts: list[int]) -> list[Any]:
     leaves = batch.values() if type(batch) is dict else batch
-    pieces = zip(*(tensor.split(counts) for tensor in leaves), strict=True)
+    pieces = zip(*[tensor.split_with_sizes(counts) for tensor in leaves], strict=True)
     if type(batch) is tuple:
         return list(pieces)
     return [list(piece) if type(batch) is list else dict(zip(batch, piece, strict=True)) for piece in pieces]

@@ -89,7 +89,7 @@ class BeforeStep:
         self._is_noted = False
         for states, optimizer in zip(self._states, self._optimizers, strict=True):
             states.note(optimizer.state)
-        self._groups = [[dict(group) for group in o.param_groups] for o in self._optimizers]
+        self._groups = [list(map(dict, optimizer.param_groups)) for optimizer in self._optimizers]
         self._targets = [entry.target for entry in self._owned]
         self._versions = [target._version for target in self._targets]
         self._is_noted, self._has_begun = True, False
@@ -197,6 +197,10 @@ class _States:
         states = list(state.values())
         self._keys = list(state)
         self._versions = []
+        if not states:  # before the first step, and of SGD without momentum
+            self._names, self._are_tensors, self._references, self._others = [], [], [], []
+            self.is_opaque = False
+            return
         if [each for each in states if not isinstance(each, dict)]:
             self.is_opaque = True
             return

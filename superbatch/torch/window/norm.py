@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def finite_norm(gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
         (inf, False)
     """
     elements = elements_of(gradients)
-    if {each.device.type for each in elements} <= {"cpu"}:  # less than three operations on tensors
+    if all(map(attrgetter("is_cpu"), elements)):  # less than three operations on tensors
         value = math.hypot(*map(float, _norms(elements)))
     else:
         value = float(_joint(_norms(elements)))

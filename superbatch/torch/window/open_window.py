@@ -162,7 +162,8 @@ class OpenWindow:
 
     def _add(self, index: int, loss: Tensor, factor: float, *, retain_graph: bool) -> None:
         in_grad, seen = self._in_grad, None if self._noise is None else self._noise.seen
-        scaled = self.transaction.scale.scaled(loss)
+        scale = self.transaction.scale
+        scaled = loss if scale.value is None else scale.scaled(loss)
         if seen is not None:
             seen.before_backward()
         if in_grad is not None and loss.dtype in LOW_PRECISION:
@@ -238,23 +239,23 @@ class OpenWindow:
     def _iterate(self) -> Generator[Any, None, None]:
         config, window, progress = self._config, self.transaction, self._progress
         pieces, index = progress.microbatches, progress.next - 1
-        while (index := index + 1) < len(pieces):
+        measures = window.sizing.measures
+        while (index := index + 1) < len(pieces.microbatches):
             if progress.weights.has_none(index) and not config.sync.in_step:  # it adds nothing, no NaN either
                 continue
             progress.current = index
             window.savepoint()
-            measured = window.sizing.measure(pieces.count(index))
-            if measured is None and not config.sample_rng:  # no context: it costs time
+            if not measures and not config.sample_rng:  # no context: it costs time
                 yield config.transfer.take(pieces.microbatches, index)
             else:
                 # Two contexts and no ExitStack: in Python 3.10 its frame would keep the micro-batch alive
                 # after an exception in the user's loop, until the garbage collector comes.
-                with measured or nullcontext(), window.stream(index):
+                with window.sizing.measure(pieces.count(index)), window.stream(index):
                     yield config.transfer.take(pieces.microbatches, index)
             if index not in progress.losses or progress.broken is not None:
                 raise misuse.without_backward(index)
             progress.current = None
-            if pieces.can_be_recut:
+            if measures and pieces.can_be_recut:
                 self._recut(index + 1)
 
     def _recut(self, index: int) -> None:
@@ -366,7 +367,7 @@ class OpenWindow:
             grad_norm=norm,
             weight=found.weight,
             samples=None if pieces.samples is None else sum(pieces.samples),
-            microbatches=len(pieces),
+            microbatches=len(pieces.microbatches),
             learning_rates=rates,
             skipped=skipped,
             dropped=tuple(self._progress.dropped),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Participant(Protocol):
@@ -47,3 +50,26 @@ class Participant(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the state of a whole window, which was validated."""
         ...
+
+
+def no_savepoint(method: F) -> F:
+    """Mark the `savepoint` of a participant that remembers nothing before a micro-batch.
+
+    Examples:
+        >>> class Nothing:
+        ...     @no_savepoint
+        ...     def savepoint(self): ...
+        >>> has_savepoint(Nothing)
+        False
+    """
+    setattr(method, _MARK, True)
+    return method
+
+
+@cache
+def has_savepoint(kind: type[Participant]) -> bool:
+    """Return whether a kind of participant remembers anything before a micro-batch."""
+    return not hasattr(kind.savepoint, _MARK)
+
+
+_MARK = "remembers_nothing"

@@ -96,9 +96,10 @@ class Progress:
         """Return whether every micro-batch that counts has had its backward."""
         if self.broken is not None:
             return False
-        count = len(self.microbatches)
-        done = (index in self.losses or self.weights.has_none(index) for index in range(count))
-        return len(self.losses) == count or all(done)
+        count = len(self.microbatches.microbatches)
+        if len(self.losses) == count:
+            return True
+        return all(index in self.losses or self.weights.has_none(index) for index in range(count))
 
     def written(self, first: int, last: int) -> int | None:
         """Return the first of some micro-batches that was written since it was handed out, or None."""

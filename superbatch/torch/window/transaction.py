@@ -9,9 +9,9 @@ from typing import Any
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..sizes.sizing import Sizing
 from .config import Config
-from .participant import Participant
+from .participant import Participant, has_savepoint
 from .participants.batchnorm import Frozen, Pooled
-from .participants.forward_state import ForwardState
+from .participants.forward_state import ForwardState, ForwardStateOfEach
 from .participants.gradient_sum import GradientSum
 from .participants.loss_scale import LossScale
 from .participants.noise.windows import NoiseOfWindows
@@ -54,7 +54,8 @@ class Transaction:
         self.watch = watch
         if self.noise is not None:
             self.noise.expect(progress.microbatches, shared=config.sync.shared)
-        self._state = ForwardState(config.state, each=config.nonfinite == "skip_microbatch")
+        each = config.nonfinite == "skip_microbatch"
+        self._state = ForwardStateOfEach(config.state) if each else ForwardState(config.state)
         found: list[Participant | None] = [
             config.random,
             self._state,
@@ -67,6 +68,8 @@ class Transaction:
             progress,
         ]
         self._participants: list[Participant] = [each for each in found if each is not None]
+        # Called for each micro-batch, where each call shows in a window of a small model.
+        self._savepoints = [each.savepoint for each in self._participants if has_savepoint(type(each))]
         self._begun = 0  # how many of them, from the first
         self._unsynchronised = ExitStack()
 
@@ -84,8 +87,8 @@ class Transaction:
 
     def savepoint(self) -> None:
         """Remember everything as before the current micro-batch."""
-        for participant in self._participants:
-            participant.savepoint()
+        for savepoint in self._savepoints:
+            savepoint()
 
     def rollback(self) -> bool:
         """Restore the savepoint; False where that is impossible: then `restart`."""

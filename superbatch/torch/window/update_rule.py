@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -140,8 +141,7 @@ def zero_grad(owned: list[ManagedParameter], until_next: list[Tensor]) -> None:
     again: 3 % of a window of a small transformer. On an accelerator torch's allocator keeps it.
     """
     if owned[0].target.device.type == "cpu":
-        gradients = [entry.target.grad for entry in owned]
-        until_next[:] = [gradient for gradient in gradients if gradient is not None]
+        until_next[:] = [gradient for entry in owned if (gradient := entry.target.grad) is not None]
     clear(owned)
 
 
@@ -178,7 +178,7 @@ def _with_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.op
 
 
 def _require_any(gradient_sum: GradientSum, gradients: Sequence[Tensor | None]) -> None:
-    if not isinstance(gradient_sum, MomentumGradientSum) and all(gradient is None for gradient in gradients):
+    if not isinstance(gradient_sum, MomentumGradientSum) and set(map(type, gradients)) <= {NoneType}:
         raise OptimizerError(
             explain(
                 "a window whose losses gave no gradient to any parameter of the optimizer",
@@ -190,5 +190,4 @@ def _require_any(gradient_sum: GradientSum, gradients: Sequence[Tensor | None]) 
 
 def learning_rates(rule: UpdateRule) -> tuple[float, ...]:
     """Return the learning rate of each parameter group of each optimizer."""
-    groups = [group for optimizer in rule.optimizers for group in optimizer.param_groups if "lr" in group]
-    return tuple([float(group["lr"]) for group in groups])
+    return tuple([float(group["lr"]) for o in rule.optimizers for group in o.param_groups if "lr" in group])

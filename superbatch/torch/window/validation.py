@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from superbatch.errors import InputError, OptimizerError, explain
 
+from .participant import no_savepoint
 from .participants.gradient_sum import LOW_PRECISION, ManagedParameter, steps_in_backward
 from .slips import without_tensor
 
@@ -131,8 +132,8 @@ def own_parameters(
 
 def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
     """Return the ids of the parameters that need a gradient: they change with a frozen or replaced one."""
-    targets = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return [id(parameter) * parameter.requires_grad for parameter in [*targets, *masters]]
+    found = [id(p) * p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
+    return found + [id(p) * p.requires_grad for p in masters] if masters else found
 
 
 def has_others(models: Sequence[nn.Module], owned: list[ManagedParameter]) -> bool:
@@ -169,6 +170,7 @@ class BackwardWatch:
     def begin(self) -> None:
         """No-op: the copies were made with the object."""
 
+    @no_savepoint
     def savepoint(self) -> None:
         """No-op: a backward that changes a parameter ends the window."""
 

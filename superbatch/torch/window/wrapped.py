@@ -7,8 +7,18 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-# What is not looked into at each update: it is as long as the list of parameters.
-_OF_PARAMETERS = ("state", "param_groups", "defaults")
+# What is not looked into at each update: it is as long as the list of parameters, or holds hooks alone.
+_OF_EACH = {
+    "state",
+    "param_groups",
+    "defaults",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+}
 _OPTIONS = {bool, int, float, str}
 _OWN = {"state", "param_groups", "_optimizer_step_post_hooks"}
 
@@ -47,8 +57,8 @@ def _leaves(optimizer: Optimizer, seen: set[int]) -> list[Optimizer]:
 def _held(optimizer: Optimizer) -> list[Optimizer]:
     found: list[Any] = []
     for name, held in vars(optimizer).items():
-        # Asked at each update: mostly hooks that nobody has registered, and options.
-        if not held or type(held) in _OPTIONS or name in _OF_PARAMETERS:
+        # Asked at each update: mostly options.
+        if name in _OF_EACH or type(held) in _OPTIONS or not held:
             continue
         if isinstance(held, dict):
             found += held.values()
@@ -80,8 +90,12 @@ def reaches(optimizer: Optimizer, step: Callable[[], object], *, always: bool = 
         >>> reaches(sgd, sgd.step), reaches(sgd, lambda: None, always=True)
         (True, False)
     """
+    hides = "step" in vars(optimizer) or _is_hidden(optimizer)
+    if not (always or hides or _held(optimizer)):  # mostly
+        step()
+        return True
     leaves = leaves_of(optimizer)
-    if leaves == [optimizer] and not always and not ("step" in vars(optimizer) or _is_hidden(optimizer)):
+    if leaves == [optimizer] and not (always or hides):
         step()
         return True
     ran: list[bool] = []

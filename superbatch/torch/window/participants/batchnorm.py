@@ -24,6 +24,7 @@ from superbatch.errors import CoupledSamplesError, explain
 from superbatch.torch.checks.coupling import uses_batch_statistics
 from superbatch.torch.devices import in_float64
 
+from ..participant import no_savepoint
 from ..sync.sync import Sync
 
 Seen = tuple[int, Tensor, Tensor]
@@ -51,6 +52,8 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
     Raises:
         CoupledSamplesError: it names the modules and the three choices.
     """
+    if not batchnorms:
+        return
     coupled = [path for path, module in batchnorms.items() if uses_batch_statistics(module)]
     if coupled:
         named = ", ".join(repr(path) for path in coupled[:3]) + (
@@ -111,6 +114,7 @@ class Frozen:
         for module in self._modules:
             module.training = False
 
+    @no_savepoint
     def savepoint(self) -> None:
         """No-op: micro-batches change nothing here."""
 

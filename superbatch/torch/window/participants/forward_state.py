@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..participant import no_savepoint
 from .moved_state import MovedState
 
 
@@ -13,40 +14,32 @@ class ForwardState:
 
     Args:
         keeper: of the state; it learns from window to window.
-        each: copy the state before each micro-batch, which may be left out.
 
     Examples:
         >>> import torch
         >>> model = torch.nn.BatchNorm1d(2)
-        >>> state = ForwardState(MovedState([model]), each=True)
+        >>> state = ForwardState(MovedState([model]))
         >>> state.begin()
-        >>> state.savepoint()
         >>> _ = model(torch.ones(3, 2))
-        >>> state.rollback(), model.running_mean.tolist()
-        (True, [0.0, 0.0])
+        >>> state.restore()
+        >>> model.running_mean.tolist()
+        [0.0, 0.0]
     """
 
-    def __init__(self, keeper: MovedState, *, each: bool) -> None:
-        self._keeper, self._each = keeper, each
-        self._saved: MovedState | None = None
+    def __init__(self, keeper: MovedState) -> None:
+        self._keeper = keeper
 
     def begin(self) -> None:
         """Record the present state."""
-        self._saved = None
         self._keeper.begin()
 
+    @no_savepoint
     def savepoint(self) -> None:
-        """Copy the state where a micro-batch may be left out."""
-        if self._each:
-            self._saved = self._keeper.twin()
-            self._saved.begin()
+        """No-op: there is no copy for one micro-batch."""
 
     def rollback(self) -> bool:
-        """Restore the savepoint; False if the state has moved since `begin`, and there is no copy."""
-        if self._saved is None:
-            return not self._keeper.changed()
-        self._saved.restore()
-        return True
+        """Return whether the state is as at `begin`: there is no copy of the savepoint."""
+        return not self._keeper.changed()
 
     def restart(self) -> None:
         """Restore the state; the copies stay valid."""
@@ -58,7 +51,6 @@ class ForwardState:
 
     def commit(self) -> None:
         """Drop the copies, and learn what the window has moved."""
-        self._saved = None
         self._keeper.commit()
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,3 +60,44 @@ class ForwardState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let `restore` restore what was saved."""
         self._keeper.load_state_dict(state["state_before"])
+
+
+class ForwardStateOfEach(ForwardState):
+    """State that a forward moves, copied before each micro-batch too, which may be left out.
+
+    Examples:
+        >>> import torch
+        >>> model = torch.nn.BatchNorm1d(2)
+        >>> state = ForwardStateOfEach(MovedState([model]))
+        >>> state.begin()
+        >>> state.savepoint()
+        >>> _ = model(torch.ones(3, 2))
+        >>> state.rollback(), model.running_mean.tolist()
+        (True, [0.0, 0.0])
+    """
+
+    def __init__(self, keeper: MovedState) -> None:
+        super().__init__(keeper)
+        self._saved: MovedState | None = None
+
+    def begin(self) -> None:
+        """Record the present state."""
+        self._saved = None
+        super().begin()
+
+    def savepoint(self) -> None:
+        """Copy the state."""
+        self._saved = self._keeper.twin()
+        self._saved.begin()
+
+    def rollback(self) -> bool:
+        """Restore the savepoint."""
+        if self._saved is None:
+            return super().rollback()
+        self._saved.restore()
+        return True
+
+    def commit(self) -> None:
+        """Drop the copies, and learn what the window has moved."""
+        self._saved = None
+        super().commit()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -149,24 +150,35 @@ def unshare(parameters: Iterable[Tensor], taken: Tensor | None = None) -> bool:
         >>> unshare([a, b]), a.grad is b.grad, unshare([a, b])
         (True, False, False)
     """
-    seen: set[int] = set() if taken is None else {_address(taken)}
+    seen: set[int] = set()
+    if taken is not None:
+        seen.update(_addresses([taken]))
     copied = False
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            place = _address(gradient._values() if gradient.is_sparse else gradient)
-            if (place in seen and place) or in_shared_memory(gradient):
-                parameter.grad = gradient.clone()
-                copied = True
-            else:
-                seen.add(place)
+    present = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = list(map(_gradient, present))
+    for parameter, gradient, place in zip(present, gradients, _addresses(gradients), strict=True):
+        if (place in seen and place) or in_shared_memory(gradient):
+            parameter.grad = gradient.clone()
+            copied = True
+        else:
+            seen.add(place)
     return copied
 
 
-def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 for a subclass that only wraps others."""
+_gradient = attrgetter("grad")
+
+
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    """Return the address of each tensor's storage; 0 for a subclass that only wraps others."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    except RuntimeError:  # one of them is sparse, or wraps others
+        return list(map(_address, tensors))
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return (tensor._values() if tensor.is_sparse else tensor).untyped_storage().data_ptr()
     except RuntimeError:
         return 0
 

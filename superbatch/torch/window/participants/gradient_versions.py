@@ -14,24 +14,29 @@ class GradientVersions:
 
     Args:
         owned: the parameters.
+
+    Attributes:
+        parameters: whose gradients they are.
     """
 
     def __init__(self, owned: list[ManagedParameter]) -> None:
-        self._parameters = [entry.parameter for entry in owned]
-        self._names = [entry.name for entry in owned]
+        self.parameters = [entry.parameter for entry in owned]
+        self._owned = owned
         self._none: list[Any] = [None] * len(owned)  # never changed
-        self.clear()
+        self._gradients: list[Tensor | None] = self._none
+        self._versions: list[int | None] = self._none
+        self._saved = (self._gradients, self._versions)
 
     def set(self) -> bool:
         """Note the gradients as they are now, after a backward; return whether one is there that was not."""
         before = self._versions
         self._gradients, self._versions = [], []
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             gradient = parameter.grad
             # Held here, a gradient's identity cannot be taken over by another tensor.
             self._gradients.append(gradient)
             self._versions.append(None if gradient is None else gradient._version)
-        return before.count(None) > self._versions.count(None)
+        return None in before and before.count(None) > self._versions.count(None)
 
     def savepoint(self) -> None:
         """Remember the gradients noted last, with their versions, as those before a micro-batch."""
@@ -45,7 +50,7 @@ class GradientVersions:
         gradients, versions = self._saved
         if _versions(gradients) != versions:
             return False
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         self._gradients, self._versions = gradients, versions
         return True
@@ -61,21 +66,20 @@ class GradientVersions:
         Raises:
             WindowError: another backward went through the parameters, or something set gradients to zero.
         """
-        noted = zip(self._names, self._parameters, self._gradients, self._versions, strict=True)
-        for name, parameter, gradient, version in noted:
+        noted = zip(self.parameters, self._gradients, self._versions, strict=True)
+        for index, (parameter, gradient, version) in enumerate(noted):
             now = parameter.grad
             if now is not gradient or (now is not None and now._version != version):
-                raise foreign_gradient(name)
+                raise foreign_gradient(self._owned[index].name)
 
     def clear(self) -> None:
         """Let the gradients go, those of the savepoint too."""
-        self.forget()
-        self.savepoint()
+        self._gradients, self._versions = self._none, self._none
+        self._saved = (self._none, self._none)
 
     def forget(self) -> None:
         """Let the gradients go: there is none before the next `set`."""
-        self._gradients: list[Tensor | None] = self._none
-        self._versions: list[int | None] = self._none
+        self._gradients, self._versions = self._none, self._none
 
 
 def _versions(gradients: list[Tensor | None]) -> list[int | None]:

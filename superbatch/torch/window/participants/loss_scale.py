@@ -10,6 +10,8 @@ from torch import Tensor
 
 from superbatch.errors import WindowError
 
+from ..participant import no_savepoint
+
 
 class LossScale:
     """Scale of the losses of a window.
@@ -52,6 +54,7 @@ class LossScale:
                 "window, so its sum mixes scales. Use one GradScaler per Accumulator."
             )
 
+    @no_savepoint
     def savepoint(self) -> None:
         """No-op: the scale stays."""
 

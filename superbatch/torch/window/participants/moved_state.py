@@ -126,7 +126,7 @@ class MovedState:
         if self._looked:
             self._learn()
             self._known.last_look = LastLook(reach(self._models, self._functions).tables)
-        else:
+        elif self._counters is not _NONE:
             self._learn_watched()
         self._known.windows += 1
         self._buffers.release()
@@ -371,7 +371,8 @@ class MovedState:
                 self._tensors[identity] = kept = KeptTensor.of(name, one, loose=loose)
                 kept.copy_now()
         self._generators = [(v, r) for v in known.generators if (r := generator_restorer(v)) is not None]
-        self._counters = Counters(known.watched)
+        if known.watched:
+            self._counters = Counters(known.watched)
 
     def _learn(self) -> None:
         """Note what has moved since `take`, to copy it from now on."""

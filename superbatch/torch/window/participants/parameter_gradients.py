@@ -74,7 +74,7 @@ class ParameterGradientSum:
         """Take the gradients that are in ``.grad`` now as the window's own, apart from that of the loss."""
         if not self._marks.set():
             return
-        if unshare([entry.parameter for entry in self._owned], of_loss):
+        if unshare(self._marks.parameters, of_loss):
             self._marks.forget()
             self._marks.set()
 

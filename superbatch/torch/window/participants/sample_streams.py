@@ -11,6 +11,7 @@ from torch import Tensor
 
 from superbatch.torch.rng.sample_rng import sample_stream
 
+from ..participant import no_savepoint
 from ..sync.sync import Sync
 
 
@@ -39,6 +40,7 @@ class SampleStreams:
         assert self._key is not None
         return sample_stream(self._key, indices=places, calls=self._calls)
 
+    @no_savepoint
     def savepoint(self) -> None:
         """No-op: a stream depends on the key and the sample."""
 

@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ class RandomKeeper:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self.devices = tuple(devices)
         self._numpy: tuple[bytes, Any] = (b"", None)
+        self._python: tuple[Any, Any] = (None, None)
         self.taken: dict[str, Any] = {}
         self._mark: dict[str, Any] | None = None
         self._marked = 0.0
@@ -46,7 +47,7 @@ class RandomKeeper:
     def begin(self) -> None:
         """Copy the states; forgets those taken before, also where there is no memory for the copies."""
         self.taken = {}
-        self.taken = {**torch_random_state(self.devices), "python": random.getstate()}
+        self.taken = {**torch_random_state(self.devices), "python": self._python_state()}
         if "numpy" in sys.modules:
             self.taken["numpy"] = self._numpy_state()
 
@@ -98,6 +99,13 @@ class RandomKeeper:
         self.taken = state["random_before"]
         restore_random_state(state["random"])
 
+    def _python_state(self) -> Any:
+        """Python's state, copied only if it has moved: it is a tuple of 625 numbers."""
+        memory = fastpaths.python_memory()
+        if memory is None or memory != self._python[0]:
+            self._python = (memory, random.getstate())
+        return self._python[1]
+
     def _numpy_state(self) -> Any:
         """NumPy's state, copied only if it has moved.
 
@@ -114,7 +122,7 @@ class RandomKeeper:
         return self._numpy[1]
 
 
-def random_state(devices: Iterable[torch.device] = (), *, numpy: bool = True) -> dict[str, Any]:
+def random_state(devices: Collection[torch.device] = (), *, numpy: bool = True) -> dict[str, Any]:
     """Return the state of torch's generators (CPU and devices), Python's and NumPy's (if loaded).
 
     Examples:
@@ -127,7 +135,7 @@ def random_state(devices: Iterable[torch.device] = (), *, numpy: bool = True) ->
     return state
 
 
-def torch_random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
+def torch_random_state(devices: Collection[torch.device] = ()) -> dict[str, Any]:
     """Return the state of torch's generators: the CPU's and those of devices.
 
     Examples:
@@ -135,8 +143,7 @@ def torch_random_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
         ['torch']
     """
     state: dict[str, Any] = {"torch": torch.get_rng_state()}
-    state.update(generator_states(devices))
-    return state
+    return state | generator_states(devices) if devices else state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:

@@ -27,6 +27,9 @@ class Watched:
     def __init__(self, entries: dict[int, Entry] | None = None) -> None:
         self._set(entries or {})
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._entries
 
@@ -62,7 +65,7 @@ class Counters:
     """
 
     def __init__(self, watched: Watched | None = None) -> None:
-        self._watched = watched or Watched()
+        self._watched = Watched() if watched is None else watched
         self._tensors, self._before = self._watched.now()
 
     def read(self) -> list[int]:

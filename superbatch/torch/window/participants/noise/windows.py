@@ -29,6 +29,7 @@ from superbatch.noise.meter import (
 )
 from superbatch.torch.window.norm import norm_of
 
+from ...participant import no_savepoint
 from ...sync.sync import Sync
 from ..gradient_sum import ManagedParameter
 from .adam import Preconditioner, have_second_moments
@@ -148,6 +149,7 @@ class NoiseOfWindows:
         )
         self.seen.open()
 
+    @no_savepoint
     def savepoint(self) -> None:
         """No-op: a micro-batch is measured once its gradient has arrived."""
 
