@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from superbatch.errors import LossSpecError
 from superbatch.torch import Accumulator, Window, count_tokens
-from superbatch.torch.checks import check_schedule
+from superbatch.torch.checks import check_schedule, lengths
 from tests.torch.helpers import assert_same_parameters, large_batch, sgd, start_of
 
 LABELS = 5
@@ -138,10 +138,55 @@ def test_a_mean_over_samples_passes(case: str, samples: int) -> None:
 
 @pytest.mark.parametrize("case", OVER_ENTRIES)
 def test_a_weight_of_ones_own_is_a_declaration(case: str) -> None:
-    for weight in (lambda mb: len(mb["x"]), lambda mb: mb["labels"].numel()):
+    for weight in (lambda mb: len(mb["x"]), count_tokens("labels", shift=OVER_ENTRIES[case] is shifted)):
         accumulate, _ = accumulator(OVER_ENTRIES[case], weight=weight)
         for seed in range(3):
             assert accumulate(window(6, 3, 4, seed=seed)).made
+
+
+WRONG_WEIGHTS: dict[str, Callable[[Any], float]] = {
+    "shifted": count_tokens("labels", shift=True),
+    "squares": lambda mb: len(mb["x"]) * mb["x"].shape[1] ** 2,
+    "roots": lambda mb: len(mb["x"]) * mb["x"].shape[1] ** 0.5,
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("weight", WRONG_WEIGHTS)
+@pytest.mark.parametrize("case", ["cross entropy", "mean", "a sum over a mask"])
+def test_a_wrong_weight_of_ones_own_shows_in_ragged_windows(case: str, weight: str, samples: int) -> None:
+    accumulate, model = accumulator(OVER_ENTRIES[case], weight=WRONG_WEIGHTS[weight])
+    assert accumulate(window(6, 6, samples=samples)).made
+    before = start_of(model)
+    with pytest.raises(
+        LossSpecError, match=r"weight= gives a sample with 3 entries .* divides by 0\.5 times"
+    ):
+        accumulate(window(6, 3, samples=samples, seed=1))
+    assert all(torch.equal(before[name], value) for name, value in model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:superbatch could not check")
+def test_a_right_weight_that_leaves_labels_out_passes() -> None:
+    batch = window(6, 3, 4)
+    for number, microbatch in enumerate(batch):
+        microbatch["labels"][0, : number + 1] = -100
+    accumulate, _ = accumulator(of_classes, weight=count_tokens("labels"))
+    assert accumulate(batch).made
+    accumulate, _ = accumulator(of_classes, weight=lambda mb: mb["labels"].numel(), check=True)
+    with pytest.raises(LossSpecError):
+        accumulate(batch)
+
+
+def test_without_the_look_at_declared_weights_the_update_would_be_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lengths, "_check_weights", lambda *_: None)
+    accumulate, model = accumulator(of_classes, weight=WRONG_WEIGHTS["shifted"])
+    right, other = accumulator(of_classes, weight=count_tokens("labels"))
+    start = start_of(model)
+    assert accumulate(window(6, 2)).made and right(window(6, 2)).made
+    with pytest.raises(AssertionError, match="not the update of the large batch"):
+        assert_same_parameters(other, model, 1e-2, start=start)
 
 
 def test_terms_are_looked_at_by_themselves() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from superbatch.errors import CoupledSamplesError, LossSpecError
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, Window
 from superbatch.torch.checks import check_pieces
 from tests.torch.helpers import sgd
 
@@ -138,6 +139,7 @@ PROGRAMS: dict[str, tuple[Loss, dict[str, Any], dict[str, Any] | None]] = {
     "focal": (focal, {"reduction": "sum"}, {}),
     "advantages": (advantage, {}, None),
     "root": (lambda m, b: rows(m, b).sqrt(), {}, None),
+    "first sample": (lambda m, b: rows(m, b, reduction="none")[0], {}, None),
     "hardest": (lambda m, b: rows(m, b, reduction="none").max(), {}, None),
     "decay in a mean": (lambda m, b: rows(m, b) + 0.1 * decay(m), {"reduction": "sum"}, {}),
     "decay in a sum": (
@@ -151,13 +153,13 @@ PROGRAMS: dict[str, tuple[Loss, dict[str, Any], dict[str, Any] | None]] = {
 def train(loss: Loss, **options: Any) -> Accumulator:
     torch.manual_seed(0)
     model = nn.Linear(4, CLASSES, dtype=torch.float64)
-    accumulate = Accumulator(model, sgd(model.parameters()), lambda mb: loss(model, mb), **options)
+    train_on = Accumulator(model, sgd(model.parameters()), lambda mb: loss(model, mb), **options)
     for seed in range(4):
-        accumulate(batch_of(seed))
-    return accumulate
+        train_on(batch_of(seed))
+    return train_on
 
 
-@pytest.mark.parametrize("microbatch_size", [2, 4])
+@pytest.mark.parametrize("microbatch_size", [1, 2, 4])
 @pytest.mark.parametrize("case", PROGRAMS)
 def test_a_wrong_declaration_is_found(case: str, microbatch_size: int) -> None:
     loss, wrong, _ = PROGRAMS[case]
@@ -172,7 +174,48 @@ def test_a_right_declaration_passes(case: str, microbatch_size: int) -> None:
     assert train(loss, microbatch_size=microbatch_size, **(right or {})).updates == 4
 
 
-def test_pairs_alone_do_not_show_class_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("microbatch_size", [1, 2])
+def test_pairs_alone_do_not_show_class_frequencies(
+    monkeypatch: pytest.MonkeyPatch, microbatch_size: int
+) -> None:
     """The mutant: two samples count alike under them, whatever their classes."""
     monkeypatch.setattr(check_pieces, "_several_samples", lambda *_: None)
-    assert train(by_frequency, microbatch_size=2).updates == 4
+    assert train(by_frequency, microbatch_size=microbatch_size).updates == 4
+
+
+def window_of(kinds: list[int], sizes: list[int]) -> Window:
+    batch = {"rows": {"x": batch_of(0)["rows"]["x"][: len(kinds)]}, "kind": torch.tensor(kinds)}
+    ends = list(accumulate(sizes))
+    return Window(
+        [
+            {"rows": {"x": batch["rows"]["x"][end - size : end]}, "kind": batch["kind"][end - size : end]}
+            for end, size in zip(ends, sizes, strict=True)
+        ]
+    )
+
+
+# The samples spread over the window are of unlike classes, or all of one, beside others.
+KINDS = {"unlike": [0, 1, 1, 2, 3, 1, 2, 4], "alike": [1, 2, 1, 1, 3, 1, 1, 1]}
+
+
+@pytest.mark.parametrize("sizes", [[1] * 8, [1, 2, 1, 2, 2], [2, 1, 1, 1, 3]], ids=str)
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("case", ["class frequencies", "first sample"])
+def test_windows_of_few_samples_each_are_checked_with_several(
+    case: str, kinds: str, sizes: list[int]
+) -> None:
+    model = nn.Linear(4, CLASSES, dtype=torch.float64)
+    loss, *_ = PROGRAMS[case]
+    train_on = Accumulator(model, sgd(model.parameters()), lambda mb: loss(model, mb))
+    with pytest.raises((LossSpecError, CoupledSamplesError)):
+        train_on(window_of(KINDS[kinds], sizes))
+
+
+def test_samples_spread_over_the_window_alone_do_not_show_class_frequencies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mutant: four samples of four classes count alike."""
+    monkeypatch.setattr(check_pieces, "_with_unlike_labels", lambda picked, _: picked)
+    model = nn.Linear(4, CLASSES, dtype=torch.float64)
+    train_on = Accumulator(model, sgd(model.parameters()), lambda mb: by_frequency(model, mb))
+    assert train_on(window_of(KINDS["unlike"], [1] * 8)).made

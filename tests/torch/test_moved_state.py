@@ -61,6 +61,7 @@ def test_the_warning_names_what_moves(name: str) -> None:
     program = PROGRAMS[name]()
     with pytest.warns(UserWarning, match="the forward changes the state") as said:
         accumulator(program)(batches()[0])
+    assert [Path(one.filename) for one in said] == [Path(__file__)], "it points at the user's line"
     text = str(said[0].message)
     named = [one for one in program.names if repr(one) in text]
     assert len(named) == min(5, len(program.names)), text

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from superbatch.batch.tree import count_samples
-from superbatch.errors import SplitError
+from torch import Tensor
+
+from superbatch.batch.tree import count_samples, get, leaves
+from superbatch.errors import InputError, SplitError
 
 from ..window.microbatches import MicrobatchList
 from .declared_loss import MOST_PIECES
 from .sample_counts import contrast, counts_in, extremes, spread, uneven
 
-_SEVERAL = 4  # samples: at most twice as many as a micro-batch of two has, whose memory is known to be there
+_SEVERAL = 4  # samples, where micro-batches have fewer; without the memory for them, halves are checked
 ENOUGH = 0.1
 """A relative difference of counts that a check tells apart in any precision."""
 
@@ -20,31 +23,64 @@ def first_pieces(pieces: MicrobatchList) -> list[Any]:
     """Return a few micro-batches of two samples or more, spread over the window.
 
     Where their samples count alike, and others of the window do not, those take the place of one. So do four
-    samples where each micro-batch has two or three.
+    samples where each micro-batch has less.
 
     Args:
         pieces: of the window.
     """
     given = pieces.to_check()
     able = [piece for piece in given if _samples(piece, pieces) > 1]
-    if not able:
+    chosen = able[:: max(1, len(able) // MOST_PIECES)][:MOST_PIECES]
+    several = _several_samples(pieces, able)
+    uneven_ones = _uneven_samples(pieces, [*chosen, several] if several is not None else chosen)
+    more = [piece for piece in (uneven_ones, several) if piece is not None]
+    if not able and not more:
         pair = pieces.pick([0, 1]) if len(pieces) > 1 and sum(pieces.samples or ()) > 1 else None
         return given if pair is None else [pair]
-    chosen = able[:: max(1, len(able) // MOST_PIECES)][:MOST_PIECES]
-    picked = (_uneven_samples(pieces, chosen), _several_samples(pieces, given))
-    more = [piece for piece in picked if piece is not None]
     return [*chosen[: MOST_PIECES - len(more)], *more]
 
 
-def _several_samples(pieces: MicrobatchList, given: list[Any]) -> Any:
-    """Four samples where micro-batches have two or three; None elsewhere.
+def _several_samples(pieces: MicrobatchList, able: list[Any]) -> Any:
+    """Four samples where micro-batches have less; None elsewhere.
 
-    A loss may agree for each pair and for no more samples: two classes of a pair are equally frequent.
+    A loss may agree for each pair and for no more samples: two classes of a pair are equally frequent. So a
+    label is in it twice where the window has one twice.
     """
-    most = max(pieces.samples or [0])
-    if not 2 <= most < _SEVERAL or sum(pieces.samples or ()) < _SEVERAL or given is not pieces.microbatches:
+    if sum(pieces.samples or ()) < 3 or any(_samples(piece, pieces) >= _SEVERAL for piece in able):
         return None
-    return pieces.pick(pieces.firsts(range(len(pieces))))
+    picked = pieces.firsts(range(len(pieces)))
+    return pieces.pick(_with_unlike_labels(picked, pieces))
+
+
+def _with_unlike_labels(picked: list[int], pieces: MicrobatchList) -> list[int]:
+    """Exchange a sample so that some labels are alike and some are not, where the window has such labels."""
+    labels = _labels(pieces)
+    mine = [labels[place] for place in picked] if labels else []
+    if not 1 < len(set(mine)) < len(mine):
+        alike = len(set(mine)) > 1  # all are unlike: one that is there already is wanted
+        for place, label in enumerate(labels):
+            if place not in picked and (label in mine) == alike:
+                out = max(index for index, other in enumerate(mine) if not (alike and other == label))
+                return [*picked[:out], place, *picked[out + 1 :]]
+    return picked
+
+
+def _labels(pieces: MicrobatchList) -> list[int]:
+    """Return the label of each sample, counted as in `parts`: of the last leaf with alike and unlike ones."""
+    parts = pieces.parts()
+    found: list[int] = []
+    with contextlib.suppress(SplitError, InputError):
+        for leaf in leaves(parts[0], **pieces.paths):
+            values = [get(part, leaf.path) for part in parts] if leaf.length is not None else []
+            if values and all(map(_is_label, values)):
+                labels = [int(label) for value in values for label in value.tolist()]
+                found = labels if 1 < len(set(labels)) < len(labels) else found
+    return found
+
+
+def _is_label(value: Any) -> bool:
+    integer = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return integer and value.ndim == 1
 
 
 def _uneven_samples(pieces: MicrobatchList, chosen: list[Any]) -> Any:

@@ -230,7 +230,8 @@ class CheckSchedule:
         names = {*map(str, found), *map(_length_of, lengths)}
         every = self._config.sync.gather((compared, checked.informative, names, seen))
         self._shared = set.intersection(*(each[2] for each in every)) if len(every) > 1 else set()
-        averaged = self._config.reduction == "mean" and self._config.declared.needs_samples
+        declared = self._config.declared
+        averaged = self._config.reduction == "mean" and (declared.needs_samples or not declared.returned)
         self._lengths = sorted(lengths) if averaged else []
         seen = dict(self._now.seen)
         for *_, of_rank in every:

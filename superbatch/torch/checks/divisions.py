@@ -18,11 +18,18 @@ class Division(NamedTuple):
         operator: name of the node in the graph.
         number: entries of a mean, or the divisor.
         sure: it is the number of entries of a mean; a divisor may be anything.
+        counted: what the mean was divided by where it leaves entries out or weighs them; None: `number`.
     """
 
     operator: str
     number: float
     sure: bool
+    counted: float | None = None
+
+    @property
+    def divisor(self) -> float:
+        """What the loss was divided by."""
+        return self.number if self.counted is None else self.counted
 
 
 def divisions_of(loss: Tensor) -> list[Division]:
@@ -78,6 +85,30 @@ def entries_per_sample(
     return None
 
 
+def ratios(one: Sequence[Division], two: Sequence[Division], other: Sequence[Division]) -> list[float]:
+    """Return how much a sample of one length counts to one of another, by each divisor that counts samples.
+
+    Args:
+        one: of a loss of one sample.
+        two: of that sample twice.
+        other: of a sample of another length, twice.
+
+    Examples:
+        >>> means = [[Division("mean", number, sure=True)] for number in (3.0, 6.0, 10.0)]
+        >>> ratios(*means)
+        [0.6]
+    """
+    if not len(one) == len(two) == len(other):
+        return []
+    return [
+        pair.divisor / far.divisor
+        for single, pair, far in zip(one, two, other, strict=True)
+        if single.operator == pair.operator == far.operator
+        and pair.divisor == 2 * single.divisor > 0
+        and far.divisor > 0
+    ]
+
+
 def _makes_one_number(node: Any) -> bool:
     metadata = getattr(node, "_input_metadata", ())  # a node's gradient has the shape of what it made
     return len(metadata) > 0 and torch.Size(metadata[0].shape).numel() == 1
@@ -96,8 +127,11 @@ def _divisions(node: Any) -> Iterator[Division]:
             if divisor.numel() == 1 and not divisor.is_complex():
                 yield Division(name, float(divisor), sure=False)
         elif getattr(node, "_saved_reduction", None) == _MEAN:
-            of = node._saved_target if "Nll" in name else node._saved_self
-            yield Division(name, float(of.numel()), sure=True)
+            if "Nll" in name:  # its divisor leaves out labels to ignore, and has the weights of classes
+                entries, total = node._saved_target.numel(), float(node._saved_total_weight)
+                yield Division(name, float(entries), sure=True, counted=total)
+            else:
+                yield Division(name, float(node._saved_self.numel()), sure=True)
     except (AttributeError, RuntimeError):  # nothing was saved, or in another form
         return
 

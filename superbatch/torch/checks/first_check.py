@@ -78,13 +78,14 @@ def check_pairs(
         frozen: BatchNorms to be taken as frozen.
 
     Raises:
-        LossSpecError: the loss is a mean over all entries, and samples are declared to count alike.
+        LossSpecError: the loss is a mean over all entries, and samples are declared to count alike, or by
+            something else than those entries.
     """
     wrong = True
     try:
         with config.sync.no_sync():
             for pair, problem in product(pairs, by_term(_problem(config, pieces)).values()):
-                if problem.reduction == "mean" and problem.weight is None:
+                if problem.reduction == "mean" and problem.weight != "returned":
                     check_lengths(problem, pair, frozen=frozen)
         wrong = False
     finally:

@@ -6,7 +6,8 @@ the same number. Which of the two a loss is shows in the entries that it divides
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ from superbatch.batch.tree import get, leaves, plan
 from superbatch.errors import InputError, LossSpecError, SplitError
 
 from .declared_loss import divisions_of
-from .divisions import entries_per_sample
+from .divisions import entries_per_sample, ratios
 from .probing.problem import Problem
 
 _shape = attrgetter("shape")
@@ -64,15 +65,16 @@ def ragged(parts: Sequence[Any], known: Sequence[str]) -> tuple[int, int] | None
 
 
 def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) -> None:
-    """Check that a loss declared as a mean over samples is none over all entries of a micro-batch.
+    """Check that a loss that is a mean over all entries of a micro-batch is declared as one.
 
     Args:
-        problem: a mean, weighed by samples.
+        problem: a mean, weighed by samples or by a function.
         pair: two micro-batches with samples of different lengths.
         frozen: modules to run in evaluation mode.
 
     Raises:
-        LossSpecError: it is one over all entries.
+        LossSpecError: samples are declared to count alike, or by a function that counts neither samples nor
+            those entries.
     """
     paths = {"whole": problem.whole, "per_sample": problem.per_sample}
     of_pair = [lengths_in(one, paths) for one in pair]
@@ -87,6 +89,10 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
         return
     labels = [path for path in apart if not get(pair[0], path).is_floating_point()]
     path = (labels or list(apart))[-1]
+    if callable(problem.weight):
+        declared = _times(problem.weight, tried[0], second.take(0, 1))
+        _check_weights(declared, ratios(*seen), path, apart[path])
+        return
     few, many = sorted(apart[path])
     shift = ", shift=True" if entries == apart[path][0] - 1 else ""
     remedy = (
@@ -97,6 +103,28 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
         f"them in one micro-batch and {many} in another: where samples count alike, an entry of a short one "
         f"counts more. Instead pass weight={remedy}, or a function that returns the number of samples if "
         "they are to count alike."
+    )
+
+
+def _times(weigh: Callable[[Any], Any], one: Any, other: Any) -> float | None:
+    """Return how many times the weight of a sample is that of another one; None where one has none."""
+    first, second = float(weigh(one)), float(weigh(other))
+    return first / second if first > 0 and second > 0 else None
+
+
+def _check_weights(
+    declared: float | None, right: Sequence[float], path: str, entries: tuple[int, int]
+) -> None:
+    """Check that samples of two lengths weigh alike, or as much as the loss divides by."""
+    if declared is None or not right:
+        return
+    if any(math.isclose(declared, each, rel_tol=1e-6) for each in (1.0, *right)):
+        return
+    raise LossSpecError(
+        f"weight= gives a sample with {entries[0]} entries of {path!r} {declared:.4g} times the weight of "
+        f"one with {entries[1]}, but loss_fn is a mean over all entries of a micro-batch and divides by "
+        f"{right[0]:.4g} times as many. Return what the loss is divided by, for example with count_tokens, "
+        "or the number of samples if they are to count alike."
     )
 
 

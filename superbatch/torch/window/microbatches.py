@@ -22,6 +22,7 @@ from .sync.sync import Sync
 
 # With an unknown size, the check of the declared loss uses at most this many pieces of this many samples.
 FEW = 8
+_FIRSTS = 4
 
 
 class MicrobatchList:
@@ -110,15 +111,10 @@ class MicrobatchList:
         return self._of([first, second], most)
 
     def firsts(self, order: Sequence[int]) -> list[int]:
-        """Return a few samples spread over micro-batches in a given order, counted as in `parts`.
-
-        They are at most twice as many as a micro-batch has, for which there is memory mostly.
-        """
-        assert self.samples is not None
-        most = min(4, 2 * max(self.samples))
-        few = min(most, len(order))
+        """Return up to four samples spread over micro-batches in a given order, counted as in `parts`."""
+        few = min(_FIRSTS, len(order))
         spread = [order[place * (len(order) - 1) // max(1, few - 1)] for place in range(few)]
-        return self._of(spread, max(1, most // few))
+        return self._of(spread, max(1, _FIRSTS // few))
 
     def _of(self, indices: Sequence[int], most: int) -> list[int]:
         assert self.samples is not None
