@@ -23,6 +23,7 @@ class Finding:
         found_by: the test that found it.
         detail: what was seen, in one sentence.
         remedy: what to do, as an instruction.
+        term: of the loss, where `loss_fn` returns several.
 
     Examples:
         >>> finding = Finding("batchnorm", "1", 0.3, "type", "BatchNorm1d in training mode", "model.eval()")
@@ -36,9 +37,12 @@ class Finding:
     found_by: str
     detail: str
     remedy: str
+    term: str = ""
 
     def __str__(self) -> str:
         where = self.module or "the model itself"
+        if self.term:
+            where = f"{where}, term {self.term!r}"
         found = f"{self.kind} in {where} ({self.found_by}, {self.evidence:.3g})"
         return f"{found}: {self.detail}. Do: {self.remedy}."
 
@@ -78,6 +82,7 @@ class GradientComparison:
         reference_loss: the reference's.
         parameters: one entry for each parameter that has a gradient in either.
         tolerance: the largest relative difference that counts as rounding.
+        term: of the loss, where `loss_fn` returns several.
 
     Examples:
         >>> weight = ParameterDifference("weight", norm=2.0, difference=0.5, relative=0.25)
@@ -94,6 +99,7 @@ class GradientComparison:
     reference_loss: float
     parameters: tuple[ParameterDifference, ...]
     tolerance: float
+    term: str = ""
 
     @property
     def largest(self) -> float:
@@ -114,7 +120,7 @@ class Verification:
     Args:
         exact: whether accumulating in micro-batches gives the batch's gradient.
         samples: samples of the batch.
-        comparisons: the measured differences, one for each dtype.
+        comparisons: the measured differences, one for each dtype (and each term of the loss).
         causes: what breaks exactness, the first to be fixed first; empty when exact.
         findings: what the detection tests saw, whether or not it mattered here.
         notes: what could not be measured, and why.
@@ -161,7 +167,8 @@ class Verification:
         """
         by_dtype = [{p.name: p.relative for p in comparison.parameters} for comparison in self.comparisons]
         names = dict.fromkeys(name for column in by_dtype for name in column)
-        header = ("parameter", *(f"{c.dtype} vs {c.against}" for c in self.comparisons))
+        columns = [f"{c.term}: " * bool(c.term) + f"{c.dtype} vs {c.against}" for c in self.comparisons]
+        header = ("parameter", *columns)
         cells = [[f"{column[name]:.1e}" if name in column else "" for column in by_dtype] for name in names]
         return header, [(name, *row) for name, row in zip(names, cells, strict=True)]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from ..batch.split import TokenBudget, sizes
 from ..batch.tree import count_samples, take
 from ..errors import InputError, SuperbatchError, explain
-from ..normalize import Reduction, check_reduction
+from ..normalize import Reduction
 from ..results.coupling import CouplingPoint
 from ..results.verification import Finding, GradientComparison, Verification
 from .checks.coupling import probe_coupling
@@ -21,11 +22,11 @@ from .checks.measure import BatchNormChoice, Measured, Setting, accumulated, dif
 from .checks.probing.diagnose import Diagnosis, diagnose, judge
 from .checks.probing.meetings import find_meetings
 from .checks.probing.options import check_model, check_options
-from .checks.probing.problem import LossFn, Problem, WeightOption, evaluate
+from .checks.probing.problem import LossFn, Problem, WeightOption, by_term, evaluate
 from .checks.probing.rounding import ROUNDING, measured_floor, rounding_of
 from .checks.probing.separability import failure_of
 from .checks.probing.untouched import held_parameter, untouched
-from .loss.declared import refuse_terms
+from .loss.declared import declare
 from .memory.out_of_memory import out_of_memory
 from .window.participants.moved_state import MovedState
 from .window.validation import as_models, check_choice
@@ -80,8 +81,8 @@ def verify(
     batch: Any,
     *,
     microbatch_size: int | TokenBudget,
-    reduction: Reduction = "mean",
-    weight: WeightOption = None,
+    reduction: Reduction | Mapping[str, Reduction] = "mean",
+    weight: WeightOption | Mapping[str, WeightOption] = None,
     sample_rng: bool = False,
     batchnorm: BatchNormChoice = "per_microbatch",
     against: Against = "auto",
@@ -107,7 +108,8 @@ def verify(
         batch: a batch as it is trained with, on the host; two samples or more.
         microbatch_size: samples (or a TokenBudget) of a micro-batch, smaller than the batch.
         reduction: what `loss_fn` returns, as stated to the Accumulator.
-        weight: how micro-batches are weighted, as stated to the Accumulator.
+        weight: how micro-batches are weighted, as stated to the Accumulator. Of a loss with several terms a
+            mapping, there as well; each term is verified by itself, so that a large one hides no other.
         sample_rng: whether every sample draws from its own random stream, as in the Accumulator.
         batchnorm: `"per_microbatch"` measures BatchNorm as it is; `"frozen"` freezes it in both passes.
         against: `"batch"`, or `"splits"`: another split of it, where the whole does not fit in memory;
@@ -136,18 +138,21 @@ def verify(
         >>> verify(model.eval(), loss_fn, batch, microbatch_size=3).exact
         True
     """
-    refuse_terms("verify", reduction, weight)
+    declared = declare(reduction, weight, None)
     models = as_models(model)
     problem = Problem(
         models[0] if len(models) == 1 else nn.ModuleList(models),
         loss_fn,
-        check_reduction(reduction),
-        weight,
+        declared.reduction,
+        None if declared.weigh == "samples" else declared.weigh,
         tuple(whole),
         tuple(per_sample),
+        terms=declared.terms,
     )
     check_model(problem.model)
-    check_options(problem, sample_rng, tolerance)
+    terms = by_term(problem)
+    for one in (problem, *terms.values()):
+        check_options(one, sample_rng, tolerance)
     check_choice(against, "against", Against)
     check_choice(dtype, "dtype", Dtype)
     check_choice(batchnorm, "batchnorm", BatchNormChoice)
@@ -157,7 +162,22 @@ def verify(
     )
     _check_split(request)
     with _state_as_before(problem):
-        return _report(request)
+        reports = {name: _report(request._replace(problem=one)) for name, one in terms.items()}
+    return _united(reports)
+
+
+def _united(reports: Mapping[str, Verification]) -> Verification:
+    """Return one report of all terms of a loss, each entry with the name of its term."""
+    every = list(reports.items())
+    return Verification(
+        all(report.exact for _, report in every),
+        every[0][1].samples,
+        tuple(replace(one, term=name) for name, report in every for one in report.comparisons),
+        tuple(replace(one, term=name) for name, report in every for one in report.causes),
+        tuple(replace(one, term=name) for name, report in every for one in report.findings),
+        tuple(f"{name}: {note}" if name else note for name, report in every for note in report.notes),
+        tuple(dict.fromkeys(point for _, report in every for point in report.meetings)),
+    )
 
 
 def _report(request: _Request) -> Verification:

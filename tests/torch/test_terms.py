@@ -498,11 +498,39 @@ def test_the_definition_is_the_large_batch(name: str) -> None:
         assert (one - other).norm() <= 1e-12 * other.norm()
 
 
-def test_verify_looks_at_one_term() -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_verify_takes_all_terms_of_a_right_declaration(name: str) -> None:
+    case, model, batch = CASES[name], tiny_lm(), tokens(LENGTHS)
+    report = verify(model, lambda mb: case.losses(model, mb), batch, microbatch_size=3, **case.options)
+    assert report.exact and not report.causes, report
+    named = [one.term for one in report.comparisons]
+    assert len(named) > 1 and named == list(case.losses(model, batch))
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-13])
+def test_verify_names_the_term_that_is_declared_wrongly(share: float) -> None:
+    """Also one so small that the gradient of all terms agrees."""
+    model, batch = tiny_lm(), tokens(LENGTHS)
+
+    def losses(mb: Batch) -> Mapping[str, Tensor]:
+        return {"router": router_mean(model, mb) * 1e3, "tokens": share * token_mean(model, mb)}
+
+    report = verify(model, losses, batch, microbatch_size=3, weight={"router": None, "tokens": None})
+    assert not report.exact
+    assert [(cause.kind, cause.term) for cause in report.causes] == [("weight", "tokens")]
+    assert "weight in loss_fn, term 'tokens'" in str(report) and "tokens: float64 vs batch" in str(report)
+    assert {one.term: one.exact for one in report.comparisons} == {"router": True, "tokens": False}
+    together = verify(model, lambda mb: sum(losses(mb).values()), batch, microbatch_size=3, dtype="float64")
+    assert together.comparisons[0].exact == (share < 1), "premise: the sum hides the small term"
+
+
+def test_verify_checks_the_names_of_terms() -> None:
     model, batch = tiny_lm(), tokens(LENGTHS)
     losses = CASES["token mean + sample mean"].losses
-    with pytest.raises(InputError, match="one term of a loss at a time"):
-        verify(model, lambda mb: losses(model, mb), batch, microbatch_size=3, weight={"tokens": words})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        InputError, match=r"named \['tokens', 'router'\], but the declared terms are \['tokens'\]"
+    ):
+        verify(model, lambda mb: losses(model, mb), batch, microbatch_size=3, weight={"tokens": words})
     assert verify(model, lambda mb: losses(model, mb)["tokens"], batch, microbatch_size=3, weight=words).exact
 
 

@@ -141,24 +141,6 @@ def _declare_terms(reduction: Any, weight: Any, min_weight: Any, nonfinite: str)
     return Declared(terms=terms)
 
 
-def refuse_terms(who: str, *options: object) -> None:
-    """Check that no option names terms.
-
-    Raises:
-        InputError: one does.
-
-    Examples:
-        >>> refuse_terms("verify", "mean", None)
-    """
-    named = [option for option in options if isinstance(option, Mapping)]
-    if named:
-        name = next(iter(named[0]), "name")
-        raise InputError(
-            f"{who} looks at one term of a loss at a time. Pass lambda microbatch: "
-            f"loss_fn(microbatch)[{name!r}] with the reduction and the weight of this term."
-        )
-
-
 def read_terms(
     returned: Any, terms: Mapping[str, Declared]
 ) -> tuple[Mapping[str, Tensor], Mapping[str, normalize.Number]]:
