@@ -185,15 +185,23 @@ def test_state_that_moves_in_the_first_window_is_restored_in_it(name: str) -> No
         assert "unless" not in said
 
 
+WRITTEN = {"module", "tensor, .data", "array, in place", "unsigned array, in place"}
+"""Kinds of which no small copy is held at the beginning of a window."""
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_state_that_begins_to_move_in_a_later_window_is_named_and_restored_from_then_on(name: str) -> None:
+def test_state_that_begins_to_move_in_a_later_window_is_restored_or_named(name: str) -> None:
     program = Program(KINDS[name], moves=False)
     accumulate = program.accumulator()
     accumulate(batch())
     program.moves = True
     said, error = update(program, accumulate)
-    assert error > 1e-2, "premise: it was not noted, and the update is another"
-    assert re.search(r"same, .*unless loss_fn has changed 'Program\.state", said)
+    if name in WRITTEN:
+        assert error > 1e-2, "premise: it was not noted, and the update is another"
+        assert re.search(r"same, .*unless loss_fn has changed 'Program\.state", said)
+    else:
+        assert error < 1e-12
+        assert "unless" not in said
     said, error = update(program, accumulate)
     assert error < 1e-12
     assert "unless" not in said
@@ -213,7 +221,7 @@ def test_state_that_does_not_move_is_no_reason_for_doubt(name: str) -> None:
 @pytest.mark.parametrize(
     ("place", "method", "mutant", "kind", "late"),
     [
-        (LastLook, "unlike", lambda *_: iter(()), "float", True),
+        (LastLook, "unlike", lambda *_: iter(()), "module", True),
         (kept_tensors, "is_array", lambda value: False, "array, in place", False),
         (
             reached,

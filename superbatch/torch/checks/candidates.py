@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -214,13 +215,14 @@ def _held_by(function: Any) -> Iterator[Any]:
     if isinstance(function, partial):
         yield from (*function.args, *function.keywords.values(), *_held_by(function.func))
         return
-    function = getattr(function, "__func__", function)
-    for cell in getattr(function, "__closure__", None) or ():
+    function = function.__func__ if isinstance(function, MethodType) else function
+    if not isinstance(function, FunctionType):  # an object may answer to any name
+        return
+    for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # a name that is not bound yet
             yield cell.cell_contents
-    yield from getattr(function, "__defaults__", None) or ()
-    yield from (getattr(function, "__kwdefaults__", None) or {}).values()
-    code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    for name in code.co_names if code else ():
-        if name in names:
-            yield names[name]
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield function.__globals__[name]

@@ -14,7 +14,7 @@ from .reached import LONGEST
 
 NOTHING: Any = object()  # not bound
 UNHELD: Any = object()  # a result of the last forward, which would keep memory alive
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def held(value: Any, *, first: bool) -> Any:
@@ -38,7 +38,7 @@ def held(value: Any, *, first: bool) -> Any:
         return UNHELD if any(held(item, first=first) is UNHELD for item in items) else value
     if is_array(value):
         return value if first or value.nbytes <= SMALL_BYTES else UNHELD
-    if isinstance(value, (*_SCALARS, nn.Module)) or callable(value) or first or value is NOTHING:
+    if isinstance(value, (*SCALARS, nn.Module)) or callable(value) or first or value is NOTHING:
         return value
     return UNHELD
 
@@ -54,7 +54,7 @@ def differs(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         return any(map(differs, a, b))
-    if type(a) is type(b) and isinstance(a, _SCALARS):
+    if type(a) is type(b) and isinstance(a, SCALARS):
         return bool(a != b and (a == a or b == b))
     return True
 
@@ -94,7 +94,7 @@ def is_plain(value: Any) -> bool:
     """
     if isinstance(value, tuple):
         return all(map(is_plain, value))
-    return isinstance(value, (*_SCALARS, Tensor))
+    return isinstance(value, (*SCALARS, Tensor))
 
 
 def has_tensor(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .bindings import NOTHING, UNHELD, differs, held, is_content, is_log, is_plain
@@ -26,6 +26,7 @@ class BoundNames:
 
     def __init__(self) -> None:
         self._noted: list[tuple[Table, dict[Any, Any]]] = []
+        self._recalled: list[tuple[Table, dict[Any, Any]]] = []
 
     def note(self, table: Table, *, first: bool) -> dict[Any, Any]:
         """Record the bindings of a table, and return them.
@@ -38,6 +39,13 @@ class BoundNames:
         self._noted.append((table, {key: held(value, first=first) for key, value in values.items()}))
         return values
 
+    def recall(self, noted: Iterable[tuple[Table, dict[Any, Any]]]) -> None:
+        """Note what was bound in further tables before, `UNHELD` where it is not known."""
+        places = self.by_place()
+        for table, values in noted:
+            new = {k: UNHELD if (id(table.content), k) in places else was for k, was in values.items()}
+            self._recalled.append((table, new))
+
     def rebound(self, *, loose: bool, results: bool = False) -> Iterator[tuple[Table, Any, Any, Any]]:
         """Yield the bindings that are no longer as they were: table, key, what was bound, what is.
 
@@ -46,7 +54,7 @@ class BoundNames:
                 tensor or a float beside them is (the pointer of a queue), otherwise a count of calls.
             results: also what holds a result of the forward now.
         """
-        for table, before in self._noted:
+        for table, before in (*self._noted, *self._recalled):
             now = table.read()
             for key in dict.fromkeys((*before, *now)):
                 was, value = before.get(key, NOTHING), now.get(key, NOTHING)
@@ -75,10 +83,16 @@ class BoundNames:
 
     def by_place(self) -> dict[tuple[int, Any], Any]:
         """Return the earlier values, by the identity of the table's content and the key."""
-        return {(id(table.content), key): was for table, values in self._noted for key, was in values.items()}
+        places = {
+            (id(table.content), key): was for table, values in self._noted for key, was in values.items()
+        }
+        for table, values in self._recalled:
+            known = ((key, was) for key, was in values.items() if was is not UNHELD)
+            places |= {(id(table.content), key): was for key, was in known}
+        return places
 
     def names(self) -> set[str]:
-        """Return the names of all bindings."""
+        """Return the names of all bindings that were noted."""
         return {table.name_of(key) for table, values in self._noted for key in values}
 
     def assume(self, table: Table, saved: Mapping[str, Any]) -> None:

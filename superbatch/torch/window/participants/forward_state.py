@@ -43,7 +43,7 @@ class ForwardState:
 
     def restart(self) -> None:
         """Restore the state; the copies stay valid."""
-        self._keeper.restore()
+        self._keeper.restore(discarded=False)
 
     def restore(self) -> None:
         """Restore the state, identities included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from .begin_look import BeginLook
 from .last_look import LastLook
 from .reached import Table
 from .watched import Entry, Watched
@@ -34,6 +35,7 @@ class Known:
         watched: tensors that were not seen to move.
         generators: of random numbers, held by modules or objects.
         last_look: at everything, at the end of its window.
+        begin_look: at the bindings that were found there, as each window begins.
         said: names that the user has been warned of.
     """
 
@@ -45,6 +47,7 @@ class Known:
     generators: list[Any] = field(default_factory=list)
     said: set[str] = field(default_factory=set)
     last_look: LastLook = field(default_factory=LastLook)
+    begin_look: BeginLook = field(default_factory=BeginLook)
 
     def note(self, table: Table, key: Any, *, state: bool) -> None:
         """Note a binding that moved; `state`: it held a tensor before the first window."""

@@ -18,14 +18,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...warn import warn
-from .bindings import NOTHING, copied, is_plain, tensors_of
+from .begin_look import BeginLook, Noted
+from .bindings import NOTHING, UNHELD, copied, is_plain, tensors_of
 from .bound_names import BoundNames
 from .buffers import BufferKeeper
 from .kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept, version
 from .known_state import Known, Moving
 from .last_look import LastLook
+from .not_restored import may_be_state, warn_of_lost, warn_of_unsure
 from .reached import Table, reach
+from .replacing import replace_in
 from .snapshot import generator_moved, generator_restorer
 from .watched import Counters, Watched
 
@@ -83,23 +85,8 @@ class MovedState:
         return MovedState(self._models, self._functions, known=self._known, names=self._names, original=self)
 
     def replace_tensors(self, kind: type[Tensor], make: Callable[[Tensor], Tensor]) -> None:
-        """Replace tensors of a kind wherever state is bound: those of a virtual batch, by real ones.
-
-        A large tensor where none of its shape was bound before is a result of the forward, and stays.
-        """
-        before = self._bound.by_place()
-        found = reach(self._models, self._functions)
-        buffers = found.buffer_tables()
-        of_buffers = set(map(id, buffers))
-        for table in (*found.tables, *buffers):
-            for key, value in table.read().items():
-                if isinstance(value, kind):
-                    was = before.get((id(table.content), key))
-                    state = id(table) in of_buffers or getattr(was, "shape", None) == value.shape
-                    if state or value.nbytes <= SMALL_BYTES:
-                        table.write(key, make(value))
-                elif isinstance(value, tuple) and any(isinstance(item, kind) for item in value):
-                    table.write(key, [make(item) if isinstance(item, kind) else item for item in value])
+        """Replace tensors of a kind wherever state is bound: those of a virtual batch, by real ones."""
+        replace_in(reach(self._models, self._functions), self._bound.by_place(), kind, make)
 
     # -- a window ------------------------------------------------------------------------------------------
 
@@ -125,19 +112,21 @@ class MovedState:
         """Drop the copies at the end of a window, and note what it has moved."""
         if self._looked:
             self._learn()
-            self._known.last_look = LastLook(reach(self._models, self._functions).tables)
+            found = reach(self._models, self._functions)
+            self._known.last_look = LastLook(found.tables)
+            self._known.begin_look = BeginLook(found, self._known.bindings)
         elif self._counters is not _NONE:
             self._learn_watched()
         self._known.windows += 1
         self._buffers.release()
         self._forget()
 
-    def restore(self) -> None:
-        """Put everything back as it was at `take`, identities included."""
+    def restore(self, *, discarded: bool = True) -> None:
+        """Put everything back as it was at `take`, identities included; `discarded`: warn of the rest."""
         lost = self.lost()
+        self._recall()
         self._learn_of(kept for kept in self._tensors.values() if kept.is_lost())
         self._learn_watched()
-        self._learn_unsure()
         loose = self._loose_state_moved()
         self._buffers.restore()
         for kept in self._tensors.values():
@@ -145,12 +134,18 @@ class MovedState:
         self._bound.restore(loose=loose)
         for _, restore in self._generators:
             restore()
-        if lost:
-            others = f" and {len(lost) - 1} more" if lost[1:] else ""
-            warn(
-                f"the state {lost[0]!r}{others} moved for the first time in a window that was discarded, and "
-                "was not restored: it had not been copied. Load it again, as from a checkpoint."
-            )
+        unsure = may_be_state(self._unlike(), self._bound.names())
+        self._learn_unsure()
+        if discarded:
+            warn_of_lost(lost)
+            warn_of_unsure(self.not_said(unsure))
+
+    def _recall(self) -> None:
+        """Note what was bound as the window began, and learn what it has bound anew."""
+        recalled, self._at_begin = self._at_begin, []
+        if recalled:
+            self._bound.recall((one.table, one.unwritten()) for one in recalled)
+            self._learn_bound()
 
     def lost(self) -> list[str]:
         """Return names of the state that has moved since `take` and was not copied: `restore` leaves it."""
@@ -181,6 +176,7 @@ class MovedState:
 
     def changed(self) -> bool:
         """Return whether anything is no longer as at `take`."""
+        self._recall()
         return (
             self._buffers.changed()
             or any(kept.moved() for kept in self._tensors.values())
@@ -251,10 +247,8 @@ class MovedState:
     # -- a window that is saved ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `restore` would put back, as tensors and plain containers.
-
-        Of buffers all that was copied; of the rest what has moved, by name.
-        """
+        """Return what `restore` would put back, by name: tensors and plain containers."""
+        self._recall()
         return {
             "buffers": self._buffers.state(),
             "tensors": {
@@ -298,6 +292,7 @@ class MovedState:
     def _forget(self) -> None:
         self._noted = self._looked = False
         self._bound = BoundNames()
+        self._at_begin: list[Noted] = []
         self._tensors: dict[int, KeptTensor] = {}
         self._generators: list[tuple[Any, Callable[[], object]]] = []
         self._counters = _NONE
@@ -320,6 +315,8 @@ class MovedState:
                             self._tensors[id(one)] = kept
                 if not isinstance(value, Tensor) and (restore := generator_restorer(value)) is not None:
                     self._generators.append((value, restore))
+        new = ((table, dict.fromkeys(table.read(), UNHELD)) for table in found.buffer_tables(inside=True))
+        self._bound.recall(new)  # buffers that the window registers; the others have a keeper of their own
         known.generators = [value for value, _ in self._generators]
         self._copy(check=check)
         known.watched = Watched(
@@ -371,15 +368,18 @@ class MovedState:
                 self._tensors[identity] = kept = KeptTensor.of(name, one, loose=loose)
                 kept.copy_now()
         self._generators = [(v, r) for v in known.generators if (r := generator_restorer(v)) is not None]
+        self._at_begin = known.begin_look.begin()
         if known.watched:
             self._counters = Counters(known.watched)
 
     def _learn(self) -> None:
         """Note what has moved since `take`, to copy it from now on."""
-        known = self._known
-        for table, key, before, _ in self._bound.rebound(loose=True):
-            known.note(table, key, state=isinstance(before, Tensor | tuple))
+        self._learn_bound()
         self._learn_of(kept for kept in self._tensors.values() if kept.moved())
+
+    def _learn_bound(self) -> None:
+        for table, key, before, _ in self._bound.rebound(loose=True):
+            self._known.note(table, key, state=isinstance(before, Tensor | tuple))
 
     def _learn_of(self, moved: Iterable[KeptTensor]) -> None:
         for kept in moved:

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import (
     CellType,
     CodeType,
@@ -146,15 +146,18 @@ class Reached:
         tables: where state is bound; parameters of modules among it, buffers not.
         outside: modules that are in none of the models, with their names.
         names: of all modules.
+        objects: of the user's classes that have tables.
     """
 
     tables: list[Table]
     outside: list[tuple[str, nn.Module]]
     names: dict[nn.Module, str]
+    objects: list[Any] = field(default_factory=list)
 
-    def buffer_tables(self) -> list[Table]:
-        """Return the buffers of the modules that are in none of the models."""
-        return [Table(name, buffers_of(module), own=True) for name, module in self.outside]
+    def buffer_tables(self, *, inside: bool = False) -> list[Table]:
+        """Return the buffers of the modules that are in none of the models; `inside`: of all modules."""
+        modules = ((name, module) for module, name in self.names.items()) if inside else self.outside
+        return [Table(name, buffers_of(module), own=True) for name, module in modules]
 
 
 def reach(models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) -> Reached:
@@ -178,7 +181,7 @@ def reach(models: Iterable[nn.Module], functions: Iterable[Callable[..., Any]]) 
     for function in functions:
         search.waiting.append(("", function, 0, True))
     search.descend()
-    return Reached(search.tables, search.outside, search.names)
+    return Reached(search.tables, search.outside, search.names, search.objects)
 
 
 class _Search:
@@ -188,6 +191,7 @@ class _Search:
         self.tables: list[Table] = []
         self.outside: list[tuple[str, nn.Module]] = []
         self.names: dict[nn.Module, str] = {}
+        self.objects: list[Any] = []
         self.waiting: deque[tuple[str, Any, int, bool]] = deque()
         self._entered: dict[int, Any] = {}  # held, so that an id is not given to another object
 
@@ -219,15 +223,20 @@ class _Search:
         elif isinstance(value, list | deque | dict | tuple):
             self._container(name, value, depth, loose)
         elif (slots := _slots_of(value)) is not None and self._enter(value):
-            shown, attributes = name or type(value).__name__, getattr(value, "__dict__", None)
-            if attributes is not None:
-                self._table(Table(shown, attributes, own=True, loose=loose), depth)
-            if slots:
-                self._table(Table(shown, value, slots, own=True, loose=loose), depth)
-            self._class(name, type(value), loose=loose)
-            called = getattr(type(value), "__call__", None)  # noqa: B004  (its code is inspected)
-            if loose and isinstance(called, FunctionType):
-                self._wait("", called, depth + 1, loose=True)
+            self._object(name, value, slots, depth, loose)
+
+    def _object(self, name: str, value: Any, slots: frozenset[str], depth: int, loose: bool) -> None:
+        if hasattr(value, "__weakref__"):
+            self.objects.append(value)
+        shown, attributes = name or type(value).__name__, getattr(value, "__dict__", None)
+        if attributes is not None:
+            self._table(Table(shown, attributes, own=True, loose=loose), depth)
+        if slots:
+            self._table(Table(shown, value, slots, own=True, loose=loose), depth)
+        self._class(name, type(value), loose=loose)
+        called = getattr(type(value), "__call__", None)  # noqa: B004  (its code is looked at)
+        if loose and isinstance(called, FunctionType):
+            self._wait("", called, depth + 1, loose=True)
 
     def _container(self, name: str, value: Any, depth: int, loose: bool) -> None:
         if len(value) > LONGEST or not self._enter(value):
@@ -266,9 +275,7 @@ class _Search:
     def _class(self, name: str, kind: type, *, loose: bool) -> None:
         for each in kind.__mro__:
             if not _is_foreign(each) and self._enter(each):
-                table = Table(name, each, own=True, loose=loose)
-                if table.read():
-                    self._table(table, 0)
+                self._table(Table(name, each, own=True, loose=loose), 0)
 
     def _argument(self, name: str, value: Any, depth: int) -> None:
         """Record the binding of an argument: a tensor is state only if it is written into."""
