@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -187,3 +189,24 @@ def test_a_warning_of_a_gathered_batch_is_at_the_line_of_the_program() -> None:
     ):
         torch.histc(model(batch(X)).detach(), 4)
     assert [warning.filename for warning in found] == [__file__]
+
+
+def test_what_is_restored_after_a_failure_is_what_the_docstring_says() -> None:
+    model = make()
+    model.teacher = nn.Linear(6, 3).double().requires_grad_(requires_grad=False)
+    model.center, kept = torch.zeros(1), model.teacher.weight.clone()
+    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    with pytest.raises(Failure), virtual_batch(model, 3) as batch:  # noqa: PT012
+        F.cross_entropy(model[:3](F.dropout(batch(X))), batch(Y)).backward()
+        _ = random.random(), np.random.rand()
+        with torch.no_grad():
+            model.teacher.weight.add_(1)
+        model.center = torch.ones(1)
+        assert random.getstate() != states[1] and str(np.random.get_state()) != states[2]
+        raise Failure
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), str(np.random.get_state())) == states[1:]
+    assert all(map(torch.equal, buffers, model.buffers()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(model.teacher.weight, kept + 1) and float(model.center) == 1, "written by the block"

@@ -137,7 +137,9 @@ def virtual_batch(
     which it has asked for numbers, leaves them to wait for the group's time-out, as DDP does.
 
     After an exception gradients (of the models, and of whatever the block has used), buffers and random state
-    are as before the block. Compiled models run eagerly in it.
+    (of torch, Python and NumPy) are as before the block. What the block has written into parameters (the
+    teacher of a moving average) or bound to plain attributes stays: move it after the block, or use
+    ``Accumulator(coupled="exact")``, which restores it. Compiled models run eagerly in the block.
 
     Examples:
         >>> _ = torch.manual_seed(0)
