@@ -28,7 +28,7 @@ class Division(NamedTuple):
 
     @property
     def divisor(self) -> float:
-        """What the loss was divided by."""
+        """Number that the loss was divided by."""
         return self.number if self.counted is None else self.counted
 
 
