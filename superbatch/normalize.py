@@ -52,7 +52,7 @@ def check_reduction(reduction: object, known: Sequence[str] = get_args(Reduction
     )
 
 
-def check_min_weight(min_weight: object, reduction: Reduction) -> Number | None:
+def check_min_weight(min_weight: object, reduction: Reduction) -> Number:
     """Return the lower bound of a window's weight if it can be one.
 
     Raises:
@@ -62,14 +62,12 @@ def check_min_weight(min_weight: object, reduction: Reduction) -> Number | None:
         >>> check_min_weight(1, "sum")
         1
     """
-    if min_weight is None:
-        return None
     if isinstance(min_weight, bool) or not isinstance(min_weight, int | float):
-        raise InputError(f"min_weight={min_weight!r} is not a number. Pass a positive number, such as 1.")
+        raise InputError(f"at_least({min_weight!r}) is not a number. Pass a positive number, such as 1.")
     if not (math.isfinite(min_weight) and min_weight > 0):
-        raise InputError(f"min_weight={min_weight!r} is no bound. Pass a positive number, such as 1.")
+        raise InputError(f"at_least({min_weight!r}) is no bound. Pass a positive number, such as 1.")
     if reduction == "total":
-        raise InputError('reduction="total" divides by nothing, so min_weight= has no meaning. Leave it out.')
+        raise InputError('reduction="total" divides by nothing, so at_least() has no meaning. Leave it out.')
     return min_weight
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 # pyright: strict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Literal, TypeVar, cast, get_args, overload
 
 from .errors import InputError, explain
 from .schedule import Schedule, as_schedule, check_update
@@ -17,7 +17,10 @@ from .schedule import Schedule, as_schedule, check_update
 Tail = Literal["update", "drop"]
 
 
-class Window(Sequence[Any]):
+T = TypeVar("T")
+
+
+class Window(Sequence[T]):
     """The micro-batches of one update: an immutable sequence that an accumulator does not split.
 
     Args:
@@ -34,21 +37,21 @@ class Window(Sequence[Any]):
 
     __slots__ = ("_microbatches",)
 
-    def __init__(self, microbatches: Iterable[Any]) -> None:
-        self._microbatches = tuple(_iterable(microbatches, "micro-batches"))
+    def __init__(self, microbatches: Iterable[T]) -> None:
+        self._microbatches: tuple[T, ...] = tuple(_iterable(microbatches, "micro-batches"))
         if not self._microbatches:
             raise InputError(
                 explain("an empty window", "an update needs at least one micro-batch", "pass some")
             )
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
     def __getitem__(self, index: int | slice) -> Any:
         return self._microbatches[index]
 
-    def __iter__(self) -> Iterator[Any]:  # Sequence's own asks for one index after the other
+    def __iter__(self) -> Iterator[T]:  # Sequence's own asks for one index after the other
         return iter(self._microbatches)
 
     def __len__(self) -> int:
@@ -59,12 +62,12 @@ class Window(Sequence[Any]):
 
 
 def windows(
-    loader: Iterable[Any],
+    loader: Iterable[T],
     accumulation_steps: int | Schedule,
     *,
     tail: Tail = "update",
     first_update: int = 0,
-) -> Iterator[Window]:
+) -> Iterator[Window[T]]:
     """Group the micro-batches of a loader into windows; the loader is read lazily.
 
     Args:
@@ -100,7 +103,7 @@ def windows(
     return _windows(_iterable(loader, "a loader"), schedule, tail, check_update(first_update, "first_update"))
 
 
-def _windows(loader: Iterable[Any], schedule: Schedule, tail: Tail, update: int) -> Iterator[Window]:
+def _windows(loader: Iterable[T], schedule: Schedule, tail: Tail, update: int) -> Iterator[Window[T]]:
     microbatches = iter(loader)
     # The schedule is asked only for windows that there is something for: it may be a list just long enough.
     for first in microbatches:

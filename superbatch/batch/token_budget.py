@@ -51,7 +51,7 @@ class TokenBudget:
         padded: count what padding costs: every sample of a micro-batch is as long as its longest.
         sort: let samples of one batch change places (never across batches): samples of like length share a
             micro-batch where there is padding (`padded` or `trim`), the longest first; else those that fill
-            micro-batches evenly. With ``sample_rng=True`` each sample keeps its own random stream.
+            micro-batches evenly. With `PerSampleRandom` each sample keeps its own random stream.
         trim: paths of arrays of shape (samples, length, ...), such as ``("input_ids", "labels",
             "attention_mask")``, of which each micro-batch gets only the positions up to the end of its
             longest sample. Only padding is cut off (of a mask, what is behind the last one). For models to

@@ -73,7 +73,7 @@ def _accumulation(config: SolverConfig) -> Iterator[Trap]:
     yield Trap(
         field="iter_size",
         text="BatchNorm layers see one micro-batch at a time, so that the batch is not that of iter_size 1",
-        do='Use Accumulator(coupled="exact") for the batch, or batchnorm="per_microbatch" for Caffe\'s way',
+        do="Use WholeBatch for the batch, or participants=[GhostBatchNorm()] for Caffe's way",
     )
 
 

@@ -45,7 +45,7 @@ LEAST_SPREAD = 0.05
 
 
 class NoiseMeter:
-    """Averages what windows say about the noise of their gradients: ``Accumulator(noise=NoiseMeter(...))``.
+    """Average over windows of the noise of their gradients: ``Accumulator(observers=[NoiseMeter()])``.
 
     Numerator and denominator are averaged apart, by exponentially decaying weights (debiased), and divided
     only when asked. Windows of different size are averaged rightly: the numerator is the variance of *one*

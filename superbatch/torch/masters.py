@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..errors import InputError
 from .window.participants.gradient_sum import LOW_PRECISION, ManagedParameter
@@ -13,6 +15,37 @@ from .window.validation import as_models
 
 # Name -> versions of a parameter and its master.
 Written = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class MasterWeights:
+    """An optimizer over float32 copies of low-precision parameters, which are set to them after each update.
+
+    Args:
+        optimizer: made over ``masters.values()``.
+        masters: parameter -> copy, from `fp32_masters`.
+
+    Raises:
+        InputError: `masters` is no mapping.
+
+    Examples:
+        >>> from superbatch.torch import Accumulator
+        >>> model = nn.Linear(2, 1).bfloat16()
+        >>> masters = fp32_masters(model)
+        >>> sgd = torch.optim.SGD(masters.values(), lr=0.1)
+        >>> accumulate = Accumulator(model, MasterWeights(sgd, masters), lambda x: model(x).mean())
+        >>> accumulate(torch.randn(4, 2, dtype=torch.bfloat16)).made
+        True
+    """
+
+    optimizer: Optimizer
+    masters: Mapping[Tensor, Tensor]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.masters, Mapping):
+            raise InputError(
+                f"The masters are a {type(self.masters).__name__}. Pass what fp32_masters(model) returned."
+            )
 
 
 def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
@@ -23,7 +56,7 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
 
     Returns:
         Trainable parameter -> its float32 copy (parameters that are wider map to themselves): make the
-        optimizer over the values and pass the mapping as ``Accumulator(masters=...)``. They are saved with
+        optimizer over the values, and pass both as ``MasterWeights(optimizer, masters)``. They are saved with
         ``Accumulator.state_dict()``; save and load it, the model and the optimizer, in any order.
 
     Raises:
@@ -34,7 +67,7 @@ def fp32_masters(model: nn.Module) -> dict[Tensor, Tensor]:
         >>> model = nn.Linear(2, 1).bfloat16()
         >>> masters = fp32_masters(model)
         >>> optimizer = torch.optim.SGD(masters.values(), lr=0.1)
-        >>> accumulate = Accumulator(model, optimizer, lambda x: model(x).mean(), masters=masters)
+        >>> accumulate = Accumulator(model, MasterWeights(optimizer, masters), lambda x: model(x).mean())
         >>> accumulate(torch.randn(4, 2, dtype=torch.bfloat16)).made
         True
     """
@@ -154,7 +187,7 @@ def masters_loader(
         where = "the saved state" if name in saved else "this Accumulator"
         raise InputError(
             f"Only {where} has a float32 master of {name!r}. "
-            "Make the Accumulator with masters=fp32_masters(model) of the same model."
+            "Make the Accumulator with MasterWeights(optimizer, fp32_masters(model)) of the same model."
         )
     for name, master in here.items():
         _check_saved(name, saved[name], master)

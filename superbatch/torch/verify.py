@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -28,6 +28,8 @@ from .checks.probing.separability import failure_of
 from .checks.probing.untouched import held_parameter, untouched
 from .loss.declared import declare
 from .memory.out_of_memory import out_of_memory
+from .options import FrozenBatchNorm, PerSampleRandom, Split
+from .window.options import check_lists, check_split
 from .window.participants.moved_state import MovedState
 from .window.validation import as_models, check_choice
 
@@ -83,12 +85,10 @@ def verify(
     microbatch_size: int | TokenBudget,
     reduction: Reduction | Mapping[str, Reduction] = "mean",
     weight: WeightOption | Mapping[str, WeightOption] = None,
-    sample_rng: bool = False,
-    batchnorm: BatchNormChoice = "per_microbatch",
+    participants: Sequence[Any] = (),
+    split: Split = Split(),  # noqa: B008  (frozen)
     against: Against = "auto",
     dtype: Dtype = "both",
-    whole: Collection[str] = (),
-    per_sample: Collection[str] = (),
     tolerance: float = 1e-12,
 ) -> Verification:
     """Compare the accumulated gradient with that of the whole batch, and name what breaks exactness.
@@ -110,13 +110,12 @@ def verify(
         reduction: what `loss_fn` returns, as stated to the Accumulator.
         weight: how micro-batches are weighted, as stated to the Accumulator. Of a loss with several terms a
             mapping, there as well; each term is verified by itself, so that a large one hides no other.
-        sample_rng: whether every sample draws from its own random stream, as in the Accumulator.
-        batchnorm: `"per_microbatch"` measures BatchNorm as it is; `"frozen"` freezes it in both passes.
+        participants: as the Accumulator's. `PerSampleRandom` gives each sample a random stream in both
+            passes; `FrozenBatchNorm` freezes BatchNorm in both. Others have no effect.
+        split: leaves that are not tensors with the samples first, as the Accumulator's.
         against: `"batch"`, or `"splits"`: another split of it, where the whole does not fit in memory;
             `"auto"` takes the batch unless that runs out of memory.
         dtype: `"own"` (the model's), `"float64"`, or `"both"`.
-        whole: paths of the batch that are kept whole.
-        per_sample: paths of lists with one entry for each sample.
         tolerance: largest relative difference in float64 that counts as exact.
 
     Returns:
@@ -138,27 +137,38 @@ def verify(
         >>> verify(model.eval(), loss_fn, batch, microbatch_size=3).exact
         True
     """
-    declared = declare(reduction, weight, None)
+    declared = declare(reduction, weight)
+    check_split(split)
+    check_lists(participants=participants)
     models = as_models(model)
     problem = Problem(
         models[0] if len(models) == 1 else nn.ModuleList(models),
         loss_fn,
         declared.reduction,
         None if declared.weigh == "samples" else declared.weigh,
-        tuple(whole),
-        tuple(per_sample),
+        tuple(split.unsplit),
+        tuple(split.per_sample),
         terms=declared.terms,
     )
+    sample_rng = any(isinstance(each, PerSampleRandom) for each in participants)
+    frozen = any(isinstance(each, FrozenBatchNorm) for each in participants)
     check_model(problem.model)
     terms = by_term(problem)
     for one in (problem, *terms.values()):
-        check_options(one, sample_rng, tolerance)
+        check_options(one, tolerance)
     check_choice(against, "against", Against)
     check_choice(dtype, "dtype", Dtype)
-    check_choice(batchnorm, "batchnorm", BatchNormChoice)
-    samples = count_samples(batch, whole=whole, per_sample=per_sample)
+    samples = count_samples(batch, **split.paths)
     request = _Request(
-        problem, batch, samples, microbatch_size, sample_rng, batchnorm, against, dtype, tolerance
+        problem,
+        batch,
+        samples,
+        microbatch_size,
+        sample_rng,
+        "frozen" if frozen else "per_microbatch",
+        against,
+        dtype,
+        tolerance,
     )
     _check_split(request)
     with _state_as_before(problem):
@@ -340,7 +350,7 @@ def _precision(comparison: GradientComparison) -> Finding:
         comparison.largest,
         "comparison with float64",
         f"exact in float64, but {comparison.dtype} loses more by adding up micro-batches than in one pass",
-        "pass accumulator_dtype=torch.float32, or keep the parameters in float32 and compute under autocast",
+        "pass gradient_sum=torch.float32, or keep the parameters in float32 and compute under autocast",
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -155,3 +156,35 @@ def _no_labels(labels: Tensor, wrong: str) -> InputError:
             "name the labels that the loss is given, and its ignore_index",
         )
     )
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """A weight whose total over a batch has a lower bound.
+
+    Attributes:
+        minimum: of the total.
+        weight: as the ``weight=`` option.
+    """
+
+    minimum: float
+    weight: Weight | Literal["returned"] | None
+
+
+def at_least(minimum: float, weight: Weight | Literal["returned"] | None = None) -> AtLeast:
+    """Bound the weight that a batch is divided by from below: DETR's clamp of the number of boxes to 1.
+
+    ``W = max(minimum, sum w_i)``, over the micro-batches of all ranks.
+
+    Args:
+        minimum: of the total.
+        weight: of a micro-batch, as the ``weight=`` option: None for its samples, a function, ``"returned"``.
+
+    Returns:
+        A value for ``weight=``, or for one term of it.
+
+    Examples:
+        >>> at_least(1, len).minimum
+        1
+    """
+    return AtLeast(minimum, weight)

@@ -1,391 +1,134 @@
-"""``Accumulator(coupled="exact")``: the loss runs once, on the whole batch, in the memory of micro-batches.
-
-To the window around it the batch is one micro-batch, so that all that surrounds the sum - scaling, clipping,
-what is not finite, schedulers, putting everything back - is what it always is. Only forward and backward are
-others: they run on a virtual batch (`superbatch.torch.virtual`), which leaves the gradient of the real one.
-"""
+"""The face for coupled samples: the loss of the whole batch, in the memory of micro-batches."""
 
 from __future__ import annotations
 
-import gc
-import traceback
-from collections.abc import Callable, Mapping
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from torch import Tensor, nn
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from ..batch.split import near_equal
-from ..batch.tree import count_samples, map_arrays
-from ..errors import InputError, OutOfMemoryError, SplitError, WindowError, explain
 from ..results.coupling import CouplingReport
 from ..results.update import Update
-from ..window import Window
-from .memory.out_of_memory import out_of_memory, release_caches
-from .module_tables import parameters_of
-from .sizes.sizing import Fixed, Sizing
-from .virtual import virtual_batch
-from .virtual.block import VirtualBatch
-from .virtual.trace.tensor import VirtualTensor
-from .warn import warn
-from .window.joining import joined
-from .window.microbatches import MicrobatchList
-from .window.open_window import OpenWindow
-from .window.options import is_size
-from .window.participants.gradient_sum import ManagedParameter, run_backward
-from .window.participants.parameter_gradients import ParameterGradientSum
-from .window.retry import but_unseen, require_restorable
-from .window.slips import without_tensor
-from .window.sync.sync import Sync
-from .window.validation import check_choice, check_loss
-
-Coupled = Literal["error", "exact"]
-Size = int | Literal["auto"]
+from .coupled_options import check_coupled
+from .masters import MasterWeights
+from .window.build import Options, engine_of
+from .window.coupled_work import Coupled, Rng
+from .window.engine import Engine
+from .window.slips import name_unknown_options
+from .window.update_rule import Clip
 
 
 class WholeBatch:
-    """Makes the gradient of a window from the whole batch, a micro-batch at a time.
+    """Updates a model by a loss whose samples are coupled, at the memory of micro-batches.
+
+    BatchNorm in training mode, contrastive losses, the hardest samples of a batch: `loss_fn` is called once,
+    with the whole batch, which is worked through in micro-batches below autograd (see `virtual_batch`). The
+    update is that of the real large batch; nothing is weighted, and there is nothing to check.
 
     Args:
-        loss_fn: of the whole batch, the user's.
-        size: most samples that are worked on at a time; ``"auto"``: as many as there is memory for; None:
-            all.
-        as_drawn: random operators draw the numbers of the large batch, number for number.
+        model: the model, or a list of models, that `loss_fn` uses and the optimizer updates.
+        optimizer: as the `Accumulator`'s.
+        loss_fn: ``loss_fn(batch) -> loss``, a closure over the model.
+        microbatch_size: samples that are worked on at a time, at most; ``"auto"`` takes as many as fit in
+            memory, None all. The update does not depend on it.
+        rng: random operators draw for each ``"microbatch"``, or the numbers that the large ``"batch"`` would
+            draw.
+        max_grad_norm: as the `Accumulator`'s; so are `clip`, `scheduler`, `scaler` and `device`.
+        nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip_update"``.
+        participants: `FrozenBatchNorm`, and objects of your own.
 
     Attributes:
-        report: what the last update did; None before the first.
+        engine: what opens the windows, for tools that make updates of their own.
+
+    Raises:
+        InputError: an argument has the wrong type or value.
+        OptimizerError: the optimizer cannot be used, or does not own the model's parameters.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loss_fn = lambda batch: nn.functional.mse_loss(model(batch[0]), batch[1])
+        >>> accumulate = WholeBatch(model, optimizer, loss_fn, microbatch_size=4)
+        >>> accumulate((torch.randn(10, 3), torch.randn(10, 1))).microbatches
+        3
     """
 
-    def __init__(self, loss_fn: Callable[[Any], Any], size: Size | None, *, as_drawn: bool) -> None:
-        self._loss_fn = loss_fn
-        self._rng: Literal["microbatch", "batch"] = "batch" if as_drawn else "microbatch"
-        self._size: Size | None = size
-        self._now: Size = "auto"
-        self._apart = False  # whether nothing was computed from the virtual batch
-        self.report: CouplingReport | None = None
+    @name_unknown_options
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | MasterWeights | Sequence[Optimizer | MasterWeights],
+        loss_fn: Callable[[Any], Any],
+        *,
+        microbatch_size: int | Literal["auto"] | None = "auto",
+        rng: Rng = "microbatch",
+        max_grad_norm: float | None = None,
+        clip: Clip | None = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        nonfinite: Literal["raise", "skip_update"] = "raise",
+        device: torch.device | str | int | None = "auto",
+        participants: Sequence[Any] = (),
+    ) -> None:
+        check_coupled(model, loss_fn, microbatch_size, rng, nonfinite, participants)
+        options = Options(
+            microbatch_size=microbatch_size,
+            max_grad_norm=max_grad_norm,
+            clip=clip,
+            scheduler=scheduler,
+            scaler=scaler,
+            nonfinite=nonfinite,
+            device=device,
+            participants=participants,
+            coupled=rng,
+        )
+        self.engine: Engine = engine_of(model, optimizer, loss_fn, options)
 
-    def pieces(self, batch: Any, sizing: Sizing) -> MicrobatchList:
-        """Return the batch as one piece, and settle how much of it is worked on at a time.
+    @property
+    def updates(self) -> int:
+        """Number of updates made."""
+        return self.engine.updates
+
+    @property
+    def coupling(self) -> CouplingReport | None:
+        """Coupling points of the last window; None before the first."""
+        assert isinstance(self.engine.work, Coupled)
+        return self.engine.work.report
+
+    def __call__(self, batch: Any) -> Update:
+        """Make one update from a batch.
 
         Args:
-            batch: of the user, or a `Window`, whose micro-batches are put together.
-            sizing: knows whether memory ran out lately.
+            batch: any nesting of tensors with one row for each sample, on the host; or a `Window`, whose
+                micro-batches are joined.
+
+        Returns:
+            The record of the update.
 
         Raises:
-            SplitError: samples cannot be counted or are in no tensors, or micro-batches not put together.
+            InputError, SplitError: the batch cannot be worked through; nothing has changed.
+            NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
         """
-        assert isinstance(sizing, Fixed)
-        size: Size | None = self._size
-        if isinstance(batch, Window):
-            microbatches = list(batch)
-            size = max(_samples_of(microbatch) for microbatch in microbatches)
-            batch = joined(microbatches)
-        samples = _samples_of(batch)
-        stated = None if size == "auto" else size
-        self._now = "auto"
-        if size != "auto" or sizing.most is not None:
-            self._now = min(filter(None, (stated, sizing.most, samples)))
-        return MicrobatchList([batch], [samples], None, {})
+        return self.engine.update(batch)
 
-    def work_through(self, window: OpenWindow) -> None:
-        """Compute the gradient; where memory runs out, again in smaller micro-batches.
+    def discard(self) -> None:
+        """Forget a window that an interrupt kept from its end, and restore its changes."""
+        self.engine.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to save beside the model's and the optimizer's: tensors and plain containers."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state.
 
         Args:
-            window: open, over one piece.
+            state: from `state_dict`.
 
         Raises:
-            OutOfMemoryError: a single sample at a time does not fit.
+            InputError: it is no such state, or its masters do not fit.
+            WindowError: a window is open.
         """
-        for batch in window:
-            while (failure := self._until_failure(window, batch)) is not None:
-                self._go_on_smaller(window, failure)
-
-    def record(self, window: OpenWindow) -> Update:
-        """Return the record of a window that is over, with the micro-batches that there were."""
-        assert window.update is not None
-        assert self.report is not None
-        window.update = replace(window.update, microbatches=self.report.microbatches)
-        return window.update
-
-    def _until_failure(self, window: OpenWindow, batch: Any) -> str | None:
-        """Return the text of the error if memory ran out.
-
-        The virtual batch restores everything if it failed itself, not if something after it did.
-        """
-        try:
-            self._compute(window, batch)
-        except BaseException as error:
-            if not out_of_memory(error):
-                raise
-            traceback.clear_frames(error.__traceback__)
-            return str(error) or type(error).__name__
-        return None
-
-    def _compute(self, window: OpenWindow, batch: Any) -> None:
-        transaction = window.transaction
-        config, place, progress = transaction.config, transaction.gradients, transaction.progress
-        assert isinstance(place, ParameterGradientSum)
-        models = [*config.models, *_others(config.models, config.owned)]
-        begun: list[VirtualBatch] = []
-        self.report = None
-        try:
-            with virtual_batch(models, self._now, rng=self._rng, device=config.device) as virtual:
-                begun.append(virtual)
-                value = self._backward(window, virtual, batch, place.inputs)
-        finally:  # in how many micro-batches memory ran out, too
-            self.report = begun[0].report() if begun else None
-        if self._apart:  # the update is right all the same, but it took the memory of the whole batch
-            self.report = replace(begun[0].report(), microbatches=1)
-            warn(_APART)
-        config.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
-        place.took()
-        progress.losses.load_state({0: value.item()})
-        progress.arrived, progress.next = True, 1
-        if transaction.watch is not None:
-            transaction.watch.check()
-
-    def _backward(
-        self, window: OpenWindow, virtual: VirtualBatch, batch: Any, inputs: list[Tensor] | None
-    ) -> Tensor:
-        """Record forward and backward; return the loss without its graph."""
-        loss = _checked(self._loss_fn(virtual(batch)))
-        self._apart = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
-        run_backward(window.transaction.scale.scaled(loss), None, inputs, retain_graph=False)
-        return loss.detach()
-
-    def _go_on_smaller(self, window: OpenWindow, failure: str) -> None:
-        transaction = window.transaction
-        config, progress = transaction.config, transaction.progress
-        require_restorable(transaction, f"a batch for which there was no memory ({failure})")
-        config.state.restore()  # the block restores the buffers of models alone
-        gc.collect()  # an exception and its frames may be a cycle
-        release_caches(*config.random.devices)
-        samples = sum(progress.microbatches.samples or ())
-        if self._now == "auto":  # chosen by the block, or not yet
-            parts = self.report.microbatches if self.report is not None else 0
-            failed = -(-samples // (parts or 1))
-        else:
-            failed = near_equal(samples, self._now)[0]
-        most = transaction.sizing.failed(failed)
-        if not most:
-            raise OutOfMemoryError(
-                explain(
-                    f"a batch of {samples} samples, one at a time, for which there was no memory ({failure})",
-                    'coupled="exact" keeps what samples share, and a single one is the least to work on; '
-                    "nothing was updated, everything is as before the window",
-                    "make the batch or the samples smaller, use gradient checkpointing or a lower precision",
-                )
-            )
-        transaction.restart()
-        self._now = most
-        progress.failures += 1
-        config.reserve.tight = True
-        warn(
-            f"memory ran out with {failed} samples at a time; the batch is worked through again with at most "
-            f"{most}. The update is the same{but_unseen(transaction)}. ({failure.splitlines()[0]})"
-        )
-
-
-def _samples_of(batch: Any) -> int:
-    """Count the samples of a batch whose tensors have one row for each.
-
-    Raises:
-        SplitError: they have not, or there are none.
-    """
-    try:
-        samples = count_samples(batch)
-    except SplitError as error:  # its advice is for batches that are cut
-        if _has_targets(batch):
-            raise SplitError(
-                'coupled="exact" cannot cut lists of per-sample targets, such as boxes and labels. Pad '
-                "them to one "
-                "tensor with a row per sample, or keep them out of the batch and let loss_fn look them up."
-            ) from None
-        found = str(error).partition(" Do: ")[0]
-        raise SplitError(f'{found} Do: with coupled="exact" {_ROWS}.') from None
-    tensors: list[Tensor] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim():
-            tensors.append(leaf)
-        return leaf
-
-    map_arrays(note, batch)
-    if not tensors:
-        raise SplitError(
-            explain(
-                f'a batch of {samples} samples without a tensor, with coupled="exact"',
-                "arrays and lists are given to loss_fn as they are, so nothing would be worked through in "
-                "micro-batches",
-                "make tensors of them before the call (torch.from_numpy)",
-            )
-        )
-    for tensor in tensors:
-        if len(tensor) != samples:
-            raise SplitError(
-                explain(
-                    f"a batch of {samples} samples with a tensor of length {len(tensor)}, with "
-                    'coupled="exact"',
-                    "what is worked through in micro-batches has one row for each sample",
-                    "give a padded batch",
-                )
-            )
-    return samples
-
-
-def _has_targets(batch: Any) -> bool:
-    """Tell if a part of the batch is a list of dicts of tensors, as detection models take their targets."""
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return any(
-        isinstance(part, list | tuple) and part and all(isinstance(each, Mapping) for each in part)
-        for part in (batch, *parts)
-    )
-
-
-def _checked(returned: Any) -> Tensor:
-    """Return the result of a loss function if it is the loss of a batch.
-
-    Raises:
-        InputError: it is not.
-    """
-    if not isinstance(returned, Tensor):
-        raise without_tensor(returned, weighted=False)
-    if returned.numel() != 1:
-        raise _refusal(
-            f"a loss of shape {tuple(returned.shape)}",
-            "a batch has one loss",
-            "return its mean over the batch",
-        )
-    check_loss(returned)
-    return returned
-
-
-def whole_batch(
-    coupled: object,
-    loss_fn: Callable[[Any], Any] | None,
-    microbatch_size: Any,
-    *,
-    as_drawn: bool,
-    sync: Sync,
-    **options: Any,
-) -> WholeBatch | None:
-    """Return the engine for windows of the whole batch, None where samples are taken as separate.
-
-    Args:
-        coupled: the option of the accumulator.
-        loss_fn: of the accumulator.
-        microbatch_size: of the accumulator.
-        as_drawn: whether randomness must not depend on the split.
-        sync: the ranks that share a batch.
-        options: others of the accumulator, which may be given only as they are by default.
-
-    Raises:
-        InputError: an option has no meaning beside ``coupled="exact"``.
-    """
-    if check_choice(coupled, "coupled", Coupled) == "error":
-        return None
-    if not is_size(microbatch_size):
-        raise _refusal(f"microbatch_size={microbatch_size!r}", _SIZE_WRONG, _SIZE_DO)
-    for name, (allowed, wrong, do) in _REFUSED.items():
-        value = options[name]
-        if not isinstance(value, str | tuple | None) or value not in allowed:  # arrays are not compared
-            raise _refusal(f"{name}={value!r}", wrong, do)
-    if loss_fn is None:
-        raise _refusal("no loss_fn", _OWNED_WRONG, _OWNED_DO)
-    if sync.group is not None:
-        raise _refusal(
-            "a model in DistributedDataParallel",
-            "the samples of other ranks would not be seen by those of this one",
-            "write the step with superbatch.torch.virtual_batch, which works over ranks: around the wrapped "
-            "model (with SyncBatchNorm), or with group=... around the bare one",
-        )
-    size = "auto" if isinstance(microbatch_size, str) else microbatch_size
-    return WholeBatch(loss_fn, size, as_drawn=as_drawn)
-
-
-def owned_loop() -> WindowError:
-    """Return the error for a loop over micro-batches where there are none."""
-    return WindowError(explain('window(...) with coupled="exact"', _OWNED_WRONG, _OWNED_DO))
-
-
-_ROWS = (
-    "pass tensors with one row for each sample, padded where lengths differ, and let loss_fn close over what "
-    "belongs to no sample"
-)
-_SIZE_WRONG = "a virtual batch is cut by samples, and at least one is worked on at a time"
-_SIZE_DO = (
-    'state a positive number of samples, "auto", or None for all at once; the update does not depend on it'
-)
-_APART = explain(
-    'a loss_fn that computes nothing from the tensors that it is given, with coupled="exact"',
-    "the loss is of tensors that it closes over, makes or copies, so the whole batch was worked on at once",
-    "compute the loss from the tensors of the batch that loss_fn is given",
-)
-_OWNED_WRONG = (
-    "the loss is computed once, on the whole batch, so there is no loop over micro-batches to be owned"
-)
-_OWNED_DO = (
-    "pass loss_fn and call the accumulator, or write the step yourself with superbatch.torch.virtual_batch"
-)
-
-# Option: the values that may be given, why others cannot, and what to do.
-_REFUSED: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "reduction": (
-        ("mean",),
-        "the gradient is that of what loss_fn returns for the whole batch, so nothing is divided",
-        "leave reduction out: a sum is divided by its count in loss_fn",
-    ),
-    "weight": (
-        (None,),
-        "the loss function is applied to the whole batch, so nothing is weighted",
-        "leave weight out: a mean over the batch's tokens is what loss_fn returns",
-    ),
-    "min_weight": (
-        (None,),
-        "the loss function is applied to the whole batch, so nothing is weighted",
-        "clamp the divisor in loss_fn",
-    ),
-    "nonfinite": (
-        ("raise", "skip_update"),
-        "samples see each other, so a micro-batch cannot be left out of the others",
-        'use nonfinite="raise" or "skip_update"',
-    ),
-    "batchnorm": (
-        ("error", "frozen"),
-        "the batch's own statistics are used, which is the opposite",
-        'leave batchnorm out (exact), or leave coupled="exact" out',
-    ),
-    "accumulate_into": (
-        ("grad",),
-        "the gradient of the batch comes in one piece",
-        'use accumulate_into="grad"',
-    ),
-    "whole": (
-        ((),),
-        "all tensors of the batch are taken to have the samples first",
-        "let loss_fn close over what belongs to no sample",
-    ),
-    "per_sample": (
-        ((),),
-        "all samples of a virtual batch are in tensors",
-        "stack them into tensors with the samples first",
-    ),
-}
-
-
-def _refusal(given: str, wrong: str, do: str) -> InputError:
-    return InputError(explain(f'{given} with coupled="exact"', wrong, do))
-
-
-def _others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> list[nn.Module]:
-    """A holder for parameters outside of the models (a learnt temperature): they get gradients as well."""
-    inside = {id(parameter) for model in models for parameter in model.parameters()}
-    outside = [entry for entry in owned if id(entry.parameter) not in inside]
-    if not outside:
-        return []
-    holder = nn.Module()
-    for place, entry in enumerate(outside):
-        # Not by register_parameter: what the optimizer has may be a plain tensor.
-        parameters_of(holder)[str(place)] = entry.parameter  # pyright: ignore[reportArgumentType]  (as said)
-    return [holder]
+        self.engine.load_state_dict(state)

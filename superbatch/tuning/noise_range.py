@@ -69,7 +69,7 @@ def noise_range(noise: Noise | float | None) -> NoiseRange:
             explain(
                 f"noise={noise!r}",
                 "a noise scale is a batch size, in samples",
-                "pass a positive number, what an Accumulator with noise=True measured, or None",
+                "pass a positive number, what an Accumulator with observers=[NoiseMeter()] measured, or None",
             )
         )
     return NoiseRange(float(noise), float(noise), float(noise))

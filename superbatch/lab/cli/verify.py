@@ -84,7 +84,7 @@ def verify_recipe(
         seed: of the initial weights and of which samples are taken.
         dtype: as in `superbatch.torch.verify`.
         against: as in `superbatch.torch.verify`.
-        sample_rng: as in `superbatch.torch.verify`.
+        sample_rng: give each sample a random stream of its own (`PerSampleRandom`).
         data: a folder of data, for the recipes that read one.
 
     Returns:
@@ -100,6 +100,7 @@ def verify_recipe(
     """
     import torch
 
+    from superbatch.torch.options import FrozenBatchNorm, PerSampleRandom
     from superbatch.torch.verify import verify as verify_problem
 
     from ..recipes import load_recipe
@@ -123,8 +124,10 @@ def verify_recipe(
         microbatch_size=-(-batch_size // 3) if microbatch_size is None else microbatch_size,
         reduction=recipe.reduction,
         weight=recipe.weight,
-        sample_rng=sample_rng,
-        batchnorm="frozen" if recipe.batchnorm == "frozen" else "per_microbatch",
+        participants=[
+            *([FrozenBatchNorm()] if recipe.batchnorm == "frozen" else []),
+            *([PerSampleRandom()] if sample_rng else []),
+        ],
         against=against,  # pyright: ignore[reportArgumentType] - it checks the text itself
         dtype=dtype,  # pyright: ignore[reportArgumentType] - it checks the text itself
     )

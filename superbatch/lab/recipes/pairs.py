@@ -1,7 +1,8 @@
 """Contrastive pairs: two noisy, shifted views of a digit must find each other among the batch (InfoNCE).
 
 The loss of a pair depends on all other pairs of the batch: samples are *coupled*, and micro-batches taken one
-by one have other negatives than the batch. So the loss is computed on the whole batch (``coupled="exact"``).
+by one have other negatives than the batch. So `superbatch.torch.WholeBatch` computes the loss of the whole
+batch.
 """
 
 from __future__ import annotations

@@ -42,9 +42,10 @@ class Recipe:
         reduction: what `loss_fn` returns: a ``"mean"`` or a ``"sum"``.
         weight: how much a micro-batch counts, as `superbatch.torch.Accumulator` takes it; None: its samples.
         counts: what the weight counts, in words.
-        batchnorm: what happens to BatchNorm in training, as `superbatch.torch.Accumulator` takes it; with
-            ``coupled="exact"``: what accumulation without it does, which is shown beside it.
-        coupled: what happens to coupled samples, as the Accumulator takes it.
+        batchnorm: BatchNorm in training mode raises an ``"error"``, is ``"frozen"`` (`FrozenBatchNorm`), or
+            normalises ``"per_microbatch"`` (`GhostBatchNorm`); with ``coupled="exact"``: in the plain
+            accumulation that is shown beside it.
+        coupled: coupled samples raise an ``"error"``, or are ``"exact"`` (`superbatch.torch.WholeBatch`).
 
     Raises:
         InputError: a value cannot be used.

@@ -154,8 +154,8 @@ def findings(report: Advice) -> list[str]:
     if report.verdict != "helps":
         sentences.append(f"This does not apply where {'; or '.join(report.exceptions)}.")
     sentences.append(
-        "BatchNorm and in-batch negatives see a micro-batch, not the batch, unless the Accumulator is told "
-        'coupled="exact".'
+        "BatchNorm and in-batch negatives see a micro-batch, not the batch, unless WholeBatch makes the "
+        "updates."
     )
     return [each for each in (*sentences, *report.uncertainty, *report.notes) if each]
 

@@ -38,6 +38,7 @@ from .advise_options import Question, asked, given_noise, question
 from .exchange import check_ranks, exchanged, started_on
 from .fit import CARE, busy
 from .on_torch import orders, torch_threads
+from .participants import participants_of
 from .rehearsal import Rehearsal, microbatches_to_time, prepare, refusal
 from .setting import Setting
 
@@ -231,7 +232,7 @@ def _peak(rehearsal: Rehearsal, samples: int) -> int | None:
             models=[rehearsal.model],
             optimizers=[trainer.optimizer],
             device=None if rehearsal.device.type == "cpu" else rehearsal.device,
-            accumulator_dtype="auto",
+            gradient_sum="auto",
         ).bytes
     except PredictionError:
         return None
@@ -275,8 +276,10 @@ def _noise(recipe: Recipe, options: Options, updates: int) -> Iterator[Noise]:
         microbatch_size=-(-recipe.batch_size // PARTS),
         reduction=recipe.reduction,
         weight=recipe.weight,
-        batchnorm=recipe.batchnorm,
-        noise=NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples, preconditioned=True),
+        participants=participants_of(recipe.batchnorm),
+        observers=[
+            NoiseMeter(max(0.98, 1 - 4 / updates), every=1, data_size=recipe.samples, preconditioned=True)
+        ],
     )
     setting = Setting(
         arms=(),

@@ -2,7 +2,7 @@
 
 * ``real``: the batch in one piece, by a loop written out in plain PyTorch. It is the reference, so it shares
   no code with the accumulator.
-* ``exact``: `superbatch.torch.Accumulator`, where samples are coupled with ``coupled="exact"``.
+* ``exact``: `superbatch.torch.Accumulator`, or `superbatch.torch.WholeBatch` where samples are coupled.
 * ``inexact``: the same where samples are coupled and micro-batches are taken one by one all the same.
 * ``wrong``: two loops that are often written, kept to show what they cost.
 """
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.batch.tree import count_samples, plan
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, WholeBatch
+from superbatch.torch.options import FrozenBatchNorm
 from superbatch.window import Window
 
 from ..recipes import Recipe
+from .participants import participants_of
 from .setting import WRONG, ArmPlan, Way
 from .splits import Split
 
@@ -63,7 +65,7 @@ def without_coupling(recipe: Recipe) -> Recipe:
     """A recipe as loops train it that know nothing of coupled samples.
 
     Args:
-        recipe: with ``coupled="exact"``.
+        recipe: of coupled samples.
 
     Returns:
         The same with micro-batches taken one by one: BatchNorm with the statistics of each.
@@ -119,7 +121,7 @@ def _accumulator(
 
 def accumulator_of(
     split: Split, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, *, check: bool = True
-) -> Accumulator:
+) -> Accumulator | WholeBatch:
     """Make the accumulator of an arm, by the recipe's own statement.
 
     Args:
@@ -132,7 +134,15 @@ def accumulator_of(
     Returns:
         The accumulator.
     """
-    whole = recipe.coupled == "exact"
+    if recipe.coupled == "exact":
+        return WholeBatch(
+            model,
+            optimizer,
+            recipe.loss_fn(model),
+            microbatch_size=split.sizes[0] if split.equal else None,
+            rng="batch",
+            participants=[FrozenBatchNorm()] if recipe.batchnorm == "frozen" else (),
+        )
     return Accumulator(
         model,
         optimizer,
@@ -140,9 +150,7 @@ def accumulator_of(
         microbatch_size=split.sizes[0] if split.equal else None,
         reduction=recipe.reduction,
         weight=recipe.weight,
-        batchnorm="error" if whole and recipe.batchnorm == "per_microbatch" else recipe.batchnorm,
-        coupled=recipe.coupled,
-        sample_rng=whole,  # what the real batch draws
+        participants=participants_of(recipe.batchnorm),
         check=check,
     )
 

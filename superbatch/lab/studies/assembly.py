@@ -23,10 +23,11 @@ COUPLED = (
 )
 BESIDE = (
     "Samples of a batch see each other here. The splits that stand alone compute the loss of the whole "
-    'batch, in micro-batches of their size (coupled="exact"). Plain accumulation takes them one by one: '
+    "batch, in micro-batches of their size (WholeBatch). Plain accumulation takes them one by one: "
     "BatchNorm normalises by the samples of a micro-batch, and a contrastive loss has the negatives of one. "
     "That is another objective, and these arms do not claim to give the real batch's weights."
 )
+BATCHNORM = {"frozen": "FrozenBatchNorm()", "per_microbatch": "GhostBatchNorm()"}
 ROUNDING = (
     "In float32 the arms add the same numbers in another order. Differences of about 1e-7 are rounding; a "
     "unit that falls on the other side of a ReLU's kink can make it 1e-5 later in a run. --dtype float64 "
@@ -66,9 +67,9 @@ def arm_report(
     compared = arm.claim != "real"
     how = backend.how[arm.way]
     if arm.way == "accumulator" and recipe.coupled == "exact":
-        how += ', coupled="exact"'
+        how = "superbatch.torch.WholeBatch"
     elif arm.claim == "inexact" and recipe.batchnorm != "error":
-        how += f", batchnorm={recipe.batchnorm!r}"
+        how += f", participants=[{BATCHNORM[recipe.batchnorm]}]"
     apart = [run.weight_difference for run in runs if run.weight_difference is not None]
     return Arm(
         name=arm.name,

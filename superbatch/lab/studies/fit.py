@@ -276,7 +276,7 @@ class _Work:
             "optimizers": [trainer.optimizer],
             # The batch lies on the host: elsewhere micro-batches are copies.
             "device": None if device.type == "cpu" else device,
-            "accumulator_dtype": "auto",
+            "gradient_sum": "auto",
         }
 
     def _hopeless(self, samples: int) -> bool:

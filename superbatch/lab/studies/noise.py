@@ -27,6 +27,7 @@ from ..recipes import Recipe, load_recipe
 from ..report.noise_study import AtSteps, NoiseAt, NoiseStudy
 from .fit import busy
 from .on_torch import orders, torch_threads
+from .participants import participants_of
 from .rehearsal import prepare
 from .setting import Setting
 
@@ -206,6 +207,11 @@ def _train(
     found: _Found,
     progress: Callable[[int, int, str], None],
 ) -> None:
+    if recipe.coupled == "exact":
+        raise InputError(
+            f"The recipe {recipe.name!r} has coupled samples, so a micro-batch has no gradient of its own to "
+            "measure noise by. Take another recipe."
+        )
     model = recipe.model(seed)
     torch.manual_seed(seed)
     # The average remembers about a tenth of the run, and 20 windows at least.
@@ -217,9 +223,8 @@ def _train(
         microbatch_size=size,
         reduction=recipe.reduction,
         weight=recipe.weight,
-        batchnorm=recipe.batchnorm,
-        coupled=recipe.coupled,
-        noise=NoiseMeter(beta, every=1, data_size=recipe.samples, preconditioned=True),
+        participants=participants_of(recipe.batchnorm),
+        observers=[NoiseMeter(beta, every=1, data_size=recipe.samples, preconditioned=True)],
     )
     losses: list[float] = []
     every = math.ceil(setting.updates / POINTS)

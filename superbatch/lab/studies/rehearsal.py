@@ -25,6 +25,7 @@ from superbatch.window import Window
 
 from ..recipes import Recipe
 from ..recipes.models import dtype_of
+from .participants import participants_of
 
 RATE = 1e-12
 """Learning rate: an optimizer works as hard as with any other, and the weights do not wander off."""
@@ -147,9 +148,9 @@ class Trainer:
             self.loss_fn,
             reduction=recipe.reduction,
             weight=recipe.weight,
-            batchnorm="per_microbatch" if coupled else recipe.batchnorm,
+            participants=participants_of("per_microbatch" if coupled else recipe.batchnorm),
             # Two micro-batches stand for many: low precision is then summed in float32.
-            accumulator_dtype=torch.float32 if dtype_of(model) in LOW_PRECISION else None,
+            gradient_sum=torch.float32 if dtype_of(model) in LOW_PRECISION else None,
             check=False,  # it runs the loss more often on the first window; `refusal` has asked already
         )
 
@@ -224,7 +225,7 @@ def refusal(rehearsal: Rehearsal) -> str | None:
         >>> from superbatch.lab.recipes import load_recipe
         >>> pairs = prepare(load_recipe("pairs"), optimizer="adam", dtype="float32", device="cpu", samples=8)
         >>> print(refusal(pairs))
-        No weight explains the loss, so samples influence each other... Instead use coupled="exact" ...
+        No weight explains the loss, so samples influence each other... Instead use WholeBatch ...
     """
     recipe, few, model = rehearsal.recipe, min(4, rehearsal.samples), rehearsal.model
     accumulate = Accumulator(
@@ -234,7 +235,7 @@ def refusal(rehearsal: Rehearsal) -> str | None:
         microbatch_size=-(-few // 2),
         reduction=recipe.reduction,
         weight=recipe.weight,
-        batchnorm=recipe.batchnorm,
+        participants=participants_of(recipe.batchnorm),
     )
     try:
         accumulate(rehearsal.take(few))

@@ -29,6 +29,7 @@ from superbatch.torch.tuning.scaling import rescale
 
 from ..recipes import Recipe
 from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from .participants import participants_of
 from .study import ArmSetting, Design, Findings, Options, Show, run_design
 from .study_common import compared, diverged, mean_loss, present, separable, smooth, stream
 
@@ -243,8 +244,8 @@ def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
         microbatch_size=batch,
         reduction=recipe.reduction,
         weight=recipe.weight,
-        batchnorm=recipe.batchnorm,
-        noise=NoiseMeter(data_size=recipe.samples, every=1),
+        participants=participants_of(recipe.batchnorm),
+        observers=[NoiseMeter(data_size=recipe.samples, every=1)],
     )
     size = NOISE_STEPS * batch
     for indices in stream(recipe.samples, NOISE_WINDOWS * size, seed + 10_000).split(size):

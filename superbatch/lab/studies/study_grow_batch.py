@@ -26,6 +26,7 @@ from ..recipes import Recipe
 from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.study_text import signed
 from .arms import cut
+from .participants import participants_of
 from .study import ArmSetting, Design, Findings, Options, Show, run_design
 from .study_common import (
     LOSS_SAMPLES,
@@ -221,7 +222,7 @@ def _train(
         recipe.loss_fn(model),
         reduction=recipe.reduction,
         weight=recipe.weight,
-        batchnorm=recipe.batchnorm,
+        participants=participants_of(recipe.batchnorm),
     )
     schedule = schedule_of(setting)
     # The last window may reach beyond the end, where the batch has grown.

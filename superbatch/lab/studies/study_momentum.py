@@ -31,6 +31,7 @@ from superbatch.torch import Accumulator
 from ..recipes import Recipe
 from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from ..report.study_text import number, signed
+from .participants import participants_of
 from .study import ArmSetting, Design, Findings, Options, Show, run_design
 from .study_common import (
     LOSS_SAMPLES,
@@ -246,7 +247,7 @@ def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[An
             microbatch_size=1,
             reduction=recipe.reduction,
             weight=recipe.weight,
-            batchnorm=recipe.batchnorm,
+            participants=participants_of(recipe.batchnorm),
         )
 
         def virtual(batch: Any) -> float:

@@ -17,7 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from superbatch.torch import Accumulator, fp32_masters
+from superbatch.torch import Accumulator
+from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.window import Window
 
 from ..recipes import Recipe
@@ -25,6 +26,7 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun
 from . import sums
 from .arms import cut, mean_and_weight, without_coupling
 from .on_torch import cast_batch
+from .participants import participants_of
 from .study import ArmSetting, Design, Findings, Options, Show, run_design
 from .study_common import stream
 
@@ -62,7 +64,7 @@ DRAWN: tuple[tuple[Way, Callable[[Tensor], Tensor]], ...] = (
     (Way("naive sum, float32", "drawn; 4 bytes", torch.float32), sums.naive),
 )
 OWN = (
-    Way(OWN_NATIVE, "the recipe's model in bfloat16, Accumulator(accumulator_dtype=None)"),
+    Way(OWN_NATIVE, "the recipe's model in bfloat16, Accumulator(gradient_sum=None)"),
     Way(OWN_FLOAT32, 'the same, torch.float32: what "auto" takes for windows of more than 16'),
     Way(INHERENT, "exact sum of the bfloat16 gradients, against float64 backwards of the same weights"),
 )
@@ -189,13 +191,12 @@ def _accumulated(recipe: Recipe, model: nn.Module, window: list[object], dtype: 
     optimizer.register_step_pre_hook(look)
     accumulate = Accumulator(
         model,
-        optimizer,
+        MasterWeights(optimizer, masters),
         recipe.loss_fn(model),
         reduction=recipe.reduction,
         weight=recipe.weight,
-        batchnorm=recipe.batchnorm,
-        accumulator_dtype=dtype,
-        masters=masters,
+        participants=participants_of(recipe.batchnorm),
+        gradient_sum=dtype,
         check=False,
     )
     accumulate(Window(window))

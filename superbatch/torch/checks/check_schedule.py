@@ -73,6 +73,9 @@ class CheckSchedule:
         batchnorms: those of the models in training mode, to be taken as frozen.
         check: the option of the accumulator.
 
+    Attributes:
+        idle: whether no window is checked, and there is nothing to say of it.
+
     Raises:
         InputError: `check` is no bool.
     """
@@ -83,6 +86,7 @@ class CheckSchedule:
         bare = any(module.running_mean is None for module in self._frozen)
         self._can_check = check_bool(check, "check") and config.loss_fn is not None and not bare
         self._unsaid = check and config.loss_fn is None and not config.whole
+        self.idle = not (self._can_check or self._unsaid)
         self._updates = 0
         self._on = False
         self._hints = Hints()
@@ -108,7 +112,7 @@ class CheckSchedule:
         """
         self._updates, self._now = updates, self._before
         if self._unsaid and (len(pieces) > 1 or self._config.sync.shared):
-            self._unsaid = False
+            self._unsaid, self.idle = False, True
             warn(_UNCHECKED)
         if first is None or not self._can_check:
             return

@@ -32,11 +32,10 @@ from .probing.untouched import changed_state, held_parameter, module_state, unto
 
 _PRIMES = (7, 5, 3, 2)
 _REMEDIES = {
-    "batchnorm": 'use coupled="exact" (the statistics of the whole batch), freeze it (module.eval() or '
-    'batchnorm="frozen"), use GroupNorm or LayerNorm instead, or accept the statistics of micro-batches with '
-    'batchnorm="per_microbatch", which is another function',
-    "coupled": 'use coupled="exact" (the whole batch, in the memory of micro-batches), or compute per sample '
-    "here",
+    "batchnorm": "use WholeBatch (the statistics of the whole batch), freeze it (module.eval() or "
+    "participants=[FrozenBatchNorm()]), use GroupNorm or LayerNorm instead, or accept the statistics of "
+    "micro-batches with participants=[GhostBatchNorm()], which is another function",
+    "coupled": "use WholeBatch (the whole batch, in the memory of micro-batches), or compute per sample here",
     "state": "let this state change once for each update and outside the forward, or put the module into "
     "evaluation mode",
 }

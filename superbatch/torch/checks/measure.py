@@ -19,6 +19,7 @@ from superbatch.results.verification import ParameterDifference
 
 from ..accumulator import Accumulator
 from ..devices import in_float64
+from ..options import FrozenBatchNorm, GhostBatchNorm, PerSampleRandom, Split
 from .probing.problem import Problem, evaluate
 from .probing.untouched import seed_all, state_restorer
 
@@ -125,10 +126,8 @@ def accumulated(setting: Setting, size: Size) -> Measured:
         microbatch_size=size,
         reduction=problem.reduction,
         weight=problem.weight,
-        batchnorm=setting.batchnorm,
-        sample_rng=setting.streams,
-        whole=tuple(problem.whole),
-        per_sample=tuple(problem.per_sample),
+        participants=_participants(setting),
+        split=Split(tuple(problem.whole), tuple(problem.per_sample)),
         check=False,  # what does not fit the statement is to be measured, not refused
     )
     with _without_advice(), accumulator.window(setting.batch) as window:
@@ -207,9 +206,14 @@ class _Reader(torch.optim.Optimizer):
         }
 
 
+def _participants(setting: Setting) -> list[Any]:
+    batchnorm = FrozenBatchNorm() if setting.batchnorm == "frozen" else GhostBatchNorm()
+    return [batchnorm, PerSampleRandom()] if setting.streams else [batchnorm]
+
+
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """A verification opens many windows; the accumulator's advice on accumulator_dtype is for training."""
+    """A verification opens many windows; the accumulator's advice on gradient_sum is for training."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="a window of", category=UserWarning)
         yield

@@ -187,7 +187,7 @@ def _without_candidate(
         )
         remedy = (
             "return the plain mean over the micro-batch, or the undivided sum with "
-            'reduction="sum" and the bound as `min_weight`'
+            'reduction="sum" and the bound in weight=at_least(...)'
         )
         return Contradiction("batch_size", f"{what}: {given}", remedy, evidence, coupled=True)
     known = "known " if found.kind == "open" else ""
@@ -196,7 +196,7 @@ def _without_candidate(
         "of the hardest samples, normalisation over the batch) or its terms are means over different counts"
     )
     remedy = (
-        'use coupled="exact" (the loss of the whole batch, in the memory of micro-batches) or '
+        "use WholeBatch (the loss of the whole batch, in the memory of micro-batches) or "
         "cached_gradients (a loss over embeddings), or return such terms by name; superbatch.torch.verify "
         "names the module"
     )

@@ -11,10 +11,11 @@ from torch import Tensor
 from superbatch import normalize
 from superbatch.errors import InputError
 
+from ..weights import AtLeast
 from .losses import alone, pair_of
 from .weighing import Weigh
 
-WeightOption = Callable[[Any], Any] | Literal["returned"] | None
+WeightOption = Callable[[Any], Any] | Literal["returned"] | AtLeast | None
 
 
 @dataclass(frozen=True)
@@ -61,34 +62,30 @@ class Declared:
         return self.weigh == "samples" and self.reduction != "total"
 
 
-def declare(reduction: object, weight: Any, min_weight: object, *, nonfinite: str = "raise") -> Declared:
+def declare(reduction: object, weight: Any, *, nonfinite: str = "raise") -> Declared:
     """Return the declaration that the options of an accumulator make.
 
     Args:
         reduction: ``"mean"``, ``"sum"`` or ``"total"``; or a mapping from the names of terms to them.
-        weight: None, a function of a micro-batch, or ``"returned"``; or a mapping from the names of terms.
-        min_weight: lower bound of a window's weight, or None; or a mapping from the names of terms.
+        weight: None, a function of a micro-batch, ``"returned"``, or one of them in `at_least`; or a mapping
+            from the names of terms.
         nonfinite: policy of the accumulator.
 
     Raises:
         InputError: one is not known, or two of them exclude each other.
 
     Examples:
-        >>> declare("total", None, None).needs_samples
+        >>> declare("total", None).needs_samples
         False
-        >>> list(declare("mean", {"words": len, "pictures": None}, None).terms)
+        >>> list(declare("mean", {"words": len, "pictures": None}).terms)
         ['words', 'pictures']
     """
     if isinstance(weight, Mapping) or isinstance(reduction, Mapping):
-        return _declare_terms(reduction, weight, min_weight, nonfinite)
-    if isinstance(min_weight, Mapping):
-        raise InputError(
-            f"min_weight={dict(min_weight)!r} names terms, but weight= does not. Pass a number, or a mapping "
-            "for weight= as well."
-        )
-    checked = normalize.check_reduction(reduction)
+        return _declare_terms(reduction, weight, nonfinite)
+    checked, bounded = normalize.check_reduction(reduction), isinstance(weight, AtLeast)
+    minimum, weight = (weight.minimum, weight.weight) if isinstance(weight, AtLeast) else (None, weight)
     if checked == "total":
-        if weight is not None:
+        if weight is not None or bounded:
             raise InputError(
                 'reduction="total" divides by nothing, so weight= has no meaning. Leave weight out, or pass '
                 'reduction="sum" to divide the sum by the weight.'
@@ -98,12 +95,26 @@ def declare(reduction: object, weight: Any, min_weight: object, *, nonfinite: st
                 'nonfinite="skip_microbatch" needs a weight to leave out, and reduction="total" has none. '
                 'Pass nonfinite="skip_update" or "raise".'
             )
-    return Declared(
-        checked, "samples" if weight is None else weight, normalize.check_min_weight(min_weight, checked)
-    )
+    if not is_weight(weight):
+        raise InputError(
+            f"weight={weight!r} is no way to weigh a micro-batch. Pass None (samples), a function such as "
+            'count_tokens("labels"), or "returned".'
+        )
+    bound = normalize.check_min_weight(minimum, checked) if bounded else None
+    return Declared(checked, "samples" if weight is None else weight, bound)
 
 
-def _declare_terms(reduction: Any, weight: Any, min_weight: Any, nonfinite: str) -> Declared:
+def is_weight(weight: object) -> bool:
+    """Return whether it weighs a micro-batch.
+
+    Examples:
+        >>> is_weight("returned"), is_weight("tokens")
+        (True, False)
+    """
+    return weight is None or callable(weight) or (isinstance(weight, str) and weight == "returned")
+
+
+def _declare_terms(reduction: Any, weight: Any, nonfinite: str) -> Declared:
     if nonfinite == "skip_microbatch":
         raise InputError(
             'nonfinite="skip_microbatch" cannot leave a micro-batch out of a loss of several terms: each is '
@@ -119,8 +130,6 @@ def _declare_terms(reduction: Any, weight: Any, min_weight: Any, nonfinite: str)
             f"weight= names the terms {names['weight']}, reduction= the terms {names['reduction']}. Name the "
             "same terms in both."
         )
-    if isinstance(min_weight, Mapping) and not set(min_weight) <= set(first):
-        raise InputError(f"min_weight= names the terms {list(min_weight)}. Name some of {first}.")
     if weight is not None and not isinstance(weight, Mapping):
         raise InputError(
             f"weight={weight!r} beside reduction={reduction!r}. Pass a mapping with the same names."
@@ -128,16 +137,12 @@ def _declare_terms(reduction: Any, weight: Any, min_weight: Any, nonfinite: str)
     terms: dict[str, Declared] = {}
     for name in first:
         how = None if weight is None else weight[name]
-        if not (how is None or callable(how) or (isinstance(how, str) and how == "returned")):
+        if not is_weight(how.weight if isinstance(how, AtLeast) else how):
             raise InputError(
                 f"weight= of the term {name!r} is {how!r}. Pass None (samples), a function of a micro-batch "
                 'such as count_tokens("labels"), or "returned".'
             )
-        its_reduction = reduction[name] if isinstance(reduction, Mapping) else reduction
-        bound = min_weight.get(name) if isinstance(min_weight, Mapping) else min_weight
-        if its_reduction == "total" and not isinstance(min_weight, Mapping):
-            bound = None  # one number is the bound of every term that is divided
-        terms[name] = declare(its_reduction, how, bound)
+        terms[name] = declare(reduction[name] if isinstance(reduction, Mapping) else reduction, how)
     return Declared(terms=terms)
 
 
@@ -154,7 +159,7 @@ def read_terms(
         InputError: names are missing, or there are others.
 
     Examples:
-        >>> read_terms({"a": 1.0}, declare("sum", {"a": None}, None).terms)
+        >>> read_terms({"a": 1.0}, declare("sum", {"a": None}).terms)
         ({'a': 1.0}, {})
     """
     expected = [name for name, term in terms.items() if term.returned]

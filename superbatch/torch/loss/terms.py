@@ -32,7 +32,7 @@ from ..window.validation import check_loss
 from .declared import Declared, check_names, read_terms
 from .losses import Losses, Sum, WindowLoss
 from .records import WindowLosses, WindowWeights
-from .weighing import Weights, weigh_ahead, weights_of
+from .weighing import NOT_ON_ANOTHER_RANK, Weights, weigh_ahead, weights_of
 
 Number = normalize.Number
 Forward = Callable[[list[Any]], list[Mapping[str, Number]]]
@@ -286,9 +286,24 @@ def weights_in(config: Config, microbatches: list[Any], samples: list[int] | Non
         return TermWeights(
             declared.terms, microbatches, samples, config.sync, lambda parts: returned_weights(config, parts)
         )
+    if config.sync.shared and declared.returned and config.sync.vote(raised=False):
+        raise InputError(NOT_ON_ANOTHER_RANK)
     return Weights(
         declared.weigh, declared.reduction, microbatches, samples, config.sync, min_weight=declared.min_weight
     )
+
+
+def tell_ranks(config: Config) -> None:
+    """Tell the other ranks, which are about to sum the weights, that this one cannot make the window.
+
+    Args:
+        config: of the accumulator.
+    """
+    sync, declared = config.sync, config.declared
+    if sync.shared and not declared.terms and declared.returned:
+        sync.vote(raised=True)
+    elif sync.shared:
+        sync.sum_numbers([math.nan] * max(len(declared.terms), 1))
 
 
 def losses_in(config: Config) -> WindowLosses:

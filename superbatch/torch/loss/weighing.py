@@ -229,7 +229,7 @@ class Weights:
 def no_divisor(found: Sum, term: str) -> LossSpecError:
     """Return the error for a sum over a window of weight 0."""
     name = f" of the term {term!r}" if term else ""
-    bound = f"min_weight={{{term!r}: 1}}" if term else "min_weight=1"
+    bound = f"weight={{{term!r}: at_least(1, ...)}}" if term else "weight=at_least(1, ...)"
     return LossSpecError(
         f"The losses{name} in this window sum to {found.total:g}, but its weight is 0, so the sum cannot be "
         f"divided; nothing was updated. Pass a lower bound of the weight, such as {bound}."
@@ -255,6 +255,9 @@ def weights_of(weigh: Weigh, microbatches: list[Any], samples: list[int] | None)
     ]
 
 
+NOT_ON_ANOTHER_RANK = "Another rank cannot make this window, so no rank does: see that rank's error."
+
+
 def weigh_ahead(
     compute: Callable[[], list[list[normalize.Number]]], terms: int, sync: Sync
 ) -> tuple[list[list[normalize.Number]], list[normalize.Number]]:
@@ -266,7 +269,7 @@ def weigh_ahead(
         sync: the ranks that share the batch.
 
     Raises:
-        InputError: a weight is wrong, on this rank or another.
+        InputError: a weight is wrong, on this rank or another, or another rank cannot make the window.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
@@ -284,5 +287,5 @@ def weigh_ahead(
         if sync.shared:
             totals = list(sync.sum_numbers(totals))
     if any(map(math.isnan, totals)):
-        raise InputError("The weight of a micro-batch on another rank is wrong: see that rank's error.")
+        raise InputError(NOT_ON_ANOTHER_RANK)
     return weights, totals

@@ -273,9 +273,9 @@ def _draws_nothing(named: Arguments) -> bool:
 def _own_generator(op: str) -> InputError:
     return InputError(
         explain(
-            f"{op} with a generator under sample_rng=True",
+            f"{op} with a generator under PerSampleRandom",
             "a generator moves on with every micro-batch, so its numbers depend on the split",
-            "leave out generator=, or set sample_rng=False",
+            "leave out generator=, or leave PerSampleRandom out",
         )
     )
 
@@ -286,6 +286,6 @@ def _other_call(op: str, before: Call) -> InputError:
             f"{op} where another micro-batch of the window called {before.op}",
             "random calls must come in the same order in every micro-batch, so the path through the model "
             "must not depend on the data or on Python's random numbers",
-            "make the choice per sample with torch's random numbers, or set sample_rng=False",
+            "make the choice per sample with torch's random numbers, or leave PerSampleRandom out",
         )
     )

@@ -123,7 +123,7 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise InputError(
             explain(
-                f"random numbers of {dtype} under sample_rng=True",
+                f"random numbers of {dtype} under PerSampleRandom",
                 "only real numbers of 16, 32 or 64 bits are drawn",
                 "draw real numbers and convert them",
             )
@@ -263,11 +263,11 @@ def refusal(op: str) -> InputError:
 
     Examples:
         >>> str(refusal("aten.randperm.default"))[:39]
-        'Given: aten.randperm.default under samp'
+        'Given: aten.randperm.default under PerS'
     """
     other = (
         "its numbers cannot be drawn sample by sample",
         "use uniform, normal or Bernoulli numbers instead",
     )
     wrong, do = next((why for part, why in _WHY.items() if part in op), other)
-    return InputError(explain(f"{op} under sample_rng=True", wrong, f"{do}, or set sample_rng=False"))
+    return InputError(explain(f"{op} under PerSampleRandom", wrong, f"{do}, or leave PerSampleRandom out"))

@@ -28,6 +28,7 @@ from superbatch.batch.tree import plan as plan_of
 from superbatch.results.memory import Measured, MemoryReport, Peak
 from superbatch.tuning.search import fastest, fit_curve, halvings, next_trial, time_per_sample
 
+from ..options import GradientSumOption
 from .fake import PredictionError
 from .instruments import Instruments, instruments_for, is_compiled
 from .predict import predict_peak
@@ -57,8 +58,7 @@ class AutoSize:
         mode: which size is looked for.
         whole: paths that every micro-batch gets whole.
         per_sample: paths of lists with one object per sample.
-        accumulator_dtype: as the accumulator's, for the prediction.
-        accumulate_into: likewise.
+        gradient_sum: as the accumulator's, for the prediction.
         masters: likewise.
         instruments: what to measure with; None for those of the device.
 
@@ -84,8 +84,7 @@ class AutoSize:
         mode: Mode = "fastest",
         whole: Sequence[str] = (),
         per_sample: Sequence[str] = (),
-        accumulator_dtype: torch.dtype | Literal["auto"] | None = "auto",
-        accumulate_into: Literal["grad", "momentum"] = "grad",
+        gradient_sum: GradientSumOption = "auto",
         masters: Mapping[Tensor, Tensor] | None = None,
         instruments: Instruments | None = None,
     ) -> None:
@@ -99,12 +98,24 @@ class AutoSize:
             models=self._models,
             optimizers=self._optimizers,
             device=device,
-            accumulator_dtype=accumulator_dtype,
-            accumulate_into=accumulate_into,
+            gradient_sum=gradient_sum,
             masters=masters,
         )
         self._instruments = instruments or instruments_for(
             self._device, lambda microbatch, samples: predict(microbatch, samples=samples)
+        )
+        self._twin = partial(
+            AutoSize,
+            loss_fn,
+            models,
+            optimizers,
+            device=device,
+            mode=mode,
+            whole=whole,
+            per_sample=per_sample,
+            gradient_sum=gradient_sum,
+            masters=masters,
+            instruments=self._instruments,
         )
         self._compiled = is_compiled(self._models)
         self._mode: Mode = "largest" if self._compiled else mode
@@ -119,6 +130,10 @@ class AutoSize:
         self._planned: list[int] = []
         self._place = 0
         self._times: list[tuple[Known, int, int, Any, Any]] = []
+
+    def twin(self) -> AutoSize:
+        """Return another one, which has found nothing yet."""
+        return self._twin()
 
     # -- what a window asks ------------------------------------------------------------------------------
 

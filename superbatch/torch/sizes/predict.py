@@ -17,13 +17,21 @@ from superbatch.errors import InputError, SuperbatchError, explain
 from superbatch.results.memory import Peak
 
 from ..memory.ledger import Ledger
+from ..options import GradientSumOption
 from ..window.norm import norm_of
 from ..window.participants.buffer_gradients import BufferGradientSum
 from ..window.participants.gradient_sum import LOW_PRECISION, GradientSum, ManagedParameter, clear
 from ..window.participants.momentum_gradients import MomentumGradientSum
 from ..window.participants.parameter_gradients import ParameterGradientSum
 from ..window.transfer import to_device
-from ..window.validation import as_models, as_optimizers, has_others, own_parameters
+from ..window.validation import (
+    all_parameters,
+    as_models,
+    as_optimizers,
+    has_others,
+    no_optimizer,
+    own_parameters,
+)
 from .fake import GuessValues, PredictionError, faked
 from .stand_ins import stand_ins
 
@@ -39,8 +47,7 @@ def predict_peak(
     optimizers: Optimizer | Sequence[Optimizer] = (),
     device: torch.device | None = None,
     samples: int | None = None,
-    accumulator_dtype: torch.dtype | Literal["auto"] | None = None,
-    accumulate_into: Literal["grad", "momentum"] = "grad",
+    gradient_sum: GradientSumOption = None,
     masters: Mapping[Tensor, Tensor] | None = None,
     checkpointed: Sequence[nn.Module] = (),
 ) -> Peak:
@@ -63,9 +70,8 @@ def predict_peak(
         device: where micro-batches are moved, and whose memory is counted; None leaves them where they are
             and counts the memory of the models' device.
         samples: of the micro-batch; None counts them.
-        accumulator_dtype: as the Accumulator's; ``"auto"`` is taken to be float32, the larger choice.
-        accumulate_into: as the Accumulator's.
-        masters: as the Accumulator's.
+        gradient_sum: as the Accumulator's; ``"auto"`` is taken to be float32, the larger choice.
+        masters: of the optimizer, from `fp32_masters`.
         checkpointed: modules that are run in a gradient checkpoint, to see what that would save.
 
     Returns:
@@ -100,12 +106,14 @@ def predict_peak(
             # What wraps others is only asked for its parameters.
             pairs = zip(optimizers, lent, strict=True)
             owners = [each[0] if type(each[0]) is type(one) else one for one, each in pairs]
-            owned = own_parameters(models, owners, masters) if copies else _all_parameters(models)
+            owned = (
+                own_parameters(models, owners, masters) if copies else all_parameters(models, no_optimizer())
+            )
             only_owned = bool(copies) and has_others(models, owned)
             with faked(models, ledger) as fake:
                 for module in checkpointed:
                     vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False)
-                place = _place(owned, copies, accumulator_dtype, accumulate_into)
+                place = _place(owned, copies, gradient_sum)
                 if only_owned:
                     place.inputs = [fake(entry.parameter) for entry in owned]
                 inputs = partial(_on_device, fake(microbatch), device)
@@ -214,24 +222,14 @@ def _peak(samples: int, phases: _Phases, update: _Update) -> Peak:
 def _place(
     owned: list[ManagedParameter],
     optimizers: list[Optimizer],
-    dtype: torch.dtype | Literal["auto"] | None,
-    into: Literal["grad", "momentum"],
+    option: GradientSumOption,
 ) -> GradientSum:
-    if into == "momentum":
+    if option == "momentum":
         return MomentumGradientSum(owned, optimizers[0])
-    if dtype == "auto":
-        dtype = torch.float32
+    dtype = torch.float32 if option == "auto" else option
     if dtype is None or not any(entry.parameter.dtype in LOW_PRECISION for entry in owned):
         return ParameterGradientSum(owned, only_owned=False)
     return BufferGradientSum(owned, dtype)
-
-
-def _all_parameters(models: Sequence[nn.Module]) -> list[ManagedParameter]:
-    parameters = {p: name for model in models for name, p in model.named_parameters() if p.requires_grad}
-    nothing = torch.optim.SGD(list(parameters) or [torch.zeros(1)], lr=0.0)
-    return [
-        ManagedParameter(name, parameter, parameter, nothing, 0) for parameter, name in parameters.items()
-    ]
 
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device:

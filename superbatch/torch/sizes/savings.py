@@ -133,9 +133,9 @@ def _narrow_sums(
     predict: Callable[..., Peak], models: Sequence[nn.Module], options: dict[str, Any], now: Peak
 ) -> Iterator[Saving]:
     low = any(parameter.dtype in LOW_PRECISION for model in models for parameter in model.parameters())
-    if low and options.get("accumulator_dtype") is not None and not options.get("masters"):
-        peak = predict(accumulator_dtype=None)
-        how = "accumulator_dtype=None: exact enough for windows of up to 16 micro-batches"
+    if low and options.get("gradient_sum") is not None and not options.get("masters"):
+        peak = predict(gradient_sum=None)
+        how = "gradient_sum=None: exact enough for windows of up to 16 micro-batches"
         yield Saving("gradients summed in their own dtype", now.bytes - peak.bytes, how)
 
 
@@ -143,14 +143,14 @@ def _in_momentum(
     predict: Callable[..., Peak], optimizers: Sequence[Optimizer], options: dict[str, Any], now: Peak
 ) -> Iterator[Saving]:
     """Only where the optimizer allows it; which options do not, the accumulator says."""
-    if not optimizers or options.get("masters") or options.get("accumulate_into", "grad") != "grad":
+    if not optimizers or options.get("masters") or options.get("gradient_sum") == "momentum":
         return
     try:
         check_momentum(optimizers)
     except OptimizerError:
         return
-    peak = predict(accumulate_into="momentum")
-    how = 'accumulate_into="momentum": no clipping by norm, and no norm in the record'
+    peak = predict(gradient_sum="momentum")
+    how = 'gradient_sum="momentum": no clipping by norm, and no norm in the record'
     yield Saving("gradients summed in the momentum", now.bytes - peak.bytes, how)
 
 

@@ -154,6 +154,10 @@ class Fixed:
         """Continue with the smaller size."""
         self._smaller.load_state_dict(state)
 
+    def twin(self) -> Fixed:
+        """Return another one of the same size."""
+        return Fixed(self.size)
+
     def report(self) -> MemoryReport | None:
         """Return None: nothing was measured."""
         return None

@@ -131,7 +131,7 @@ class AdaScaleRate:
         base_batch: samples of one update, on all ranks, that the rate and `factor` are for.
         batch: samples of each update, on all ranks: a number, or a function of the update's index.
         noise: what is known now, such as ``meter.estimate`` with a `NoiseMeter` that the Accumulator gets as
-            ``noise=meter``. It is asked at once, when there is no Accumulator yet.
+            ``observers=[meter]``. It is asked at once, when there is no Accumulator yet.
 
     Examples:
         >>> import torch

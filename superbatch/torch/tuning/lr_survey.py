@@ -13,15 +13,15 @@ from superbatch.schedule import Schedule
 from superbatch.tuning.survey import Sweep
 
 from ..accumulator import Accumulator
+from ..whole_batch import WholeBatch
 from ..window.validation import check_choice
 from .batches import Batches, keep_position
 from .dial import Dial, range_of
-from .shadow import shadow_of
 from .state import put_back
 
 
 def lr_survey(
-    accumulator: Accumulator | tuple[Any, Any, Callable[[Any], Any]],
+    accumulator: Accumulator | WholeBatch | tuple[Any, Any, Callable[[Any], Any]],
     batches: Any,
     *,
     what: What = "lr",
@@ -90,8 +90,8 @@ def lr_survey(
     check_choice(what, "what", What)
     accumulator = _as_accumulator(accumulator)
     stream = Batches(batches, accumulation_steps)
-    shadow = shadow_of(accumulator)
-    config = shadow._config
+    twin = accumulator.engine.twin()
+    config = twin.config
     optimizers = config.rule.optimizers
     dial = Dial(optimizers, what)
     default = range_of(optimizers, what)
@@ -101,7 +101,7 @@ def lr_survey(
         config.models,
         optimizers,
         config.rule.scaler,
-        owned=accumulator._owned,
+        owned=config.owned,
         devices=[] if config.device is None else [config.device],
     ) as undo:
         keep_position(batches, undo)
@@ -109,7 +109,7 @@ def lr_survey(
         for point, value in enumerate(sweep.values):
             batch = stream.take()
             dial.turn(value)
-            go_on = _point(shadow, batch, sweep, skipped, point)
+            go_on = _point(twin.update, batch, sweep, skipped, point)
             progress(point + 1, updates)
             # The ranks' losses are one number, but none may go on alone where rounding made it two.
             if config.sync.vote(not go_on):
@@ -148,8 +148,8 @@ def _point(
     return sweep.add(update.loss)
 
 
-def _as_accumulator(given: Any) -> Accumulator:
-    if isinstance(given, Accumulator):
+def _as_accumulator(given: Any) -> Accumulator | WholeBatch:
+    if isinstance(given, Accumulator | WholeBatch):
         return given
     if isinstance(given, Sequence) and len(given) == 3:
         return Accumulator(*given)

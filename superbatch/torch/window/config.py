@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,8 @@ from ..loss.weighing import Weigh
 from ..sizes.reserve import Reserve
 from .before_step import BeforeStep
 from .participants.batchnorm import Frozen, Pooled
+from .participants.earlier_gradients import EarlierGradients
+from .participants.extra import Extra
 from .participants.gradient_sum import ManagedParameter
 from .participants.moved_state import MovedState
 from .participants.noise.windows import NoiseOfWindows
@@ -40,7 +42,11 @@ class Config:
         before_step: what the optimizers' step changes, as it was.
         until_next: gradients of the last window, whose memory the next one uses (see `boundary.zero_grad`).
         noise: measures how noisy the gradient is; None: it is not measured.
-        whole: the loss is computed on the whole batch at once (see `coupled_exact`).
+        whole: the loss is computed on the whole batch at once (see `coupled_work`).
+        masters: float32 copies that are updated in place of parameters.
+        backward: of a host, in place of autograd's; None: autograd's.
+        earlier: gradients before the window, which its own is added to; None: an update is made of it.
+        extra: participants of the user; None: there are none.
     """
 
     models: tuple[nn.Module, ...]
@@ -61,6 +67,10 @@ class Config:
     until_next: list[Tensor] = field(default_factory=list)
     noise: NoiseOfWindows | None = None
     whole: bool = False
+    masters: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    backward: Callable[..., Any] | None = None
+    earlier: EarlierGradients | None = None
+    extra: Extra | None = None
 
     @property
     def reduction(self) -> normalize.Reduction:
@@ -82,6 +92,10 @@ class Config:
         self.prepare_commit()
 
     def prepare_commit(self) -> None:
-        """Run what the commit of a participant needs and what may fail: pool the statistics of BatchNorms."""
-        if self.norms is not None:
-            self.norms.prepare()
+        """Run what the commit of a participant needs and what may fail.
+
+        Statistics of BatchNorms are pooled, and sums with earlier gradients made that take memory.
+        """
+        for participant in (self.norms, self.earlier):
+            if participant is not None:
+                participant.prepare()

@@ -38,6 +38,14 @@ def gone_on_from() -> WindowError:
     )
 
 
+def no_update() -> WindowError:
+    """Return the error for the update of a window that was not left, or left by an error."""
+    return WindowError(
+        "This window has no update yet. Read window.update after the `with` block; a block that an error has "
+        "left makes none."
+    )
+
+
 def not_open() -> WindowError:
     """Return the error for a loop over a window that was not entered."""
     return WindowError(

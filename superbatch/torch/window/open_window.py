@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from superbatch.errors import NonFiniteError
 from superbatch.results.update import Update
 
 from ..checks.check_schedule import CheckSchedule
-from ..loss.losses import Sum, WindowLoss, over_ranks
-from ..loss.terms import losses_in, weights_in
+from ..loss.records import WindowWeights
+from ..loss.terms import losses_in
 from ..memory.out_of_memory import out_of_memory
 from ..sizes.reserve import raise_if_out_of_memory
 from ..sizes.sizing import Sizing
-from . import culprit, dropping, misuse, retry, saving, update_rule
+from . import dropping, misuse, retry, saving
 from .config import Config
+from .ending import Ending
 from .interrupts import DeferredInterrupts
-from .microbatches import MicrobatchList, Shown
-from .nonfinite import Culprit
+from .microbatches import MicrobatchList
 from .participants.gradient_sum import LOW_PRECISION, GradientSum, clear
-from .participants.momentum_gradients import MomentumGradientSum
-from .participants.noise.windows import Summed
 from .participants.parameter_gradients import ParameterGradientSum
 from .progress import Progress
 from .transaction import Transaction, restore_each
 from .validation import BackwardWatch
 
+T = TypeVar("T")
 
-class OpenWindow:
+
+class OpenWindow(Generic[T]):
     """The micro-batches of one update, to be iterated over inside a ``with`` block.
 
     `Accumulator.window` makes it. Leaving the block after the last micro-batch makes the update; leaving it
     earlier, by an exception or by ``break``, restores everything.
 
     Attributes:
-        update: the record of the update, once the block is left.
         transaction: everything that the window may change.
     """
 
@@ -51,34 +48,31 @@ class OpenWindow:
         config: Config,
         gradients: GradientSum,
         pieces: MicrobatchList,
+        weights: WindowWeights,
         sizing: Sizing,
         *,
         resume: dict[str, Any] | None,
         watch: BackwardWatch | None,
         looks: CheckSchedule | None,
-        entered: Callable[[OpenWindow], None],
+        entered: Callable[[OpenWindow[Any]], None],
         left: Callable[[Update | None], None],
     ) -> None:
-        self._started = time.perf_counter()
-        self._config, self._resume, self._looks = config, resume, looks
+        started = time.perf_counter()
+        self._config, self._resume = config, resume
         self._entered, self._left = entered, left
-        self._stepped = self._is_open = False
+        self._is_open = False
         self._iterator: Generator[Any, None, None] | None = None
         self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
-        self.update: Update | None = None
-        if resume is not None and resume["samples"] is not None:
-            pieces.follow(resume["samples"])
-        self._progress = Progress(
-            pieces, weights_in(config, pieces.microbatches, pieces.samples), losses_in(config)
-        )
+        self._progress = Progress(pieces, weights, losses_in(config))
         self.transaction = Transaction(config, gradients, self._progress, sizing, watch)
+        self._ending = Ending(self.transaction, looks, started)
         self._noise = self.transaction.noise
         self._pooled = self.transaction.pooled
         if resume is not None:
             saving.check_state(self.transaction, resume)
 
-    def __enter__(self) -> OpenWindow:
-        if self.update is not None:
+    def __enter__(self) -> OpenWindow[T]:
+        if self._ending.update is not None:
             raise misuse.over()
         try:
             with DeferredInterrupts():
@@ -92,6 +86,22 @@ class OpenWindow:
         except BaseException:
             self.abandon()
             raise
+
+    @property
+    def update(self) -> Update:
+        """Record of the update, once the block was left other than by an error.
+
+        Raises:
+            WindowError: it was not.
+        """
+        if self._ending.update is None:
+            raise misuse.no_update()
+        return self._ending.update
+
+    def amend(self, **fields: Any) -> Update:
+        """Replace fields of the record of a window that is over, and return it."""
+        self._ending.update = replace(self.update, **fields)
+        return self._ending.update
 
     def abandon(self) -> None:
         """Restore everything if the window is open: its block was not entered, or its end not reached."""
@@ -107,7 +117,7 @@ class OpenWindow:
         if self._resume is not state:
             raise misuse.gone_on_from()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         if not self._is_open:
             raise misuse.not_open()
         self._iterator = self._iterate()
@@ -191,11 +201,12 @@ class OpenWindow:
             self._config.before_step.note()
             if kind is None and self._progress.complete:
                 self.end_iteration()
-                self._finish()
+                self._ending.finish()
             else:
                 if error is not None and out_of_memory(error):
                     retry.shrink(self.transaction)
-                self._leave_early()
+                self._discard()
+                self._ending.leave_early()
         except BaseException as raised:
             self._settle(raised, left=kind is None)
             raise
@@ -213,28 +224,28 @@ class OpenWindow:
             OutOfMemoryError, OptimizerError: the error, explained.
         """
         before = self._config.before_step
-        as_before = not self._stepped and before.put_back()
+        as_before = not self._ending.passed and before.put_back()
         if as_before:
             self._discard()
         else:  # what raised came inside the step, or after the update, which stands
             transaction = self.transaction
             restore_each(partial(clear, self._config.owned), transaction.scale.restore, transaction.commit)
-        if left and not self._stepped:
+        if left and not self._ending.passed:
             raise_if_out_of_memory(raised, torn=None if as_before else before.tear)
             if not as_before:
                 before.raise_torn(raised)
 
     def _forget(self) -> None:
         """Let go of everything, and let the accumulator open another window."""
-        made = self.update is not None and self.update.made
+        update = self._ending.update
         self._is_open = False
         try:
             self._config.before_step.forget()
             self._progress.microbatches.clear()
             self._config.transfer.forget()
-            self.transaction.sizing.closed(made=made)
+            self.transaction.sizing.closed(made=update is not None and update.made)
         finally:
-            self._left(self.update)
+            self._left(update)
 
     def _iterate(self) -> Generator[Any, None, None]:
         config, window, progress = self._config, self.transaction, self._progress
@@ -252,7 +263,7 @@ class OpenWindow:
                 # after an exception in the user's loop, until the garbage collector comes.
                 with window.sizing.measure(pieces.count(index)), window.stream(index):
                     yield config.transfer.take(pieces.microbatches, index)
-            if index not in progress.losses or progress.broken is not None:
+            if progress.next <= index or progress.broken is not None:
                 raise misuse.without_backward(index)
             progress.current = None
             if measures and pieces.can_be_recut:
@@ -266,116 +277,6 @@ class OpenWindow:
         if sizes is not None:
             pieces.recut(index, sizes)
             self._progress.weigh_again()
-
-    # -- the boundary --------------------------------------------------------------------------------------
-
-    def _finish(self) -> None:
-        config, window, progress = self._config, self.transaction, self._progress
-        place, step = window.gradients, config.rule
-        rates = update_rule.learning_rates(step)
-        losses = progress.losses.on_host(len(progress.microbatches))
-        weights, dropped = progress.weights, progress.dropped
-        bad, sums = weights.not_finite(losses, dropped), weights.sums(losses, dropped)
-        took_part = partial(weights.took_part, dropped)
-        shown = Shown(progress.microbatches, weights.each(losses), weights.counted(dropped), took_part)
-        news = (False, 0) if self._looks is None else self._looks.news(shown)
-        mark = 0 if self._noise is None else self._noise.mark()
-        sums, bad_ranks, look = over_ranks(sums, config.sync, bad=bool(bad), mark=mark, news=news)
-        if bad_ranks:
-            self._refuse(sums, rates, culprit.by_loss(window, losses, bad))
-            return
-        found = weights.result(sums)
-        if not found.weight:
-            self._discard()
-            self._record(found, rates, skipped="no weight: every micro-batch was left out or has weight 0")
-            return
-        if look:
-            self._look_again(shown)
-        window.scale.require()
-        gradients = update_rule.ready(step, place, config.sync, config.owned, found.divisor)
-        if isinstance(place, MomentumGradientSum):
-            gradients, norm = place.sums(), None
-            finite = config.sync.norm(gradients)[1]
-        else:
-            norm, finite = config.sync.norm(gradients)
-        if not finite and not step.scaling:
-            self._refuse(sums, rates, culprit.by_gradient(window, losses, gradients))
-            return
-        if finite:
-            if norm is not None:
-                if self._noise is not None:
-                    self._noise.measure(gradients, norm, self._summed(sums[0].weight, found.divisor))
-                update_rule.clip(step, gradients, norm)
-            config.prepare_update()
-            if reason := update_rule.update(step, place, config.owned, gradients, config.before_step):
-                self._discard()
-                self._record(found, rates, norm=norm, skipped=reason)
-                return
-            self._stepped = True
-            self._record(found, rates, norm=norm)
-            update_rule.advance(step, found.loss)
-            update_rule.zero_grad(config.owned, config.until_next)
-        else:
-            config.prepare_commit()
-            reason = update_rule.overflow(step, config.owned)
-            self._record(found, rates, norm=norm, skipped=reason)
-        window.commit()
-
-    def _summed(self, weight: Any, divisor: float) -> Summed:
-        """Return how the gradients of this window were summed, for the noise."""
-        progress, config = self._progress, self._config
-        weights, dropped = progress.weights, progress.dropped
-        counted, took_part = weights.counted(dropped), len(weights.took_part(dropped))
-        samples, scale = progress.microbatches.samples, self.transaction.scale.value
-        return Summed(weight, divisor, counted, took_part, samples, scale, config.sync)
-
-    def _look_again(self, shown: Shown) -> None:
-        """Check the loss on this window, with what watches its micro-batches off."""
-        assert self._looks is not None
-        if self._pooled is not None:
-            self._pooled.watching = False
-        unchanged = self._progress.written(0, len(self._progress.microbatches) - 1) is None
-        with nullcontext() if self._noise is None else self._noise.lifted():
-            self._looks.look(shown, unchanged=unchanged)
-
-    def _refuse(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
-        skipping = self._config.nonfinite == "skip_update"
-        text = culprit.text(len(self._progress.microbatches), skipping=skipping)
-        self._discard()
-        if not skipping:
-            raise NonFiniteError(text)
-        self._record(self._progress.weights.result(sums), rates, skipped=f"not finite: {text}")
-
-    def _leave_early(self) -> None:
-        reason = (
-            f"left after {len(self._progress.losses)} of {len(self._progress.microbatches)} micro-batches"
-        )
-        self._discard()
-        self._record(WindowLoss(math.nan, 0), update_rule.learning_rates(self._config.rule), skipped=reason)
-
-    def _record(
-        self,
-        found: WindowLoss,
-        rates: tuple[float, ...],
-        *,
-        norm: float | None = None,
-        skipped: str | None = None,
-    ) -> None:
-        pieces = self._progress.microbatches
-        self.update = Update(
-            loss=found.loss,
-            grad_norm=norm,
-            weight=found.weight,
-            samples=None if pieces.samples is None else sum(pieces.samples),
-            microbatches=len(pieces.microbatches),
-            learning_rates=rates,
-            skipped=skipped,
-            dropped=tuple(self._progress.dropped),
-            failures=self._progress.failures,
-            seconds=time.perf_counter() - self._started,
-            losses=found.losses,
-            weights=found.weights,
-        )
 
     def _discard(self) -> None:
         """Restore everything as it was before the window."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from superbatch.batch.split import TokenBudget
 from superbatch.errors import InputError, explain
 
 from ..devices import resolved
+from ..options import ClipValue, Split
 from .config import Config
 from .participants.gradient_sum import ManagedParameter
 from .saved_checks import WINDOW_KEYS, check_structure
@@ -21,14 +21,14 @@ from .validation import check_momentum
 _WORDS = ("auto", "largest")
 
 
-def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype: object) -> None:
+def check_types(loss_fn: object, microbatch_size: object, gradient_sum: object) -> None:
     """Check the options that are more than a number or a choice.
 
     Raises:
         InputError: it names the option.
 
     Examples:
-        >>> check_types(None, 8, None, "auto")
+        >>> check_types(None, 8, "auto")
     """
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
@@ -47,24 +47,40 @@ def check_types(loss_fn: object, microbatch_size: object, weight: object, dtype:
                 'pass a positive int, a TokenBudget, "auto", "largest", or None for one piece',
             )
         )
-    known = isinstance(weight, str) and weight == "returned"
-    if weight is not None and not known and not callable(weight) and not isinstance(weight, Mapping):
+    floating = isinstance(gradient_sum, torch.dtype) and gradient_sum.is_floating_point
+    word = isinstance(gradient_sum, str) and gradient_sum in ("auto", "momentum")
+    if not (gradient_sum is None or floating or word):
         raise InputError(
-            explain(
-                f"weight={weight!r}",
-                "it is no way to weigh a micro-batch",
-                'pass None (samples), a function such as count_tokens("labels"), or "returned"',
-            )
+            f"gradient_sum={gradient_sum!r} is no place for a sum. Pass a floating-point dtype such as "
+            'torch.float32, "auto", "momentum", or None for the parameters\' own dtype.'
         )
-    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    if not (dtype is None or floating or (isinstance(dtype, str) and dtype == "auto")):
-        raise InputError(
-            explain(
-                f"accumulator_dtype={dtype!r}",
-                "gradients are summed in a floating-point dtype",
-                'pass torch.float32, "auto" or None',
-            )
-        )
+
+
+def check_split(split: object) -> None:
+    """Check the description of a batch's leaves.
+
+    Raises:
+        InputError: it is no `Split`.
+
+    Examples:
+        >>> check_split(Split(unsplit=["anchors"]))
+    """
+    if not isinstance(split, Split):
+        raise InputError(f"split={split!r} is no Split. Pass Split(unsplit=[...], per_sample=[...]).")
+
+
+def check_lists(**given: object) -> None:
+    """Check options that are lists of objects.
+
+    Raises:
+        InputError: one of them is no list.
+
+    Examples:
+        >>> check_lists(participants=[])
+    """
+    for name, value in given.items():
+        if not isinstance(value, list | tuple):
+            raise InputError(f"{name}={value!r} is no list. Pass {name}=[{value!r}].")
 
 
 def is_size(microbatch_size: object) -> bool:
@@ -102,7 +118,7 @@ def check_auto(
     if batchnorm == "per_microbatch":
         raise InputError(
             explain(
-                f'microbatch_size={mode!r} with batchnorm="per_microbatch"',
+                f"microbatch_size={mode!r} with GhostBatchNorm",
                 "BatchNorm would normalise over as many samples as happen to fit, another function each time",
                 "state the number of samples",
             )
@@ -199,44 +215,24 @@ def check_bool(value: object, name: str) -> bool:
     raise InputError(explain(f"{name}={value!r}", "it is switched on or off", "pass True or False"))
 
 
-def as_paths(paths: object, name: str) -> tuple[str, ...]:
-    """Return declared paths as a tuple.
+def check_callable(value: Any, name: str, wanted: str) -> Any:
+    """Return a function, or None.
+
+    Args:
+        value: of the option.
+        name: of the option.
+        wanted: to pass instead.
 
     Raises:
-        InputError: they are no sequence of strings.
+        InputError: it is neither.
 
     Examples:
-        >>> as_paths(["edge_index"], "whole")
-        ('edge_index',)
+        >>> check_callable(len, "clip", "a function of the gradients")
+        <built-in function len>
     """
-    if isinstance(paths, Sequence) and not isinstance(paths, str) and all(isinstance(p, str) for p in paths):
-        return tuple(paths)
-    raise InputError(
-        explain(f"{name}={paths!r}", "paths are declared as a sequence of strings", f'pass {name}=("path",)')
-    )
-
-
-def check_masters(masters: object) -> dict[Tensor, Tensor]:
-    """Return master copies as a dictionary.
-
-    Raises:
-        InputError: they are no mapping.
-
-    Examples:
-        >>> check_masters(None)
-        {}
-    """
-    if masters is None:
-        return {}
-    if isinstance(masters, Mapping):
-        return dict(masters)
-    raise InputError(
-        explain(
-            f"masters of type {type(masters).__name__}",
-            "each parameter must be known for its copy",
-            "pass what fp32_masters(model) returns",
-        )
-    )
+    if value is None or callable(value):
+        return value
+    raise InputError(f"{name}={value!r} cannot be called. Pass {wanted}, or None.")
 
 
 def _is_window(state: object) -> bool:
@@ -286,8 +282,8 @@ def check_combinations(config: Config, *, momentum: bool) -> None:
     step, terms = config.rule, config.declared.terms
     if terms and config.noise is not None:
         raise InputError(
-            "noise= needs one loss with one weight, and this one has the terms "
-            f"{list(terms)}. Leave noise out, or measure it with one of the terms."
+            "A NoiseMeter needs one loss with one weight, and this one has the terms "
+            f"{list(terms)}. Leave observers out, or measure one of the terms."
         )
     if terms and config.declared.returned and config.loss_fn is None:
         raise InputError(
@@ -298,17 +294,17 @@ def check_combinations(config: Config, *, momentum: bool) -> None:
         check_momentum(
             step.optimizers,
             max_grad_norm=step.max_grad_norm,
-            max_grad_value=step.max_grad_value,
+            clip=step.clip,
             scaler=step.scaler,
             masters=step.masters_copied,
             weight_returned=config.weigh == "returned",
             nonfinite_skip_microbatch=config.nonfinite == "skip_microbatch",
             ranks=config.sync.shared,
         )
-    if step.max_grad_value is not None and any(entry.parameter.is_complex() for entry in config.owned):
+    if isinstance(step.clip, ClipValue) and any(entry.parameter.is_complex() for entry in config.owned):
         raise InputError(
             explain(
-                "max_grad_value with complex parameters",
+                "ClipValue with complex parameters",
                 "complex numbers have no order",
                 "use max_grad_norm",
             )

@@ -14,7 +14,7 @@ from superbatch.errors import InputError, OptimizerError
 
 from ..module_tables import children_of, parameters_of
 from .participants.gradient_sum import ManagedParameter
-from .validation import has_others, names_of, own_parameters, trainable
+from .validation import all_parameters, has_others, names_of, no_optimizer, own_parameters, trainable
 from .wrapped_models import refuse_sharded
 
 
@@ -162,3 +162,58 @@ def _in_no_optimizer(names: list[str]) -> OptimizerError:
 
 def _parameters(models: Iterable[nn.Module]) -> list[Tensor]:
     return [parameter for model in models for parameter in model.parameters()]
+
+
+class ModelParameters:
+    """All trainable parameters of models, kept up to date while a training freezes, adds or replaces some.
+
+    Args:
+        models: of a gradient without an optimizer.
+
+    Attributes:
+        entries: one for each parameter; the list stays the same object.
+        only_some: False: the models have no others.
+
+    Raises:
+        InputError: there is none.
+
+    Examples:
+        >>> layer = nn.Linear(1, 1)
+        >>> parameters = ModelParameters([layer])
+        >>> layer.bias.requires_grad_(False) is layer.bias
+        True
+        >>> parameters.refresh()
+        >>> [entry.name for entry in parameters.entries]
+        ['weight']
+    """
+
+    only_some = False
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models, self._nothing = models, no_optimizer()
+        self._structure = Structure(models)
+        self.entries: list[ManagedParameter] = []
+        self._read()
+
+    def refresh(self) -> None:
+        """Read the models again if a parameter was frozen, unfrozen, added or replaced.
+
+        Raises:
+            InputError: no parameter needs a gradient.
+        """
+        changed = self._structure.changed()
+        if changed:
+            self._structure.update(())
+        if changed or self._needs() != self._needed:
+            self._read()
+
+    def _read(self) -> None:
+        self._needed = self._needs()
+        self.entries[:] = all_parameters(self._models, self._nothing)
+        if not self.entries:
+            raise InputError(
+                "No parameter of the models needs a gradient. Unfreeze some: requires_grad_(True)."
+            )
+
+    def _needs(self) -> list[bool]:
+        return [parameter.requires_grad for model in self._models for parameter in model.parameters()]

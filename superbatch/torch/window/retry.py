@@ -168,14 +168,14 @@ def but_unseen(window: Transaction) -> str:
 
 
 _BUT_RANDOM = (
-    ", apart from random numbers that the loss draws: they depend on the split without sample_rng=True"
+    ", apart from random numbers that the loss draws: they depend on the split without PerSampleRandom"
 )
 _DO = "make the samples smaller, use gradient checkpointing or a lower precision, or free memory"
 
 
 def _give_up(window: Transaction, index: int, samples: int | None, failure: str) -> NoReturn:
     if window.pooled is not None:
-        wrong = 'with batchnorm="per_microbatch" smaller pieces would be another update'
+        wrong = "with GhostBatchNorm smaller pieces would be another update"
         do = "state a smaller microbatch_size"
     elif samples is None:
         wrong, do = "its samples cannot be counted, so it cannot be cut smaller", "give smaller micro-batches"

@@ -2,43 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from superbatch.errors import InputError, WindowError, explain
-from superbatch.noise.meter import NoiseMeter
+from superbatch.errors import WindowError, explain
 
-from ..sizes.sizing import Fixed, Sizing, load_sizing
 from . import saved_checks
 from .digest import digest_of
 from .transaction import Transaction
-
-
-def load_sizing_and_noise(state: Mapping[str, Any], sizing: Sizing, meter: NoiseMeter | None) -> Fixed:
-    """Resume an accumulator's sizes and noise: both, or neither.
-
-    Args:
-        state: of the accumulator.
-        sizing: of batches.
-        meter: of the noise, where it is measured.
-
-    Returns:
-        The sizes of windows.
-
-    Raises:
-        InputError: one of them cannot be read, or the noise was averaged otherwise; nothing has changed.
-    """
-    if not isinstance(state.get("noise"), Mapping | None):
-        raise InputError("The saved noise is no mapping. Pass what Accumulator.state_dict() returned.")
-    before = sizing.state_dict()
-    of_windows = load_sizing(state, sizing)
-    try:
-        if meter is not None and state.get("noise") is not None:
-            meter.load_state_dict(state["noise"])
-    except Exception:  # whatever it is propagates; the sizes must not be those of a state that failed
-        sizing.load_state_dict(before)
-        raise
-    return of_windows
 
 
 def state_of(window: Transaction) -> dict[str, Any]:
@@ -103,5 +73,6 @@ def _place(window: Transaction) -> list[str]:
         config.nonfinite,
         type(window.norms).__name__,
         str(config.sample_rng),
+        *([] if config.extra is None else [type(each).__name__ for each in config.extra.participants]),
     ]
     return [window.gradients.describe(), *options, *(entry.name for entry in config.owned)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, ParamSpec
@@ -42,6 +43,8 @@ _OTHERS = {
     **dict.fromkeys(("grad_scaler",), "pass scaler="),
 }
 
+_OPTION = re.compile(r"(\w+)=")
+
 
 def name_unknown_options(init: Callable[P, None]) -> Callable[P, None]:
     """Wrap a constructor so that an option of another library is answered with ours.
@@ -61,8 +64,11 @@ def name_unknown_options(init: Callable[P, None]) -> Callable[P, None]:
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
         for name in kwargs.keys() - known:
-            if name in _OTHERS:
-                raise InputError(f"Accumulator has no option {name}=. Instead, {_OTHERS[name]}.")
+            advice = _OTHERS.get(name, "")
+            ours = _OPTION.search(advice)
+            if ours is not None and ours[1] in known:
+                owner = type(args[0]).__name__ if args else "Accumulator"
+                raise InputError(f"{owner} has no option {name}=. Instead, {advice}.")
         init(*args, **kwargs)
 
     return checked

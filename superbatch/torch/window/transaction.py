@@ -46,7 +46,12 @@ class Transaction:
         watch: BackwardWatch | None,
     ) -> None:
         self.config, self.gradients, self.progress, self.sizing = config, gradients, progress, sizing
-        self.scale = LossScale(config.rule.scaler, config.owned[0].parameter.device)
+        self.scale = LossScale(
+            config.rule.scaler,
+            config.owned[0].parameter.device,
+            scaled_by_host=config.backward is not None,
+            unscaled=config.earlier is None,
+        )
         samples = sum(progress.microbatches.samples or ())
         self.streams = SampleStreams(config.sync, samples) if config.sample_rng else None
         self.norms: Frozen | Pooled | None = config.norms
@@ -63,8 +68,10 @@ class Transaction:
             self.norms,
             self.scale,
             watch,
+            config.earlier,
             gradients,
             self.noise,
+            config.extra,
             progress,
         ]
         self._participants: list[Participant] = [each for each in found if each is not None]

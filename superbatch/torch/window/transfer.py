@@ -138,7 +138,9 @@ class Transfer:
             index: of the one that is worked on next.
         """
         device = self._device
-        if device is None or device.type == "cpu":
+        if device is None:
+            return microbatches[index]
+        if device.type == "cpu":
             return to_device(microbatches[index], device)
         source, copy = self._ahead.pop() if self._ahead else (None, None)
         if source is not microbatches[index]:  # the first one, or cut differently meanwhile

@@ -8,7 +8,7 @@ something else, and a scheduler counts updates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
@@ -28,6 +28,8 @@ from .participants.momentum_gradients import MomentumGradientSum
 from .sync.sync import Sync
 from .wrapped import reaches
 
+Clip = Callable[[Sequence[Tensor]], None]
+
 
 @dataclass(frozen=True)
 class UpdateRule:
@@ -38,21 +40,18 @@ class UpdateRule:
         schedulers: stepped after an update was made, once each.
         scaler: a `torch.amp.GradScaler`, or None.
         max_grad_norm: the largest 2-norm of the normalised gradient, or None.
-        max_grad_value: the largest magnitude of one of its elements, or None.
+        clip: changes the elements of the gradients in place, after that; or None.
         masters_copied: whether targets are copies that the parameters must be set to after an update.
+        scaling: whether losses are scaled, so that an overflow is an ordinary event.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...]
     schedulers: tuple[Any, ...]
     scaler: Any | None
     max_grad_norm: float | None
-    max_grad_value: float | None
+    clip: Clip | None
     masters_copied: bool
-
-    @property
-    def scaling(self) -> bool:
-        """Return whether losses are scaled, so that an overflow is an ordinary event."""
-        return self.scaler is not None and self.scaler.is_enabled()
+    scaling: bool = False
 
 
 def ready(
@@ -80,14 +79,13 @@ def ready(
 
 
 def clip(rule: UpdateRule, gradients: list[Tensor | None], norm: float) -> None:
-    """Clip the normalised gradient in place, by norm and then by value, as torch's own functions do."""
+    """Clip the normalised gradient in place, by norm and then by the user's function."""
     # Unlike torch's function this leaves out the pass over all gradients when it would multiply by one.
     if rule.max_grad_norm is not None and norm + 1e-6 > rule.max_grad_norm:
         factor = rule.max_grad_norm / (norm + 1e-6)
         fastpaths.multiply(elements_of(gradients), factor)
-    if rule.max_grad_value is not None:
-        for elements in elements_of(gradients):
-            elements.clamp_(-rule.max_grad_value, rule.max_grad_value)
+    if rule.clip is not None:
+        rule.clip(elements_of(gradients))
 
 
 def update(

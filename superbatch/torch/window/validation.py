@@ -120,7 +120,7 @@ def own_parameters(
                 f"an optimizer over {len(seen)} tensors and a model with {len(names)} trainable parameters",
                 "none of them is a parameter of the model that needs a gradient, so no update could "
                 "change the model",
-                "make the optimizer with model.parameters(), or pass masters={parameter: copy} for "
+                "make the optimizer with model.parameters(), or pass MasterWeights(optimizer, masters) for "
                 "float32 copies",
             )
         )
@@ -128,6 +128,30 @@ def own_parameters(
         if hasattr(entry.parameter, "_in_backward_optimizers"):
             raise steps_in_backward(entry.name)
     return owned
+
+
+def all_parameters(models: Sequence[nn.Module], nothing: Optimizer) -> list[ManagedParameter]:
+    """List all trainable parameters of models, for a gradient without an optimizer.
+
+    Args:
+        models: one or several.
+        nothing: an optimizer that is never stepped, to stand as theirs.
+
+    Examples:
+        >>> [entry.name for entry in all_parameters([nn.Linear(2, 1)], no_optimizer())]
+        ['weight', 'bias']
+    """
+    return [ManagedParameter(name, each, each, nothing, 0) for each, name in names_of(models).items()]
+
+
+def no_optimizer() -> Optimizer:
+    """Return an optimizer of no model, to stand where there is none.
+
+    Examples:
+        >>> len(no_optimizer().param_groups)
+        1
+    """
+    return torch.optim.SGD([torch.zeros(1)], lr=0.0)
 
 
 def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
@@ -289,18 +313,18 @@ def check_momentum(step_optimizers: Sequence[Optimizer], **conflicts: object) ->
     if reason:
         raise OptimizerError(
             explain(
-                f'accumulate_into="momentum" with {type(optimizer).__name__}',
+                f'gradient_sum="momentum" with {type(optimizer).__name__}',
                 reason,
-                'use accumulate_into="grad"',
+                "leave gradient_sum out",
             )
         )
     for name, value in conflicts.items():
         if value:
             raise InputError(
                 explain(
-                    f'accumulate_into="momentum" with {name}',
+                    f'gradient_sum="momentum" with {name}',
                     "the gradient of the batch never exists on its own, so it cannot be looked at or changed",
-                    f'use accumulate_into="grad", or leave out {name}',
+                    f"leave out gradient_sum, or {name}",
                 )
             )
 

@@ -98,8 +98,13 @@ def _nondeterminism(evidence: float) -> Finding:
 
 def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[Setting, list[Finding]]:
     streams = setting.but(streams=True)
-    remedy = "pass sample_rng=True, which gives every sample its own random numbers under every split"
-    outside = "draw them with torch's own functions, one draw for each sample, then pass sample_rng=True"
+    remedy = (
+        "pass participants=[PerSampleRandom()]: each sample then has its own random numbers in every split"
+    )
+    outside = (
+        "draw them with torch's own functions, one draw for each sample, then pass "
+        "participants=[PerSampleRandom()]"
+    )
     detail = "random numbers are drawn, and other ones in micro-batches than in the batch"
     seed = {"host_seed": 1} if setting.streams else {"seed": 1, "host_seed": 1}
     evidence = largest(accumulated(setting.but(**seed), size), accumulated(setting, size))

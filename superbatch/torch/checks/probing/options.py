@@ -38,7 +38,7 @@ def check_model(model: nn.Module) -> None:
             )
 
 
-def check_options(problem: Problem, sample_rng: Any, tolerance: Any) -> None:
+def check_options(problem: Problem, tolerance: Any) -> None:
     """Refuse options of the wrong type or value.
 
     Raises:
@@ -59,8 +59,6 @@ def check_options(problem: Problem, sample_rng: Any, tolerance: Any) -> None:
                 'pass None (samples), a function micro-batch -> number, or "returned"',
             )
         )
-    if not isinstance(sample_rng, bool):
-        raise InputError(explain(f"sample_rng={sample_rng!r}", "it is on or off", "pass True or False"))
     if tolerance is None or check_positive(tolerance, "tolerance") is None:
         raise InputError(
             explain(f"tolerance={tolerance!r}", "it is a relative difference", "pass a float, such as 1e-12")

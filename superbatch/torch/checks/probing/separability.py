@@ -33,8 +33,8 @@ from .untouched import seed_all
 
 _SEED = 0
 _COUPLED_LOSS = (
-    'use coupled="exact" (the whole batch, in the memory of micro-batches), cached_gradients if the loss is '
-    "one over embeddings, or a loss that is a weighted mean over samples"
+    "use WholeBatch (the whole batch, in the memory of micro-batches), cached_gradients if the loss is one "
+    "over embeddings, or a loss that is a weighted mean over samples"
 )
 
 

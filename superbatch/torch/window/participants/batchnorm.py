@@ -64,9 +64,10 @@ def refuse(batchnorms: dict[str, _BatchNorm]) -> None:
                 f"a model with BatchNorm in training mode ({named})",
                 "it normalises a sample by the other samples of what it sees, so micro-batches do not "
                 "give the gradient of the batch",
-                'choose coupled="exact" (the batch\'s own statistics, exact), batchnorm="frozen" (running '
-                'statistics, exact), or batchnorm="per_microbatch" (another function: normalised per '
-                "micro-batch, running statistics pooled over the batch)",
+                "choose superbatch.torch.WholeBatch (the batch's own statistics, exact), "
+                "participants=[FrozenBatchNorm()] (running statistics, exact), or "
+                "participants=[GhostBatchNorm()] (another function: normalised per micro-batch, running "
+                "statistics pooled over the batch)",
             )
         )
 
@@ -100,7 +101,7 @@ class Frozen:
             if module.running_mean is None:
                 raise CoupledSamplesError(
                     explain(
-                        f'batchnorm="frozen" and {path!r}, a BatchNorm without running statistics',
+                        f"FrozenBatchNorm and {path!r}, a BatchNorm without running statistics",
                         "it normalises with what it sees in evaluation mode too",
                         "give it track_running_stats=True, or replace it by GroupNorm or LayerNorm",
                     )
@@ -157,7 +158,7 @@ class Pooled:
         if sync.shared and any(isinstance(module, nn.SyncBatchNorm) for module in batchnorms.values()):
             raise CoupledSamplesError(
                 explain(
-                    'batchnorm="per_microbatch" with SyncBatchNorm',
+                    "GhostBatchNorm with SyncBatchNorm",
                     "it communicates in every forward, but ranks may have different numbers of micro-batches",
                     "use BatchNorm: its running statistics are pooled over the ranks here",
                 )

@@ -14,6 +14,7 @@ from superbatch.torch import fastpaths
 from .gradient_sum import (
     LOW_PRECISION,
     ManagedParameter,
+    RunBackward,
     add_after_gradient,
     all_finite,
     attach,
@@ -35,6 +36,7 @@ class BufferGradientSum:
         dtype: of the buffers of parameters of lower precision; wider parameters keep their own dtype.
         isolated: check each micro-batch's gradient as a whole before adding it.
         only_owned: restrict the backward to these parameters.
+        run: the backward.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class BufferGradientSum:
         *,
         isolated: bool = False,
         only_owned: bool = False,
+        run: RunBackward = run_backward,
     ) -> None:
-        self._owned = owned
+        self._owned, self._run = owned, run
         self._dtype = dtype
         self._isolated = isolated
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
@@ -69,7 +72,7 @@ class BufferGradientSum:
         require_none(self._owned)
         self._inside = True
         try:
-            run_backward(loss, None, self.inputs, retain_graph=retain_graph)
+            self._run(loss, None, self.inputs, retain_graph=retain_graph)
         finally:
             self._inside = False
 

@@ -28,6 +28,9 @@ from superbatch.errors import OptimizerError, WindowError, explain
 from superbatch.torch import fastpaths
 from superbatch.torch.devices import alike
 
+RunBackward = Callable[..., None]
+"""``run(loss, gradient, inputs, retain_graph=...)``: `run_backward`, or what `host_backward` returns."""
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -264,6 +267,38 @@ def run_backward(
                 )
             ) from error
         raise
+
+
+def host_backward(backward: Callable[..., Any]) -> RunBackward:
+    """Return a backward that leaves autograd to a host such as ``accelerator.backward``.
+
+    Args:
+        backward: ``backward(loss)``; it may scale the loss, and gets ``retain_graph=True`` where a
+            micro-batch has several losses.
+
+    Examples:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> run = host_backward(lambda loss: loss.backward())
+        >>> run(weight.sum(), torch.tensor(0.5), None, retain_graph=False)
+        >>> weight.grad
+        tensor([0.5000, 0.5000])
+    """
+
+    def run(
+        loss: Tensor, gradient: Tensor | None, inputs: list[Tensor] | None, *, retain_graph: bool
+    ) -> None:
+        if inputs is not None:
+            raise OptimizerError(
+                "backward= cannot leave out parameters of other optimizers. Freeze them with "
+                "requires_grad_(False)."
+            )
+        scaled = loss if gradient is None else loss * gradient
+        if retain_graph:
+            backward(scaled, retain_graph=True)
+        else:
+            backward(scaled)
+
+    return run
 
 
 def attach(owned: list[ManagedParameter], gradients: list[Tensor | None]) -> None:

@@ -19,14 +19,18 @@ class LossScale:
     Args:
         scaler: a `torch.amp.GradScaler`; None, or one that is not enabled: losses are not scaled.
         device: of the losses.
+        scaled_by_host: the backward of somebody else scales each loss.
+        unscaled: the window unscales its gradient at its end.
 
     Attributes:
         value: the scale since `begin`; None: losses are not scaled.
     """
 
-    def __init__(self, scaler: Any | None, device: torch.device) -> None:
+    def __init__(
+        self, scaler: Any | None, device: torch.device, *, scaled_by_host: bool = False, unscaled: bool = True
+    ) -> None:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._device = device
+        self._device, self._scaled_by_host, self._unscaled = device, scaled_by_host, unscaled
         self.value: float | None = None
 
     def begin(self) -> None:
@@ -40,7 +44,7 @@ class LossScale:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale."""
-        return loss if self._scaler is None else self._scaler.scale(loss)
+        return loss if self._scaler is None or self._scaled_by_host else self._scaler.scale(loss)
 
     def require(self) -> None:
         """Check that all losses of the window were scaled alike.
@@ -68,7 +72,11 @@ class LossScale:
     def restore(self) -> None:
         """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
         # A scaler that has scaled nothing has no scale yet, and would refuse.
-        if self._scaler is not None and getattr(self._scaler, "_growth_tracker", 0) is not None:
+        if (
+            self._scaler is not None
+            and self._unscaled
+            and getattr(self._scaler, "_growth_tracker", 0) is not None
+        ):
             self._scaler.update(self._scaler.get_scale())
 
     def commit(self) -> None:

@@ -40,7 +40,7 @@ def warn_of_what_moves(keeper: MovedState, run: Callable[[], float | None]) -> N
         warn(
             f"the forward changes the state {_listed(names)} once per micro-batch, where the real batch "
             "changes it once per update, so the update is not exactly that of the real batch. Change it once "
-            'per update, outside of loss_fn; or freeze it (eval()), use coupled="exact", which calls loss_fn '
+            "per update, outside of loss_fn; or freeze it (eval()), use WholeBatch, which calls loss_fn "
             "once, or accept it and pass check=False."
         )
 

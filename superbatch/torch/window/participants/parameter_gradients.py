@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gradient_sum import ManagedParameter, attach, clear, run_backward, unshare
+from .gradient_sum import ManagedParameter, RunBackward, attach, clear, run_backward, unshare
 from .gradient_versions import GradientVersions
 
 
@@ -22,8 +22,9 @@ class ParameterGradientSum:
         *,
         only_owned: bool,
         whole: bool = False,
+        run: RunBackward = run_backward,
     ) -> None:
-        self._owned = owned
+        self._owned, self._run = owned, run
         self._whole = whole
         # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
         # are,
@@ -49,7 +50,7 @@ class ParameterGradientSum:
         gradient = self._factors.get(key)
         if gradient is None:
             gradient = self._factors[key] = loss.new_full(loss.shape, factor)
-        run_backward(loss, gradient, self.inputs, retain_graph=retain_graph)
+        self._run(loss, gradient, self.inputs, retain_graph=retain_graph)
         self.took(gradient)
 
     def backward_rounded(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:

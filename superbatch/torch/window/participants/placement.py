@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
+from ...options import GradientSumOption
 from ...warn import warn
 from ..config import Config
 from ..validation import check_momentum
 from .buffer_gradients import BufferGradientSum
-from .gradient_sum import LOW_PRECISION, GradientSum
+from .gradient_sum import LOW_PRECISION, GradientSum, host_backward, run_backward
 from .momentum_gradients import MomentumGradientSum
 from .parameter_gradients import ParameterGradientSum
 
@@ -23,39 +22,37 @@ class Placement:
 
     Args:
         config: of the accumulator.
-        dtype: that low-precision gradients are summed in; ``"auto"``: float32 for long windows.
-        momentum: sum into SGD's momentum buffer.
+        option: dtype that low-precision gradients are summed in; ``"auto"``: float32 for long windows; None:
+            their own; ``"momentum"``: sum into SGD's momentum buffer.
     """
 
-    def __init__(
-        self, config: Config, dtype: torch.dtype | Literal["auto"] | None, *, momentum: bool
-    ) -> None:
-        self._config = config
-        self._dtype: torch.dtype | Literal["auto"] | None = dtype
-        self._momentum = momentum
+    def __init__(self, config: Config, option: GradientSumOption) -> None:
+        self._config, self._option = config, option
+        host = config.backward
+        self._run = run_backward if host is None else host_backward(host)
         self._said = False
 
     def choose(self, microbatches: int, *, only_owned: bool) -> GradientSum:
         """Return the place for a window of a number of micro-batches."""
         config = self._config
-        if self._momentum:
+        if self._option == "momentum":
             check_momentum(config.rule.optimizers)  # groups may have changed since the last window
             return MomentumGradientSum(config.owned, config.rule.optimizers[0], only_owned=only_owned)
         if config.whole:
-            return ParameterGradientSum(config.owned, only_owned=only_owned, whole=True)
+            return ParameterGradientSum(config.owned, only_owned=only_owned, whole=True, run=self._run)
         dtype = self._sum_dtype(microbatches)
         isolated = config.nonfinite == "skip_microbatch"
         if dtype is None and not isolated:
-            return ParameterGradientSum(config.owned, only_owned=only_owned)
-        return BufferGradientSum(config.owned, dtype, isolated=isolated, only_owned=only_owned)
+            return ParameterGradientSum(config.owned, only_owned=only_owned, run=self._run)
+        return BufferGradientSum(config.owned, dtype, isolated=isolated, only_owned=only_owned, run=self._run)
 
     def _sum_dtype(self, microbatches: int) -> torch.dtype | None:
         """The dtype of the buffers that low-precision gradients are summed in, or None for no buffers."""
         config = self._config
         if {entry.parameter.dtype for entry in config.owned}.isdisjoint(LOW_PRECISION):
             return None
-        if not isinstance(self._dtype, str):
-            return self._dtype
+        if not isinstance(self._option, str):
+            return self._option
         if config.rule.masters_copied or config.weigh == "returned":
             return torch.float32  # sums that are divided only afterwards would overflow in float16
         # All ranks must choose alike: their sums are added up.
@@ -67,7 +64,7 @@ class Placement:
             warn(
                 f"a window of {longest} micro-batches with bfloat16/float16 parameters: their gradients are "
                 "summed in float32 (4 bytes per parameter), since a sum in their own dtype would stop "
-                "growing. accumulator_dtype=torch.float32 says the same without this message, "
-                "accumulator_dtype=None undoes it."
+                "growing. gradient_sum=torch.float32 says the same without this message, gradient_sum=None "
+                "undoes it."
             )
         return torch.float32

@@ -1,4 +1,4 @@
-"""Participant for `sample_rng`: one random stream per sample, under a key that all ranks share."""
+"""Participant for `PerSampleRandom`: one random stream per sample, under a key that all ranks share."""
 
 from __future__ import annotations
 

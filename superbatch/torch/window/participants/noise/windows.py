@@ -172,7 +172,7 @@ class NoiseOfWindows:
         self.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measurements of the window's micro-batches so far."""
+        """Return what the window's micro-batches have shown so far."""
         return {"noise": None if self.seen is None else self.seen.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -314,55 +314,38 @@ class NoiseOfWindows:
 
 
 def noise_of(
-    noise: object,
+    observers: Sequence[object],
     models: Sequence[nn.Module],
     owned: list[ManagedParameter],
     optimizers: Sequence[Optimizer],
     *,
     momentum: bool,
-    whole: bool,
 ) -> NoiseOfWindows | None:
-    """Return the noise measurement that the option of the accumulator declares.
+    """Return the noise measurement of the meter among the observers; None: there is none.
 
     Args:
-        noise: False, True, or a meter.
+        observers: option of the accumulator.
         models: of the accumulator.
         owned: the parameters.
         optimizers: of the accumulator.
         momentum: gradients are summed into the momentum buffer.
-        whole: the loss is computed on the whole batch.
 
     Raises:
-        InputError: it is neither of them, or cannot be measured.
+        InputError: it is no meter or several, or the noise cannot be measured.
     """
-    if noise is False:
+    if not observers:
         return None
-    if noise is not True and not isinstance(noise, NoiseMeter):
+    meter, *others = observers
+    if others or not isinstance(meter, NoiseMeter):
         raise InputError(
-            explain(
-                f"noise={noise!r}",
-                "the noise of the gradient is measured, or not",
-                "pass True, False, or a superbatch.noise.NoiseMeter with options of your own",
-            )
+            f"observers={list(observers)!r} is not one meter. Pass observers=[superbatch.NoiseMeter()]."
         )
     if momentum:
         raise InputError(
-            explain(
-                'noise with accumulate_into="momentum"',
-                "noise is told from the norm of the batch's gradient, which never exists on its own there",
-                'use accumulate_into="grad" while measuring, or leave noise out',
-            )
+            "A NoiseMeter needs the gradient of the batch, which does not exist with "
+            'gradient_sum="momentum". Leave one of them out.'
         )
-    if whole:
-        raise InputError(
-            explain(
-                'noise with coupled="exact"',
-                "noise is told from the gradients of micro-batches, and where samples see each other a "
-                "micro-batch has none of its own",
-                "leave noise out",
-            )
-        )
-    if noise is not True and noise.proxy and not norm_layers(models, owned):
+    if meter.proxy and not norm_layers(models, owned):
         raise InputError(
             explain(
                 "NoiseMeter(proxy=True) with models without a LayerNorm or RMSNorm that is trained",
@@ -370,4 +353,4 @@ def noise_of(
                 "leave proxy out, and use two micro-batches or more",
             )
         )
-    return NoiseOfWindows(NoiseMeter() if noise is True else noise, owned, optimizers, models)
+    return NoiseOfWindows(meter, owned, optimizers, models)

@@ -1,0 +1,64 @@
+"""Options of `WholeBatch` and `WholeGradient` that separate samples have, and coupled ones have not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InputError
+from .options import GhostBatchNorm, PerSampleRandom
+from .window.coupled_work import Rng
+from .window.options import is_size
+from .window.sync.find import find_sync
+from .window.validation import as_models, check_choice
+
+
+def check_coupled(
+    model: Any, loss_fn: object, microbatch_size: object, rng: object, nonfinite: object, participants: object
+) -> None:
+    """Check the options of a loss whose samples are coupled.
+
+    Args:
+        model: one or several.
+        loss_fn: of the batch.
+        microbatch_size: samples, ``"auto"`` or None.
+        rng: ``"microbatch"`` or ``"batch"``.
+        nonfinite: ``"raise"`` or ``"skip_update"``.
+        participants: of the user.
+
+    Raises:
+        InputError: one of them has the wrong type or value.
+    """
+    if not callable(loss_fn):
+        raise InputError(
+            f"loss_fn={loss_fn!r} cannot be called. Pass a function batch -> loss: it is called once, with "
+            "the whole batch."
+        )
+    if not is_size(microbatch_size) or microbatch_size == "largest":
+        raise InputError(
+            f'microbatch_size={microbatch_size!r} is no number of samples. Pass a positive int, "auto", or '
+            "None for all at once; the update does not depend on it."
+        )
+    check_choice(rng, "rng", Rng)
+    if nonfinite == "skip_microbatch":
+        raise InputError(
+            "A micro-batch cannot be left out where samples are coupled. "
+            'Pass nonfinite="skip_update" or "raise".'
+        )
+    for each in participants if isinstance(participants, Sequence) else ():
+        if isinstance(each, GhostBatchNorm):
+            raise InputError(
+                "GhostBatchNorm normalises each micro-batch by itself, and a whole batch is normalised as "
+                "one. Leave it out, or use Accumulator."
+            )
+        if isinstance(each, PerSampleRandom):
+            raise InputError(
+                'PerSampleRandom is for separate samples. Pass rng="batch" to draw what the large batch '
+                "draws."
+            )
+    if find_sync(as_models(model), no_sync=True).group is not None:
+        raise InputError(
+            "The model is in DistributedDataParallel, where samples of other ranks would not be coupled to "
+            "those of this one. Write the step with superbatch.torch.virtual_batch, which works over ranks: "
+            "around the wrapped model (with SyncBatchNorm), or with group=... around the bare one."
+        )

@@ -1,0 +1,291 @@
+"""The gradient of a batch without a step, for whoever owns the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import nn
+
+from .. import normalize
+from ..batch.split import TokenBudget
+from ..noise.meter import NoiseMeter
+from ..results.coupling import CouplingReport
+from ..results.memory import MemoryReport
+from ..results.noise import Noise
+from ..results.update import Update
+from ..window import Window
+from .coupled_options import check_coupled
+from .loss.declared import WeightOption
+from .options import Split
+from .window.build import Options, engine_of
+from .window.config import NonFinite
+from .window.coupled_work import Coupled, Rng
+from .window.engine import Engine
+from .window.open_window import OpenWindow
+from .window.slips import name_unknown_options
+
+T = TypeVar("T")
+
+
+class Gradient:
+    """Adds the gradient of a whole batch to ``.grad``, computed in micro-batches that fit in memory.
+
+    As ``loss.backward()`` of the real large batch does: the gradient is normalised by the weight of the
+    batch, summed over the ranks of DistributedDataParallel, and not clipped; no optimizer steps. It has
+    everything that a window has: the check of the loss, recovery from out-of-memory, float32 sums, random
+    streams. A failure leaves ``.grad`` and everything else as before.
+
+    Args:
+        models: the model, or a list of models; the gradients of all their trainable parameters are added.
+        loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the models; None: `window` alone is used.
+        microbatch_size: as the `Accumulator`'s; so are `reduction`, `weight`, `nonfinite`, `device`,
+            `gradient_sum` (but for ``"momentum"``), `participants`, `observers`, `split` and `check`.
+        scaler: a `torch.amp.GradScaler` that scales each loss. The gradient stays scaled, as after
+            ``scaler.scale(loss).backward()``, and an overflow stays in it for ``scaler.step()`` to find.
+        backward: a host's own backward, such as ``accelerator.backward``, called with each scaled loss in
+            place of ``loss.backward()``. It must not divide the loss. Where it scales by a GradScaler, pass
+            that as `scaler` too.
+
+    Attributes:
+        engine: what opens the windows, for tools that make gradients of their own.
+
+    Raises:
+        InputError: an argument has the wrong type or value, or no parameter needs a gradient.
+
+    Examples:
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> gradient_of = Gradient(model, lambda x: model(x).square().mean(), microbatch_size=4)
+        >>> record = gradient_of(torch.randn(10, 3))
+        >>> optimizer.step()
+        >>> record.microbatches, model.weight.grad is not None
+        (3, True)
+    """
+
+    @name_unknown_options
+    def __init__(
+        self,
+        models: nn.Module | Sequence[nn.Module],
+        loss_fn: Callable[[Any], Any] | None = None,
+        *,
+        microbatch_size: int | TokenBudget | Literal["auto", "largest"] | None = "auto",
+        reduction: normalize.Reduction | Mapping[str, normalize.Reduction] = "mean",
+        weight: WeightOption | Mapping[str, WeightOption] = None,
+        scaler: Any = None,
+        backward: Callable[..., Any] | None = None,
+        nonfinite: NonFinite = "raise",
+        device: torch.device | str | int | None = "auto",
+        gradient_sum: torch.dtype | Literal["auto"] | None = "auto",
+        participants: Sequence[Any] = (),
+        observers: Sequence[NoiseMeter] = (),
+        split: Split = Split(),  # noqa: B008  (frozen)
+        check: bool = True,
+    ) -> None:
+        options = Options(
+            microbatch_size=_size(microbatch_size, loss_fn),
+            reduction=reduction,
+            weight=weight,
+            scaler=scaler,
+            backward=backward,
+            nonfinite=nonfinite,
+            device=device,
+            gradient_sum=gradient_sum,
+            participants=participants,
+            observers=observers,
+            split=split,
+            check=check,
+            steps=False,
+        )
+        self.engine: Engine = engine_of(models, None, loss_fn, options)
+
+    @property
+    def memory(self) -> MemoryReport | None:
+        """Sizes that ``"auto"`` or ``"largest"`` has found; else None."""
+        return self.engine.memory
+
+    @property
+    def noise(self) -> Noise | None:
+        """Noise of the gradient over the windows so far; None without a `NoiseMeter`."""
+        return self.engine.noise
+
+    def __call__(self, batch: Any) -> Update:
+        """Add the gradient of a batch, or of a `Window` of micro-batches, to ``.grad``.
+
+        Args:
+            batch: as the `Accumulator`'s.
+
+        Returns:
+            The record: loss, weight, samples, norm of the gradient that was added; no learning rates.
+
+        Raises:
+            InputError, SplitError: the batch cannot be worked through; nothing has changed.
+            LossSpecError, CoupledSamplesError: the loss is not what was declared; nothing has changed.
+            NonFiniteError: a loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
+        """
+        return self.engine.update(batch)
+
+    @overload
+    def window(self, batch: Window[T]) -> OpenWindow[T]: ...
+    @overload
+    def window(self, batch: T) -> OpenWindow[T]: ...
+    def window(self, batch: Any) -> OpenWindow[Any]:
+        """Return a window for a loop that owns its forward and backward; see `Accumulator.window`.
+
+        Args:
+            batch: as for a call.
+
+        Examples:
+            >>> model = nn.Linear(2, 1)
+            >>> gradient_of = Gradient(model, microbatch_size=2)
+            >>> with gradient_of.window(torch.randn(5, 2)) as window:
+            ...     for microbatch in window:
+            ...         window.backward(model(microbatch).square().mean())
+            >>> window.update.microbatches
+            3
+        """
+        return self.engine.open(batch)
+
+    def discard(self) -> None:
+        """Forget a window that was loaded or that an interrupt kept from its end, and restore its changes."""
+        self.engine.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sizes and checks so far, and the window that is open: tensors and plain containers."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state.
+
+        Args:
+            state: from `state_dict`.
+
+        Raises:
+            InputError: it is no such state.
+            WindowError: a window is open.
+        """
+        self.engine.load_state_dict(state)
+
+
+def gradient(
+    models: nn.Module | Sequence[nn.Module], loss_fn: Callable[[Any], Any], batch: Any, **options: Any
+) -> Update:
+    """Add the gradient of one batch to ``.grad``: `Gradient` for once.
+
+    In a training loop make a `Gradient` before it: it knows its micro-batch size and checks the loss once.
+
+    Args:
+        models: as for `Gradient`.
+        loss_fn: likewise.
+        batch: likewise.
+        options: likewise.
+
+    Examples:
+        >>> model = nn.Linear(3, 1)
+        >>> loss_fn = lambda x: model(x).square().mean()
+        >>> record = gradient(model, loss_fn, torch.randn(10, 3), microbatch_size=4)
+        >>> record.samples, model.weight.grad is not None
+        (10, True)
+    """
+    return Gradient(models, loss_fn, **options)(batch)
+
+
+class WholeGradient:
+    """Adds the gradient of a batch whose samples are coupled to ``.grad``, at the memory of micro-batches.
+
+    `Gradient` for BatchNorm in training mode and contrastive losses, as `WholeBatch` is the `Accumulator` for
+    them.
+
+    Args:
+        models: as `Gradient`'s.
+        loss_fn: ``loss_fn(batch) -> loss``, called once, with the whole batch.
+        microbatch_size: as `WholeBatch`'s; so are `rng`, `nonfinite`, `device` and `participants`.
+        scaler: as `Gradient`'s.
+        backward: as `Gradient`'s.
+
+    Attributes:
+        engine: what opens the windows, for tools that make gradients of their own.
+
+    Raises:
+        InputError: an argument has the wrong type or value, or no parameter needs a gradient.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        >>> gradient_of = WholeGradient(model, lambda x: model(x).relu().mean(), microbatch_size=4)
+        >>> gradient_of(torch.randn(10, 3)).microbatches
+        3
+    """
+
+    @name_unknown_options
+    def __init__(
+        self,
+        models: nn.Module | Sequence[nn.Module],
+        loss_fn: Callable[[Any], Any],
+        *,
+        microbatch_size: int | Literal["auto"] | None = "auto",
+        rng: Rng = "microbatch",
+        scaler: Any = None,
+        backward: Callable[..., Any] | None = None,
+        nonfinite: Literal["raise", "skip_update"] = "raise",
+        device: torch.device | str | int | None = "auto",
+        participants: Sequence[Any] = (),
+    ) -> None:
+        check_coupled(models, loss_fn, microbatch_size, rng, nonfinite, participants)
+        options = Options(
+            microbatch_size=microbatch_size,
+            scaler=scaler,
+            backward=backward,
+            nonfinite=nonfinite,
+            device=device,
+            participants=participants,
+            coupled=rng,
+            steps=False,
+        )
+        self.engine: Engine = engine_of(models, None, loss_fn, options)
+
+    @property
+    def coupling(self) -> CouplingReport | None:
+        """Coupling points of the last batch; None before the first."""
+        assert isinstance(self.engine.work, Coupled)
+        return self.engine.work.report
+
+    def __call__(self, batch: Any) -> Update:
+        """Add the gradient of a batch to ``.grad``.
+
+        Args:
+            batch: as `WholeBatch`'s.
+
+        Returns:
+            The record, as `Gradient`'s; one loss has the weight 1.
+
+        Raises:
+            InputError, SplitError: the batch cannot be worked through; nothing has changed.
+            NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
+        """
+        return self.engine.update(batch)
+
+    def discard(self) -> None:
+        """Forget a window that an interrupt kept from its end, and restore its changes."""
+        self.engine.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sizes so far: tensors and plain containers."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state.
+
+        Args:
+            state: from `state_dict`.
+
+        Raises:
+            InputError: it is no such state.
+            WindowError: a window is open.
+        """
+        self.engine.load_state_dict(state)
+
+
+def _size(microbatch_size: Any, loss_fn: object) -> Any:
+    """Return the default for a loop that the user owns: nothing can be tried there, so batches stay whole."""
+    return None if loss_fn is None and microbatch_size == "auto" else microbatch_size

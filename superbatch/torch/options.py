@@ -1,0 +1,156 @@
+"""Options of an `Accumulator` that are objects: each holds what belongs together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+
+GradientSumOption = torch.dtype | Literal["auto", "momentum"] | None
+
+
+class FrozenBatchNorm:
+    """BatchNorms that normalise with their running statistics during each window: exact.
+
+    Args:
+        modules: BatchNorms, or modules that contain them; none: all of the accumulator's models.
+
+    Examples:
+        >>> from superbatch.torch import Accumulator
+        >>> model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loss_fn = lambda x: model(x).square().mean()
+        >>> accumulate = Accumulator(
+        ...     model, sgd, loss_fn, microbatch_size=2, participants=[FrozenBatchNorm()]
+        ... )
+        >>> accumulate(torch.randn(4, 2)).made
+        True
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = _modules(modules, "FrozenBatchNorm")
+
+    def __repr__(self) -> str:
+        return "FrozenBatchNorm()"
+
+
+class GhostBatchNorm:
+    """BatchNorms that normalise each micro-batch by itself, as ghost batch normalisation does: not exact.
+
+    The gradient is another one than that of the batch. Running statistics move once per update, by the mean
+    and the variance of the whole batch, pooled from the micro-batches.
+
+    Args:
+        modules: BatchNorms, or modules that contain them; none: all of the accumulator's models.
+
+    Examples:
+        >>> GhostBatchNorm(nn.BatchNorm1d(4))
+        GhostBatchNorm()
+
+    References:
+        E. Hoffer, I. Hubara, D. Soudry, 2017, https://arxiv.org/abs/1705.08741
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.modules = _modules(modules, "GhostBatchNorm")
+
+    def __repr__(self) -> str:
+        return "GhostBatchNorm()"
+
+
+@dataclass(frozen=True)
+class PerSampleRandom:
+    """A random stream for each sample, so that dropout and noise do not depend on the split.
+
+    Without it each micro-batch draws on from the global generator, as a loop by hand does.
+
+    Examples:
+        >>> PerSampleRandom()
+        PerSampleRandom()
+    """
+
+
+@dataclass(frozen=True)
+class Split:
+    """Leaves of a batch that are not tensors with the samples first.
+
+    Args:
+        unsplit: paths of leaves that every micro-batch gets unsplit (the same object: do not change it in
+            place).
+        per_sample: paths of lists that hold one object per sample.
+
+    Raises:
+        InputError: one of them is no sequence of strings.
+
+    Examples:
+        >>> Split(per_sample=["targets"])
+        Split(unsplit=(), per_sample=('targets',))
+    """
+
+    unsplit: Sequence[str] = ()
+    per_sample: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unsplit", _paths(self.unsplit, "unsplit"))
+        object.__setattr__(self, "per_sample", _paths(self.per_sample, "per_sample"))
+
+    @property
+    def paths(self) -> dict[str, tuple[str, ...]]:
+        """Paths in the words of `superbatch.batch`."""
+        return {"whole": tuple(self.unsplit), "per_sample": tuple(self.per_sample)}
+
+
+@dataclass(frozen=True)
+class ClipValue:
+    """Clipping of the elements of a gradient to a magnitude, in place.
+
+    Args:
+        limit: largest magnitude of an element.
+
+    Raises:
+        InputError: the limit is not a positive number.
+
+    Examples:
+        >>> gradient = torch.tensor([-3.0, 0.1])
+        >>> ClipValue(0.5)([gradient])
+        >>> gradient
+        tensor([-0.5000,  0.1000])
+    """
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        limit = self.limit
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+            raise InputError(f"ClipValue({limit!r}) limits nothing. Pass a positive number.")
+
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        """Clip the elements of each tensor.
+
+        Raises:
+            InputError: a tensor is complex: complex numbers have no order.
+        """
+        for gradient in gradients:
+            if gradient.is_complex():
+                raise InputError(
+                    "ClipValue cannot clip complex numbers, which have no order. Use max_grad_norm."
+                )
+            gradient.clamp_(-self.limit, self.limit)
+
+
+def _modules(modules: Sequence[object], name: str) -> tuple[nn.Module, ...]:
+    found = tuple(module for module in modules if isinstance(module, nn.Module))
+    if len(found) != len(modules):
+        raise InputError(f"{name}() takes modules. Pass the model, or some of its BatchNorms.")
+    return found
+
+
+def _paths(paths: object, name: str) -> tuple[str, ...]:
+    if isinstance(paths, Sequence) and not isinstance(paths, str) and all(isinstance(p, str) for p in paths):
+        return tuple(paths)
+    raise InputError(f'{name}={paths!r} is no sequence of paths. Pass {name}=["path"].')

@@ -1,0 +1,265 @@
+"""Engine of an accumulator from its options: each is checked, and what excludes each other is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from superbatch.batch.split import TokenBudget
+from superbatch.errors import InputError
+from superbatch.noise.meter import NoiseMeter
+
+from .. import fastpaths
+from ..checks.check_schedule import CheckSchedule
+from ..devices import accelerators
+from ..loss.declared import declare
+from ..masters import MasterWeights
+from ..options import (
+    FrozenBatchNorm,
+    GhostBatchNorm,
+    GradientSumOption,
+    PerSampleRandom,
+    Split,
+)
+from ..sizes.reserve import Reserve
+from ..sizes.sizing import Fixed
+from . import options, validation
+from .before_step import BeforeStep
+from .config import Config, NonFinite
+from .coupled_work import Coupled, Rng
+from .engine import Engine
+from .microbatches import sizing_of
+from .owned_parameters import ModelParameters, OwnedParameters
+from .participant import Participant
+from .participants import batchnorm as norms
+from .participants.earlier_gradients import EarlierGradients
+from .participants.extra import Extra
+from .participants.moved_state import MovedState
+from .participants.noise.windows import noise_of
+from .participants.placement import Placement
+from .participants.snapshot import RandomKeeper
+from .slip_watch import SlipWatch
+from .sync.find import find_sync
+from .sync.sync import Sync
+from .transfer import Transfer
+from .update_rule import Clip, UpdateRule
+from .work import ByMicrobatch, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of an accumulator or a gradient as the user gave them; see `Accumulator` and `Gradient`.
+
+    Attributes:
+        coupled: the random numbers of a whole batch whose samples are coupled; None: samples are separate.
+        steps: an optimizer makes an update; False: the gradient is left in ``.grad``.
+    """
+
+    microbatch_size: int | TokenBudget | Literal["auto", "largest"] | None = None
+    reduction: Any = "mean"
+    weight: Any = None
+    max_grad_norm: float | None = None
+    clip: Clip | None = None
+    scheduler: Any = None
+    scaler: Any = None
+    nonfinite: NonFinite = "raise"
+    device: Any = "auto"
+    gradient_sum: GradientSumOption = "auto"
+    participants: Sequence[Any] = ()
+    observers: Sequence[NoiseMeter] = ()
+    split: Split = Split()  # noqa: RUF009  (frozen)
+    check: bool = True
+    backward: Callable[..., Any] | None = None
+    coupled: Rng | None = None
+    steps: bool = True
+
+
+@dataclass(frozen=True)
+class _Participants:
+    batchnorm: Literal["error", "frozen", "per_microbatch"]
+    modules: tuple[nn.Module, ...]
+    sample_rng: bool
+    extra: tuple[Participant, ...]
+
+
+def engine_of(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    loss_fn: Callable[[Any], Any] | None,
+    given: Options,
+) -> Engine:
+    """Return the engine of an accumulator, or of a gradient without an optimizer.
+
+    Args:
+        model: one or several.
+        optimizer: one or several, bare or in `MasterWeights`; None where `given` makes no step.
+        loss_fn: of a micro-batch, or of the batch; None: the user owns the loop.
+        given: the options.
+
+    Raises:
+        InputError: an option has the wrong type or value, or two of them exclude each other.
+        OptimizerError: the optimizer cannot be used, or does not own the model's parameters.
+    """
+    models = validation.as_models(model)
+    bare, masters = _without_masters(optimizer)
+    optimizers = validation.as_optimizers(bare) if given.steps else ()
+    _check(loss_fn, given)
+    if not given.steps and given.gradient_sum == "momentum":
+        raise InputError('gradient_sum="momentum" needs SGD, and a gradient has no optimizer. Leave it out.')
+    participants = _participants(given.participants)
+    sync = find_sync(models, no_sync=True)
+    if given.steps:
+        parameters = OwnedParameters(models, optimizers, masters)
+    else:
+        parameters = ModelParameters(models)
+    config = _config(models, optimizers, loss_fn, given, parameters.entries, participants, sync, masters)
+    batchnorms = norms.find_batchnorms(models)
+    whole, size = given.coupled, given.microbatch_size
+    if whole is None:
+        kind = participants.batchnorm if batchnorms else None
+        sizing = sizing_of(
+            size,
+            config,
+            given.split.paths,
+            batchnorm=kind,
+            gradient_sum=given.gradient_sum,
+            masters=masters,
+        )
+        refused = {} if participants.batchnorm != "error" and not participants.modules else batchnorms
+        covered = _inside(participants.modules)
+        refused = {path: each for path, each in refused.items() if each not in covered}
+        work: Work = ByMicrobatch(config, sizing, given.split.paths, refused)
+        config.reserve.tight = not isinstance(sizing, Fixed)
+    else:
+        assert loss_fn is not None
+        assert not isinstance(size, TokenBudget)
+        work = Coupled(config, loss_fn, "auto" if isinstance(size, str) else size, whole)
+    options.check_combinations(config, momentum=given.gradient_sum == "momentum")
+    if isinstance(size, int | TokenBudget) or size is None:
+        # A size that is looked for goes to the limit: there all is handed back.
+        fastpaths.keep_freed_memory(entry.parameter.device for entry in parameters.entries)
+    return Engine(
+        config,
+        parameters,
+        work,
+        Placement(config, given.gradient_sum),
+        schedule=CheckSchedule(config, batchnorms.values(), check=given.check),
+        slips=SlipWatch(config.rule.schedulers, size),
+    )
+
+
+def _config(
+    models: tuple[nn.Module, ...],
+    optimizers: tuple[Optimizer, ...],
+    loss_fn: Callable[[Any], Any] | None,
+    given: Options,
+    owned: list[Any],
+    participants: _Participants,
+    sync: Sync,
+    masters: dict[Tensor, Tensor],
+) -> Config:
+    device, whole = options.as_device(given.device, owned), given.coupled is not None
+    covered = _inside(participants.modules)
+    batchnorms = {
+        path: each
+        for path, each in norms.find_batchnorms(models).items()
+        if not participants.modules or each in covered
+    }
+    parameters = [entry.parameter for entry in owned]
+    scaler = options.check_scaler(given.scaler)
+    return Config(
+        models=models,
+        owned=owned,
+        rule=UpdateRule(
+            optimizers=optimizers,
+            schedulers=options.as_schedulers(given.scheduler),
+            scaler=scaler,
+            max_grad_norm=validation.check_positive(given.max_grad_norm, "max_grad_norm"),
+            clip=options.check_callable(
+                given.clip, "clip", "a function of the gradients, or ClipValue(limit)"
+            ),
+            masters_copied=bool(masters),
+            scaling=scaler is not None and scaler.is_enabled(),
+        ),
+        sync=sync,
+        device=device,
+        declared=declare(given.reduction, given.weight, nonfinite=given.nonfinite),
+        nonfinite=validation.check_choice(given.nonfinite, "nonfinite", NonFinite),
+        sample_rng=participants.sample_rng,
+        norms=norms.of_windows(batchnorms, participants.batchnorm, sync),
+        state=MovedState(models, [loss_fn]),
+        random=RandomKeeper(accelerators(models, *parameters, device)),
+        loss_fn=None if whole else loss_fn,
+        transfer=Transfer(None if whole else device),
+        reserve=Reserve(models, optimizers, owned),
+        before_step=BeforeStep(optimizers, owned),
+        noise=noise_of(
+            given.observers,
+            models,
+            owned,
+            optimizers or (owned[0].optimizer,),
+            momentum=given.gradient_sum == "momentum",
+        ),
+        whole=whole,
+        masters=masters,
+        backward=options.check_callable(given.backward, "backward", "a function of a loss"),
+        earlier=None if optimizers else EarlierGradients(owned),
+        extra=Extra(participants.extra) if participants.extra else None,
+    )
+
+
+def _check(loss_fn: object, given: Options) -> None:
+    options.check_types(loss_fn, given.microbatch_size, given.gradient_sum)
+    options.check_split(given.split)
+    options.check_lists(participants=given.participants, observers=given.observers)
+
+
+def _participants(given: Sequence[Any]) -> _Participants:
+    found: dict[type, list[Any]] = {
+        kind: [each for each in given if isinstance(each, kind)] for kind in _KINDS
+    }
+    others = tuple(each for each in given if not isinstance(each, _KINDS))
+    for each in others:
+        missing = [name for name in _METHODS if not callable(getattr(each, name, None))]
+        if isinstance(each, type) or missing:
+            raise InputError(
+                f"participants= has {each!r}, which takes no part in a window. Pass FrozenBatchNorm(), "
+                "GhostBatchNorm(), PerSampleRandom(), or an object with the methods of "
+                "superbatch.torch.window.participant.Participant."
+            )
+    frozen: list[Any] = found[FrozenBatchNorm]
+    ghost: list[Any] = found[GhostBatchNorm]
+    if len(frozen) + len(ghost) > 1:
+        raise InputError(
+            f"participants= has {len(frozen) + len(ghost)} objects for BatchNorm. Pass one, with all of its "
+            "modules."
+        )
+    kind = "frozen" if frozen else "per_microbatch" if ghost else "error"
+    modules = tuple(module for each in (*frozen, *ghost) for module in each.modules)
+    return _Participants(kind, modules, bool(found[PerSampleRandom]), others)
+
+
+_KINDS = (FrozenBatchNorm, GhostBatchNorm, PerSampleRandom)
+_METHODS = (
+    *("begin", "savepoint", "rollback", "restart", "restore", "commit", "state_dict", "load_state_dict"),
+)
+
+
+def _inside(modules: Sequence[nn.Module]) -> set[_BatchNorm]:
+    return {each for module in modules for each in module.modules() if isinstance(each, _BatchNorm)}
+
+
+def _without_masters(optimizer: Any) -> tuple[Any, dict[Tensor, Tensor]]:
+    """Return the optimizers as they are, and the masters of all of them."""
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    masters: dict[Tensor, Tensor] = {}
+    for each in given:
+        if isinstance(each, MasterWeights):
+            masters.update(each.masters)
+    bare = [each.optimizer if isinstance(each, MasterWeights) else each for each in given]
+    return (bare if isinstance(optimizer, list | tuple) else bare[0]), masters

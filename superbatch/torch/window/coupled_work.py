@@ -1,0 +1,306 @@
+"""Work of a window with coupled samples: the loss runs once, on the batch, in the memory of micro-batches.
+
+To the window around it the batch is one micro-batch, so that all that surrounds the sum - scaling, clipping,
+what is not finite, schedulers, restoring everything - is what it always is. Only forward and backward are
+others: they run on a virtual batch (`superbatch.torch.virtual`), which leaves the gradient of the real one.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from superbatch.batch.split import near_equal
+from superbatch.batch.tree import count_samples, map_arrays
+from superbatch.errors import InputError, OutOfMemoryError, SplitError, explain
+from superbatch.results.coupling import CouplingReport
+from superbatch.results.update import Update
+from superbatch.window import Window
+
+from ..memory.out_of_memory import out_of_memory, release_caches
+from ..module_tables import parameters_of
+from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
+from ..virtual import virtual_batch
+from ..virtual.block import VirtualBatch
+from ..virtual.trace.tensor import VirtualTensor
+from ..warn import warn
+from .config import Config
+from .joining import joined
+from .microbatches import MicrobatchList
+from .open_window import OpenWindow
+from .participants.gradient_sum import ManagedParameter, host_backward, run_backward
+from .participants.parameter_gradients import ParameterGradientSum
+from .retry import but_unseen, require_restorable
+from .slips import without_tensor
+from .validation import check_loss
+
+Size = int | Literal["auto"]
+Rng = Literal["microbatch", "batch"]
+
+
+class Coupled:
+    """Gradient of a window from the whole batch, a micro-batch at a time; one `Work` of a window.
+
+    Args:
+        config: of the accumulator.
+        loss_fn: of the whole batch, the user's.
+        size: most samples that are worked on at a time; ``"auto"``: as many as there is memory for; None:
+            all.
+        rng: random operators draw per ``"microbatch"``, or the numbers of the large ``"batch"``.
+
+    Attributes:
+        sizing: smaller micro-batches after memory ran out.
+        report: of the last window; None before the first.
+    """
+
+    def __init__(self, config: Config, loss_fn: Callable[[Any], Any], size: Size | None, rng: Rng) -> None:
+        self.sizing = Fixed(None)
+        self.report: CouplingReport | None = None
+        self._config, self._loss_fn = config, loss_fn
+        self._rng: Rng = rng
+        self._run = run_backward if config.backward is None else host_backward(config.backward)
+        self._size: Size | None = size
+        self._now: Size = "auto"
+        self._apart = False  # whether nothing was computed from the virtual batch
+
+    @property
+    def watched(self) -> None:
+        """None: a batch of one micro-batch is no slip here."""
+
+    @property
+    def can_run(self) -> bool:
+        """True: there is always a loss."""
+        return True
+
+    def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
+        """Return the batch as one micro-batch, and settle how much of it is worked on at a time.
+
+        Args:
+            batch: of the user, or a `Window`, whose micro-batches are joined.
+
+        Raises:
+            SplitError: samples cannot be counted or are in no tensors, or micro-batches not joined.
+        """
+        size: Size | None = self._size
+        if isinstance(batch, Window):
+            microbatches = list(batch)
+            size = max(_samples_of(microbatch) for microbatch in microbatches)
+            batch = joined(microbatches)
+        samples = _samples_of(batch)
+        given = None if size == "auto" else size
+        self._now = "auto"
+        if size != "auto" or self.sizing.most is not None:
+            self._now = min(filter(None, (given, self.sizing.most, samples)))
+        return MicrobatchList([batch], [samples], None, {}), self.sizing
+
+    def twin(self) -> Coupled:
+        """Return work that begins with the same sizes and leaves no trace in this one."""
+        twin = Coupled(self._config, self._loss_fn, self._size, self._rng)
+        twin.load_state_dict({"sizing": self.state_dict()})
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sizes that were found."""
+        return sizing_state(self.sizing, Fixed(None))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume with sizes that were found."""
+        load_sizing(state, self.sizing)
+
+    def run(self, window: OpenWindow[Any]) -> None:
+        """Compute the gradient; where memory runs out, again in smaller micro-batches.
+
+        Args:
+            window: open, over one piece.
+
+        Raises:
+            OutOfMemoryError: a single sample at a time does not fit.
+        """
+        for batch in window:
+            while (failure := self._until_failure(window, batch)) is not None:
+                self._go_on_smaller(window, failure)
+
+    def record(self, window: OpenWindow[Any]) -> Update:
+        """Return the record of a window that is over, with the micro-batches that there were."""
+        assert self.report is not None
+        return window.amend(microbatches=self.report.microbatches)
+
+    def _until_failure(self, window: OpenWindow[Any], batch: Any) -> str | None:
+        """Return the text of the error if memory ran out.
+
+        The virtual batch restores everything if it failed itself, not if something after it did.
+        """
+        try:
+            self._compute(window, batch)
+        except BaseException as error:
+            if not out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            return str(error) or type(error).__name__
+        return None
+
+    def _compute(self, window: OpenWindow[Any], batch: Any) -> None:
+        transaction = window.transaction
+        config, place, progress = transaction.config, transaction.gradients, transaction.progress
+        assert isinstance(place, ParameterGradientSum)
+        models = [*config.models, *_others(config.models, config.owned)]
+        begun: list[VirtualBatch] = []
+        self.report = None
+        try:
+            with virtual_batch(models, self._now, rng=self._rng, device=config.device) as virtual:
+                begun.append(virtual)
+                value = self._backward(window, virtual, batch, place.inputs)
+        finally:  # in how many micro-batches memory ran out, too
+            self.report = begun[0].report() if begun else None
+        if self._apart:  # the update is right all the same, but it took the memory of the whole batch
+            self.report = replace(begun[0].report(), microbatches=1)
+            warn(_APART)
+        config.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
+        place.took()
+        progress.losses.load_state({0: value.item()})
+        progress.arrived, progress.next = True, 1
+        if transaction.watch is not None:
+            transaction.watch.check()
+
+    def _backward(
+        self, window: OpenWindow[Any], virtual: VirtualBatch, batch: Any, inputs: list[Tensor] | None
+    ) -> Tensor:
+        """Record forward and backward; return the loss without its graph."""
+        loss = _checked(self._loss_fn(virtual(batch)))
+        self._apart = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
+        self._run(window.transaction.scale.scaled(loss), None, inputs, retain_graph=False)
+        return loss.detach()
+
+    def _go_on_smaller(self, window: OpenWindow[Any], failure: str) -> None:
+        transaction = window.transaction
+        config, progress = transaction.config, transaction.progress
+        require_restorable(transaction, f"a batch for which there was no memory ({failure})")
+        config.state.restore()  # the block restores the buffers of models alone
+        gc.collect()  # an exception and its frames may be a cycle
+        release_caches(*config.random.devices)
+        samples = sum(progress.microbatches.samples or ())
+        if self._now == "auto":  # chosen by the block, or not yet
+            parts = self.report.microbatches if self.report is not None else 0
+            failed = -(-samples // (parts or 1))
+        else:
+            failed = near_equal(samples, self._now)[0]
+        most = transaction.sizing.failed(failed)
+        if not most:
+            raise OutOfMemoryError(
+                explain(
+                    f"a batch of {samples} samples, one at a time, for which there was no memory ({failure})",
+                    "coupled samples share memory, and a single sample is the least to work on; "
+                    "nothing was updated, everything is as before the window",
+                    "make the batch or the samples smaller, use gradient checkpointing or a lower precision",
+                )
+            )
+        transaction.restart()
+        self._now = most
+        progress.failures += 1
+        config.reserve.tight = True
+        warn(
+            f"memory ran out with {failed} samples at a time; the batch is worked through again with at most "
+            f"{most}. The update is the same{but_unseen(transaction)}. ({failure.splitlines()[0]})"
+        )
+
+
+def _samples_of(batch: Any) -> int:
+    """Count the samples of a batch whose tensors have one row for each.
+
+    Raises:
+        SplitError: they have not, or there are none.
+    """
+    try:
+        samples = count_samples(batch)
+    except SplitError as error:  # its advice is for batches that are cut
+        if _has_targets(batch):
+            raise SplitError(
+                "Coupled samples cannot be in lists of per-sample targets, such as boxes and labels. Pad "
+                "them to one "
+                "tensor with a row per sample, or keep them out of the batch and let loss_fn look them up."
+            ) from None
+        found = str(error).partition(" Do: ")[0]
+        raise SplitError(f"{found} Do: {_ROWS}.") from None
+    tensors: list[Tensor] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim():
+            tensors.append(leaf)
+        return leaf
+
+    map_arrays(note, batch)
+    if not tensors:
+        raise SplitError(
+            explain(
+                f"a batch of {samples} coupled samples without a tensor",
+                "arrays and lists are given to loss_fn as they are, so nothing would be worked through in "
+                "micro-batches",
+                "make tensors of them before the call (torch.from_numpy)",
+            )
+        )
+    for tensor in tensors:
+        if len(tensor) != samples:
+            raise SplitError(
+                explain(
+                    f"a batch of {samples} coupled samples with a tensor of length {len(tensor)}",
+                    "what is worked through in micro-batches has one row for each sample",
+                    "give a padded batch",
+                )
+            )
+    return samples
+
+
+def _has_targets(batch: Any) -> bool:
+    """Tell if a part of the batch is a list of dicts of tensors, as detection models take their targets."""
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return any(
+        isinstance(part, list | tuple) and part and all(isinstance(each, Mapping) for each in part)
+        for part in (batch, *parts)
+    )
+
+
+def _checked(returned: Any) -> Tensor:
+    """Return what a loss function returned if it is the loss of a batch.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not isinstance(returned, Tensor):
+        raise without_tensor(returned, weighted=False)
+    if returned.numel() != 1:
+        raise InputError(
+            f"loss_fn returned a loss of shape {tuple(returned.shape)}, and a batch has one loss. Return its "
+            "mean over the batch."
+        )
+    check_loss(returned)
+    return returned
+
+
+_ROWS = (
+    "pass tensors with one row for each sample, padded where lengths differ, and let loss_fn close over what "
+    "belongs to no sample"
+)
+_APART = explain(
+    "a loss_fn that computes nothing from the tensors of the whole batch",
+    "the loss is of tensors that it closes over, makes or copies, so the whole batch was worked on at once",
+    "compute the loss from the tensors of the batch that loss_fn is given",
+)
+
+
+def _others(models: tuple[nn.Module, ...], owned: list[ManagedParameter]) -> list[nn.Module]:
+    """A holder for parameters outside of the models (a learnt temperature): they get gradients as well."""
+    inside = {id(parameter) for model in models for parameter in model.parameters()}
+    outside = [entry for entry in owned if id(entry.parameter) not in inside]
+    if not outside:
+        return []
+    holder = nn.Module()
+    for place, entry in enumerate(outside):
+        # Not by register_parameter: what the optimizer has may be a plain tensor.
+        parameters_of(holder)[str(place)] = entry.parameter  # pyright: ignore[reportArgumentType]  (as said)
+    return [holder]

@@ -1,0 +1,190 @@
+"""End of a window: its sums are combined, and the gradient is applied or left in ``.grad``."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from superbatch.errors import NonFiniteError
+from superbatch.results.update import Update
+
+from ..checks.check_schedule import CheckSchedule
+from ..loss.losses import Sum, WindowLoss, over_ranks
+from . import culprit, update_rule
+from .microbatches import Shown
+from .nonfinite import Culprit
+from .participants.momentum_gradients import MomentumGradientSum
+from .participants.noise.windows import Summed
+from .transaction import Transaction
+
+
+class Ending:
+    """End of one window, and its record.
+
+    Args:
+        window: all that it changes.
+        looks: what the check of the loss wants to see; None: nothing.
+        started: when the window was made, by `time.perf_counter`.
+
+    Attributes:
+        update: the record; None before the end.
+        passed: whether the point of no return is passed: the optimizer has stepped, or the gradient is in
+            ``.grad``.
+    """
+
+    def __init__(self, window: Transaction, looks: CheckSchedule | None, started: float) -> None:
+        self.update: Update | None = None
+        self.passed = False
+        self._window, self._looks, self._started = window, looks, started
+
+    def finish(self) -> None:
+        """Combine the sums of all micro-batches and ranks, and end the window with them.
+
+        Raises:
+            NonFiniteError: a loss or gradient is not finite, with ``nonfinite="raise"``; all is as before.
+        """
+        window, progress = self._window, self._window.progress
+        config, rule, noise = window.config, window.config.rule, window.noise
+        rates = update_rule.learning_rates(rule)
+        losses = progress.losses.on_host(len(progress.microbatches))
+        weights, dropped = progress.weights, progress.dropped
+        bad, sums = weights.not_finite(losses, dropped), weights.sums(losses, dropped)
+        shown, news = None, (False, 0)
+        if self._looks is not None:
+            took_part = partial(weights.took_part, dropped)
+            shown = Shown(progress.microbatches, weights.each(losses), weights.counted(dropped), took_part)
+            news = self._looks.news(shown)
+        mark = 0 if noise is None else noise.mark()
+        sums, bad_ranks, look = over_ranks(sums, config.sync, bad=bool(bad), mark=mark, news=news)
+        if bad_ranks:
+            self._refuse(sums, rates, culprit.by_loss(window, losses, bad))
+            return
+        found = weights.result(sums)
+        if not found.weight:
+            window.restore()
+            self._record(found, rates, skipped="no weight: every micro-batch was left out or has weight 0")
+            return
+        if look and shown is not None:
+            self._look_again(shown)
+        window.scale.require()
+        gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, found.divisor)
+        if isinstance(window.gradients, MomentumGradientSum):
+            gradients, norm = window.gradients.sums(), None
+            finite = config.sync.norm(gradients)[1]
+        else:
+            norm, finite = config.sync.norm(gradients)
+        if not finite and not rule.scaling:
+            self._refuse(sums, rates, culprit.by_gradient(window, losses, gradients))
+            return
+        if norm is not None and finite and noise is not None:
+            noise.measure(gradients, norm, self._summed(sums[0].weight, found.divisor))
+        if config.earlier is not None:
+            self._keep(found, gradients, norm)
+        elif finite:
+            self._apply(found, rates, gradients, norm)
+        else:
+            self._overflow(found, rates, norm)
+
+    def leave_early(self) -> None:
+        """Record that the window was left before its last micro-batch, and restored."""
+        progress = self._window.progress
+        reason = f"left after {len(progress.losses)} of {len(progress.microbatches)} micro-batches"
+        rates = update_rule.learning_rates(self._window.config.rule)
+        self._record(WindowLoss(math.nan, 0), rates, skipped=reason)
+
+    def _apply(
+        self,
+        found: WindowLoss,
+        rates: tuple[float, ...],
+        gradients: list[Tensor | None],
+        norm: float | None,
+    ) -> None:
+        """Clip the gradient and step the optimizers."""
+        window, config = self._window, self._window.config
+        rule = config.rule
+        if norm is not None:
+            update_rule.clip(rule, gradients, norm)
+        config.prepare_update()
+        reason = update_rule.update(rule, window.gradients, config.owned, gradients, config.before_step)
+        if reason:
+            window.restore()
+            self._record(found, rates, norm=norm, skipped=reason)
+            return
+        self.passed = True
+        self._record(found, rates, norm=norm)
+        update_rule.advance(rule, found.loss)
+        update_rule.zero_grad(config.owned, config.until_next)
+        window.commit()
+
+    def _keep(self, found: WindowLoss, gradients: list[Tensor | None], norm: float | None) -> None:
+        """Leave the gradient in ``.grad``: scaled, where losses are scaled."""
+        window = self._window
+        window.gradients.attach(gradients)
+        window.config.prepare_commit()
+        self.passed = True
+        self._record(found, (), norm=None if norm is None else norm / (window.scale.value or 1.0))
+        window.commit()
+
+    def _overflow(self, found: WindowLoss, rates: tuple[float, ...], norm: float | None) -> None:
+        """Lower the scale: the gradient of the scaled loss is not finite."""
+        window, config = self._window, self._window.config
+        config.prepare_commit()
+        reason = update_rule.overflow(config.rule, config.owned)
+        self._record(found, rates, norm=norm, skipped=reason)
+        window.commit()
+
+    def _refuse(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
+        progress, skipping = self._window.progress, self._window.config.nonfinite == "skip_update"
+        text = culprit.text(len(progress.microbatches), skipping=skipping)
+        self._window.restore()
+        if not skipping:
+            raise NonFiniteError(text)
+        self._record(progress.weights.result(sums), rates, skipped=f"not finite: {text}")
+
+    def _summed(self, weight: Any, divisor: float) -> Summed:
+        """Return how the gradients of this window were summed, for the noise."""
+        window, progress = self._window, self._window.progress
+        weights, dropped = progress.weights, progress.dropped
+        counted, took_part = weights.counted(dropped), len(weights.took_part(dropped))
+        samples = progress.microbatches.samples
+        return Summed(weight, divisor, counted, took_part, samples, window.scale.value, window.config.sync)
+
+    def _look_again(self, shown: Shown) -> None:
+        """Check the loss on this window, with what watches its micro-batches off."""
+        assert self._looks is not None
+        window, progress = self._window, self._window.progress
+        if window.pooled is not None:
+            window.pooled.watching = False
+        unchanged = progress.written(0, len(progress.microbatches) - 1) is None
+        with nullcontext() if window.noise is None else window.noise.lifted():
+            self._looks.look(shown, unchanged=unchanged)
+
+    def _record(
+        self,
+        found: WindowLoss,
+        rates: tuple[float, ...],
+        *,
+        norm: float | None = None,
+        skipped: str | None = None,
+    ) -> None:
+        progress = self._window.progress
+        samples = progress.microbatches.samples
+        self.update = Update(
+            loss=found.loss,
+            grad_norm=norm,
+            weight=found.weight,
+            samples=None if samples is None else sum(samples),
+            microbatches=len(progress.microbatches.microbatches),
+            learning_rates=rates,
+            skipped=skipped,
+            dropped=tuple(progress.dropped),
+            failures=progress.failures,
+            seconds=time.perf_counter() - self._started,
+            losses=found.losses,
+            weights=found.weights,
+        )

@@ -1,0 +1,262 @@
+"""Windows of one accumulator, one at a time: opened, run, saved, discarded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from superbatch.errors import InputError, WindowError
+from superbatch.noise.meter import NoiseMeter
+from superbatch.results.memory import MemoryReport
+from superbatch.results.noise import Noise
+from superbatch.results.update import Update
+
+from ..checks.check_schedule import CheckSchedule
+from ..checks.first_check import check_first_window
+from ..loss.terms import tell_ranks, weights_in
+from ..masters import masters_at_first, masters_loader, masters_state, masters_written, take_over
+from ..sizes.sizing import Sizing
+from . import misuse, options, validation
+from .config import Config
+from .discarding import discard_saved
+from .microbatches import MicrobatchList
+from .open_window import OpenWindow
+from .owned_parameters import ModelParameters, OwnedParameters
+from .participants.placement import Placement
+from .slip_watch import SlipWatch
+from .slips import refuse_no_batch
+from .work import Work
+
+
+class Engine:
+    """What lasts from one window to the next, and what opens them.
+
+    Args:
+        config: of its windows.
+        parameters: whose gradients are summed.
+        work: cuts batches and runs the loss on them.
+        placement: chooses the gradient sum of each window.
+        check: whether the declared loss is checked.
+        slips: watch of the schedulers and sizes.
+
+    Attributes:
+        config: of its windows.
+        work: cuts batches and runs the loss on them.
+        updates: number of windows that ended with an update, or with a gradient.
+        checked: whether a window has ended so: the first one is checked.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parameters: OwnedParameters | ModelParameters,
+        work: Work,
+        placement: Placement,
+        *,
+        schedule: CheckSchedule,
+        slips: SlipWatch,
+    ) -> None:
+        self.config, self.work = config, work
+        self.updates, self.checked = 0, False
+        self._parameters, self._placement = parameters, placement
+        self._schedule, self._slips = schedule, slips
+        self._window: OpenWindow[Any] | None = None
+        self._resume: dict[str, Any] | None = None
+        self._written = masters_at_first(config.owned)
+
+    @property
+    def memory(self) -> MemoryReport | None:
+        """Sizes of micro-batches that were found; None where the size is fixed."""
+        return self.work.sizing.report()
+
+    @property
+    def noise(self) -> Noise | None:
+        """Noise of the gradient over the windows so far; None where nothing measures it."""
+        return None if self.config.noise is None else self.config.noise.meter.estimate()
+
+    def update(self, batch: Any) -> Update:
+        """Open a window over a batch, run the loss on it, and end the window.
+
+        Args:
+            batch: a batch, or a `Window` of micro-batches.
+
+        Raises:
+            SuperbatchError: as the methods of the accumulator state.
+        """
+        if not self.work.can_run:
+            raise options.without_loss_fn()
+        window = self.open(batch)
+        try:
+            with window:
+                self.work.run(window)
+        except BaseException:
+            window.abandon()  # interrupted between the block and its end
+            raise
+        return self.work.record(window)
+
+    def open(self, batch: Any) -> OpenWindow[Any]:
+        """Return a window over a batch, checked if it is the first one.
+
+        Args:
+            batch: a batch, or a `Window` of micro-batches.
+
+        Raises:
+            SuperbatchError: as the methods of the accumulator state.
+        """
+        config, first = self.config, not self.checked
+        schedule = None if self._schedule.idle else self._schedule
+        if self._window is not None:
+            raise misuse.second_window()
+        try:
+            microbatches, sizing = self._cut(batch)
+        except BaseException:
+            tell_ranks(config)  # they would wait for this one
+            raise
+        weights = weights_in(config, microbatches.microbatches, microbatches.samples)
+        self._slips.open(microbatches.samples if sizing is self.work.watched else None)
+        if schedule is not None:
+            schedule.open(microbatches, check_first_window if first else None, self.updates)
+        return OpenWindow(
+            config,
+            self._placement.choose(len(microbatches), only_owned=self._parameters.only_some),
+            microbatches,
+            weights,
+            sizing,
+            resume=self._resume,
+            watch=validation.BackwardWatch(config.owned) if first else None,
+            looks=schedule,
+            entered=self._entered,
+            left=self._left,
+        )
+
+    def _cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
+        """Check what may be wrong on one rank alone, and cut the batch."""
+        config = self.config
+        config.before_step.require_whole()
+        refuse_no_batch(batch)
+        self._parameters.refresh()
+        if config.masters:
+            take_over(config.owned, self._written)
+        microbatches, sizing = self.work.cut(batch)
+        if self._resume is not None and self._resume["samples"] is not None:
+            microbatches.follow(self._resume["samples"])
+        return microbatches, sizing
+
+    def discard(self) -> None:
+        """Forget a window that was loaded or that an interrupt kept from its end, and restore its changes."""
+        if self._window is not None:
+            self._window.abandon()
+        self._resume = discard_saved(self._resume, self.config)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that lasts, and the window that is open: tensors and plain containers."""
+        config = self.config
+        return {
+            "version": 1,
+            "updates": self.updates,
+            "window": self._resume if self._window is None else self._window.state_dict(),
+            "check": self._schedule.state_dict(),
+            "sizing": self.work.state_dict(),
+            "noise": None if config.noise is None else config.noise.meter.state_dict(),
+            "masters": masters_state(config.models, config.masters),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state; its window is resumed by the next one.
+
+        Args:
+            state: from `state_dict`.
+
+        Raises:
+            InputError: it is no such state, its noise was averaged otherwise, or its masters do not fit.
+            WindowError: a window is open.
+        """
+        config = self.config
+        state = options.check_state(state)
+        self._schedule.check_state(state.get("check"))
+        if self._window is not None:
+            raise misuse.load_inside()
+        load_masters = masters_loader(config.models, config.masters, state.get("masters"))
+        _load_sizing_and_noise(state, self.work, None if config.noise is None else config.noise.meter)
+        load_masters()
+        self._schedule.load_state_dict(state.get("check"))
+        config.before_step.mend()
+        self.updates, self._resume = state["updates"], state["window"]
+
+    def twin(self) -> Engine:
+        """Return an engine that makes the same updates and leaves no trace in this one.
+
+        It has no scheduler: the user's must not move, nor set a surveyed rate; and measures no noise. It
+        begins with the sizes that were found so far, checks the loss if that has not been done, and counts
+        its own updates.
+
+        Raises:
+            WindowError: a window is open, or waits to be resumed.
+        """
+        if self._window is not None or self._resume is not None:
+            raise WindowError(
+                "A survey cannot begin in the middle of a window: the gradients so far belong to the "
+                "training. Finish the window first, or discard() it."
+            )
+        twin, config = copy.copy(self), self.config
+        twin.config = replace(
+            config,
+            rule=replace(config.rule, schedulers=()),
+            reserve=copy.copy(config.reserve),  # it knows what a first update needs, if there has been one
+            until_next=[],
+            noise=None,  # that of rates which training will not use
+        )
+        twin.work = self.work.twin()
+        twin._renew()
+        return twin
+
+    def _renew(self) -> None:
+        """Replace what a window changes by copies; their parts are replaced, never changed."""
+        self._placement, self._schedule = copy.copy(self._placement), copy.copy(self._schedule)
+        self._slips = copy.copy(self._slips)
+
+    def _entered(self, window: OpenWindow[Any]) -> None:
+        if self._window is not None:
+            raise misuse.second_window()
+        window.require_resume(self._resume)
+        self._window, self._resume = window, None
+
+    def _left(self, update: Update | None) -> None:
+        made = update is not None and update.skipped is None
+        self._window = None
+        self._slips.close()
+        config = self.config
+        if config.masters:
+            self._written = masters_written(config.owned)
+        if config.noise is not None:
+            config.noise.left(made=made)
+        if not self._schedule.idle:
+            self._schedule.left(made=made)
+        if made:
+            self.checked = True
+            self.updates += 1
+
+
+def _load_sizing_and_noise(state: Mapping[str, Any], work: Work, meter: NoiseMeter | None) -> None:
+    """Resume an accumulator's sizes and noise: both, or neither.
+
+    Args:
+        state: of the accumulator.
+        work: whose sizes they are.
+        meter: of the noise, where it is measured.
+
+    Raises:
+        InputError: one of them cannot be read, or the noise was averaged otherwise; nothing has changed.
+    """
+    if not isinstance(state.get("noise"), Mapping | None):
+        raise InputError("The saved noise is no mapping. Pass what Accumulator.state_dict() returned.")
+    before = work.state_dict()
+    work.load_state_dict(state)
+    try:
+        if meter is not None and state.get("noise") is not None:
+            meter.load_state_dict(state["noise"])
+    except Exception:  # whatever it is propagates; the sizes must not be those of a state that failed
+        work.load_state_dict({"sizing": before})
+        raise

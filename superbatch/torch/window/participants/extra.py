@@ -1,0 +1,63 @@
+"""Participants of the user's own, in a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..participant import Participant
+
+
+class Extra:
+    """Participants that take part as one, in their order; restored in the other order.
+
+    Args:
+        participants: of the user.
+
+    Attributes:
+        participants: of the user.
+    """
+
+    def __init__(self, participants: Sequence[Participant]) -> None:
+        self.participants = tuple(participants)
+        self._begun = 0
+
+    def begin(self) -> None:
+        """Begin all."""
+        self._begun = 0
+        for each in self.participants:
+            self._begun += 1  # one that fails counts
+            each.begin()
+
+    def savepoint(self) -> None:
+        """Make a savepoint of all."""
+        for each in self.participants:
+            each.savepoint()
+
+    def rollback(self) -> bool:
+        """Roll all back; False if one cannot."""
+        return all(each.rollback() for each in reversed(self.participants))
+
+    def restart(self) -> None:
+        """Restart all."""
+        for each in self.participants:
+            each.restart()
+
+    def restore(self) -> None:
+        """Restore those that have begun."""
+        for each in reversed(self.participants[: self._begun]):
+            each.restore()
+
+    def commit(self) -> None:
+        """Commit all."""
+        for each in self.participants:
+            each.commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all."""
+        return {"participants": [each.state_dict() for each in self.participants]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from the states of all."""
+        for each, saved in zip(self.participants, state["participants"], strict=True):
+            each.load_state_dict(saved)

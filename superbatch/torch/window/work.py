@@ -1,0 +1,129 @@
+"""Work of a window: batches are cut into micro-batches, and the loss runs on each.
+
+`ByMicrobatch` is the ordinary kind; `coupled_work.Coupled` runs the loss on the whole batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from superbatch.results.update import Update
+from superbatch.window import Window
+
+from ..sizes.auto import AutoSize
+from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
+from .config import Config
+from .microbatches import MicrobatchList, Paths, pieces_of
+from .open_window import OpenWindow
+from .participants import batchnorm as norms
+from .retry import work_through
+
+
+class Work(Protocol):
+    """How a batch becomes the micro-batches of a window, and how they are run."""
+
+    @property
+    def sizing(self) -> Sizing:
+        """Sizes of the micro-batches of a batch."""
+        ...
+
+    @property
+    def watched(self) -> Sizing | None:
+        """Sizing whose batches may be too small to be cut; None: none."""
+        ...
+
+    @property
+    def can_run(self) -> bool:
+        """Whether there is a loss to run."""
+        ...
+
+    def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
+        """Return the micro-batches of a batch or of a `Window`, and what chooses their sizes."""
+        ...
+
+    def run(self, window: OpenWindow[Any]) -> None:
+        """Run forward and backward of everything in an open window."""
+        ...
+
+    def record(self, window: OpenWindow[Any]) -> Update:
+        """Return the record of a window that is over."""
+        ...
+
+    def twin(self) -> Work:
+        """Return work that begins with the same sizes and leaves no trace in this one."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sizes that were found."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume with sizes that were found; all of them or, with an error, none."""
+        ...
+
+
+class ByMicrobatch:
+    """Micro-batches of a batch, and the loss of each.
+
+    Args:
+        config: of the accumulator.
+        sizing: of the micro-batches of a batch.
+        paths: `whole` and `per_sample` declarations.
+        batchnorms: those that may not normalise by what they see.
+    """
+
+    def __init__(
+        self, config: Config, sizing: Fixed | AutoSize, paths: Paths, batchnorms: dict[str, _BatchNorm]
+    ) -> None:
+        self.sizing = sizing
+        self._config, self._paths, self._batchnorms = config, paths, batchnorms
+        self._of_windows = Fixed(None)
+        self._need_samples = config.declared.needs_samples or config.sample_rng
+
+    @property
+    def watched(self) -> Sizing | None:
+        """Sizing whose batches may be too small to be cut."""
+        return self.sizing
+
+    @property
+    def can_run(self) -> bool:
+        """Whether there is a loss to run."""
+        return self._config.loss_fn is not None
+
+    def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
+        """Return the micro-batches of a batch or of a `Window`, and what chooses their sizes.
+
+        Raises:
+            CoupledSamplesError: a BatchNorm would normalise each micro-batch by itself.
+            InputError, SplitError: the batch cannot be cut.
+        """
+        if self._batchnorms:
+            norms.refuse(self._batchnorms)
+        sizing = self._of_windows if isinstance(batch, Window) else self.sizing
+        sync = self._config.sync
+        return pieces_of(batch, sizing, self._paths, sync, need_samples=self._need_samples), sizing
+
+    def run(self, window: OpenWindow[Any]) -> None:
+        """Run the loss on every micro-batch, in smaller ones where memory runs out."""
+        work_through(window)
+
+    def record(self, window: OpenWindow[Any]) -> Update:
+        """Return the record of a window that is over."""
+        return window.update
+
+    def twin(self) -> ByMicrobatch:
+        """Return work that begins with the same sizes and leaves no trace in this one."""
+        twin = ByMicrobatch(self._config, self.sizing.twin(), self._paths, self._batchnorms)
+        twin.load_state_dict({"sizing": self.state_dict()})
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sizes that were found."""
+        return sizing_state(self.sizing, self._of_windows)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume with sizes that were found; all of them or, with an error, none."""
+        self._of_windows = load_sizing(state, self.sizing)
