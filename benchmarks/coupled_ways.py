@@ -8,7 +8,8 @@ from coupled_work import Blocks, Data, Work
 from torch import Tensor, nn
 
 from superbatch.results.coupling import CouplingReport
-from superbatch.torch import cached_gradients, virtual_batch
+from superbatch.torch import virtual_batch
+from superbatch.torch.gradcache.cached import cached_gradients
 
 Run = Callable[[Work, nn.Module, Data, int], "CouplingReport | None"]
 

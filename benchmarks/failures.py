@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from workloads import CLASSES, images
 
 from superbatch.torch import Accumulator
+from superbatch.torch.options import PerSampleRandom
 
 SAMPLES, MICROBATCH = 24, 12
 PLACES = ("forward", "loss", "backward")
@@ -220,7 +221,7 @@ def ours(name: str, windows: int, faults: Faults | None) -> tuple[Parameters, in
             optimizer,
             loss_fn,
             microbatch_size=MICROBATCH,
-            sample_rng=True,
+            participants=[PerSampleRandom()],
             max_grad_norm=1.0,
             check=False,
         )

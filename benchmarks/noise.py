@@ -45,8 +45,8 @@ def window(work: Work, *, every: int, times: int, also: str = "") -> Window:
         return loss_of(model(microbatch["inputs"]), microbatch)
 
     options: dict[str, bool] = {also: True} if also else {}
-    noise = NoiseMeter(every=every, **options) if every else False
-    accumulate = Accumulator(model, optimizer, loss_fn, noise=noise)
+    observers = [NoiseMeter(every=every, **options)] if every else []
+    accumulate = Accumulator(model, optimizer, loss_fn, observers=observers)
     batch = MicroBatches(work.microbatches())
 
     def run() -> None:

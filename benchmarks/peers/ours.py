@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import NonFiniteError
 from superbatch.torch import Accumulator, Window, class_weights, count_tokens, sample_weights, windows
+from superbatch.torch.options import PerSampleRandom
 
 from . import work as timed
 from .task import Batch, Parameters, Task, parameters_of
@@ -20,7 +21,7 @@ from .task import Batch, Parameters, Task, parameters_of
 FORMS = ("windows", "whole batches", "owned loop")
 REMARKS = {
     "one NaN micro-batch": 'nonfinite="skip_microbatch"; the default raises and changes nothing (checked)',
-    "dropout, another split": "sample_rng=True",
+    "dropout, another split": "participants=[PerSampleRandom()]",
 }
 
 
@@ -45,7 +46,7 @@ class _Run:
             max_grad_norm=task.max_grad_norm,
             scheduler=scheduler,
             nonfinite="skip_microbatch" if task.skip_nonfinite else "raise",
-            sample_rng=task.sample_rng,
+            participants=[PerSampleRandom()] if task.sample_rng else [],
             # The check of the statement calls loss_fn more often: where calls are counted it is off.
             check=not task.stop_after,
         )

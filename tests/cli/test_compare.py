@@ -189,7 +189,7 @@ def test_coupled_recipes_are_exact_beside_plain_accumulation(
     assert "Plain accumulation does not give the real batch's weights" in shown
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "5x20 plain accumulation" in page
-    assert "coupled=&quot;exact&quot;" in page
+    assert "superbatch.torch.WholeBatch" in page
     assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
 
 

@@ -55,7 +55,7 @@ def run(case: dict[str, Any], way: str) -> dict[str, Any]:
         scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: rates[update]),
         nonfinite=case["nonfinite"] or "raise",
         # What "auto" does for so many micro-batches, without its message.
-        accumulator_dtype=torch.float32 if case["dtype"] == "bfloat16" else "auto",
+        gradient_sum=torch.float32 if case["dtype"] == "bfloat16" else "auto",
         check=max(map(max, case["windows"])) > 1,  # a micro-batch of one row cannot be cut in two
     )
     average = {name: value.detach().clone() for name, value in model.named_parameters()}

@@ -163,7 +163,7 @@ def test_everything_that_was_promised_is_said() -> None:
         "would fit in one piece (858 MiB)",
         "does not apply where hyper-parameters that were published",
         "DP-SGD",
-        'coupled="exact"',
+        "unless WholeBatch makes the updates",
         "a lower bound",
         "about 25 %",
         "A note.",

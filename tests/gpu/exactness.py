@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from superbatch.torch import Accumulator, cached_gradients, virtual_batch
+from superbatch.torch import Accumulator, virtual_batch
+from superbatch.torch.gradcache.cached import cached_gradients
+from superbatch.torch.options import GhostBatchNorm
 from tests.gpu import device as devices
 from tests.gpu import tasks
 from tests.gpu.check import Figures, Run
@@ -71,7 +73,7 @@ def virtual_batchnorm(run: Run) -> Figures:
             tolerance = _rounding(tasks.batchnorm, run, dtype)
             task = tasks.batchnorm(run.device, dtype)
             expected = tasks.large_batch(task, run.device)
-            plain, _ = tasks.accumulated(task, run.device, 4, batchnorm="per_microbatch")
+            plain, _ = tasks.accumulated(task, run.device, 4, participants=[GhostBatchNorm()])
             assert tasks.error(plain, expected) > 1e-3, "premise: plain accumulation is another gradient"
             for size in (1, 4, 8):
                 model = copy.deepcopy(task.model)
@@ -93,13 +95,13 @@ def task_buffers(model: nn.Module, task: tasks.Task, device: torch.device) -> di
 
 
 def whole_batch(run: Run) -> Figures:
-    """`coupled="exact"` with a fixed size and `"auto"`, several updates of Adam, in float64."""
+    """`WholeBatch` with a fixed size and `"auto"`, several updates of Adam, in float64."""
     figures: Figures = {}
     sizes: tuple[Any, ...] = (5,) if run.small else (1, 5, "auto")
     for size in sizes:
         task = tasks.batchnorm(run.device)
         expected = tasks.large_batch(task, run.device)
-        found, _ = tasks.accumulated(task, run.device, size, coupled="exact")
+        found, _ = tasks.accumulated(task, run.device, size, whole=True)
         figures[f"m={size}"] = tasks.assert_exact(found, expected, 1e-12, size)
     return figures
 

@@ -7,14 +7,15 @@ import os
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from superbatch.errors import OutOfMemoryError
-from superbatch.torch import Accumulator, virtual_batch
+from superbatch.torch import Accumulator, WholeBatch, virtual_batch
+from superbatch.torch.options import GhostBatchNorm
 from tests.gpu import device as devices
 from tests.gpu import tasks
 from tests.gpu.check import Figures, Run, Skip
@@ -174,15 +175,12 @@ def _resident() -> int:
 def leaks(run: Run) -> Figures:
     """Live bytes on the device after 20 updates are those after 5, plain and with virtual batches."""
     figures: Figures = {}
-    options: dict[str, dict[str, Any]] = {"plain": {}, "whole batch": {"coupled": "exact"}}
-    for name, extra in options.items():
+    kinds = {"plain": partial(Accumulator, participants=[GhostBatchNorm()]), "whole batch": WholeBatch}
+    for name, kind in kinds.items():
         task = tasks.batchnorm(run.device, torch.float32)
         model = copy.deepcopy(task.model)
         optimizer = torch.optim.Adam(model.parameters())
-        extra = extra or {"batchnorm": "per_microbatch"}
-        accumulate = Accumulator(
-            model, optimizer, lambda part, m=model, t=task: t.loss(m, part), microbatch_size=4, **extra
-        )
+        accumulate = kind(model, optimizer, partial(task.loss, model), microbatch_size=4)
         marks = []
         for count in (5, 15):
             for _ in range(count):

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from superbatch.torch import Accumulator, samples_along
+from superbatch.torch import Accumulator
+from superbatch.torch.options import GhostBatchNorm, PerSampleRandom
+from superbatch.torch.rng.sample_layout import samples_along
 from superbatch.torch.rng.sample_rng import sample_stream
 from tests.gpu import tasks
 from tests.gpu.check import Figures, Run
@@ -44,7 +46,7 @@ def _gradients(model: nn.Module, x: Tensor, y: Tensor, size: int) -> dict[str, T
         optimizer,
         lambda part: nn.functional.mse_loss(model(part["x"]), part["y"]),
         microbatch_size=size,
-        sample_rng=True,
+        participants=[PerSampleRandom()],
     )
     accumulate({"x": x, "y": y})
     return seen
@@ -96,7 +98,7 @@ def discarded_window(run: Run) -> Figures:
         return [*(value.clone() for value in model.state_dict().values()), *generators]
 
     accumulate = Accumulator(
-        model, optimizer, loss_fn, microbatch_size=5, batchnorm="per_microbatch", check=False
+        model, optimizer, loss_fn, microbatch_size=5, participants=[GhostBatchNorm()], check=False
     )
     before = state()
     failed = False

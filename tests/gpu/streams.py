@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from superbatch.torch import Accumulator
+from superbatch.torch.options import PerSampleRandom
 from tests.gpu import device as devices
 from tests.gpu import tasks
 from tests.gpu.check import Figures, Run
@@ -31,7 +32,7 @@ def host_reads(run: Run) -> Figures:
         "plain": {},
         "clipped": {"max_grad_norm": 1.0},
         "skip_microbatch": {"nonfinite": "skip_microbatch"},
-        "sample_rng": {"sample_rng": True},
+        "sample_rng": {"participants": [PerSampleRandom()]},
     }
     for name, options in cases.items():
         accumulate, task = _accumulator(run, 64, microbatch_size=8, **options)

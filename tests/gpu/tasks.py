@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from superbatch.torch import Accumulator, count_tokens
+from superbatch.torch import Accumulator, WholeBatch, count_tokens
 
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -153,9 +153,13 @@ def accumulated(
     microbatch_size: Any,
     *,
     autocast: torch.dtype | None = None,
+    whole: bool = False,
     **options: Any,
 ) -> tuple[dict[str, Tensor], Any]:
-    """Make one update of a copy of the model; return the gradients that its optimizer saw, and the record."""
+    """Make one update of a copy of the model; return the gradients that its optimizer saw, and the record.
+
+    With `whole` by a `WholeBatch`, for a task without weights.
+    """
     model = copy.deepcopy(task.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: dict[str, Tensor] = {}
@@ -165,10 +169,10 @@ def accumulated(
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
             return task.loss(model, microbatch)
 
-    weight = None if task.weight is None else count_tokens(task.weight)
-    accumulate = Accumulator(
-        model, optimizer, loss_fn, microbatch_size=microbatch_size, weight=weight, **options
-    )
+    options["microbatch_size"] = microbatch_size
+    if task.weight is not None:
+        options["weight"] = count_tokens(task.weight)
+    accumulate = (WholeBatch if whole else Accumulator)(model, optimizer, loss_fn, **options)
     update = accumulate(task.batch)
     assert update.made, update.skipped
     return seen, update

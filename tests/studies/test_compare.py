@@ -124,7 +124,7 @@ def test_samples_that_see_each_other_train_like_the_real_batch_and_plainly_do_no
     ]
     assert real.runs[0].losses[-1] < 0.97 * real.runs[0].losses[0], "the premise: the recipe trains"
     for exact in others[:2]:
-        assert (exact.claim, exact.how[-17:]) == ("exact", ', coupled="exact"')
+        assert (exact.claim, exact.how) == ("exact", "superbatch.torch.WholeBatch")
         assert exact.weight_difference is not None
         assert exact.weight_difference <= ROUNDING, exact.name
         assert [run.metric for run in exact.runs] == pytest.approx([run.metric for run in real.runs])
@@ -139,7 +139,7 @@ def test_samples_that_see_each_other_train_like_the_real_batch_and_plainly_do_no
 def test_the_report_says_which_arms_are_exact() -> None:
     report = compare("digits-bn", Options(splits="5x20", updates=40, runs=2, dtype="float64"))
     assert failures(report) == []
-    assert any('coupled="exact"' in note for note in report.notes)
+    assert any("(WholeBatch)" in note for note in report.notes)
     first, second = verdict(report)
     assert first.startswith("Every split trains like the real batch: weights within")
     assert second.startswith(
@@ -157,7 +157,7 @@ def test_batchnorm_by_micro_batches_is_not_claimed_to_be_exact() -> None:
     report = compare(recipe, Options(splits="5x20", updates=40, runs=2, dtype="float64"))
     split = arm(report, "5x20")
     assert split.claim == "inexact"
-    assert split.how.endswith("batchnorm='per_microbatch'")
+    assert split.how.endswith("participants=[GhostBatchNorm()]")
     assert split.weight_difference is not None
     assert split.weight_difference > 1e-3
     assert any("BatchNorm" in note for note in report.notes)

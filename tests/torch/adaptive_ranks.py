@@ -49,7 +49,7 @@ def measured(rank: int, model: nn.Module) -> list[int]:
     """Lengths of windows by the noise that is measured, each rank with data of its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     accumulate = Accumulator(
-        model, optimizer, lambda x: model(x).mean(), check=False, noise=NoiseMeter(beta=0.9, every=1)
+        model, optimizer, lambda x: model(x).mean(), check=False, observers=[NoiseMeter(beta=0.9, every=1)]
     )
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randn(800, 8, 40, dtype=torch.float64, generator=generator) * (160 / 40) ** 0.5

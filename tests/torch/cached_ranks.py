@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.torch import cached_gradients
+from superbatch.torch.gradcache.cached import cached_gradients
 from superbatch.torch.gradcache.new_gradients import NewGradients
 from tests.torch.embedding_tasks import Pair, gradients, info_nce, normal, pairs, tower
 from tests.torch.states import fingerprint

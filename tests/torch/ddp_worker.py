@@ -23,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.torch import Accumulator, Window, count_tokens, fp32_masters, sample_weights
+from superbatch.torch import Accumulator, Window, count_tokens, sample_weights
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm, PerSampleRandom
 from tests.torch import cached_ranks, virtual_ranks
 from tests.torch.helpers import TinyLM, mlp, rows, sgd, tiny_lm, token_mean, tokens
 
@@ -286,17 +288,17 @@ OTHER: dict[str, Case] = {
         lambda: mlp(torch.bfloat16),
         mse,
         MANY,
-        options={"accumulator_dtype": torch.float32, "check": False},
+        options={"gradient_sum": torch.float32, "check": False},
         masters=True,
     ),
     "auto_buffers": Case(lambda: mlp(torch.bfloat16), mse, MANY, options={"check": False}),
-    "batchnorm": Case(normalised, mse, BATCHNORM, options={"batchnorm": "per_microbatch"}),
-    "batchnorm_frozen": Case(normalised, mse, BATCHNORM, options={"batchnorm": "frozen"}),
+    "batchnorm": Case(normalised, mse, BATCHNORM, options={"participants": [GhostBatchNorm()]}),
+    "batchnorm_frozen": Case(normalised, mse, BATCHNORM, options={"participants": [FrozenBatchNorm()]}),
     "batchnorm_rank_without_weight": Case(
         normalised,
         weighted,
         (with_weights(BATCHNORM[0], 1.0, 1.0, 1.0), with_weights(BATCHNORM[1], 0.0, 0.0)),
-        options={"batchnorm": "per_microbatch", "weight": sample_weights("2"), "check": False},
+        options={"participants": [GhostBatchNorm()], "weight": sample_weights("2"), "check": False},
     ),
 }
 
@@ -312,9 +314,8 @@ def gather_case(case: Case, rank: int, group: Any) -> dict[str, Any]:
         return {"parameters": mutant(case, wrapped, rank), "updates": []}
     masters = fp32_masters(wrapped) if case.masters else None
     optimizer = case.optimizer(list(masters.values() if masters else wrapped.parameters()))
-    accumulate = Accumulator(
-        wrapped, optimizer, lambda mb: case.loss(wrapped, mb), masters=masters, **case.options
-    )
+    stepped = MasterWeights(optimizer, masters) if masters else optimizer
+    accumulate = Accumulator(wrapped, stepped, lambda mb: case.loss(wrapped, mb), **case.options)
     split = "microbatch_size" in case.options
     with warnings.catch_warnings():
         # One rank says which dtype it has chosen by itself, and only that one has so many micro-batches.
@@ -420,7 +421,7 @@ def batchnorm_dropped(rank: int, group: Any) -> dict[str, Any]:
         wrapped,
         sgd(wrapped.parameters()),
         lambda mb: mse(wrapped, mb),
-        batchnorm="per_microbatch",
+        participants=[GhostBatchNorm()],
         nonfinite="skip_microbatch",
         check=False,
     )
@@ -568,7 +569,11 @@ def dropout(rank: int, group: Any) -> dict[str, Any]:
     model = mlp(dropout=0.4)
     wrapped = DistributedDataParallel(model, process_group=group)
     accumulate = Accumulator(
-        wrapped, sgd(wrapped.parameters()), lambda mb: mse(wrapped, mb), sample_rng=True, microbatch_size=2
+        wrapped,
+        sgd(wrapped.parameters()),
+        lambda mb: mse(wrapped, mb),
+        participants=[PerSampleRandom()],
+        microbatch_size=2,
     )
     torch.manual_seed(5 + rank)  # ranks need not agree on a seed
     return {"updates": [accumulate(window[0]) for window in ROWS[rank]], "parameters": state_of(model)}
@@ -578,7 +583,7 @@ def refused(rank: int, group: Any) -> dict[str, Any]:
     model = DistributedDataParallel(mlp(), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     try:
-        Accumulator(model, optimizer, lambda mb: mse(model, mb), accumulate_into="momentum")
+        Accumulator(model, optimizer, lambda mb: mse(model, mb), gradient_sum="momentum")
     except ValueError as error:
         return {"error": str(error)}
     return {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superbatch.torch import cached_gradients
+from superbatch.torch.gradcache.cached import cached_gradients
 
 F64 = torch.float64
 Encode = Callable[..., Any]

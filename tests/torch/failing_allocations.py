@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superbatch.errors import OutOfMemoryError
-from superbatch.torch import Accumulator, Update
+from superbatch.torch import Accumulator, Update, WholeBatch
 from superbatch.torch.memory.out_of_memory import out_of_memory
 
 TEXT = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
@@ -54,7 +54,7 @@ def _allocates(func: Any) -> bool:
     )
 
 
-Loop = Callable[[Accumulator, Any], Update]
+Loop = Callable[[Accumulator | WholeBatch, Any], Update]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class Cell:
 
     model: Callable[[], nn.Module]
     batches: Sequence[Any]
-    accumulator: Callable[[nn.Module], tuple[Accumulator, Sequence[torch.optim.Optimizer], Sequence[Tensor]]]
+    accumulator: Callable[
+        [nn.Module], tuple[Accumulator | WholeBatch, Sequence[torch.optim.Optimizer], Sequence[Tensor]]
+    ]
     loop: Loop
     tolerance: float = 1e-12
 

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from superbatch.noise.meter import NoiseMeter
-from superbatch.torch import Accumulator, Update, fp32_masters
+from superbatch.torch import Accumulator, Update, WholeBatch
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import PerSampleRandom
 from tests.torch.failing_allocations import Cell, Loop
 
 SAMPLES, MICROBATCH = 6, 2
@@ -117,11 +119,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _called(accumulate: Accumulator, batch: Any) -> Update:
+def _called(accumulate: Accumulator | WholeBatch, batch: Any) -> Update:
     return accumulate(batch)
 
 
-def _owned(accumulate: Accumulator, batch: Any, *, model: Any) -> Update:
+def _owned(accumulate: Accumulator | WholeBatch, batch: Any, *, model: Any) -> Update:
+    assert isinstance(accumulate, Accumulator)
     with accumulate.window(batch) as window:
         for microbatch in window:
             if isinstance(model, Losses):
@@ -130,7 +133,6 @@ def _owned(accumulate: Accumulator, batch: Any, *, model: Any) -> Update:
                 window.backward(second)
             else:
                 window.backward(model.loss(microbatch))
-    assert window.update is not None
     return window.update
 
 
@@ -144,7 +146,7 @@ class Mode:
     """A way to make an update.
 
     Attributes:
-        options: of the Accumulator.
+        options: of the Accumulator; observers and scaler: made anew for each.
         optimizer: made from the parameters.
         dtype: of the model.
         tolerance: of an update in other micro-batches.
@@ -152,6 +154,7 @@ class Mode:
         masters: with float32 copies.
         returned: the weight comes with the loss.
         owned: the loop is the user's.
+        whole: samples may be coupled, in a WholeBatch.
     """
 
     options: dict[str, Any]
@@ -162,6 +165,7 @@ class Mode:
     masters: bool = False
     returned: bool = False
     owned: bool = False
+    whole: bool = False
 
 
 _WITHOUT_NORM = ("mlp", "convolutions", "tied", "losses")
@@ -169,20 +173,20 @@ MODES: dict[str, Mode] = {
     ".grad": Mode({"max_grad_norm": 0.5}),
     "adam": Mode({}, optimizer=_ADAM, not_for=("tied",)),
     "buffers": Mode(
-        {"accumulator_dtype": torch.float32},
+        {"gradient_sum": torch.float32},
         optimizer=_ROUGH,
         dtype=torch.bfloat16,
         tolerance=0.3,
         not_for=("tied",),
     ),
-    "momentum": Mode({"accumulate_into": "momentum"}, not_for=("tied",)),
-    "noise": Mode({"noise": lambda: NoiseMeter(every=1)}),
-    "noise by sample": Mode({"noise": lambda: NoiseMeter(every=1, proxy=True)}, not_for=_WITHOUT_NORM),
+    "momentum": Mode({"gradient_sum": "momentum"}, not_for=("tied",)),
+    "noise": Mode({"observers": lambda: [NoiseMeter(every=1)]}),
+    "noise by sample": Mode({"observers": lambda: [NoiseMeter(every=1, proxy=True)]}, not_for=_WITHOUT_NORM),
     "noise by adam": Mode(
-        {"noise": lambda: NoiseMeter(every=1, preconditioned=True)}, optimizer=_ADAM, not_for=("tied",)
+        {"observers": lambda: [NoiseMeter(every=1, preconditioned=True)]}, optimizer=_ADAM, not_for=("tied",)
     ),
     "skip_microbatch": Mode({"nonfinite": "skip_microbatch"}),
-    "sample_rng": Mode({"sample_rng": True}),
+    "sample_rng": Mode({"participants": [PerSampleRandom()]}),
     "returned": Mode({"weight": "returned"}, returned=True),
     "owned": Mode({}, owned=True),
     "auto": Mode({"microbatch_size": "auto"}),
@@ -193,7 +197,7 @@ MODES: dict[str, Mode] = {
         tolerance=1e-4,
         not_for=("tied",),
     ),
-    "exact": Mode({"coupled": "exact"}, not_for=("tied",)),
+    "whole batch": Mode({}, not_for=("tied",), whole=True),
     "checked": Mode({"check": True}),
 }
 
@@ -218,12 +222,13 @@ def cell(model_name: str, mode_name: str) -> Cell:
 
     def accumulator(
         model: nn.Module,
-    ) -> tuple[Accumulator, Sequence[torch.optim.Optimizer], Sequence[Tensor]]:
+    ) -> tuple[Accumulator | WholeBatch, Sequence[torch.optim.Optimizer], Sequence[Tensor]]:
         module: Any = model
         masters = fp32_masters(model) if mode.masters else None
         optimizer = mode.optimizer(model.parameters() if masters is None else masters.values())
-        options = {"microbatch_size": MICROBATCH, "check": False, **mode.options}
-        for name in ("scaler", "noise"):
+        stepped = optimizer if masters is None else MasterWeights(optimizer, masters)
+        options = {"microbatch_size": MICROBATCH, **mode.options}
+        for name in ("scaler", "observers"):
             if name in options:
                 options[name] = options[name]()
 
@@ -231,10 +236,14 @@ def cell(model_name: str, mode_name: str) -> Cell:
             return module.loss(batch), len(batch[0])
 
         loss_fn = None if mode.owned else returned if mode.returned else module.loss
-        accumulate = Accumulator(model, optimizer, loss_fn, masters=masters, **options)
+        if mode.whole:
+            assert loss_fn is not None
+            accumulate = WholeBatch(model, stepped, loss_fn, **options)
+        else:
+            accumulate = Accumulator(model, stepped, loss_fn, **{"check": False, **options})
         return accumulate, [optimizer], [] if masters is None else list(masters.values())
 
-    def loop(accumulate: Accumulator, batch: Any) -> Update:
+    def loop(accumulate: Accumulator | WholeBatch, batch: Any) -> Update:
         return _called(accumulate, batch)
 
     generator = torch.Generator().manual_seed(3)
@@ -266,5 +275,5 @@ class _OwnedLoop:
 
         return made
 
-    def __call__(self, accumulate: Accumulator, batch: Any) -> Update:
+    def __call__(self, accumulate: Accumulator | WholeBatch, batch: Any) -> Update:
         return _owned(accumulate, batch, model=self.model)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from superbatch.torch import Accumulator, Update, Window
+from superbatch.torch.options import ClipValue
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -92,7 +93,7 @@ def large_batch(
     batches: Iterable[Any],
     *,
     max_grad_norm: float | None = None,
-    max_grad_value: float | None = None,
+    clip: ClipValue | None = None,
     scheduler: Any = None,
 ) -> LargeBatch:
     """Train with each whole batch in one forward and backward: the reference of every comparison."""
@@ -110,8 +111,8 @@ def large_batch(
         seen.rates.append(tuple(group["lr"] for one in optimizers for group in one.param_groups))
         if max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-        if max_grad_value is not None:
-            torch.nn.utils.clip_grad_value_(parameters, max_grad_value)
+        if clip is not None:
+            torch.nn.utils.clip_grad_value_(parameters, clip.limit)
         for one in optimizers:
             one.step()
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -164,7 +165,7 @@ def train_both(
     scheduler: Callable[[Any], Any] = lambda optimizer: None,
     windows: Sequence[Window] | None = None,
     max_grad_norm: float | None = None,
-    max_grad_value: float | None = None,
+    clip: ClipValue | None = None,
     **options: Any,
 ) -> Both:
     """Train twins: `large_batch` on each of `batches`, and an `Accumulator` on the same.
@@ -177,7 +178,7 @@ def train_both(
         objective: the loss of a whole batch; None: `loss` itself, since it is a mean.
         scheduler: from an optimizer, or None.
         windows: what the accumulator gets instead of `batches`.
-        max_grad_norm, max_grad_value: clipping, for both.
+        max_grad_norm, clip: clipping, for both.
         options: of the `Accumulator`.
     """
     reference = make()
@@ -190,7 +191,7 @@ def train_both(
         lambda batch: (objective or loss)(reference, batch),
         batches,
         max_grad_norm=max_grad_norm,
-        max_grad_value=max_grad_value,
+        clip=clip,
         scheduler=scheduler(theirs),
     )
     accumulate = Accumulator(
@@ -198,7 +199,7 @@ def train_both(
         ours,
         lambda microbatch: loss(model, microbatch),
         max_grad_norm=max_grad_norm,
-        max_grad_value=max_grad_value,
+        clip=clip,
         scheduler=scheduler(ours),
         **options,
     )

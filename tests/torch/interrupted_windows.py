@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 import superbatch.torch
 from superbatch.noise.meter import NoiseMeter
-from superbatch.torch import Accumulator, fp32_masters
+from superbatch.torch import Accumulator, WholeBatch
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm, PerSampleRandom
 from tests.torch.helpers import mse, rows
 from tests.torch.states import fingerprint
 
@@ -62,7 +64,7 @@ def _two(parameters: Any) -> list[torch.optim.Optimizer]:
 
 @dataclass(frozen=True)
 class Mode:
-    """Options of an accumulator and what it trains."""
+    """Options of an accumulator, or of a `WholeBatch`, and what it trains."""
 
     options: dict[str, Any] = field(default_factory=dict)
     optimizers: Callable[[Any], list[torch.optim.Optimizer]] = _adamw
@@ -72,25 +74,26 @@ class Mode:
     dtype: torch.dtype = torch.float64
     owned: bool = False
     masters: bool = False
+    whole: bool = False
 
 
-_POOLED = {"batchnorm": "per_microbatch"}
+_POOLED = {"participants": [GhostBatchNorm()]}
 MODES: dict[str, Mode] = {
     "adamw, two groups": Mode(_POOLED),
     "two optimizers": Mode({**_POOLED, "max_grad_norm": 0.1}, optimizers=_two),
-    "momentum": Mode({**_POOLED, "accumulate_into": "momentum"}, optimizers=_momentum),
+    "momentum": Mode({**_POOLED, "gradient_sum": "momentum"}, optimizers=_momentum),
     "owned": Mode(_POOLED, owned=True),
-    "frozen": Mode({"batchnorm": "frozen"}),
+    "frozen": Mode({"participants": [FrozenBatchNorm()]}),
     "skip_microbatch": Mode({**_POOLED, "nonfinite": "skip_microbatch"}),
-    "sample_rng": Mode({"sample_rng": True}, norm=False, draws=False),
+    "sample_rng": Mode({"participants": [PerSampleRandom()]}, norm=False, draws=False),
     "checked": Mode({"check": True}, norm=False, draws=False, counts=False),
-    "noise": Mode({"noise": lambda: NoiseMeter(every=1)}, norm=False),
-    "buffers": Mode({"accumulator_dtype": torch.float32}, dtype=torch.bfloat16, norm=False),
+    "noise": Mode({"observers": lambda: [NoiseMeter(every=1)]}, norm=False),
+    "buffers": Mode({"gradient_sum": torch.float32}, dtype=torch.bfloat16, norm=False),
     "masters": Mode(dtype=torch.bfloat16, norm=False, masters=True),
     "scaler": Mode(
         {**_POOLED, "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=64.0)}, dtype=torch.float32
     ),
-    "exact": Mode({"coupled": "exact"}, draws=False),
+    "whole batch": Mode(draws=False, whole=True),
 }
 
 
@@ -106,13 +109,23 @@ class Run:
         self.optimizers = mode.optimizers(trained)
         self.owned, self.dtype = mode.owned, mode.dtype
         self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in self.optimizers]
-        options = {"microbatch_size": 3, "check": False, "scheduler": self.schedulers, **mode.options}
-        for made in ("noise", "scaler"):
+        options = {"microbatch_size": 3, "scheduler": self.schedulers, **mode.options}
+        for made in ("observers", "scaler"):
             if made in options:
                 options[made] = options[made]()
         self.scaler = options.get("scaler")
-        loss_fn = None if mode.owned else lambda batch: mse(self.model, batch)
-        self.accumulate = Accumulator(self.model, self.optimizers, loss_fn, masters=self.masters, **options)
+        masters = self.masters
+        stepped = self.optimizers if masters is None else [MasterWeights(o, masters) for o in self.optimizers]
+        self.accumulate: Accumulator | WholeBatch
+        if mode.whole:
+            self.accumulate = WholeBatch(self.model, stepped, self.loss, **options)
+        else:
+            loss_fn = None if mode.owned else self.loss
+            self.accumulate = Accumulator(self.model, stepped, loss_fn, **{"check": False, **options})
+
+    def loss(self, batch: Any) -> Tensor:
+        """Of a micro-batch, or of the whole batch."""
+        return mse(self.model, batch)
 
     def reseed(self) -> None:
         """Set all random generators."""
@@ -126,6 +139,7 @@ class Run:
         if not self.owned:
             self.accumulate(batch)
             return
+        assert isinstance(self.accumulate, Accumulator)
         with self.accumulate.window(batch) as window:
             for microbatch in window:
                 window.backward(mse(self.model, microbatch))

@@ -73,7 +73,7 @@ def main(rank: int, folder: Path) -> None:
         model = DistributedDataParallel(mlp())
         meter = Recorder(every=1)
         accumulate = Accumulator(
-            model, sgd(model.parameters()), lambda part, model=model: mse(model, part), noise=meter
+            model, sgd(model.parameters()), lambda part, model=model: mse(model, part), observers=[meter]
         )
         accumulate(Window(parts(sizes[rank], sum(sizes[0]) if rank else 0)))
         estimates, samples = meter.said

@@ -31,10 +31,13 @@ def windows(accumulate: Accumulator, rank: int, count: int) -> list[str]:
     return [one() for _ in range(count)]
 
 
-def make(noise: Any) -> tuple[Accumulator, torch.nn.Module]:
+def make(*observers: NoiseMeter) -> tuple[Accumulator, torch.nn.Module]:
     """A model in DDP."""
     model = DistributedDataParallel(mlp())
-    return Accumulator(model, sgd(model.parameters()), lambda part: mse(model, part), noise=noise), model
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), lambda part: mse(model, part), observers=observers
+    )
+    return accumulate, model
 
 
 def case(rank: int, every: int, where: str) -> dict[str, Any]:
@@ -42,8 +45,8 @@ def case(rank: int, every: int, where: str) -> dict[str, Any]:
     accumulate, _ = make(NoiseMeter(every=every))
     assert windows(accumulate, rank, 3) == ["", "", ""]
     state = accumulate.state_dict()
-    noise: Any = NoiseMeter(every=every) if where == "state" or rank == 0 else False
-    accumulate, model = make(noise)
+    observers = [NoiseMeter(every=every)] if where == "state" or rank == 0 else []
+    accumulate, model = make(*observers)
     if where == "state" and rank == 0:
         accumulate.load_state_dict(state)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -63,7 +66,7 @@ def beside(rank: int) -> dict[str, Any]:
     wrapped = DistributedDataParallel(model)
     adam = torch.optim.Adam(wrapped.parameters(), lr=0.01)
     meter = Recorder()
-    accumulate = Accumulator(wrapped, adam, lambda part: mse(wrapped, part), noise=meter)
+    accumulate = Accumulator(wrapped, adam, lambda part: mse(wrapped, part), observers=[meter])
     batch = Window(parts(ALONE[rank], sum(ALONE[0]) if rank else 0))
     accumulate(batch)
     weights = {name: value.clone() for name, value in model.state_dict().items()}

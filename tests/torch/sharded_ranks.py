@@ -55,7 +55,7 @@ def trained(
     """Train a sharded model through an `Accumulator` that knows nothing of shards."""
     module = Sharded(mlp(), group)
     sync = kind(module)
-    with mock.patch("superbatch.torch.accumulator.find_sync", return_value=sync):
+    with mock.patch("superbatch.torch.window.build.find_sync", return_value=sync):
         accumulate = Accumulator(
             module, sgd(module.parameters()), lambda batch: loss(module, batch), check=False, **options
         )

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from superbatch import NoiseMeter
 from superbatch.torch import Accumulator, sample_weights, verify
+from superbatch.torch.options import ClipValue, FrozenBatchNorm, GhostBatchNorm, PerSampleRandom
 from superbatch.torch.rng.sample_rng import sample_stream
 from superbatch.torch.window.norm import finite_norm
 from superbatch.torch.window.participants.buffers import BufferKeeper
@@ -101,18 +103,18 @@ def test_a_read_is_seen(device: None) -> None:
     [
         ({}, False, 2),
         ({"nonfinite": "skip_update"}, False, 2),
-        ({"noise": True}, False, 2),
-        ({"sample_rng": True}, False, 2),
-        ({"max_grad_value": 0.1}, False, 2),
-        ({"batchnorm": "frozen"}, True, 2),
-        ({"batchnorm": "per_microbatch"}, True, 2),
+        ({"observers": [NoiseMeter()]}, False, 2),
+        ({"participants": [PerSampleRandom()]}, False, 2),
+        ({"clip": ClipValue(0.1)}, False, 2),
+        ({"participants": [FrozenBatchNorm()]}, True, 2),
+        ({"participants": [GhostBatchNorm()]}, True, 2),
         (
             {"nonfinite": "skip_microbatch"},
             False,
             2 + 6,
         ),  # whether to add it is decided micro-batch by micro-batch
     ],
-    ids=str,
+    ids=lambda value: str(value).partition(" object at ")[0],
 )
 def test_reads_of_a_window_of_six(options: Any, norm: bool, reads: int, device: None) -> None:
     model, data = elsewhere(_net(norm=norm)), _data(12)
@@ -161,7 +163,7 @@ def test_pooled_statistics_without_float64(no_float64: None) -> None:
     model, data = elsewhere(_net(norm=True)), _data(8)
     plain = _net(norm=True)
     for one in (model, plain):
-        Accumulator(one, _sgd(one), _loss(one), microbatch_size=4, batchnorm="per_microbatch")(data)
+        Accumulator(one, _sgd(one), _loss(one), microbatch_size=4, participants=[GhostBatchNorm()])(data)
     pooled, right = model[1].running_mean, plain[1].running_mean  # pyright: ignore[reportIndexIssue]
     assert right.norm() > 0
     assert torch.allclose(pooled.held, right, rtol=1e-5, atol=1e-7)
@@ -359,7 +361,7 @@ def test_kept_gradients_are_added_by_one_call(dtype: torch.dtype) -> None:
         microbatch_size=2,
         check=False,
         nonfinite="skip_microbatch",
-        accumulator_dtype=torch.float32,
+        gradient_sum=torch.float32,
     )
     with _Calls() as calls:
         update = accumulate(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,17 +22,21 @@ from superbatch.errors import (
     SuperbatchError,
     WindowError,
 )
+from superbatch.noise.meter import NoiseMeter
 from superbatch.schedule import as_schedule, constant, piecewise, ramp
 from superbatch.torch import (
     Accumulator,
     TokenBudget,
+    WholeBatch,
     Window,
+    at_least,
     class_weights,
     count_tokens,
-    fp32_masters,
     sample_weights,
     windows,
 )
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import ClipValue, FrozenBatchNorm, GhostBatchNorm, Split
 from tests.torch.helpers import mlp, mse, rows, sgd
 from tests.torch.states import assert_unchanged, fingerprint
 
@@ -63,21 +68,23 @@ ARGUMENTS: list[tuple[str, Any]] = [
         for value in ("samples", "Returned", 1, 0.5, True, torch.ones(3), np.ones(3), ["returned"])
     ),
     *(("max_grad_norm", value) for value in (0, -1.0, math.nan, True, "1", torch.tensor(1.0), [1.0])),
-    *(("max_grad_value", value) for value in (0, -1.0, math.nan, True, "1", torch.tensor(1.0), [1.0])),
+    *(("clip", value) for value in (0, 1.0, math.nan, True, "1", torch.tensor(1.0), [ClipValue(1.0)])),
     *(("scheduler", value) for value in (5, "cosine", [5], lambda update: 1.0)),
     *(("scaler", value) for value in (5, 2.0, "auto", True, object())),
     *(("nonfinite", value) for value in ("ignore", None, True, 0)),
-    *(("batchnorm", value) for value in ("eval", None, True, 0)),
-    *(("sample_rng", value) for value in ("yes", 1, None, 0)),
-    *(("accumulator_dtype", value) for value in ("float32", torch.int32, torch.bool, 32, True)),
-    *(("accumulate_into", value) for value in ("buffer", None, True)),
     *(
-        ("masters", value)
-        for value in (5, [torch.zeros(1)], {1: 2}, {torch.zeros(1): torch.zeros(1)}, "auto")
+        ("participants", value)
+        for value in ("frozen", None, True, 0, FrozenBatchNorm(), [FrozenBatchNorm], ["eval"], [None], [5])
+    ),
+    ("participants", [FrozenBatchNorm(), GhostBatchNorm()]),
+    ("participants", [GhostBatchNorm(), GhostBatchNorm()]),
+    *(("observers", value) for value in (True, None, NoiseMeter(), [True], [NoiseMeter], [NoiseMeter()] * 2)),
+    *(
+        ("gradient_sum", value)
+        for value in ("float32", "grad", "buffer", torch.int32, torch.bool, 32, True, torch.zeros(1))
     ),
     *(("device", value) for value in ("gpu please", 1.5, True, object(), [])),
-    *(("whole", value) for value in (5, "labels", [5], None, True)),
-    *(("per_sample", value) for value in (5, "labels", [5], None, True)),
+    *(("split", value) for value in (5, "labels", ["labels"], None, True, {"unsplit": ["labels"]}, Split)),
     *(("check", value) for value in ("no", 1, None, 0)),
 ]
 
@@ -95,8 +102,21 @@ def test_an_argument_of_the_accumulator(name: str, value: Any):
     options = {"loss_fn": lambda mb: mse(model, mb), name: value}
     with pytest.raises(SuperbatchError, match=TEXT) as caught:
         Accumulator(model, optimizer, **options)
-    assert name in str(caught.value) or name == "masters"
+    assert name in str(caught.value)
     assert isinstance(caught.value, (ValueError, TypeError))
+    assert_unchanged(before, fingerprint(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    "masters", [5, [torch.zeros(1)], {1: 2}, {torch.zeros(1): torch.zeros(1)}, "auto", None], ids=kind
+)
+def test_no_masters(masters: Any):
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    before = fingerprint(model, optimizer)
+    with pytest.raises(SuperbatchError, match=TEXT) as caught:
+        Accumulator(model, MasterWeights(optimizer, masters))
+    assert "fp32_masters(model)" in str(caught.value) or "masters.values()" in str(caught.value)
     assert_unchanged(before, fingerprint(model, optimizer))
 
 
@@ -113,6 +133,20 @@ def test_no_model(model: Any):
 def test_no_optimizer(optimizer: Any):
     with pytest.raises(OptimizerError, match=TEXT):
         Accumulator(mlp(), optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [None, 5, torch.optim.SGD], ids=kind)
+def test_no_optimizer_of_a_whole_batch(optimizer: Any):
+    model = mlp()
+    with pytest.raises(OptimizerError, match=TEXT):
+        WholeBatch(model, optimizer, lambda batch: mse(model, batch))
+
+
+@pytest.mark.parametrize("optimizer", [None, 5, "sgd", [], torch.optim.SGD], ids=kind)
+def test_masters_of_no_optimizer(optimizer: Any):
+    model = mlp(torch.bfloat16)
+    with pytest.raises(OptimizerError, match=TEXT):
+        Accumulator(model, MasterWeights(optimizer, fp32_masters(model)))
 
 
 def frozen(model: nn.Module) -> nn.Module:
@@ -173,7 +207,7 @@ def test_an_optimizer_that_steps_inside_the_backward():
     "options",
     [
         {"max_grad_norm": 1.0},
-        {"max_grad_value": 1.0},
+        {"clip": ClipValue(1.0)},
         {"scaler": torch.amp.GradScaler("cpu")},
         {"weight": "returned"},
         {"nonfinite": "skip_microbatch"},
@@ -183,7 +217,7 @@ def test_an_optimizer_that_steps_inside_the_backward():
 def test_momentum_accumulation_excludes(options: dict[str, Any]):
     model = mlp()
     with pytest.raises(InputError, match=TEXT):
-        Accumulator(model, sgd(model.parameters()), accumulate_into="momentum", **options)
+        Accumulator(model, sgd(model.parameters()), gradient_sum="momentum", **options)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +231,14 @@ def test_momentum_accumulation_excludes(options: dict[str, Any]):
 )
 def test_momentum_accumulation_needs_plain_momentum(make: Callable[[Any], torch.optim.Optimizer]):
     model = mlp()
-    with pytest.raises(OptimizerError, match='accumulate_into="momentum"'):
-        Accumulator(model, make(model.parameters()), accumulate_into="momentum")
+    with pytest.raises(OptimizerError, match='gradient_sum="momentum"'):
+        Accumulator(model, make(model.parameters()), gradient_sum="momentum")
 
 
 def test_value_clipping_of_complex_parameters():
     model = nn.Linear(2, 1, dtype=torch.complex128)
     with pytest.raises(InputError, match="complex"):
-        Accumulator(model, torch.optim.SGD(model.parameters()), max_grad_value=1.0)
+        Accumulator(model, torch.optim.SGD(model.parameters()), clip=ClipValue(1.0))
 
 
 # -- batches -----------------------------------------------------------------------------------------------
@@ -253,10 +287,9 @@ def test_mismatched_lengths_name_each_path_and_length():
 
 def test_declared_paths_that_are_not_there():
     model = mlp()
-    for option in ("whole", "per_sample"):
-        paths: dict[str, Any] = {option: ["nowhere"]}
+    for split_of in (Split(unsplit=["nowhere"]), Split(per_sample=["nowhere"])):
         accumulate = Accumulator(
-            model, sgd(model.parameters()), lambda mb: mse(model, mb), microbatch_size=3, **paths
+            model, sgd(model.parameters()), lambda mb: mse(model, mb), microbatch_size=3, split=split_of
         )
         with pytest.raises(InputError, match="nowhere"):
             accumulate(BATCH)
@@ -567,6 +600,11 @@ def test_a_number_that_is_no_positive_int(call: Callable[[Any], Any], value: Any
         call(value)
 
 
+def bounded(minimum: Any, weight: Any = None) -> Accumulator:
+    model = mlp()
+    return Accumulator(model, sgd(model.parameters()), weight=at_least(minimum, weight), reduction="sum")
+
+
 OTHERS: dict[str, Callable[[], Any]] = {
     "windows of no loader": lambda: windows(5, 2),  # type: ignore[arg-type]
     "windows of None": lambda: windows(None, 2),  # type: ignore[arg-type]
@@ -600,6 +638,26 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "sample_weights of a number": lambda: sample_weights(5),  # type: ignore[arg-type]
     "sample_weights without them": lambda: sample_weights("w")({"x": X}),
     "sample_weights of text": lambda: sample_weights("w")({"w": ["a", "b"]}),
+    **{
+        f"ClipValue {kind(value)}": partial(ClipValue, value)  # pyright: ignore[reportArgumentType]
+        for value in (0, -1.0, math.nan, True, "1", torch.tensor(1.0), [1.0], None)
+    },
+    **{
+        f"Split {option} {kind(value)}": partial(Split, **{option: value})
+        for option in ("unsplit", "per_sample")
+        for value in (5, "labels", [5], None, True)
+    },
+    **{
+        f"{option.__name__} {kind(value)}": partial(option, value)
+        for option in (FrozenBatchNorm, GhostBatchNorm)
+        for value in (5, "bn", [mlp()], nn.BatchNorm1d)
+    },
+    **{
+        f"at_least {kind(value)}": partial(bounded, value)
+        for value in (0, -1, math.nan, math.inf, True, "1", None, torch.tensor(1.0))
+    },
+    "at_least of a weight": lambda: bounded(1, "tokens"),
+    "at_least in at_least": lambda: bounded(1, at_least(1)),
     "class_weights of a list": lambda: class_weights([1.0, 2.0], "1"),  # type: ignore[arg-type]
     "class_weights of ints": lambda: class_weights(torch.tensor([1, 2]), "1"),
     "class_weights of a matrix": lambda: class_weights(torch.ones(2, 2), "1"),

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import CoupledSamplesError, SuperbatchError
 from superbatch.torch import Accumulator
+from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm
 from tests.torch.helpers import assert_same_parameters, large_batch, mse, rows, sgd, start_of
 from tests.torch.states import assert_unchanged, fingerprint
 
@@ -52,7 +53,7 @@ def test_the_error_names_the_modules_and_the_choices_before_any_update():
     with pytest.raises(CoupledSamplesError, match=r"\('1\.0', '2'\)") as caught:
         accumulate(BATCHES[0])
     text = str(caught.value)
-    assert 'batchnorm="per_microbatch"' in text and 'batchnorm="frozen"' in text and "coupled" in text
+    assert all(choice in text for choice in ("GhostBatchNorm()", "FrozenBatchNorm()", "WholeBatch"))
     assert all(word in text for word in ("Given:", "Wrong:", "Do:"))
     assert_unchanged(before, fingerprint(model, optimizer))
 
@@ -88,7 +89,7 @@ def test_without_running_statistics_it_cannot_be_frozen(check: bool):
     model = net(nn.BatchNorm1d(4, track_running_stats=False))
     before = fingerprint(model)
     with pytest.raises(SuperbatchError, match="Do:"):
-        accumulator(model, batchnorm="frozen", check=check)(BATCHES[0])
+        accumulator(model, participants=[FrozenBatchNorm()], check=check)(BATCHES[0])
     assert_unchanged(before, fingerprint(model))
 
 
@@ -113,7 +114,7 @@ def test_frozen_is_the_large_batch_with_running_statistics():
     reference, start = copy.deepcopy(model), start_of(model)
     model[2].eval()  # a mode of the user's own
     statistics = {name: value.clone() for name, value in model.named_buffers()}
-    accumulate = accumulator(model, batchnorm="frozen")
+    accumulate = accumulator(model, participants=[FrozenBatchNorm()])
     for batch in BATCHES:
         accumulate(batch)
         assert model[0].training and not model[2].training and model.training
@@ -169,7 +170,7 @@ def test_running_statistics_are_the_large_batchs(kind: str, microbatch_size: int
     model(draw(0))
     reference = copy.deepcopy(model)
     before = {key: value for key, value in fingerprint(model, generators=False).items() if "module" in key}
-    accumulate = accumulator(model, batchnorm="per_microbatch", microbatch_size=microbatch_size)
+    accumulate = accumulator(model, participants=[GhostBatchNorm()], microbatch_size=microbatch_size)
     for update in range(3):
         x, y = draw(update + 1), torch.ones(10, 3, dtype=torch.float64)
         assert accumulate((x, y)).microbatches == -(-10 // microbatch_size)
@@ -186,7 +187,7 @@ def test_running_statistics_are_the_large_batchs(kind: str, microbatch_size: int
 def test_the_gradient_is_that_of_micro_batches_normalised_on_their_own():
     model = net()
     reference, start = copy.deepcopy(model), start_of(model)
-    accumulate = accumulator(model, batchnorm="per_microbatch", microbatch_size=5)
+    accumulate = accumulator(model, participants=[GhostBatchNorm()], microbatch_size=5)
     for batch in BATCHES:
         accumulate(batch)
     large_batch(
@@ -203,7 +204,7 @@ def test_deeper_layers_pool_what_they_saw():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     twin = copy.deepcopy(model)
     everything = torch.cat([twin[1](twin[0](part)).detach() for part in BATCHES[0][0].split([4, 3, 3])])
-    accumulate = accumulator(model, batchnorm="per_microbatch", microbatch_size=4)
+    accumulate = accumulator(model, participants=[GhostBatchNorm()], microbatch_size=4)
     assert accumulate(BATCHES[0]).microbatches == 3
     torch.testing.assert_close(model[2].running_mean, 0.1 * everything.mean(0), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(model[2].running_var, 0.9 + 0.1 * everything.var(0), rtol=1e-12, atol=1e-14)
@@ -227,7 +228,7 @@ class Twice(nn.Module):
 def test_called_twice_per_forward():
     model = Twice()
     reference = copy.deepcopy(model)
-    accumulate = accumulator(model, batchnorm="per_microbatch")
+    accumulate = accumulator(model, participants=[GhostBatchNorm()])
     for batch in BATCHES:
         accumulate(batch)
         reference(batch[0])
@@ -240,7 +241,7 @@ def test_gradient_checkpointing_counts_a_micro_batch_once(reentrant: bool):
     """A checkpoint computes its forward again in the backward: the statistics are those without it."""
     plain, checkpointed = net(), net()
     reference = net()
-    one = accumulator(plain, batchnorm="per_microbatch")
+    one = accumulator(plain, participants=[GhostBatchNorm()])
 
     def loss_fn(microbatch: Any) -> Tensor:
         x = microbatch[0].clone().requires_grad_()
@@ -248,7 +249,11 @@ def test_gradient_checkpointing_counts_a_micro_batch_once(reentrant: bool):
         return nn.functional.mse_loss(checkpointed[3](hidden), microbatch[1])
 
     other = Accumulator(
-        checkpointed, sgd(checkpointed.parameters()), loss_fn, microbatch_size=3, batchnorm="per_microbatch"
+        checkpointed,
+        sgd(checkpointed.parameters()),
+        loss_fn,
+        microbatch_size=3,
+        participants=[GhostBatchNorm()],
     )
     start = start_of(plain)
     for batch in BATCHES:
@@ -263,7 +268,7 @@ def test_only_layers_in_training_mode_move():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     model[1].eval()
     reference = copy.deepcopy(model)
-    accumulate = accumulator(model, batchnorm="per_microbatch")
+    accumulate = accumulator(model, participants=[GhostBatchNorm()])
     accumulate(BATCHES[0])
     reference(BATCHES[0][0])
     assert_statistics(model[0], reference[0])
@@ -275,7 +280,7 @@ def test_float32_statistics_are_within_rounding():
     torch.manual_seed(15)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
     reference = copy.deepcopy(model)
-    accumulate = accumulator(model, batchnorm="per_microbatch")
+    accumulate = accumulator(model, participants=[GhostBatchNorm()])
     for x, y in rows(10, dtype=torch.float32):
         x = x + 1000  # a variance that is small beside the mean
         accumulate((x, y))
@@ -283,13 +288,13 @@ def test_float32_statistics_are_within_rounding():
     assert_statistics(model[0], reference[0], 1e-5)
 
 
-@pytest.mark.parametrize("batchnorm", ["per_microbatch", "frozen"])
+@pytest.mark.parametrize("batchnorm", [GhostBatchNorm(), FrozenBatchNorm()], ids=repr)
 @pytest.mark.parametrize("how", ["forward", "nan", "break", "never iterated", "interrupt"])
 def test_everything_is_put_back_after_a_failure(batchnorm: Any, how: str):
     model = net()
     model[0].momentum = None  # type: ignore[assignment]
     optimizer = sgd(model.parameters())
-    accumulate = Accumulator(model, optimizer, microbatch_size=3, batchnorm=batchnorm)
+    accumulate = Accumulator(model, optimizer, microbatch_size=3, participants=[batchnorm])
     batch = BATCHES[0]
     with accumulate.window(batch) as window:
         for microbatch in window:
@@ -327,7 +332,7 @@ def test_the_check_of_the_statement_leaves_statistics_alone():
         optimizer,
         lambda mb: mse(model, mb).sum() * len(mb[0]),
         microbatch_size=3,
-        batchnorm="per_microbatch",
+        participants=[GhostBatchNorm()],
     )
     before = fingerprint(model, optimizer)
     with pytest.raises(SuperbatchError, match="reduction"):

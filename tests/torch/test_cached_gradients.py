@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.batch.split import TokenBudget
-from superbatch.torch import cached_gradients, windows
+from superbatch.torch import windows
+from superbatch.torch.gradcache.cached import cached_gradients
 from superbatch.torch.memory.meter import peak_bytes
 from tests.torch.embedding_tasks import (
     F64,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from superbatch.batch.split import TokenBudget
 from superbatch.errors import InputError
-from superbatch.torch import cached_gradients
+from superbatch.torch.gradcache.cached import cached_gradients
 from tests.torch.embedding_tasks import F64, assert_same_gradients, check, gradients, info_nce, normal, tower
 
 N = 7

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import CoupledSamplesError, InputError, LossSpecError
+from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, Window, count_tokens
 from superbatch.torch.checks import check_schedule
 from superbatch.torch.checks.check_schedule import CALLS
+from superbatch.torch.options import Split
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,
@@ -118,7 +120,9 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Data, dict[str, Any]]] = {
     "sample weights of 1 at first": (mlp, weighted, with_weights, {}),
     "sample weights in NumPy": (mlp, weighted, in_numpy, {}),
     "a mask of ones at first": (tiny_lm, mask_mean, masked, {}),
-    "as many boxes in each image at first": (mlp, box_mean, with_boxes, {"per_sample": ("boxes",)}),
+    "as many boxes in each image at first": (
+        mlp, box_mean, with_boxes, {"split": Split(per_sample=("boxes",))},
+    ),
     "declared weights that are equal at first": (
         tiny_lm, sample_mean, labels, {"weight": count_tokens("labels")},
     ),
@@ -198,9 +202,9 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Data, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("case", RIGHT)
-def test_a_right_declaration_is_checked_once_more_at_little_cost(case: str, noise: bool) -> None:
+def test_a_right_declaration_is_checked_once_more_at_little_cost(case: str, measured: bool) -> None:
     make, loss, data, declared = RIGHT[case]
 
     def train(*, check: bool) -> tuple[nn.Module, list[int], Tensor]:
@@ -212,7 +216,13 @@ def test_a_right_declaration_is_checked_once_more_at_little_cost(case: str, nois
             return loss(model, microbatch)
 
         accumulate = Accumulator(
-            model, sgd(model.parameters()), loss_fn, microbatch_size=1, check=check, noise=noise, **declared
+            model,
+            sgd(model.parameters()),
+            loss_fn,
+            microbatch_size=1,
+            check=check,
+            observers=[NoiseMeter()] if measured else [],
+            **declared,
         )
         of_updates = []
         for update in range(100):

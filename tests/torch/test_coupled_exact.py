@@ -1,4 +1,4 @@
-"""``coupled="exact"``: the update of the real large batch where samples see each other, trained beside it."""
+"""`WholeBatch`: the update of the real large batch where samples see each other, trained beside it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from superbatch.errors import (
     SplitError,
     WindowError,
 )
-from superbatch.torch import Accumulator, TokenBudget, Window, count_tokens, fp32_masters, windows
+from superbatch.noise.meter import NoiseMeter
+from superbatch.torch import Accumulator, TokenBudget, WholeBatch, Window, count_tokens, windows
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm, PerSampleRandom, Split
 from superbatch.torch.virtual.trace import recording
 from tests.torch.helpers import assert_same_parameters, sgd, start_of
 from tests.torch.states import assert_unchanged, fingerprint
@@ -131,13 +134,23 @@ class Twins:
             for one in (self.theirs, self.ours)
         ]
         self.scheduler = schedulers[0]
-        self.accumulate = Accumulator(
+        self.accumulate = WholeBatch(
             self.model,
             self.ours,
             lambda batch: self.loss(self.model, batch),
             max_grad_norm=clip,
             scheduler=schedulers[1],
-            **({"microbatch_size": SPLIT, "coupled": "exact"} | options),
+            **{"microbatch_size": SPLIT, **options},
+        )
+
+    def plain(self, **options: Any) -> Accumulator:
+        """An accumulator of the model under test that takes samples as separate."""
+        return Accumulator(
+            self.model,
+            self.ours,
+            lambda batch: self.loss(self.model, batch),
+            microbatch_size=SPLIT,
+            **options,
         )
 
     def large(self, batch: Batch) -> tuple[float, float]:
@@ -168,7 +181,7 @@ class Twins:
 @pytest.mark.parametrize("size", [1, SPLIT, 9, SAMPLES, None])
 @pytest.mark.parametrize("task", TASKS)
 def test_three_updates_are_those_of_the_large_batch(task: str, size: int | None) -> None:
-    twins = Twins(task, microbatch_size=size, sample_rng=True)
+    twins = Twins(task, microbatch_size=size, rng="batch")
     for number, batch in enumerate(batches()):
         torch.manual_seed(number)
         loss, norm = twins.large(batch)
@@ -187,10 +200,11 @@ def test_three_updates_are_those_of_the_large_batch(task: str, size: int | None)
 def test_plain_accumulation_is_not_that_update() -> None:
     """The premise of the tests above: the samples of each task do see each other."""
     for task in ("BatchNorm", "InfoNCE"):
-        twins = Twins(task, coupled="error", batchnorm="per_microbatch", check=False)
+        twins = Twins(task)
+        accumulate = twins.plain(participants=[GhostBatchNorm()], check=False)
         for batch in batches():
             twins.large(batch)
-            assert twins.accumulate(batch).made
+            assert accumulate(batch).made
         with pytest.raises(AssertionError, match="not the update of the large batch"):
             twins.check(1e-2)
 
@@ -208,19 +222,18 @@ def test_dropout_by_micro_batches_is_another_draw_of_the_same_law() -> None:
         twins.check()
 
 
-def test_the_default_reduction_may_be_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with weight=None; and a sum that is returned is taken as it is."""
+def test_a_sum_that_is_returned_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is weighted or divided."""
 
     def summed(model: nn.Module, batch: Batch) -> Tensor:
         return nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="sum") / 7
 
     monkeypatch.setitem(TASKS, "sum", (conv_net, summed))
-    for task in ("BatchNorm", "sum"):
-        twins = Twins(task, reduction="mean", weight=None)
-        for batch in batches():
-            loss, _ = twins.large(batch)
-            assert twins.accumulate(batch).loss == pytest.approx(loss, rel=EXACT)
-        twins.check()
+    twins = Twins("sum")
+    for batch in batches():
+        loss, _ = twins.large(batch)
+        assert twins.accumulate(batch).loss == pytest.approx(loss, rel=EXACT)
+    twins.check()
 
 
 def test_clipping_and_a_scheduler_see_the_gradient_of_the_batch() -> None:
@@ -286,9 +299,7 @@ def test_several_models_and_optimizers_and_a_parameter_outside_of_them() -> None
         first = sgd([*model.first.parameters(), outside])
         second = torch.optim.SGD([*model.second.parameters(), model.scale], lr=0.3, weight_decay=0.1)
         if whole:
-            accumulate = Accumulator(
-                [model], [first, second], loss_fn, microbatch_size=SPLIT, coupled="exact"
-            )
+            accumulate = WholeBatch([model], [first, second], loss_fn, microbatch_size=SPLIT)
             for batch in batches():
                 assert accumulate(batch).made
         else:
@@ -312,7 +323,7 @@ def test_several_models_and_optimizers_and_a_parameter_outside_of_them() -> None
 
 
 def test_frozen_batchnorm_beside_a_coupled_loss() -> None:
-    twins = Twins("BatchNorm and InfoNCE", batchnorm="frozen")
+    twins = Twins("BatchNorm and InfoNCE", participants=[FrozenBatchNorm()])
     twins.reference.eval()
     for batch in batches():
         twins.large(batch)
@@ -342,13 +353,11 @@ def test_masters_of_low_precision_parameters() -> None:
     with torch.no_grad():
         for name, value in reference.named_parameters():
             value.copy_(masters[dict(model.named_parameters())[name]].double())
-    accumulate = Accumulator(
+    accumulate = WholeBatch(
         model,
-        torch.optim.SGD(masters.values(), lr=0.1),
+        MasterWeights(torch.optim.SGD(masters.values(), lr=0.1), masters),
         lambda batch: info_nce(model, batch).float(),
         microbatch_size=SPLIT,
-        masters=masters,
-        coupled="exact",
     )
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
     start = start_of(reference)
@@ -441,46 +450,61 @@ def test_the_report_says_where_samples_met() -> None:
     assert report is not None
     assert (report.samples, report.microbatches) == (SAMPLES, 6)
     assert [point.module for point in report.points][:2] == ["first.2", "second.2"]
-    assert Twins("BatchNorm", coupled="error", batchnorm="frozen").accumulate.coupling is None
+    assert not hasattr(Twins("BatchNorm").plain(participants=[FrozenBatchNorm()]), "coupling")
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
 def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
-    twins = Twins("BatchNorm", coupled="error")
     with pytest.raises(
-        CoupledSamplesError,
-        match=r'choose coupled="exact".*batchnorm="frozen".*batchnorm="per_microbatch"',
+        CoupledSamplesError, match=r"choose superbatch\.torch\.WholeBatch.*FrozenBatchNorm.*GhostBatchNorm"
     ):
-        twins.accumulate(batches()[0])
-    twins = Twins("InfoNCE", coupled="error")
-    with pytest.raises(CoupledSamplesError, match=r'samples influence each other.*use coupled="exact"'):
-        twins.accumulate(batches()[0])
+        Twins("BatchNorm").plain()(batches()[0])
+    with pytest.raises(CoupledSamplesError, match=r"samples influence each other.*use WholeBatch"):
+        Twins("InfoNCE").plain()(batches()[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "mean"},
+        {"weight": count_tokens("label")},
+        {"gradient_sum": "momentum"},
+        {"split": Split(unsplit=("view",))},
+        {"observers": [NoiseMeter()]},
+        {"check": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_separate_samples_are_not_there(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{next(iter(options))}'"):
+        Twins("BatchNorm", **options)
+
+
+def test_options_of_other_libraries_are_answered_with_those_that_are_there() -> None:
+    with pytest.raises(InputError, match=r"WholeBatch has no option lr_scheduler=.*pass scheduler="):
+        Twins("BatchNorm", lr_scheduler=None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weights'"):
+        Twins("BatchNorm", weights=None)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"reduction": "sum"}, "reduction='sum' with coupled.*nothing is divided.*leave reduction out"),
-        ({"reduction": "median"}, "leave reduction out: a sum is divided by its count in loss_fn"),
-        ({"weight": 5}, "weight=5 with coupled.*leave weight out"),
-        ({"weight": count_tokens("label")}, "weight=.*applied to the whole batch, so nothing is weighted"),
-        ({"weight": "returned"}, "weight='returned' with coupled=\"exact\".*leave weight out"),
         (
             {"nonfinite": "skip_microbatch"},
-            'cannot be left out of the others.*nonfinite="raise" or "skip_update"',
+            'cannot be left out where samples are coupled.*nonfinite="skip_update" or "raise"',
         ),
-        ({"batchnorm": "per_microbatch"}, "the batch's own statistics are used.*leave batchnorm out"),
-        ({"accumulate_into": "momentum"}, 'comes in one piece.*use accumulate_into="grad"'),
-        ({"whole": ("view",)}, r"whole=\('view',\) with coupled.*let loss_fn close over"),
-        ({"per_sample": ("view",)}, "all samples of a virtual batch are in tensors"),
+        ({"participants": [GhostBatchNorm()]}, "GhostBatchNorm normalises each micro-batch by itself"),
+        ({"participants": [PerSampleRandom()]}, 'for separate samples.*Pass rng="batch"'),
         *(
             (
                 {"microbatch_size": size},
-                f'{text} with coupled.*state a positive number of samples, "auto", or',
+                f'{text} is no number of samples. Pass a positive int, "auto", or',
             )
             for size, text in [
+                ("largest", "microbatch_size='largest'"),
                 (TokenBudget(9), r"microbatch_size=TokenBudget\(.*\)"),
                 (0, "microbatch_size=0"),
                 (True, "microbatch_size=True"),
@@ -488,8 +512,8 @@ def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
                 (numpy.array([1, 2]), r"microbatch_size=array\(.*\)"),
             ]
         ),
-        ({"weight": numpy.array([1, 2])}, r"weight=array\(.*leave weight out"),
-        ({"coupled": "yes"}, "coupled='yes'.*pass one of 'error', 'exact'"),
+        ({"rng": "yes"}, "rng='yes'.*pass one of 'microbatch', 'batch'"),
+        ({"rng": None}, "rng=None.*pass one of 'microbatch', 'batch'"),
     ],
 )
 def test_options_that_have_no_meaning_beside_it(options: dict[str, Any], text: str) -> None:
@@ -499,10 +523,10 @@ def test_options_that_have_no_meaning_beside_it(options: dict[str, Any], text: s
 
 def test_there_is_no_loop_to_be_owned() -> None:
     model = model_of("BatchNorm")
-    with pytest.raises(InputError, match=r"no loss_fn with coupled.*no loop over micro-batches to be owned"):
-        Accumulator(model, sgd(model.parameters()), coupled="exact")
-    with pytest.raises(WindowError, match=r"window\(\.\.\.\) with coupled=\"exact\".*virtual_batch"):
-        Twins().accumulate.window(batches()[0])
+    loss_fn: Any = None
+    with pytest.raises(InputError, match=r"loss_fn=None.*called once, with the whole batch"):
+        WholeBatch(model, sgd(model.parameters()), loss_fn)
+    assert not hasattr(Twins().accumulate, "window")
 
 
 def test_several_ranks_are_refused(tmp_path: Any) -> None:
@@ -512,7 +536,7 @@ def test_several_ranks_are_refused(tmp_path: Any) -> None:
         with pytest.raises(
             InputError, match=r"DistributedDataParallel.*samples of other ranks.*virtual_batch.*group=\.\.\."
         ):
-            Accumulator(model, sgd(model.parameters()), lambda x: model(x).sum(), coupled="exact")
+            WholeBatch(model, sgd(model.parameters()), lambda x: model(x).sum())
     finally:
         torch.distributed.destroy_process_group()
 
@@ -521,7 +545,7 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
     twins = Twins()
     packed = {"x": torch.ones(6, 2), "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
     with pytest.raises(
-        SplitError, match=r"a batch of 2 samples with a tensor of length 6.*give a padded batch"
+        SplitError, match=r"a batch of 2 coupled samples with a tensor of length 6.*give a padded batch"
     ):
         twins.accumulate(packed)
 
@@ -536,8 +560,8 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
             "lists of per-sample targets.*Pad them to",
         ),
         (3, "nothing to split.*pass tensors with one row for each sample"),
-        ({"x": numpy.ones((6, 2)), "name": "six"}, "6 samples without a tensor.*torch.from_numpy"),
-        (["a", "b"], "2 samples without a tensor.*make tensors of them before the call"),
+        ({"x": numpy.ones((6, 2)), "name": "six"}, "6 coupled samples without a tensor.*torch.from_numpy"),
+        (["a", "b"], "2 coupled samples without a tensor.*make tensors of them before the call"),
     ],
 )
 def test_a_batch_that_cannot_be_a_virtual_one(batch: Any, text: str) -> None:
@@ -547,7 +571,7 @@ def test_a_batch_that_cannot_be_a_virtual_one(batch: Any, text: str) -> None:
     for given in (batch, Window([batch])):
         with pytest.raises(SplitError, match=text) as caught:
             twins.accumulate(given)
-        assert "whole=" not in str(caught.value) and "per_sample=" not in str(caught.value)
+        assert "split=" not in str(caught.value) and "per_sample" not in str(caught.value)
     assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
 
 
@@ -578,7 +602,7 @@ def test_a_loss_of_other_tensors_than_the_batch_it_is_given(size: Any) -> None:
         (lambda loss: loss.item(), "The loss is a float, not a tensor. Return the tensor"),
         (lambda loss: None, "The loss is a NoneType, not a tensor. Return the tensor"),
         (lambda loss: loss.detach(), "a loss without a graph"),
-        (lambda loss: loss * torch.ones(2), r"a loss of shape \(2,\) with.*return its mean over the batch"),
+        (lambda loss: loss * torch.ones(2), r"a loss of shape \(2,\).*Return its mean over the batch"),
     ],
 )
 def test_what_is_no_loss(returned: Callable[[Tensor], Any], text: str) -> None:
@@ -587,7 +611,7 @@ def test_what_is_no_loss(returned: Callable[[Tensor], Any], text: str) -> None:
     before = fingerprint(twins.model, twins.ours, twins.accumulate)
     with pytest.raises(InputError, match=text) as caught:
         twins.accumulate(batches()[0])
-    for refused in ("weight=", "reduction=", "whole=", "per_sample="):
+    for refused in ("weight=", "reduction=", "split=", "per_sample"):
         assert refused not in str(caught.value)
     assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
 
@@ -691,7 +715,7 @@ def test_memory_may_run_out_at_any_operation() -> None:
     """It is worked through again with half as many samples at a time, to the same update."""
 
     def train(at: int | None) -> tuple[Twins, FailAt, list[Any], str | None]:
-        twins, fail, updates, error = Twins("dropout", sample_rng=True), FailAt(), [], None
+        twins, fail, updates, error = Twins("dropout", rng="batch"), FailAt(), [], None
         torch.manual_seed(0)
         with quiet():
             for number, batch in enumerate(batches()):
@@ -732,13 +756,12 @@ def test_memory_may_run_out_at_any_operation() -> None:
     assert another_way < recovered / 10
 
 
-@pytest.mark.parametrize("size", ["auto", "largest"])
-def test_as_many_samples_at_a_time_as_there_is_memory_for(size: str) -> None:
-    twins = Twins("BatchNorm and InfoNCE", microbatch_size=size)
+def test_as_many_samples_at_a_time_as_there_is_memory_for() -> None:
+    twins = Twins("BatchNorm and InfoNCE", microbatch_size="auto")
     for batch in batches():
         twins.large(batch)
         assert twins.accumulate(batch).microbatches == 1, "there is plenty of memory"
-        assert twins.accumulate.memory is None, "its report is of micro-batches that are cut"
+        assert twins.accumulate.engine.memory is None, "its report is of micro-batches that are cut"
     twins.check()
 
 
@@ -832,11 +855,12 @@ def test_going_on_from_a_saved_state_is_bit_for_bit() -> None:
 
 
 def test_a_window_in_flight_of_another_accumulator_is_not_gone_on_with() -> None:
-    plain, state = Twins("InfoNCE", coupled="error", check=False), {}
-    with plain.accumulate.window(batches()[0]) as window:
+    other, state = Twins("InfoNCE"), {}
+    plain = other.plain(check=False)
+    with plain.window(batches()[0]) as window:
         for microbatch in window:
-            window.backward(plain.loss(plain.model, microbatch))
-            state = plain.accumulate.state_dict()
+            window.backward(other.loss(other.model, microbatch))
+            state = plain.state_dict()
             break
     twins = Twins("InfoNCE")
     twins.accumulate.load_state_dict(state)

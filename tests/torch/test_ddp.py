@@ -18,7 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.torch import Accumulator, Window, fp32_masters
+from superbatch.torch import Accumulator, Window
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import PerSampleRandom
 from tests.torch import ddp_worker as ranks
 from tests.torch.helpers import large_batch, mlp, sgd, tiny_lm
 
@@ -178,10 +180,9 @@ def single_process(case: ranks.Case) -> tuple[nn.Module, dict[Tensor, Tensor] | 
     optimizer = case.optimizer([*(masters.values() if masters else model.parameters())])
     accumulate = Accumulator(
         model,
-        optimizer,
+        MasterWeights(optimizer, masters) if masters else optimizer,
         lambda mb: case.loss(model, mb),
-        masters=masters,
-        **{"accumulator_dtype": torch.float32, **case.options},
+        **{"gradient_sum": torch.float32, **case.options},
     )
     for one, other in zip(*case.data, strict=True):
         accumulate(Window([*one, *other]))
@@ -396,7 +397,11 @@ def test_streams_per_sample_do_not_depend_on_the_ranks(results: dict[str, Any]):
     model = mlp(dropout=0.4)
     start = {key: value.clone() for key, value in model.state_dict().items()}
     accumulate = Accumulator(
-        model, sgd(model.parameters()), lambda mb: ranks.mse(model, mb), sample_rng=True, microbatch_size=5
+        model,
+        sgd(model.parameters()),
+        lambda mb: ranks.mse(model, mb),
+        participants=[PerSampleRandom()],
+        microbatch_size=5,
     )
     torch.manual_seed(5)
     updates = [accumulate(joined([a[0], b[0]])) for a, b in zip(*ranks.ROWS, strict=True)]

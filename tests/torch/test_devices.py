@@ -92,7 +92,7 @@ def test_a_failed_window_restores_the_generators_of_all_devices(fake: FakeModule
 def test_mutant_restores_only_where_microbatches_are_moved(
     fake: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("superbatch.torch.accumulator.accelerators", lambda *_: [])
+    monkeypatch.setattr("superbatch.torch.window.build.accelerators", lambda *_: [])
     assert _left_after_failure(fake)
 
 

@@ -34,7 +34,7 @@ def training(into: Any) -> tuple[Moving, torch.optim.SGD, Accumulator]:
     model = Moving()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     accumulate = Accumulator(
-        model, optimizer, lambda b: loss(model, b), microbatch_size=2, accumulate_into=into, check=False
+        model, optimizer, lambda b: loss(model, b), microbatch_size=2, gradient_sum=into, check=False
     )
     return model, optimizer, accumulate
 
@@ -60,7 +60,7 @@ def saved_in_flight(into: Any, updates: int) -> tuple[dict[str, Any], dict[str, 
     return dict(zip(("model", "optimizer", "accumulate"), saved, strict=True)), before, batches
 
 
-@pytest.mark.parametrize("into", ["grad", "momentum"])
+@pytest.mark.parametrize("into", ["auto", "momentum"])
 @pytest.mark.parametrize("updates", [0, 2])
 def test_the_next_update_is_that_of_a_training_without_the_window(into: Any, updates: int) -> None:
     saved, before, batches = saved_in_flight(into, updates)
@@ -94,6 +94,6 @@ def test_a_window_of_other_parameters_is_refused_and_nothing_changes() -> None:
 
 
 def test_without_the_restoring_the_next_update_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("superbatch.torch.accumulator.discard_saved", lambda state, plan: None)
+    monkeypatch.setattr("superbatch.torch.window.engine.discard_saved", lambda state, plan: None)
     with pytest.raises(AssertionError):
         test_the_next_update_is_that_of_a_training_without_the_window("momentum", 2)

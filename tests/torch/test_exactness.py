@@ -19,6 +19,7 @@ from superbatch.torch import (
     sample_weights,
     windows,
 )
+from superbatch.torch.options import Split
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,
@@ -284,13 +285,13 @@ def test_leaving_after_the_last_backward_makes_the_update() -> None:
 
 @pytest.mark.parametrize("leave_at", [0, 1, 2])
 @pytest.mark.parametrize("by", ["break", "exception"])
-@pytest.mark.parametrize("into", ["grad", "momentum"])
+@pytest.mark.parametrize("into", ["auto", "momentum"])
 def test_leaving_a_window_discards_it_and_the_next_is_exact(leave_at: int, by: str, into: Any) -> None:
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(10, 3)
     large_batch(sgd(reference.parameters()), lambda batch: mse(reference, batch), batches)
     ours = sgd(model.parameters())
-    accumulator = Accumulator(model, ours, lambda mb: mse(model, mb), microbatch_size=4, accumulate_into=into)
+    accumulator = Accumulator(model, ours, lambda mb: mse(model, mb), microbatch_size=4, gradient_sum=into)
     accumulator(batches[0])
     before = copy.deepcopy((model.state_dict(), ours.state_dict(), torch.get_rng_state()))
     window = accumulator.window(batches[0])
@@ -400,7 +401,7 @@ def test_sum_over_tokens() -> None:
     ).check()
 
 
-@pytest.mark.parametrize("into", ["grad", "momentum"])
+@pytest.mark.parametrize("into", ["auto", "momentum"])
 def test_a_window_without_any_weight_changes_nothing(into: Any) -> None:
     model = tiny_lm()
     optimizer = sgd(model.parameters())
@@ -412,7 +413,7 @@ def test_a_window_without_any_weight_changes_nothing(into: Any) -> None:
         microbatch_size=2,
         weight=count_tokens("labels"),
         scheduler=scheduler,
-        accumulate_into=into,
+        gradient_sum=into,
     )
     accumulate(tokens(LENGTHS))  # so that there is a momentum to be changed
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
@@ -544,7 +545,7 @@ def test_leaves_that_are_kept_whole() -> None:
         return (model(batch["x"]) @ batch["anchors"].T - batch["y"].sum(1, keepdim=True)).square().mean()
 
     batches = [{"x": x, "y": y, "anchors": anchors} for x, y in rows(10, 3)]
-    train_both(mlp, loss, batches, microbatch_size=3, whole=["anchors"]).check()
+    train_both(mlp, loss, batches, microbatch_size=3, split=Split(unsplit=["anchors"])).check()
 
 
 def packed(lengths: list[int], seed: int) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ def test_any_allocation_fails(model: str, mode: str) -> None:
 # -- between the arrival of a gradient and the knowledge of it -----------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [".grad", "adam", "noise", "returned", "exact"])
+@pytest.mark.parametrize("mode", [".grad", "adam", "noise", "returned", "whole batch"])
 def test_the_copy_of_a_gradient_that_two_parameters_share_fails(mode: str) -> None:
     found = sweep(cell("mlp", mode), on=False)
     assert found.same > 40 and not found.wrong
@@ -82,7 +82,7 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any], str]] = {
         lambda self: True,
         "momentum",
     ),
-    "a failure after the virtual batch": (Transaction, "restart", lambda self: None, "exact"),
+    "a failure after the virtual batch": (Transaction, "restart", lambda self: None, "whole batch"),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.window.participants import (
     batchnorm,
     forward_state,
@@ -92,10 +92,11 @@ def test_a_participant_that_cannot_be_restored(
     assert run.accumulate.updates == windows + 1
 
 
-def trained(**options: Any) -> tuple[Model, Any, Accumulator, list[int]]:
+def trained(
+    *, coupled: bool = False, **options: Any
+) -> tuple[Model, Any, Accumulator | WholeBatch, list[int]]:
     """A model after one update; memory runs out at the call of the loss that is put into the list."""
     torch.manual_seed(0)
-    coupled = "coupled" in options
     model = Model(norm=coupled, draws=not coupled, counts=coupled).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
     calls = [0, 0]
@@ -107,7 +108,10 @@ def trained(**options: Any) -> tuple[Model, Any, Accumulator, list[int]]:
             raise torch.OutOfMemoryError(NO_MEMORY)
         return loss
 
-    accumulate = Accumulator(model, optimizer, loss_fn, check=False, **options)
+    if coupled:
+        accumulate = WholeBatch(model, optimizer, loss_fn, **options)
+    else:
+        accumulate = Accumulator(model, optimizer, loss_fn, check=False, **options)
     accumulate(BATCHES[0])
     return model, optimizer, accumulate, calls
 
@@ -135,7 +139,7 @@ def test_coupled_samples_and_a_state_that_cannot_be_restored_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`num_batches_tracked` was one too high."""
-    model, optimizer, accumulate, _ = trained(coupled="exact", microbatch_size=4)
+    model, optimizer, accumulate, _ = trained(coupled=True, microbatch_size=4)
     before = fingerprint(model, optimizer)
     before = {key: value.clone() if isinstance(value, Tensor) else value for key, value in before.items()}
     with monkeypatch.context() as patch:

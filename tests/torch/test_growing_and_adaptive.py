@@ -243,7 +243,7 @@ def test_the_controller_steers_an_accumulator() -> None:
     weight = nn.Linear(40, 1, bias=False).double()
     optimizer = SGD(weight.parameters(), lr=1e-3)
     accumulate = Accumulator(
-        weight, optimizer, lambda x: weight(x).mean(), check=False, noise=NoiseMeter(beta=0.9, every=1)
+        weight, optimizer, lambda x: weight(x).mean(), check=False, observers=[NoiseMeter(beta=0.9, every=1)]
     )
     steps = controller(weight, lambda: accumulate.noise, microbatch=4, start=2, least=2, most=64)
     lengths = [

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch import LossSpecError, NonFiniteError, OptimizerError, WindowError
-from superbatch.torch import Accumulator, fp32_masters
+from superbatch.torch import Accumulator
+from superbatch.torch.masters import MasterWeights, fp32_masters
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 
 
@@ -302,9 +303,9 @@ def test_masters_that_are_not_used_are_refused_and_written_parameters_taken_over
     model = mlp().bfloat16()
     masters = fp32_masters(model)
     with pytest.raises(OptimizerError, match=r"make the optimizer over masters\.values"):
-        Accumulator(model, sgd(model.parameters()), masters=masters)
+        Accumulator(model, MasterWeights(sgd(model.parameters()), masters))
     accumulate = Accumulator(
-        model, torch.optim.SGD(masters.values(), lr=1e-4), lambda mb: mse(model, mb), masters=masters
+        model, MasterWeights(torch.optim.SGD(masters.values(), lr=1e-4), masters), lambda mb: mse(model, mb)
     )
     batch = tuple(part.bfloat16() for part in rows(6, 1)[0])
     accumulate(batch)

@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from superbatch.errors import OptimizerError, WindowError
+from superbatch.torch import Accumulator
 from superbatch.torch.window import open_window
 from superbatch.torch.window.interrupts import DeferredInterrupts
 from tests.torch.interrupted_windows import Run
@@ -223,8 +224,11 @@ def test_the_loop_over_micro_batches_stays_interruptible() -> None:
     run.update(0)
     before = run.state()
 
+    accumulate = run.accumulate
+    assert isinstance(accumulate, Accumulator)
+
     def loop() -> None:
-        with run.accumulate.window(torch.ones(7, 4).double()) as window:
+        with accumulate.window(torch.ones(7, 4).double()) as window:
             for microbatch in window:
                 window.backward(run.model(microbatch).square().mean())
                 interrupt()
@@ -239,6 +243,7 @@ def test_a_window_that_never_reached_its_end_is_discarded() -> None:
     run = Run("owned")
     run.update(0)
     before = run.state()
+    assert isinstance(run.accumulate, Accumulator)
     window = run.accumulate.window(torch.ones(7, 4).double())
     window.__enter__()
     for microbatch in window:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import OutOfMemoryError
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.window.participants import kept_tensors, moved_state
 from superbatch.torch.window.participants.kept_tensors import KeptTensor
 from superbatch.torch.window.participants.moved_state import MovedState
@@ -69,6 +69,10 @@ class Program:
     def accumulator(self, **options: Any) -> Accumulator:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         return Accumulator(self.model, optimizer, self.loss_fn, check=False, **options)
+
+    def whole_batch(self, **options: Any) -> WholeBatch:
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        return WholeBatch(self.model, optimizer, self.loss_fn, **options)
 
     def parameters(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -169,7 +173,7 @@ def test_state_that_begins_to_move_in_a_later_window_is_told(bytes_: int) -> Non
 def test_the_coupled_path_does_not_begin_again_either() -> None:
     # Rows and values are virtual there: what is written is real.
     program = Program(lambda bank, *_: bank[FIRST:].fill_(1.0), ["now"])
-    accumulate = program.accumulator(microbatch_size=4, coupled="exact")
+    accumulate = program.whole_batch(microbatch_size=4)
     before, bank = program.parameters(), program.bank.clone()
     with pytest.raises(OutOfMemoryError, match="moved the state"):
         accumulate(batch())

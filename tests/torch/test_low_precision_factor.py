@@ -53,7 +53,7 @@ def gradient_of(model: nn.Module, dtype: torch.dtype, window: Any, weight: Any =
     optimizer = Reader(model.parameters(), lr=0.1)
     options.setdefault("check", False)
     accumulate = Accumulator(
-        model, optimizer, lambda mb: loss(model, mb), weight=weight, accumulator_dtype=None, **options
+        model, optimizer, lambda mb: loss(model, mb), weight=weight, gradient_sum=None, **options
     )
     update = accumulate(window)
     assert update.made
@@ -145,7 +145,9 @@ def test_the_noise_is_that_of_a_loss_in_float32() -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         meter = NoiseMeter(every=1)
-        _, _, accumulate = gradient_of(model_of(), dtype, Window(parts(batch_of(7), 1, 2, 4)), noise=meter)
+        _, _, accumulate = gradient_of(
+            model_of(), dtype, Window(parts(batch_of(7), 1, 2, 4)), observers=[meter]
+        )
         found.append(accumulate.noise)
     assert found[0].windows == found[1].windows == 1
     wanted, got = found[0].groups[0], found[1].groups[0]

@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from superbatch import InputError, LossSpecError, OptimizerError, WindowError
-from superbatch.torch import Accumulator, Window, count_tokens, windows
+from superbatch.torch import Accumulator, WholeBatch, Window, count_tokens, windows
+from superbatch.torch.options import GhostBatchNorm
 from superbatch.torch.tuning import dial as survey_dial
 from superbatch.torch.tuning import lr_survey
-from superbatch.torch.tuning import shadow as survey_shadow
 from superbatch.tuning.survey import Sweep
 from tests.torch.helpers import mlp, mse, rows, tiny_lm, token_mean, tokens
 from tests.torch.states import assert_unchanged, fingerprint
@@ -222,12 +223,17 @@ def test_a_coupled_batch_is_surveyed_as_the_whole_batch(reduction: Any) -> None:
         return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
 
     batches, curves = rows(12, 4), []
-    for options in ({"coupled": "exact", "microbatch_size": 4}, {"batchnorm": "per_microbatch"}):
+    for whole in (True, False):
         model = build()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        accumulate = Accumulator(model, sgd, lambda b, model=model: mse(model, b), **options)  # pyright: ignore[reportArgumentType]
+        loss_fn = partial(mse, model)
+        accumulate = (
+            WholeBatch(model, sgd, loss_fn, microbatch_size=4)
+            if whole
+            else Accumulator(model, sgd, loss_fn, participants=[GhostBatchNorm()])
+        )
         curves.append(lr_survey(accumulate, batches, updates=POINTS, high=1e-2).losses)
-        assert accumulate.coupling is None
+        assert not isinstance(accumulate, WholeBatch) or accumulate.coupling is None
     assert curves[0] == pytest.approx(curves[1], rel=1e-10)
 
 
@@ -305,7 +311,11 @@ def test_a_momentum_is_surveyed_where_gradients_are_summed_into_it() -> None:
         model = mlp()
         sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         accumulate = Accumulator(
-            model, sgd, lambda b, model=model: mse(model, b), accumulate_into=into, microbatch_size=2
+            model,
+            sgd,
+            lambda b, model=model: mse(model, b),
+            gradient_sum="momentum" if into == "momentum" else "auto",
+            microbatch_size=2,
         )
         curves.append(lr_survey(accumulate, rows(6, 2), what="momentum", updates=20).losses)
     assert curves[0] == pytest.approx(curves[1], rel=1e-12)
@@ -484,14 +494,14 @@ def test_nothing_of_a_survey_stays_in_memory() -> None:
 
     def watch(done: int, total: int) -> None:
         if done == 3:
-            optimizer = accumulate._config.rule.optimizers[0]
+            optimizer = accumulate.engine.config.rule.optimizers[0]
             kept.extend(weakref.ref(state["exp_avg"]) for state in optimizer.state.values())
 
     lr_survey(accumulate, rows(6, 2), updates=POINTS, progress=watch)
     gc.collect()
     assert len(kept) == 4
     assert [reference() for reference in kept] == [None] * 4
-    assert accumulate._config.until_next == []
+    assert accumulate.engine.config.until_next == []
 
 
 def test_ranges_are_those_of_the_optimizer() -> None:
@@ -500,13 +510,13 @@ def test_ranges_are_those_of_the_optimizer() -> None:
     assert survey_dial.range_of([torch.optim.RMSprop(parameters)], "lr") == (1e-7, 1.0)
 
 
-def test_the_shadow_shares_the_model_and_no_counter() -> None:
+def test_the_twin_shares_the_model_and_no_counter() -> None:
     _, accumulate = simple(microbatch_size=2, max_grad_norm=0.5)
-    shadow = survey_shadow.shadow_of(accumulate)
-    assert shadow._config.models == accumulate._config.models
-    assert shadow._config.rule.max_grad_norm == 0.5
-    shadow(rows(4, 1)[0])
-    assert (shadow.updates, accumulate.updates, accumulate._first) == (1, 0, True)
+    twin = accumulate.engine.twin()
+    assert twin.config.models == accumulate.engine.config.models
+    assert twin.config.rule.max_grad_norm == 0.5
+    twin.update(rows(4, 1)[0])
+    assert (twin.updates, accumulate.updates, accumulate.engine.checked) == (1, 0, False)
 
 
 def test_sums_in_the_momentum_buffer_survey_alike_and_leave_the_buffer_alone() -> None:
@@ -519,7 +529,7 @@ def test_sums_in_the_momentum_buffer_survey_alike_and_leave_the_buffer_alone() -
             sgd,
             lambda b, model=model: mse(model, b),
             microbatch_size=4,
-            accumulate_into=into,  # pyright: ignore[reportArgumentType]  (one of the two)
+            gradient_sum="momentum" if into == "momentum" else "auto",
         )
         accumulate(rows(10, 1)[0])
         before = fingerprint(model, sgd, accumulate)

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from superbatch.noise.meter import NoiseMeter
-from superbatch.torch import Accumulator, Window, fp32_masters, windows
+from superbatch.torch import Accumulator, Window, windows
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import GhostBatchNorm
 from superbatch.torch.tuning import lr_survey
-from superbatch.torch.tuning import shadow as survey_shadow
 from superbatch.torch.tuning import state as survey_state
+from superbatch.torch.window.engine import Engine
 from tests.torch.helpers import mse, rows
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 
@@ -81,14 +83,13 @@ class Training:
         )
         self.accumulate = Accumulator(
             self.model,
-            self.optimizer,
+            self.optimizer if masters is None else MasterWeights(self.optimizer, masters),
             self.loss_fn,
             scheduler=self.scheduler,
             scaler=self.scaler,
-            masters=masters,
-            batchnorm="per_microbatch",
+            observers=[NoiseMeter(every=2)],
+            participants=[GhostBatchNorm()],
             max_grad_norm=1.0,
-            noise=NoiseMeter(every=2),
         )
         self.train(self.started)
 
@@ -127,7 +128,7 @@ class Training:
         found["loader"] = generator.get_state()
         found["notes"] = list(self.model.notes)
         found["seen"] = self.model.get_buffer("seen").clone()
-        found["first"] = self.accumulate._first
+        found["first"] = not self.accumulate.engine.checked
         return found
 
 
@@ -135,7 +136,7 @@ def _stale(accumulate: Accumulator) -> dict[str, bool]:
     """Masters that the next window would write over with their parameters."""
     return {
         entry.name: not torch.equal(entry.target.to(entry.parameter.dtype), entry.parameter)
-        for entry in accumulate._owned
+        for entry in accumulate.engine.config.owned
     }
 
 
@@ -239,14 +240,17 @@ def keep_nothing(*_: Any) -> None:
     pass
 
 
-def shadow_that_counts(accumulator: Accumulator) -> Accumulator:
-    return accumulator
+def twin_that_counts(engine: Engine) -> Engine:
+    return engine
 
 
-def shadow_with_a_meter(accumulator: Accumulator) -> Accumulator:
-    shadow = survey_shadow.shadow_of(accumulator)
-    shadow._config = replace(shadow._config, noise=accumulator._config.noise)
-    return shadow
+def twin_with_a_meter(engine: Engine) -> Engine:
+    twin = _twin(engine)
+    twin.config = replace(twin.config, noise=engine.config.noise)
+    return twin
+
+
+_twin = Engine.twin
 
 
 def forget_the_state(optimizer: torch.optim.Optimizer, undo: Any) -> None:
@@ -284,10 +288,10 @@ MUTANTS: dict[str, tuple[Any, str, Any, str, str]] = {
     "optimizer attributes": (survey_state, "_keep_attributes", keep_nothing, "before training", "stepped"),
     "scaler": (survey_state, "_keep_attributes", keep_nothing, "in training", "scale"),
     "loader": (module, "keep_position", keep_nothing, "in training", "'loader'"),
-    "counters and scheduler": (module, "shadow_of", shadow_that_counts, "in training", "StepLR"),
-    "counter": (module, "shadow_of", shadow_that_counts, "in training", "updates"),
-    "noise meter": (module, "shadow_of", shadow_with_a_meter, "in training", "noise"),
-    "first check": (module, "shadow_of", shadow_that_counts, "before training", "first"),
+    "counters and scheduler": (Engine, "twin", twin_that_counts, "in training", "StepLR"),
+    "counter": (Engine, "twin", twin_that_counts, "in training", "updates"),
+    "noise meter": (Engine, "twin", twin_with_a_meter, "in training", "noise"),
+    "first check": (Engine, "twin", twin_that_counts, "before training", "first"),
 }
 
 

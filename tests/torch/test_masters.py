@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import InputError
-from superbatch.torch import Accumulator, accumulator, fp32_masters
+from superbatch.torch import Accumulator
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.window import engine
 from superbatch.torch.window.participants.gradient_sum import ManagedParameter
 from tests.torch.helpers import mlp, mse, rows
 
@@ -29,10 +31,9 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.masters.values(), lr=1e-3)
         self.accumulate = Accumulator(
             self.model,
-            self.optimizer,
+            MasterWeights(self.optimizer, self.masters),
             lambda mb: mse(self.model, mb),
             microbatch_size=3,
-            masters=self.masters,
         )
 
     def train(self, batches: list[Any]) -> None:
@@ -89,7 +90,7 @@ def test_a_mutant_that_takes_every_written_parameter_over(monkeypatch: pytest.Mo
                 with torch.no_grad():
                     entry.target.copy_(entry.parameter)
 
-    monkeypatch.setattr(accumulator, "take_over", always)
+    monkeypatch.setattr(engine, "take_over", always)
     whole, second = resumed(("accumulate", "model", "optimizer"))
     assert not same(whole.values(), second.values())
 
@@ -238,7 +239,7 @@ def test_an_infinite_mask_is_loaded() -> None:
     with torch.no_grad():
         model.weight[0, 1] = -torch.inf
     masters = fp32_masters(model)
-    accumulate = Accumulator(model, torch.optim.SGD(masters.values()), model, masters=masters)
+    accumulate = Accumulator(model, MasterWeights(torch.optim.SGD(masters.values()), masters), model)
     saved = {name: value.clone() for name, value in accumulate.state_dict()["masters"].items()}
     accumulate.load_state_dict({**accumulate.state_dict(), "masters": saved})
     assert masters[model.weight][0, 1] == -torch.inf
@@ -262,11 +263,11 @@ def test_masters_that_are_not_of_the_parameters_are_refused(make: Any) -> None:
     model = nn.Linear(2, 1).bfloat16()
     masters = make(model)
     with pytest.raises(InputError, match=r"master of 'weight' differs .* then call fp32_masters\(model\)"):
-        Accumulator(model, torch.optim.SGD(masters.values()), model, masters=masters)
+        Accumulator(model, MasterWeights(torch.optim.SGD(masters.values()), masters), model)
 
 
 def test_masters_narrower_than_their_parameters_are_refused() -> None:
     model = nn.Linear(2, 1)
     masters: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().to(BF16)) for p in model.parameters()}
     with pytest.raises(InputError, match="its shape in its dtype or a wider one"):
-        Accumulator(model, torch.optim.SGD(masters.values()), model, masters=masters)
+        Accumulator(model, MasterWeights(torch.optim.SGD(masters.values()), masters), model)

@@ -53,7 +53,11 @@ def test_frozen_parameters_in_the_optimizer_are_left_alone(into: Any) -> None:
     start = start_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
     accumulate = Accumulator(
-        model, optimizer, lambda mb: mse(model, mb), microbatch_size=3, accumulate_into=into
+        model,
+        optimizer,
+        lambda mb: mse(model, mb),
+        microbatch_size=3,
+        gradient_sum="momentum" if into == "momentum" else "auto",
     )
     accumulate(rows(10, 1)[0])
     moved = {name for name, value in model.named_parameters() if not torch.equal(start[name], value)}
@@ -98,7 +102,9 @@ class Sometimes(nn.Module):
 def test_a_branch_that_some_microbatches_never_take(into: Any) -> None:
     taken = [[bool((part[:, 0] > 0.8).any()) for part in x.split(2)] for x, _ in rows(12)]
     assert all(any(window) and not all(window) for window in taken), "premise"
-    train_both(Sometimes, mse, rows(12), microbatch_size=2, accumulate_into=into).check()
+    train_both(
+        Sometimes, mse, rows(12), microbatch_size=2, gradient_sum="momentum" if into == "momentum" else "auto"
+    ).check()
 
 
 class Tied(nn.Module):
@@ -121,7 +127,12 @@ class Tied(nn.Module):
 def test_tied_weights(into: Any) -> None:
     batches = [tokens([7, 1, 3, 6, 2, 4], seed=seed) for seed in range(3)]
     both = train_both(
-        Tied, token_mean, batches, microbatch_size=2, weight=count_tokens("labels"), accumulate_into=into
+        Tied,
+        token_mean,
+        batches,
+        microbatch_size=2,
+        weight=count_tokens("labels"),
+        gradient_sum="momentum" if into == "momentum" else "auto",
     )
     both.check()
     assert len(both.start) == 3
@@ -148,7 +159,7 @@ def test_complex_parameters(optimizer: Any) -> None:
 
 
 def test_complex_parameters_into_momentum() -> None:
-    train_both(Complex, mse, rows(10), microbatch_size=3, accumulate_into="momentum").check()
+    train_both(Complex, mse, rows(10), microbatch_size=3, gradient_sum="momentum").check()
 
 
 def test_a_parameter_outside_of_the_model() -> None:
@@ -240,7 +251,7 @@ def test_gradient_checkpointing_into_float32_buffers(reentrant: bool) -> None:
         torch.optim.SGD(model.parameters(), lr=1.0),
         lambda mb: mse(model, mb),
         microbatch_size=1,
-        accumulator_dtype=torch.float32,
+        gradient_sum=torch.float32,
     )(batch)
     assert_same_parameters(reference, model, 2e-2, start=start)
 
@@ -256,7 +267,13 @@ def test_a_loss_with_gradients_of_its_own(dtype: torch.dtype, into: Any) -> None
         (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         return nn.functional.mse_loss(out, batch[1]) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
 
-    train_both(lambda: mlp(dtype), loss, rows(10, 3, dtype), microbatch_size=3, accumulate_into=into).check()
+    train_both(
+        lambda: mlp(dtype),
+        loss,
+        rows(10, 3, dtype),
+        microbatch_size=3,
+        gradient_sum="momentum" if into == "momentum" else "auto",
+    ).check()
 
 
 def test_a_custom_autograd_function() -> None:
@@ -444,7 +461,7 @@ def test_a_compiled_loss_function(compiler: Any) -> None:
     assert 1 <= len(graphs) <= 2
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_into": "momentum"}, {"nonfinite": "skip_microbatch"}])
+@pytest.mark.parametrize("options", [{}, {"gradient_sum": "momentum"}, {"nonfinite": "skip_microbatch"}])
 def test_a_compiled_backward(options: dict[str, Any]) -> None:
     """AOTAutograd computes the backward as a graph of its own, as `torch.compile` does by default."""
     reference, model = mlp(), mlp()
@@ -533,7 +550,13 @@ def test_an_optimizer_that_is_loaded_after_the_accumulator_was_made(into: Any) -
     reference, model = mlp(), mlp()
     start, batches = start_of(reference), rows(10, 4)
     theirs, ours = sgd(reference.parameters()), sgd(model.parameters())
-    accumulate = Accumulator(model, ours, lambda mb: mse(model, mb), microbatch_size=4, accumulate_into=into)
+    accumulate = Accumulator(
+        model,
+        ours,
+        lambda mb: mse(model, mb),
+        microbatch_size=4,
+        gradient_sum="momentum" if into == "momentum" else "auto",
+    )
     large_batch(theirs, lambda b: mse(reference, b), batches[:2])
     for batch in batches[:2]:
         accumulate(batch)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.torch import Accumulator, Window, verify
+from superbatch.torch import Accumulator, WholeBatch, Window, verify
 from superbatch.torch.window.participants import moved_state
 from superbatch.torch.window.participants.kept_tensors import KeptTensor
 from superbatch.torch.window.participants.reached import Reached
@@ -264,7 +264,8 @@ def assert_as_large(program: Program, name: str) -> None:
 @each_program
 def test_the_coupled_path_moves_it_once(name: str) -> None:
     program = PROGRAMS[name]()
-    accumulate = accumulator(program, coupled="exact")
+    optimizer = torch.optim.SGD(program.model.parameters(), lr=0.1)
+    accumulate = WholeBatch(program.model, optimizer, program.loss_fn, microbatch_size=4)
     for batch in batches():
         accumulate(batch)
     assert accumulate.coupling is not None
@@ -285,7 +286,7 @@ def test_a_failure_in_the_coupled_path_leaves_it_as_before(name: str, error: typ
         return loss
 
     optimizer = torch.optim.SGD(program.model.parameters(), lr=0.1)
-    accumulate = Accumulator(program.model, optimizer, failing, microbatch_size=4, coupled="exact")
+    accumulate = WholeBatch(program.model, optimizer, failing, microbatch_size=4)
     for index, batch in enumerate(batches()):
         before, objects = program.contents(), program.state()
         if index != 1:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from superbatch import normalize
 from superbatch.torch import Accumulator, count_tokens, windows
+from superbatch.torch.options import ClipValue
 from superbatch.torch.window import update_rule
 from superbatch.torch.window.norm import finite_norm
 from superbatch.torch.window.participants import gradient_sum, parameter_gradients
@@ -72,7 +73,7 @@ def train_tokens() -> Any:
 
 
 def train_by_value() -> Any:
-    both = train_both(mlp, mse, rows(10), microbatch_size=4, max_grad_value=0.05)
+    both = train_both(mlp, mse, rows(10), microbatch_size=4, clip=ClipValue(0.05))
     assert min(both.seen.norms) > 0.2, "premise: values are clipped"
     return both
 
@@ -215,9 +216,7 @@ def scheduler_per_microbatch(patch: Patch) -> None:
                 scheduler.step()
 
     patch.setattr(update_rule, "update", thrice)
-    patch.setattr(
-        "superbatch.torch.window.slip_watch.warnings.warn", lambda *args, **kwargs: None
-    )  # it is seen
+    patch.setattr("superbatch.torch.window.slip_watch.warn", lambda *args, **kwargs: None)  # it is seen
 
 
 def optimizer_twice(patch: Patch) -> None:
@@ -272,7 +271,7 @@ def test_the_comparison_rejects(
     mutate: Callable[[Patch], None], train: Callable[[], Any], monkeypatch: Patch
 ) -> None:
     # The check of the statement calls the same functions, and would stop some mutants before they do harm.
-    monkeypatch.setattr("superbatch.torch.accumulator.check_first_window", lambda *args, **kwargs: None)
+    monkeypatch.setattr("superbatch.torch.window.engine.check_first_window", lambda *args, **kwargs: None)
     mutate(monkeypatch)
     both = train()
     with pytest.raises(AssertionError, match="not the update of the large batch"):

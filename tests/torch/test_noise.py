@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import InputError, NonFiniteError
 from superbatch.noise.meter import Estimate, NoiseMeter, effective_samples, estimate
-from superbatch.torch import Accumulator, Window, count_tokens, fp32_masters
+from superbatch.torch import Accumulator, Window, count_tokens
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import ClipValue, PerSampleRandom
 from superbatch.torch.window.participants.noise.hooks import SeenGradients
 from tests.torch import noise_ranks
 from tests.torch.helpers import TinyLM, mlp, mse, per_sample, rows, sgd, squared_sum
@@ -85,7 +87,7 @@ def measured(
 ) -> Recorder:
     """One window of micro-batches, measured."""
     meter = Recorder(every=1)
-    accumulate = Accumulator(model, optimizer or sgd(model.parameters()), loss, noise=meter, **options)
+    accumulate = Accumulator(model, optimizer or sgd(model.parameters()), loss, observers=[meter], **options)
     assert accumulate(Window(list(parts))).made
     assert_nothing_left(model)
     return meter
@@ -105,13 +107,13 @@ def test_a_batch_that_is_split_and_the_owned_loop() -> None:
     model, parts = mlp(), cut(BATCH, 3, 3, 3)
     expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in parts], (3, 3, 3))
     meter, start = Recorder(every=1), copy.deepcopy(model.state_dict())
-    Accumulator(model, sgd(model.parameters()), lambda p: mse(model, p), microbatch_size=4, noise=meter)(
-        BATCH
-    )
+    Accumulator(
+        model, sgd(model.parameters()), lambda p: mse(model, p), microbatch_size=4, observers=[meter]
+    )(BATCH)
     assert_says(meter, expected)
     model.load_state_dict(start)
     meter = Recorder(every=1)
-    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=4, noise=meter)
+    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=4, observers=[meter])
     with accumulate.window(BATCH) as window:
         for part in window:
             assert all(p._backward_hooks for p in model.parameters()), "premise: hooks are on inside"
@@ -163,7 +165,7 @@ def test_tokens_count_and_a_micro_batch_without_weight_does_not(returned: bool) 
 def test_it_is_measured_before_clipping() -> None:
     model = mlp()
     expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in PARTS], SIZES)
-    options: dict[str, Any] = {"max_grad_norm": 1e-3, "max_grad_value": 1e-4}
+    options: dict[str, Any] = {"max_grad_norm": 1e-3, "clip": ClipValue(1e-4)}
     assert_says(measured(model, PARTS, lambda p: mse(model, p), **options), expected)
 
 
@@ -173,7 +175,7 @@ def test_a_gradient_scaler_is_taken_out_and_an_overflow_is_not_counted() -> None
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)  # type: ignore[attr-defined]
     meter = Recorder(every=1)
     accumulate = Accumulator(
-        model, sgd(model.parameters()), lambda p: mse(model, p), scaler=scaler, noise=meter, check=False
+        model, sgd(model.parameters()), lambda p: mse(model, p), scaler=scaler, observers=[meter], check=False
     )
     assert accumulate(Window(PARTS)).made
     assert_says(meter, expected)
@@ -199,7 +201,7 @@ def test_dropped_micro_batches_and_windows_given_up() -> None:
             sgd(model.parameters()),
             lambda p: mse(model, p),
             nonfinite=nonfinite,
-            noise=meter,
+            observers=[meter],
             check=False,
         )
         if nonfinite == "raise":
@@ -221,11 +223,10 @@ def test_sums_in_float32_buffers(masters: bool) -> None:
     meter = Recorder(every=1)
     Accumulator(
         model,
-        optimizer,
+        optimizer if copies is None else MasterWeights(optimizer, copies),
         lambda p: mse(model, p),
-        noise=meter,
-        accumulator_dtype=torch.float32,
-        masters=copies,
+        observers=[meter],
+        gradient_sum=torch.float32,
         check=False,
     )(Window(parts))
     assert_says(meter, expected, 1e-5)  # norms of bfloat16 gradients are taken in float32
@@ -262,7 +263,7 @@ def test_tied_weights_and_checkpoints(how: str) -> None:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     meter = Recorder(every=1)
-    accumulate = Accumulator(model, optimizer, lambda ids: loss(model, ids), noise=meter)
+    accumulate = Accumulator(model, optimizer, lambda ids: loss(model, ids), observers=[meter])
     accumulate(Window(parts))
     if how == "reentrant":  # found out, and said; the next window keeps the parts
         assert meter.windows == 0
@@ -278,7 +279,7 @@ def test_two_losses_of_one_micro_batch_add_up() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     meter = Recorder(every=1)
-    accumulate = Accumulator(model, optimizer, noise=meter)
+    accumulate = Accumulator(model, optimizer, observers=[meter])
     for _ in range(2):  # the first window finds out
         with accumulate.window(Window(PARTS)) as window:
             for part in window:
@@ -342,7 +343,13 @@ def test_per_sample_randomness_and_what_the_users_own_hooks_and_penalties_see() 
 
     meter = Recorder(every=1)
     accumulate = Accumulator(
-        model, sgd(model.parameters()), loss, microbatch_size=4, sample_rng=True, noise=meter, check=False
+        model,
+        sgd(model.parameters()),
+        loss,
+        microbatch_size=4,
+        observers=[meter],
+        participants=[PerSampleRandom()],
+        check=False,
     )
     update = accumulate(BATCH)
     a2 = sum(float(g.square().sum()) for part in seen for g in part)
@@ -371,7 +378,7 @@ def test_memory_that_runs_out_counts_nothing_twice(where: str) -> None:
                 raise RuntimeError(TEXT)
             return gradient
 
-    def loss(part: tuple[Tensor, Tensor]) -> Tensor:
+    def loss(part: tuple[Tensor, ...]) -> Tensor:
         x, y = part
         if where == "forward" and not failed and len(x) == 4:
             failed.append(1)
@@ -388,7 +395,7 @@ def test_memory_that_runs_out_counts_nothing_twice(where: str) -> None:
     expected = by_hand(model.parameters(), [lambda p=p: mse(model, p) for p in again], sizes)
     meter = Recorder(every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    accumulate = Accumulator(model, optimizer, loss, noise=meter, check=False)
+    accumulate = Accumulator(model, optimizer, loss, observers=[meter], check=False)
     if where != "after":
         with pytest.warns(UserWarning, match="memory ran out"):
             accumulate(Window(parts))
@@ -408,7 +415,7 @@ def test_automatic_sizes() -> None:
     model = mlp()
     meter = Recorder(every=1)
     accumulate = Accumulator(
-        model, sgd(model.parameters()), lambda p: mse(model, p), microbatch_size="auto", noise=meter
+        model, sgd(model.parameters()), lambda p: mse(model, p), microbatch_size="auto", observers=[meter]
     )
     for batch in rows(512, 6):
         update = accumulate(batch)
@@ -423,7 +430,7 @@ def test_a_window_in_flight_goes_on_bit_for_bit() -> None:
         model = mlp(torch.float32)
         optimizer, meter = sgd(model.parameters()), Recorder(beta=0.9, every=1)
         loss = lambda p: mse(model, p)  # noqa: E731
-        return model, optimizer, meter, Accumulator(model, optimizer, loss, noise=meter)
+        return model, optimizer, meter, Accumulator(model, optimizer, loss, observers=[meter])
 
     batches = [Window(cut(batch, *SIZES)) for batch in rows(9, 12, torch.float32)]
     _, _, whole, accumulate = new()
@@ -460,18 +467,18 @@ def test_a_window_in_flight_goes_on_bit_for_bit() -> None:
 
 def test_measuring_changes_no_update() -> None:
     trained = []
-    for noise in (False, True):
+    for observers in ([], [NoiseMeter()]):
         model = mlp(torch.float32)
         accumulate = Accumulator(
             model,
             sgd(model.parameters()),
             lambda p, model=model: mse(model, p),
             microbatch_size=4,
-            noise=noise,
+            observers=observers,
         )
         for batch in rows(9, 12, torch.float32):
             accumulate(batch)
-        assert (accumulate.noise is None) == (not noise)
+        assert (accumulate.noise is None) == (not observers)
         trained.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
 
@@ -494,14 +501,16 @@ def test_one_window_in_so_many() -> None:
         return mse(model, part)
 
     meter = NoiseMeter(every=3)
-    accumulate = Accumulator(model, sgd(model.parameters()), loss, noise=meter, check=False)
+    accumulate = Accumulator(model, sgd(model.parameters()), loss, observers=[meter], check=False)
     for _ in range(7):
         accumulate(Window(PARTS))
     assert hooked[::3] == [True, False, False, True, False, False, True]
     assert meter.windows == 3
-    tiny = Accumulator(model, sgd(model.parameters()), loss, noise=True)._config.noise
+    tiny = Accumulator(model, sgd(model.parameters()), loss, observers=[NoiseMeter()]).engine.config.noise
     wide = nn.Linear(600, 600)
-    large = Accumulator(wide, sgd(wide.parameters()), lambda p: wide(p).sum(), noise=True)._config.noise
+    large = Accumulator(
+        wide, sgd(wide.parameters()), lambda p: wide(p).sum(), observers=[NoiseMeter()]
+    ).engine.config.noise
     assert tiny is not None and large is not None
     assert (tiny.meter.every, large.meter.every) == (20, 1)
 
@@ -509,7 +518,7 @@ def test_one_window_in_so_many() -> None:
 def test_one_micro_batch_says_nothing_and_says_so() -> None:
     model = mlp()
     accumulate = Accumulator(
-        model, sgd(model.parameters()), lambda p: mse(model, p), noise=NoiseMeter(every=1)
+        model, sgd(model.parameters()), lambda p: mse(model, p), observers=[NoiseMeter(every=1)]
     )
     accumulate(BATCH)
     noise = accumulate.noise
@@ -521,7 +530,7 @@ def test_a_new_parameter_group_begins_a_new_average() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     meter = NoiseMeter(every=1)
-    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), noise=meter)
+    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), observers=[meter])
     accumulate(Window(PARTS))
     optimizer.add_param_group({"params": list(model[2].parameters())})
     accumulate(Window(PARTS))
@@ -535,7 +544,7 @@ def test_other_parameters_in_a_group_begin_a_new_average() -> None:
     weight = next(model.parameters())
     weight.requires_grad = False
     meter = NoiseMeter(every=1)
-    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), noise=meter)
+    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), observers=[meter])
     for _ in range(2):
         accumulate(Window(PARTS))
     assert meter.windows == 2
@@ -548,12 +557,13 @@ def test_other_parameters_in_a_group_begin_a_new_average() -> None:
 
 def test_what_cannot_be_measured_is_refused() -> None:
     model = mlp()
-    with pytest.raises(InputError, match="never exists on its own"):
-        Accumulator(model, sgd(model.parameters()), accumulate_into="momentum", noise=True)
-    with pytest.raises(InputError, match="a micro-batch has none of its own"):
-        Accumulator(model, sgd(model.parameters()), lambda p: mse(model, p), coupled="exact", noise=True)
-    with pytest.raises(InputError, match="noise='yes'"):
-        Accumulator(model, sgd(model.parameters()), noise="yes")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match='does not exist with gradient_sum="momentum"'):
+        Accumulator(model, sgd(model.parameters()), gradient_sum="momentum", observers=[NoiseMeter()])
+    for observers in (["yes"], [NoiseMeter(), NoiseMeter()]):
+        with pytest.raises(InputError, match="is not one meter"):
+            Accumulator(model, sgd(model.parameters()), observers=observers)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"observers='yes' is no list\. Pass observers=\['yes'\]"):
+        Accumulator(model, sgd(model.parameters()), observers="yes")  # type: ignore[arg-type]
 
 
 def test_two_ranks_say_what_one_process_says_of_all_micro_batches(tmp_path: Path) -> None:

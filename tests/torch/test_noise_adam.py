@@ -16,7 +16,8 @@ from torch.optim.optimizer import Optimizer
 from superbatch.errors import InputError
 from superbatch.noise.meter import Estimate, NoiseMeter, estimate, power_name
 from superbatch.noise.sums import add_sums
-from superbatch.torch import Accumulator, Window, fp32_masters
+from superbatch.torch import Accumulator, Window
+from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.window.participants.noise import adam
 from tests.torch.helpers import mlp, mse, rows
 from tests.torch.test_noise import PARTS, SIZES, Tied, assert_nothing_left
@@ -96,7 +97,7 @@ def check(
     """Two windows by one optimizer: the second is measured by the moments of the first."""
     model = mlp()
     optimizer, meter = make(model), Recorder()
-    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), noise=meter, **options)
+    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), observers=[meter], **options)
     assert accumulate(Window(PARTS)).made
     assert meter.beside == [{}, {}], "there are no second moments yet"
     amsgrad = bool(optimizer.param_groups[0].get("amsgrad"))
@@ -167,7 +168,7 @@ def test_coordinates_without_a_moment_have_no_part() -> None:
     def loss(ids: Tensor) -> Tensor:
         return (model(ids)[..., 0] - ids).square().mean()
 
-    accumulate = Accumulator(model, optimizer, loss, noise=meter, check=False)
+    accumulate = Accumulator(model, optimizer, loss, observers=[meter], check=False)
     accumulate(Window([torch.tensor([[0, 1]]), torch.tensor([[1, 2]])]))
     d = denominators(model, optimizer)
     assert bool((d[0][3:] == 1e-8).all()), "premise: three rows have no moment"
@@ -185,7 +186,7 @@ def test_tied_weights_and_gradients_that_come_in_parts() -> None:
         return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
     optimizer, meter = Adam(model.parameters(), lr=0.01), Recorder()
-    accumulate = Accumulator(model, optimizer, lambda ids: loss(model, ids), noise=meter)
+    accumulate = Accumulator(model, optimizer, lambda ids: loss(model, ids), observers=[meter])
     accumulate(Window(parts))
     assert meter.windows == 0, "premise: the first window only finds out that they come in parts"
     twin.load_state_dict(model.state_dict())
@@ -203,11 +204,10 @@ def test_masters_and_low_precision() -> None:
     optimizer, meter = Adam(copies.values(), lr=0.01), Recorder()
     accumulate = Accumulator(
         model,
-        optimizer,
+        MasterWeights(optimizer, copies),
         lambda p: mse(model, p),
-        noise=meter,
-        accumulator_dtype=torch.float32,
-        masters=copies,
+        observers=[meter],
+        gradient_sum=torch.float32,
         check=False,
     )
     accumulate(Window(parts))
@@ -220,7 +220,9 @@ def test_masters_and_low_precision() -> None:
 def test_an_optimizer_without_second_moments_has_no_models() -> None:
     model = mlp()
     meter = Recorder()
-    accumulate = Accumulator(model, SGD(model.parameters(), lr=0.01), lambda p: mse(model, p), noise=meter)
+    accumulate = Accumulator(
+        model, SGD(model.parameters(), lr=0.01), lambda p: mse(model, p), observers=[meter]
+    )
     for _ in range(3):
         accumulate(Window(PARTS))
     assert meter.windows == 3 and meter.estimate().models == ()
@@ -230,7 +232,7 @@ def trained(updates: int, *, preconditioned: bool, state: Any = None) -> tuple[A
     model = mlp()
     optimizer = Adam(model.parameters(), lr=0.01)
     meter = NoiseMeter(every=1, preconditioned=preconditioned)
-    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), microbatch_size=3, noise=meter)
+    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), microbatch_size=3, observers=[meter])
     if state is not None:
         for each, saved in zip((model, optimizer, accumulate), state, strict=True):
             each.load_state_dict(copy.deepcopy(saved))

@@ -122,7 +122,7 @@ def measured(
 ) -> Recorder:
     meter = Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    accumulate = Accumulator(model, optimizer, lambda p: loss(model, p), noise=meter, **options)
+    accumulate = Accumulator(model, optimizer, lambda p: loss(model, p), observers=[meter], **options)
     assert accumulate(Window(list(parts))).made
     assert_nothing_left(model)
     return meter
@@ -152,7 +152,7 @@ def test_checkpoints(how: str) -> None:
     model, twin, parts = Net(how), Net("not reentrant"), cut(BATCH, 5, 4)
     meter = Recorder()
     accumulate = Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), lambda p: mse(model, p), noise=meter
+        model, torch.optim.SGD(model.parameters(), lr=0.0), lambda p: mse(model, p), observers=[meter]
     )
     accumulate(Window(parts))
     if how == "reentrant":
@@ -176,7 +176,7 @@ def test_a_scaler_clipping_two_losses_and_what_the_users_forward_asks_for() -> N
 
     assert_says(measured(model, parts, with_penalty, check=False).said[0], by_hand(model, parts, (9,)))
     meter = Recorder()
-    accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), noise=meter)
+    accumulate = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), observers=[meter])
     for _ in range(2):  # the first window finds out that gradients come in parts
         with accumulate.window(Window(parts)) as window:
             for part in window:
@@ -189,7 +189,7 @@ def test_a_scaler_clipping_two_losses_and_what_the_users_forward_asks_for() -> N
 def test_float32_buffers_of_a_bfloat16_model() -> None:
     model = Net().bfloat16()
     parts = [tuple(leaf.bfloat16() for leaf in part) for part in cut(BATCH, 5, 4)]
-    meter = measured(model, parts, accumulator_dtype=torch.float32, check=False)
+    meter = measured(model, parts, gradient_sum=torch.float32, check=False)
     assert_says(meter.said[0], by_hand(model, parts, (5, 4)), 0.05)
 
 
@@ -204,7 +204,11 @@ def test_it_is_unbiased() -> None:
     trace = float((torch.stack(each) - mean).square().sum(1).mean())
     meter = Recorder()
     accumulate = Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), lambda p: mse(model, p), noise=meter, check=False
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        lambda p: mse(model, p),
+        observers=[meter],
+        check=False,
     )
     for _ in range(1500):
         chosen = torch.randint(12, (5,))
@@ -225,7 +229,7 @@ def test_the_factor_is_known_once_there_are_windows_of_several() -> None:
     model = Net()
     meter = Recorder(beta=0.95)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), noise=meter)
+    accumulate = Accumulator(model, optimizer, lambda p: mse(model, p), observers=[meter])
     torch.manual_seed(1)
     target = 3 + torch.randn(60, 3).double()
     for number in range(60):
@@ -282,7 +286,7 @@ def test_in_a_window_of_one_only_the_layers_are_looked_at() -> None:
     model = Net()
     own = {id(p) for p in norm_parameters(model)}
     accumulate = Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), noise=NoiseMeter(every=1, proxy=True)
+        model, torch.optim.SGD(model.parameters(), lr=0.1), observers=[NoiseMeter(every=1, proxy=True)]
     )
     for sizes, hooked in (((9,), own), ((5, 4), {id(p) for p in model.parameters()})):
         with accumulate.window(Window(cut(BATCH, *sizes))) as window:
@@ -319,14 +323,14 @@ def test_models_without_such_layers_are_refused_and_it_is_off_by_default() -> No
     model = nn.Linear(4, 3)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InputError, match=r"without a LayerNorm or RMSNorm that is trained"):
-        Accumulator(model, sgd, noise=NoiseMeter(proxy=True))
+        Accumulator(model, sgd, observers=[NoiseMeter(proxy=True)])
     for parameter in (frozen := nn.LayerNorm(4)).parameters():
         parameter.requires_grad = False
     both = nn.Sequential(frozen, model)
     with pytest.raises(InputError, match=r"that is trained"):
-        Accumulator(both, sgd, noise=NoiseMeter(proxy=True))
+        Accumulator(both, sgd, observers=[NoiseMeter(proxy=True)])
     net = Net()
-    accumulate = Accumulator(net, torch.optim.SGD(net.parameters(), lr=0.1), noise=True)
+    accumulate = Accumulator(net, torch.optim.SGD(net.parameters(), lr=0.1), observers=[NoiseMeter()])
     with accumulate.window(Window(cut(BATCH, 5, 4))) as window:
         for part in window:
             assert all(not module._forward_hooks for module in net.modules())
@@ -337,7 +341,7 @@ def test_models_without_such_layers_are_refused_and_it_is_off_by_default() -> No
 def test_hooks_go_with_a_window_that_fails() -> None:
     model = Net()
     accumulate = Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), noise=NoiseMeter(every=1, proxy=True)
+        model, torch.optim.SGD(model.parameters(), lr=0.1), observers=[NoiseMeter(every=1, proxy=True)]
     )
     with pytest.raises(ZeroDivisionError), accumulate.window(Window(cut(BATCH, 9))) as window:  # noqa: PT012
         for part in window:
@@ -357,7 +361,7 @@ def test_no_update_changes_and_a_saved_window_goes_on_bit_for_bit() -> None:
         return (
             model,
             optimizer,
-            Accumulator(model, optimizer, lambda p: mse(model, p), noise=meter, check=False),
+            Accumulator(model, optimizer, lambda p: mse(model, p), observers=[meter], check=False),
         )
 
     model, _, whole = new()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import NonFiniteError
 from superbatch.torch import Accumulator, Window, sample_weights
+from superbatch.torch.options import GhostBatchNorm
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 
@@ -236,7 +237,7 @@ def test_skip_microbatch_leaves_its_running_statistics_out():
         lambda mb: mse(model, mb),
         microbatch_size=3,
         nonfinite="skip_microbatch",
-        batchnorm="per_microbatch",
+        participants=[GhostBatchNorm()],
     )
     for number, batch in enumerate(BATCHES):
         bad = number % 2 == 1
@@ -439,7 +440,7 @@ def test_momentum_accumulation_puts_the_buffers_back():
     model = mlp()
     optimizer = sgd(model.parameters())
     accumulate = Accumulator(
-        model, optimizer, lambda mb: mse(model, mb), microbatch_size=SPLIT, accumulate_into="momentum"
+        model, optimizer, lambda mb: mse(model, mb), microbatch_size=SPLIT, gradient_sum="momentum"
     )
     for updates in range(2):  # before the first update there is no buffer yet
         before = fingerprint(model, optimizer)
@@ -463,7 +464,7 @@ ADVISED: dict[str, dict[str, Any]] = {
     "a sum": {"reduction": "sum"},
     "a total": {"reduction": "total"},
     "terms": {"weight": {"one": None, "other": None}},
-    "the momentum buffer": {"accumulate_into": "momentum"},
+    "the momentum buffer": {"gradient_sum": "momentum"},
 }
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import OptimizerError, WindowError
 from superbatch.torch import Accumulator, OpenWindow, Window, windows
+from superbatch.torch.options import ClipValue, FrozenBatchNorm, GhostBatchNorm, PerSampleRandom
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 
@@ -59,13 +60,13 @@ class Noisy(nn.Module):
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "clip": {"max_grad_norm": 0.1, "max_grad_value": 0.05},
-    "float32": {"accumulator_dtype": torch.float32},
+    "clip": {"max_grad_norm": 0.1, "clip": ClipValue(0.05)},
+    "float32": {"gradient_sum": torch.float32},
     "skip_microbatch": {"nonfinite": "skip_microbatch"},
     "skip_update": {"nonfinite": "skip_update"},
-    "momentum": {"accumulate_into": "momentum"},
-    "frozen": {"batchnorm": "frozen"},
-    "sample_rng": {"sample_rng": True},
+    "momentum": {"gradient_sum": "momentum"},
+    "frozen": {"participants": [FrozenBatchNorm()]},
+    "sample_rng": {"participants": [GhostBatchNorm(), PerSampleRandom()]},
     "returned": {"weight": "returned"},
     "sum": {"reduction": "sum"},
 }
@@ -81,7 +82,7 @@ class Task:
             self.model.draws = False  # a draw for the whole micro-batch is refused there
         self.options = {
             "microbatch_size": 3,
-            "batchnorm": "per_microbatch",
+            "participants": [GhostBatchNorm()],
             "scheduler": self.scheduler,
             "check": False,
             **MODES[mode],
@@ -241,7 +242,7 @@ def test_user_code_that_raises_in_a_call(place: str):
         loss_fn,
         microbatch_size=3,
         weight=weight,
-        batchnorm="per_microbatch",
+        participants=[GhostBatchNorm()],
         check=False,
     )
     batch = tuple(t[:8] for t in BATCHES[0])
@@ -400,7 +401,7 @@ def test_a_loss_dies_before_the_next_forward():
         return Watched.apply(mse(task.model, microbatch), losses)
 
     Accumulator(
-        task.model, task.optimizer, loss_fn, microbatch_size=3, batchnorm="per_microbatch", check=False
+        task.model, task.optimizer, loss_fn, microbatch_size=3, participants=[GhostBatchNorm()], check=False
     )(BATCHES[0])
     assert len(losses) == 3
 
@@ -425,11 +426,11 @@ def exact_after(run: Callable[[Accumulator, nn.Module], None], batches: list[Any
     assert_same_parameters(reference, model, 1e-12, start=start)
 
 
-@pytest.mark.parametrize("sample_rng", [False, True])
-def test_a_second_loop_goes_on_where_the_first_stopped(sample_rng: bool):
+@pytest.mark.parametrize("participants", [[], [PerSampleRandom()]], ids=str)
+def test_a_second_loop_goes_on_where_the_first_stopped(participants: list[Any]):
     model = mlp()
     reference, start = copy.deepcopy(model), start_of(model)
-    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=3, sample_rng=sample_rng)
+    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=3, participants=participants)
     state = fingerprint(model)["modes"]
     with accumulate.window(BATCHES[0]) as window:
         for microbatch in window:
@@ -511,7 +512,7 @@ def test_other_optimizers_gradients_are_left_alone():
             mine,
             loss_fn,
             microbatch_size=3,
-            accumulate_into=into,  # type: ignore[arg-type]
+            gradient_sum="momentum" if into == "momentum" else "auto",
         )
         other = Accumulator(model, theirs, microbatch_size=3)
         mse(model, BATCHES[0]).backward()
@@ -571,7 +572,9 @@ def test_importing_and_making_an_accumulator_changes_nothing():
     model = mlp()
     optimizer = sgd(model.parameters())
     before = fingerprint(model, optimizer)
-    Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=3, sample_rng=True)
+    Accumulator(
+        model, optimizer, lambda mb: mse(model, mb), microbatch_size=3, participants=[PerSampleRandom()]
+    )
     Window([BATCHES[0]])
     assert_unchanged(before, fingerprint(model, optimizer))
 
@@ -580,7 +583,7 @@ def test_importing_and_making_an_accumulator_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "mode", [{}, {"nonfinite": "skip_microbatch"}, {"accumulate_into": "momentum"}], ids=str
+    "mode", [{}, {"nonfinite": "skip_microbatch"}, {"gradient_sum": "momentum"}], ids=str
 )
 def test_parameters_unfrozen_and_frozen_during_training(mode: dict[str, Any]):
     """Gradual unfreezing: what the optimizer steps must be what the window sums and clears."""
@@ -631,7 +634,7 @@ def test_momentum_accumulation_refuses_a_group_that_it_cannot_be_exact_for():
     model = mlp()
     optimizer = sgd(model[2].parameters())  # type: ignore[index]
     accumulate = Accumulator(
-        model, optimizer, lambda mb: mse(model, mb), microbatch_size=3, accumulate_into="momentum"
+        model, optimizer, lambda mb: mse(model, mb), microbatch_size=3, gradient_sum="momentum"
     )
     accumulate(BATCHES[0])
     optimizer.add_param_group({"params": list(model[0].parameters()), "nesterov": True})  # type: ignore[index]
@@ -671,7 +674,7 @@ def test_momentum_accumulation_follows_the_learning_rate_after_a_restart():
     reference, start = copy.deepcopy(model), start_of(model)
     ours, theirs = sgd(model.parameters()), sgd(reference.parameters())
     accumulate = Accumulator(
-        model, ours, lambda mb: mse(model, mb), microbatch_size=3, accumulate_into="momentum"
+        model, ours, lambda mb: mse(model, mb), microbatch_size=3, gradient_sum="momentum"
     )
     for number, batch in enumerate(BATCHES):
         if number == 1:

@@ -18,6 +18,7 @@ from superbatch.errors import OptimizerError, OutOfMemoryError
 from superbatch.results.memory import Limit
 from superbatch.torch import Accumulator, TokenBudget, count_tokens, windows
 from superbatch.torch.memory.out_of_memory import out_of_memory
+from superbatch.torch.options import GhostBatchNorm, PerSampleRandom
 from tests.torch.helpers import (
     assert_same_parameters,
     mlp,
@@ -146,9 +147,9 @@ def plain(**options: Any) -> Case:
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"max_grad_norm": 0.5},
-    "into momentum": {"accumulate_into": "momentum"},
+    "into momentum": {"gradient_sum": "momentum"},
     "looked at first": {"nonfinite": "skip_microbatch"},
-    "streams per sample": {"sample_rng": True},
+    "streams per sample": {"participants": [PerSampleRandom()]},
 }
 
 
@@ -206,7 +207,7 @@ def test_dropout_by_sample_and_buffers() -> None:
             lambda mb: model(mb[0]).square().mean(),
             check=False,
             microbatch_size=4,
-            sample_rng=True,
+            participants=[PerSampleRandom()],
         )
 
     batches = [(torch.randn(8, 4, dtype=torch.float64),) for _ in range(3)]
@@ -427,7 +428,7 @@ def test_per_microbatch_statistics_are_not_cut_silently() -> None:
         raise RuntimeError(TEXT)
 
     accumulate = Accumulator(
-        model, sgd(model.parameters()), loss, check=False, microbatch_size=4, batchnorm="per_microbatch"
+        model, sgd(model.parameters()), loss, check=False, microbatch_size=4, participants=[GhostBatchNorm()]
     )
     with pytest.raises(OutOfMemoryError, match="smaller pieces would be another update"):
         accumulate(torch.randn(8, 4, dtype=torch.float64))
@@ -655,7 +656,7 @@ def test_a_window_cut_smaller_is_saved_and_goes_on_bit_for_bit() -> None:
         model = mlp()
         optimizer = sgd(model.parameters())
         accumulator = Accumulator(model, optimizer, check=False, microbatch_size=8)
-        accumulator._sizing.failed(8)  # premise: memory has run out before
+        accumulator.engine.work.sizing.failed(8)  # premise: memory has run out before
         batch = rows(16)[0]
         state: Any = None
         with accumulator.window(batch) as window:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from superbatch.errors import LossSpecError, NonFiniteError, OutOfMemoryError
 from superbatch.torch import Accumulator, windows
 from superbatch.torch.memory.out_of_memory import out_of_memory
+from superbatch.torch.options import GhostBatchNorm
 from tests.torch.helpers import assert_same_parameters, mlp, mse, rows, sgd, start_of
 from tests.torch.test_out_of_memory import TEXT, FailAt, quiet
 
@@ -33,8 +34,8 @@ def make(model: nn.Module, **options: Any) -> Accumulator:
 def test_the_first_window_into_momentum_has_no_buffers_yet(at: int) -> None:
     model, reference = mlp(), mlp()
     start = start_of(reference)
-    make(reference, accumulate_into="momentum")(rows(8)[0])
-    accumulate, fail, batch = make(model, accumulate_into="momentum"), FailAt(), rows(8)[0]
+    make(reference, gradient_sum="momentum")(rows(8)[0])
+    accumulate, fail, batch = make(model, gradient_sum="momentum"), FailAt(), rows(8)[0]
     with fail, quiet():
         fail.arm(at)
         update = accumulate(batch)
@@ -69,9 +70,7 @@ def test_random_state_is_not_set_back_where_it_could_not_be_noted(monkeypatch: p
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    "options", [{"nonfinite": "skip_microbatch"}, {"accumulate_into": "momentum"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"nonfinite": "skip_microbatch"}, {"gradient_sum": "momentum"}], ids=str)
 def test_a_forward_that_fails_late_goes_on_from_there(options: dict[str, Any]) -> None:
     model, seen = mlp(), []
 
@@ -244,7 +243,7 @@ def test_the_wait_doubles_once_for_a_window_however_often_it_was_cut() -> None:
 def test_an_owned_loop_keeps_its_statistics_per_micro_batch() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     accumulator = Accumulator(
-        model, sgd(model.parameters()), check=False, microbatch_size=4, batchnorm="per_microbatch"
+        model, sgd(model.parameters()), check=False, microbatch_size=4, participants=[GhostBatchNorm()]
     )
     batch = torch.randn(8, 4, dtype=torch.float64)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from superbatch.batch.split import TokenBudget, split
 from superbatch.batch.tree import count_samples
 from superbatch.torch import Accumulator, count_tokens, windows
+from superbatch.torch.options import PerSampleRandom, Split
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,
@@ -285,7 +286,7 @@ def test_dropout_is_replayed_for_every_microbatch_size() -> None:
         torch.manual_seed(0)
         accumulate = Accumulator(
             model, sgd(model.parameters()), lambda mb, m=model: mse(m, mb), microbatch_size=size,
-            sample_rng=True,
+            participants=[PerSampleRandom()],
         )  # fmt: skip
         for batch in rows(7, 3):
             accumulate(batch)
@@ -459,7 +460,7 @@ def test_detection_batches() -> None:
         ]
         return torch.stack(each).mean()
 
-    both = train_both(Mean, loss, [batch] * 2, microbatch_size=3, per_sample=["0", "1"])
+    both = train_both(Mean, loss, [batch] * 2, microbatch_size=3, split=Split(per_sample=["0", "1"]))
     both.check()
     assert both.updates[0].microbatches == 3
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import InputError, OptimizerError
-from superbatch.torch import Accumulator, count_tokens, fp32_masters
+from superbatch.torch import Accumulator, count_tokens
+from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.memory.meter import peak_bytes
+from superbatch.torch.options import ClipValue
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,
@@ -58,7 +60,7 @@ def test_autocast_in_bfloat16(outside: bool) -> None:
 
 
 @pytest.mark.parametrize("scale", [8.0, 1024.0])
-@pytest.mark.parametrize("clip", [{}, {"max_grad_norm": 0.3}, {"max_grad_value": 0.02}])
+@pytest.mark.parametrize("clip", [{}, {"max_grad_norm": 0.3}, {"clip": ClipValue(0.02)}])
 def test_a_scaler_changes_no_update(scale: float, clip: dict[str, Any]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
     batches = rows(10, 5, F32)
@@ -129,10 +131,9 @@ def test_float16_parameters_with_masters_and_a_scaler() -> None:
     truth = torch.autograd.grad(loss, list(expected.parameters()))
     accumulate = Accumulator(
         model,
-        torch.optim.SGD(masters.values(), lr=1.0),
+        MasterWeights(torch.optim.SGD(masters.values(), lr=1.0), masters),
         lambda mb: mse(model, mb).float() * tiny,
         microbatch_size=4,
-        masters=masters,
         scaler=torch.amp.GradScaler("cpu", init_scale=2.0**14),
     )
     assert accumulate(batch).made
@@ -169,7 +170,7 @@ def narrow_sum(dtype: torch.dtype, *, same_sign: bool, k: int = 256, **options: 
         lambda *_: seen.extend(m.grad.clone() for m in masters.values() if m.grad is not None)
     )
     accumulate = Accumulator(
-        model, optimizer, model, microbatch_size=1, masters=masters, check=False, **options
+        model, MasterWeights(optimizer, masters), model, microbatch_size=1, check=False, **options
     )
     assert accumulate(x).microbatches == k
     truth = x.double().mean(0)
@@ -180,9 +181,9 @@ def narrow_sum(dtype: torch.dtype, *, same_sign: bool, k: int = 256, **options: 
 @pytest.mark.parametrize("same_sign", [True, False])
 def test_256_narrow_gradients_summed_in_float32(dtype: torch.dtype, same_sign: bool) -> None:
     """1e-8 in science.md section 8, for sums of gradients that are themselves exact here."""
-    assert narrow_sum(dtype, same_sign=same_sign, accumulator_dtype=F32) < 1e-6
+    assert narrow_sum(dtype, same_sign=same_sign, gradient_sum=F32) < 1e-6
     # Premise: in their own dtype the same sum is wrong in the third digit (bf16) or the fourth (fp16).
-    assert narrow_sum(dtype, same_sign=same_sign, accumulator_dtype=None) > (5e-3 if dtype == BF16 else 5e-4)
+    assert narrow_sum(dtype, same_sign=same_sign, gradient_sum=None) > (5e-3 if dtype == BF16 else 5e-4)
 
 
 def test_a_sum_in_bfloat16_stops_growing() -> None:
@@ -193,7 +194,7 @@ def test_a_sum_in_bfloat16_stops_growing() -> None:
         nn.init.zeros_(model.weight)
         accumulate = Accumulator(
             model, torch.optim.SGD(model.parameters(), lr=1.0), lambda mb: model(mb).sum(),
-            microbatch_size=1, reduction="sum", accumulator_dtype=dtype, check=False,
+            microbatch_size=1, reduction="sum", gradient_sum=dtype, check=False,
         )  # fmt: skip
         accumulate(torch.ones(1024, 4, dtype=BF16))
         return -float(model.weight.detach()[0, 0])
@@ -216,18 +217,18 @@ def test_the_default_sums_more_than_16_narrow_gradients_in_float32_and_says_so_o
     dtype: torch.dtype,
 ) -> None:
     models = [mlp(dtype) for _ in range(3)]
-    with pytest.warns(UserWarning, match="17 micro-batches.*float32.*accumulator_dtype") as said:
+    with pytest.warns(UserWarning, match="17 micro-batches.*float32.*gradient_sum") as said:
         accumulate = many(models[0], 17)
     accumulate(rows(20, 1, dtype)[0])  # warnings are errors: it says nothing more
     assert len(said) == 1
-    many(models[1], 17, accumulator_dtype=F32)(rows(20, 1, dtype)[0])
+    many(models[1], 17, gradient_sum=F32)(rows(20, 1, dtype)[0])
     many(models[2], 16)
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
 def test_wide_parameters_need_no_buffers_and_no_warning() -> None:
     many(mlp(F32), 40)
-    many(mlp(), 40, accumulator_dtype=F32)
+    many(mlp(), 40, gradient_sum=F32)
 
 
 def test_float32_buffers_round_once_for_bfloat16_parameters() -> None:
@@ -247,7 +248,7 @@ def test_float32_buffers_round_once_for_bfloat16_parameters() -> None:
     optimizer.register_step_pre_hook(
         lambda *_: seen.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
     )
-    Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=1, accumulator_dtype=F32)(batch)
+    Accumulator(model, optimizer, lambda mb: mse(model, mb), microbatch_size=1, gradient_sum=F32)(batch)
     truth = torch.autograd.grad(mse(exact, [part.double() for part in batch]), list(exact.parameters()))
     for ours, theirs, exactly in zip(seen, expected, truth, strict=True):
         assert ours.dtype == BF16 and theirs.norm() > 0
@@ -272,10 +273,9 @@ def test_masters_are_those_kept_by_hand(microbatch_size: int) -> None:
     assert len(masters) == 3
     accumulate = Accumulator(
         model,
-        torch.optim.AdamW(masters.values(), lr=0.02),
+        MasterWeights(torch.optim.AdamW(masters.values(), lr=0.02), masters),
         lambda mb: mse(model, mb),
         microbatch_size=microbatch_size,
-        masters=masters,
     )
     for x, y in rows(8, 4, BF16):
         for copied in copies:
@@ -310,7 +310,7 @@ def test_masters_of_wide_parameters_are_the_parameters() -> None:
         return mse(model[1], (torch.tanh(model[0](microbatch[0].bfloat16())).float(), microbatch[1]))
 
     optimizer = torch.optim.SGD(masters.values(), lr=0.1)
-    assert Accumulator(model, optimizer, loss_fn, microbatch_size=4, masters=masters)(
+    assert Accumulator(model, MasterWeights(optimizer, masters), loss_fn, microbatch_size=4)(
         rows(10, 1, F32)[0]
     ).made
     assert all(not torch.equal(start[name], value) for name, value in model.named_parameters())
@@ -340,7 +340,7 @@ def test_accumulating_into_momentum_is_exact(name: str, dtype: torch.dtype) -> N
         rows(11, 5, dtype),
         MOMENTUM[name],
         microbatch_size=4,
-        accumulate_into="momentum",
+        gradient_sum="momentum",
         scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8),
     )
     both.check()
@@ -355,7 +355,13 @@ def test_into_momentum_and_into_grad_leave_the_same_optimizer_state() -> None:
     large_batch(theirs, lambda b: mse(reference, b), batches)
     turns: list[Literal["grad", "momentum"]] = ["momentum", "grad", "momentum", "grad"]
     for into, batch in zip(turns, batches, strict=True):
-        Accumulator(model, ours, lambda mb: mse(model, mb), microbatch_size=3, accumulate_into=into)(batch)
+        Accumulator(
+            model,
+            ours,
+            lambda mb: mse(model, mb),
+            microbatch_size=3,
+            gradient_sum="momentum" if into == "momentum" else "auto",
+        )(batch)
     assert_same_parameters(reference, model, 1e-12, start=start)
     one, two = theirs.state_dict()["state"], ours.state_dict()["state"]
     assert one.keys() == two.keys() and len(one) == 4
@@ -375,7 +381,7 @@ def test_into_momentum_with_a_sum_tokens_and_an_unused_parameter() -> None:
         batches,
         microbatch_size=2,
         weight=count_tokens("labels"),
-        accumulate_into="momentum",
+        gradient_sum="momentum",
     ).check(still=["unused"])
 
 
@@ -393,7 +399,7 @@ def test_a_parameter_used_only_at_times_keeps_its_momentum() -> None:
         out = model.net(x)
         return nn.functional.mse_loss(out * model.extra if bool(use.any()) else out, y)
 
-    train_both(Partly, loss, batches, microbatch_size=4, accumulate_into="momentum").check()
+    train_both(Partly, loss, batches, microbatch_size=4, gradient_sum="momentum").check()
 
 
 @pytest.mark.parametrize(
@@ -408,16 +414,14 @@ def test_a_parameter_used_only_at_times_keeps_its_momentum() -> None:
 def test_into_momentum_is_refused_where_it_is_not_exact(optimizer: Any, reason: str) -> None:
     model = mlp()
     with pytest.raises(OptimizerError, match=reason):
-        Accumulator(
-            model, optimizer(model.parameters()), lambda mb: mse(model, mb), accumulate_into="momentum"
-        )
+        Accumulator(model, optimizer(model.parameters()), lambda mb: mse(model, mb), gradient_sum="momentum")
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"max_grad_norm": 1.0},
-        {"max_grad_value": 1.0},
+        {"clip": ClipValue(1.0)},
         {"scaler": torch.amp.GradScaler("cpu")},
         {"weight": "returned"},
         {"nonfinite": "skip_microbatch"},
@@ -425,9 +429,9 @@ def test_into_momentum_is_refused_where_it_is_not_exact(optimizer: Any, reason: 
 )
 def test_into_momentum_is_refused_with_what_needs_the_gradient(options: dict[str, Any]) -> None:
     model = mlp()
-    with pytest.raises(InputError, match='accumulate_into="momentum" with ' + next(iter(options))):
+    with pytest.raises(InputError, match='gradient_sum="momentum" with ' + next(iter(options))):
         Accumulator(
-            model, sgd(model.parameters()), lambda mb: mse(model, mb), accumulate_into="momentum", **options
+            model, sgd(model.parameters()), lambda mb: mse(model, mb), gradient_sum="momentum", **options
         )
 
 
@@ -498,7 +502,7 @@ def test_float32_buffers_hold_four_bytes_per_parameter_and_no_narrow_gradient_be
     largest = max(p.numel() for p in model.parameters())
     batch = torch.randn(20, 256, dtype=BF16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    accumulate = Accumulator(model, optimizer, model, microbatch_size=1, accumulator_dtype=F32, check=False)
+    accumulate = Accumulator(model, optimizer, model, microbatch_size=1, gradient_sum=F32, check=False)
     with accumulate.window(batch) as window:
         for microbatch in window:
             window.backward(model(microbatch))
@@ -511,7 +515,7 @@ def test_float32_buffers_hold_four_bytes_per_parameter_and_no_narrow_gradient_be
 def test_into_momentum_no_gradient_outlives_its_backward() -> None:
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    accumulate = Accumulator(model, optimizer, model, microbatch_size=4, accumulate_into="momentum")
+    accumulate = Accumulator(model, optimizer, model, microbatch_size=4, gradient_sum="momentum")
     batch = torch.randn(16, 256)
     accumulate(batch)
     with accumulate.window(batch) as window:

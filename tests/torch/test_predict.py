@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from superbatch.errors import InputError
-from superbatch.torch import Accumulator, fp32_masters
+from superbatch.torch import Accumulator
+from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.memory.meter import peak_bytes
+from superbatch.torch.options import GhostBatchNorm
 from superbatch.torch.sizes.fake import PredictionError
 from superbatch.torch.sizes.predict import _on_device, predict_peak
 from tests.torch.sized_models import Checkpointed, Lstm, Own, Tied, Transformer, convnet, mlp, norms
@@ -119,7 +121,7 @@ def most_alive(accumulate: Any, batch: Any) -> int:
     def windows() -> None:
         for _ in range(3):
             accumulate(batch)
-            accumulate._config.until_next.clear()  # of a later window's first micro-batch, not of its peak
+            accumulate.engine.config.until_next.clear()  # of a later window's first micro-batch
 
     return peak_bytes(windows)
 
@@ -134,7 +136,7 @@ def test_prediction_is_the_ledger_of_the_real_run(name: str, samples: int) -> No
     peak = predict_peak(loss_fn, microbatch, models=model, optimizers=optimizer)
 
     accumulate = Accumulator(
-        model, optimizer, loss_fn, microbatch_size=samples, check=False, batchnorm="per_microbatch"
+        model, optimizer, loss_fn, microbatch_size=samples, check=False, participants=[GhostBatchNorm()]
     )
     real = most_alive(accumulate, batch)
     assert real > 1e5, "the case is too small to tell anything"
@@ -336,13 +338,13 @@ def test_accumulation_in_float32_costs_its_buffers() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     optimizer, loss_fn = adamw()(model), cross_entropy(model)
     own = predict_peak(loss_fn, batch, models=model, optimizers=optimizer)
-    wide = predict_peak(loss_fn, batch, models=model, optimizers=optimizer, accumulator_dtype=torch.float32)
+    wide = predict_peak(loss_fn, batch, models=model, optimizers=optimizer, gradient_sum=torch.float32)
     assert wide.gradients - own.gradients == pytest.approx(2 * parameters, rel=0.01)
     accumulate = Accumulator(
-        model, optimizer, loss_fn, microbatch_size=SAMPLES // 2, check=False, accumulator_dtype=torch.float32
+        model, optimizer, loss_fn, microbatch_size=SAMPLES // 2, check=False, gradient_sum=torch.float32
     )
     half = {name: leaf[: SAMPLES // 2] for name, leaf in batch.items()}
-    peak = predict_peak(loss_fn, half, models=model, optimizers=optimizer, accumulator_dtype=torch.float32)
+    peak = predict_peak(loss_fn, half, models=model, optimizers=optimizer, gradient_sum=torch.float32)
     assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
 
 
@@ -352,10 +354,10 @@ def test_masters() -> None:
     optimizer, loss_fn = torch.optim.AdamW(masters.values(), lr=1e-3), cross_entropy(model)
     half = {name: leaf[: SAMPLES // 2] for name, leaf in batch.items()}
     peak = predict_peak(
-        loss_fn, half, models=model, optimizers=optimizer, accumulator_dtype="auto", masters=masters
+        loss_fn, half, models=model, optimizers=optimizer, gradient_sum="auto", masters=masters
     )
     accumulate = Accumulator(
-        model, optimizer, loss_fn, microbatch_size=SAMPLES // 2, check=False, masters=masters
+        model, MasterWeights(optimizer, masters), loss_fn, microbatch_size=SAMPLES // 2, check=False
     )
     assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
 
@@ -364,9 +366,9 @@ def test_accumulation_into_momentum() -> None:
     model, batch = convnet(), images(3, 32, 32)(2 * SAMPLES)
     optimizer, loss_fn = momentum(model), cross_entropy(model)
     half = {name: leaf[:SAMPLES] for name, leaf in batch.items()}
-    peak = predict_peak(loss_fn, half, models=model, optimizers=optimizer, accumulate_into="momentum")
+    peak = predict_peak(loss_fn, half, models=model, optimizers=optimizer, gradient_sum="momentum")
     accumulate = Accumulator(
-        model, optimizer, loss_fn, microbatch_size=SAMPLES, check=False, accumulate_into="momentum"
+        model, optimizer, loss_fn, microbatch_size=SAMPLES, check=False, gradient_sum="momentum"
     )
     assert peak.bytes == pytest.approx(most_alive(accumulate, batch), rel=WITHIN)
 

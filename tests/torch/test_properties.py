@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from superbatch.torch import Accumulator, TokenBudget, Window, count_tokens, sample_weights, windows
+from superbatch.torch.options import ClipValue
 from tests.torch.helpers import (
     TOLERANCE,
     Both,
@@ -77,8 +78,8 @@ def test_any_split_of_any_batch(
         objective=per_sample if summed else None,
         microbatch_size=size,
         max_grad_norm=clip,
-        max_grad_value=value,
-        accumulate_into=into,
+        clip=None if value is None else ClipValue(value),
+        gradient_sum="momentum" if into == "momentum" else "auto",
         reduction=reduction,
     )
     both.check()
@@ -185,7 +186,7 @@ def test_any_order_of_updates_breaks_and_exceptions(
     large_batch(optimizer(reference.parameters()), lambda b: mse(reference, b), made)
     accumulator = Accumulator(
         model, optimizer(model.parameters()), lambda mb: mse(model, mb), microbatch_size=size,
-        accumulate_into=into,
+        gradient_sum="momentum" if into == "momentum" else "auto",
     )  # fmt: skip
     for batch, event in zip(batches, order, strict=True):
         if event == "update":

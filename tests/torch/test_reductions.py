@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from superbatch import normalize
 from superbatch.errors import InputError, LossSpecError, NonFiniteError
 from superbatch.noise.meter import NoiseMeter
-from superbatch.torch import Accumulator, Window
+from superbatch.torch import Accumulator, Window, at_least
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, rows, sgd, start_of
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -96,7 +96,7 @@ def test_weight_0_in_a_sum_in_every_place(into: Any) -> None:
         lambda model, b: focal_sum(model, b) / count(b),
         reduction="sum",
         weight=count,
-        accumulate_into=into,
+        gradient_sum="momentum" if into == "momentum" else "auto",
     )
 
 
@@ -130,7 +130,7 @@ def test_a_sum_without_any_weight_raises_and_names_the_bound(weight: str) -> Non
     accumulate = Accumulator(
         model, sgd(model.parameters()), loss_fn, reduction="sum", weight=WEIGHTS[weight], check=False
     )
-    with pytest.raises(LossSpecError, match=r"weight is 0.*min_weight=1"):
+    with pytest.raises(LossSpecError, match=r"weight is 0.*weight=at_least\(1, \.\.\.\)"):
         accumulate(Window(parts(images([0, 0, 0]), 1, 2)))
     assert all(torch.equal(p, start[n]) and p.grad is None for n, p in model.named_parameters())
     assert accumulate(Window(parts(images([0, 2, 0]), 1, 2))).made
@@ -157,7 +157,7 @@ def test_a_sum_of_zeros_without_weight_is_no_update() -> None:
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("found", [[0, 0, 0], [0, 1, 0], [2, 3, 0]])
-def test_min_weight_is_a_clamp(found: list[int], weight: str) -> None:
+def test_at_least_is_a_clamp(found: list[int], weight: str) -> None:
     batch, bound = images(found), 2.0
     model, reference = mlp(), mlp()
     start = start_of(reference)
@@ -174,8 +174,7 @@ def test_min_weight_is_a_clamp(found: list[int], weight: str) -> None:
         sgd(model.parameters()),
         loss_fn,
         reduction="sum",
-        weight=WEIGHTS[weight],
-        min_weight=bound,
+        weight=at_least(bound, WEIGHTS[weight]),
         check=False,
     )
     update = accumulate(Window(parts(batch, 1, 2)))
@@ -237,7 +236,7 @@ def test_noise_leaves_a_window_out_where_weight_0_took_part() -> None:
         lambda mb: focal_sum(model, mb),
         reduction="sum",
         weight=count,
-        noise=NoiseMeter(every=1),
+        observers=[NoiseMeter(every=1)],
         check=False,
     )
     assert accumulate(Window(parts(images([3, 0, 0, 1, 2]), 1, 2, 2))).made
@@ -298,12 +297,12 @@ def test_a_mean_declared_as_a_total_is_found() -> None:
     [
         ({"reduction": "total", "weight": count}, 'reduction="total" divides by nothing'),
         ({"reduction": "total", "weight": "returned"}, 'reduction="total" divides by nothing'),
-        ({"reduction": "total", "min_weight": 1}, "min_weight= has no meaning"),
+        ({"reduction": "total", "weight": at_least(1)}, "weight= has no meaning"),
         ({"reduction": "total", "nonfinite": "skip_microbatch"}, "skip_microbatch"),
-        ({"min_weight": 0}, "min_weight=0"),
-        ({"min_weight": math.nan}, "min_weight=nan"),
-        ({"min_weight": True}, "min_weight=True"),
-        ({"min_weight": "1"}, "min_weight='1'"),
+        ({"weight": at_least(0)}, r"at_least\(0\) is no bound"),
+        ({"weight": at_least(math.nan)}, r"at_least\(nan\) is no bound"),
+        ({"weight": at_least(minimum=True)}, r"at_least\(True\) is not a number"),
+        ({"weight": at_least(cast("Any", "1"))}, r"at_least\('1'\) is not a number"),
         ({"reduction": "none"}, "reduction='none'"),
         ({"reduction": ["sum"]}, "not a reduction"),
     ],

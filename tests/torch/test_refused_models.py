@@ -17,7 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import InputError
-from superbatch.torch import Accumulator, cached_gradients
+from superbatch.torch import Accumulator
+from superbatch.torch.gradcache.cached import cached_gradients
 from tests.torch.helpers import mlp, mse, rows
 
 ROOT = Path(__file__).parents[2]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from superbatch.errors import InputError, SuperbatchError, WindowError
 from superbatch.torch import Accumulator, Update
+from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm, PerSampleRandom
 from tests.torch.helpers import rows
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 
@@ -65,12 +66,12 @@ class Task:
                 "cpu", init_scale=2.0**6, growth_interval=2
             )
         options |= {
-            "sample_rng": {"sample_rng": True},
-            "bfloat16": {"accumulator_dtype": torch.float32},
-            "momentum": {"accumulate_into": "momentum"},
+            "sample_rng": {"participants": [PerSampleRandom()]},
+            "bfloat16": {"gradient_sum": torch.float32},
+            "momentum": {"gradient_sum": "momentum"},
             "returned": {"weight": "returned"},
             "skip_microbatch": {"nonfinite": "skip_microbatch"},
-            "batchnorm": {"batchnorm": "per_microbatch"},
+            "batchnorm": {"participants": [GhostBatchNorm()]},
             "clip": {"max_grad_norm": 0.01},
         }.get(name, {})
         self.accumulate = Accumulator(self.model, self.optimizer, **options)
@@ -414,16 +415,16 @@ def test_another_place_for_the_sums_or_another_model_is_refused(
     ("saved_with", "resumed_with"),
     [
         ({"reduction": "mean"}, {"reduction": "sum"}),
-        ({"batchnorm": "frozen"}, {"batchnorm": "per_microbatch"}),
-        ({"batchnorm": "per_microbatch"}, {"batchnorm": "frozen"}),
+        ({"participants": [FrozenBatchNorm()]}, {"participants": [GhostBatchNorm()]}),
+        ({"participants": [GhostBatchNorm()]}, {"participants": [FrozenBatchNorm()]}),
         ({}, {"nonfinite": "skip_microbatch"}),
-        ({}, {"sample_rng": True}),
+        ({}, {"participants": [FrozenBatchNorm(), PerSampleRandom()]}),
     ],
     ids=str,
 )
 def test_other_options_are_refused(saved_with: dict[str, Any], resumed_with: dict[str, Any]):
     task = Task("batchnorm")
-    batchnorm = {"batchnorm": "frozen", "microbatch_size": 3}
+    batchnorm = {"participants": [FrozenBatchNorm()], "microbatch_size": 3}
     state: Any = None
     saving = Accumulator(task.model, task.optimizer, **{**batchnorm, **saved_with})
     with saving.window(BATCHES[0]) as window:

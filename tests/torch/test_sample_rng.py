@@ -507,7 +507,10 @@ def packed() -> Any:
     [
         (lambda: torch.randperm(4), r"aten.randperm.*permutation belongs to the whole batch.*permute where"),
         (lambda: torch.multinomial(torch.ones(4), 2), r"aten.multinomial.*couples them"),
-        (lambda: torch.poisson(torch.ones(4, 3)), r"aten.poisson.*sample by sample.*sample_rng=False"),
+        (
+            lambda: torch.poisson(torch.ones(4, 3)),
+            r"aten.poisson.*sample by sample.*leave PerSampleRandom out",
+        ),
         (lambda: torch.distributions.Gamma(torch.ones(4), 1.0).sample(), r"aten._standard_gamma"),
         (lambda: torch.distributions.Beta(torch.ones(4), 1.0).sample(), r"aten._sample_dirichlet"),
         (lambda: torch.rand(4, generator=torch.Generator()), r"with a generator.*leave out generator="),

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import InputError
-from superbatch.torch import samples_along
 from superbatch.torch.rng import sample_layout
+from superbatch.torch.rng.sample_layout import samples_along
 from superbatch.torch.rng.sample_rng import sample_stream
 
 SAMPLES, CHANNELS = 8, 3

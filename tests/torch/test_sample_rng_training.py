@@ -1,4 +1,4 @@
-"""With `sample_rng=True` trained weights do not depend on `microbatch_size`, dropout and noise included."""
+"""With `PerSampleRandom` trained weights do not depend on `microbatch_size`, dropout and noise included."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.torch import Accumulator, TokenBudget, Window, count_tokens
+from superbatch.torch.options import PerSampleRandom
 from tests.torch.helpers import TinyLM, assert_same_parameters, mlp, mse, rows, start_of, token_mean, tokens
 
 SIZES = [1, 3, 7, None]
@@ -62,11 +63,14 @@ MODELS: dict[str, Any] = {
 }
 
 
-def train(make: Any, batches: Any, loss: Any = mse, *, sample_rng: bool = True, **options: Any) -> nn.Module:
+def train(make: Any, batches: Any, loss: Any = mse, *, streams: bool = True, **options: Any) -> nn.Module:
     model = make()
     torch.manual_seed(11)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    accumulate = Accumulator(model, optimizer, lambda mb: loss(model, mb), sample_rng=sample_rng, **options)
+    participants = [PerSampleRandom()] if streams else []
+    accumulate = Accumulator(
+        model, optimizer, lambda mb: loss(model, mb), participants=participants, **options
+    )
     for batch in batches:
         assert accumulate(batch).made
     return model
@@ -83,12 +87,12 @@ def test_the_trained_weights_do_not_depend_on_the_split(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_sample_rng_they_do(name: str) -> None:
+def test_without_streams_per_sample_they_do(name: str) -> None:
     """The premise: there is dropout, it is on, and it matters."""
     make, batches = MODELS[name], rows(10, 5)
-    reference, start = train(make, batches, sample_rng=False), start_of(make())
+    reference, start = train(make, batches, streams=False), start_of(make())
     for size in SIZES[:-1]:
-        other = train(make, batches, sample_rng=False, microbatch_size=size)
+        other = train(make, batches, streams=False, microbatch_size=size)
         with pytest.raises(AssertionError, match="not the update of the large batch"):
             assert_same_parameters(reference, other, 1e-2, start=start)
 
@@ -148,7 +152,7 @@ def test_every_window_and_every_sample_draws_anew() -> None:
         model,
         torch.optim.SGD(model.parameters(), lr=1e-9),
         lambda mb: mse(model, mb),
-        sample_rng=True,
+        participants=[PerSampleRandom()],
         microbatch_size=8,
         check=False,
     )
@@ -165,7 +169,10 @@ def test_the_owned_loop() -> None:
         model = dropouts()
         torch.manual_seed(11)
         accumulator = Accumulator(
-            model, torch.optim.AdamW(model.parameters(), lr=0.01), microbatch_size=size, sample_rng=True
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            microbatch_size=size,
+            participants=[PerSampleRandom()],
         )
         for batch in batches:
             with accumulator.window(batch) as window:
@@ -183,7 +190,7 @@ def test_a_window_that_was_left_draws_again_what_it_drew() -> None:
         torch.manual_seed(11)
         accumulator = Accumulator(
             model, torch.optim.SGD(model.parameters(), lr=0.1), lambda mb, m=model: mse(m, mb),
-            microbatch_size=3, sample_rng=True,
+            microbatch_size=3, participants=[PerSampleRandom()],
         )  # fmt: skip
         batch = rows(10, 1)[0]
         if leave:

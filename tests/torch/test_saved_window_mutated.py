@@ -10,18 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from superbatch import NoiseMeter
 from superbatch.errors import InputError, SuperbatchError, WindowError
-from superbatch.torch import Accumulator, fp32_masters
+from superbatch.torch import Accumulator
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import GhostBatchNorm
 from superbatch.torch.window import saved_checks
 
 F64 = torch.float64
 DELETED: Any = object()
 MODES: dict[str, dict[str, Any]] = {
     "grad": {},
-    "noise": {"noise": True},
-    "momentum": {"accumulate_into": "momentum"},
+    "noise": {"observers": [NoiseMeter()]},
+    "momentum": {"gradient_sum": "momentum"},
     "terms": {"weight": {"a": None, "b": None}},
-    "norms": {"batchnorm": "per_microbatch"},
+    "norms": {"participants": [GhostBatchNorm()]},
 }
 Run = tuple[nn.Sequential, Any, Accumulator, Any]
 
@@ -146,7 +149,7 @@ def test_masters_of_another_type_are_refused() -> None:
     model = nn.Linear(2, 1).bfloat16()
     masters = fp32_masters(model)
     optimizer = torch.optim.SGD(masters.values(), lr=0.1)
-    accumulate = Accumulator(model, optimizer, lambda x: model(x).mean(), masters=masters)
+    accumulate = Accumulator(model, MasterWeights(optimizer, masters), lambda x: model(x).mean())
     state = accumulate.state_dict()
     rounded = {name: master.bfloat16() for name, master in state["masters"].items()}
     with pytest.raises(InputError, match="a conversion rounds it"):

@@ -43,7 +43,7 @@ def most_alive(accumulate: Any, batch: Any) -> int:
     def windows() -> None:
         for _ in range(3):
             accumulate(batch)
-            accumulate._config.until_next.clear()
+            accumulate.engine.config.until_next.clear()
 
     return peak_bytes(windows)
 
@@ -81,7 +81,7 @@ def test_sums_in_the_parameters_own_dtype() -> None:
     model, batch = Transformer().bfloat16(), text(8)
     half = {name: leaf[:4] for name, leaf in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters())
-    options = {"models": model, "optimizers": optimizer, "accumulator_dtype": torch.float32}
+    options = {"models": model, "optimizers": optimizer, "gradient_sum": torch.float32}
     found = savings(loss_of(model), half, **options)
     peaks = [
         most_alive(
@@ -91,7 +91,7 @@ def test_sums_in_the_parameters_own_dtype() -> None:
                 loss_of(model),
                 microbatch_size=4,
                 check=False,
-                accumulator_dtype=dtype,
+                gradient_sum=dtype,
             ),
             batch,
         )

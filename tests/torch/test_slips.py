@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from superbatch import normalize
 from superbatch.errors import InputError, OptimizerError, SplitError, WindowError
-from superbatch.torch import Accumulator, Window, cached_gradients, predict_peak, verify, windows
+from superbatch.torch import Accumulator, WholeBatch, Window, verify, windows
+from superbatch.torch.gradcache.cached import cached_gradients
+from superbatch.torch.sizes.predict import predict_peak
 from superbatch.torch.tuning import lr_survey
 from superbatch.torch.window.slips import check_loss_fn
 
@@ -100,7 +102,7 @@ def test_a_batch_without_end_is_an_error_in_words(model: nn.Linear, batch: Any) 
     calls: list[Callable[[], Any]] = [
         lambda: accumulator(model)(batch),
         lambda: accumulator(model, microbatch_size="auto")(batch),
-        lambda: accumulator(model, coupled="exact")(batch),
+        lambda: WholeBatch(model, sgd(model), loss_of(model), microbatch_size=4)(batch),
         lambda: accumulator(model, weight=lambda b: 1, check=False)(Window([batch])),
         lambda: verify(model, loss_of(model), batch, microbatch_size=2),
         lambda: cached_gradients(
@@ -145,9 +147,9 @@ def test_detection_targets_with_the_coupled_path(model: nn.Linear) -> None:
     targets = [{"boxes": torch.randn(i + 1, 4), "labels": torch.randint(3, (i + 1,))} for i in range(8)]
     for batch in ((list(BATCH["x"]), targets), {"x": BATCH["x"], "targets": targets}):
         with pytest.raises(
-            SplitError, match=r'coupled="exact" cannot cut lists of per-sample targets.*Pad them'
+            SplitError, match=r"Coupled samples cannot be in lists of per-sample targets.*Pad them"
         ):
-            accumulator(model, coupled="exact")(batch)
+            WholeBatch(model, sgd(model), loss_of(model), microbatch_size=4)(batch)
 
 
 # -- loss functions ----------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def test_an_output_with_a_loss_is_told_apart(
     accumulate = Accumulator(model, sgd(model), lambda b: wrap(loss(b)), microbatch_size=4, check=check)
     with pytest.raises(InputError, match=r"not a tensor\. Return its \.loss"):
         accumulate(BATCH)
-    whole = Accumulator(model, sgd(model), lambda b: wrap(loss(b)), microbatch_size=4, coupled="exact")
+    whole = WholeBatch(model, sgd(model), lambda b: wrap(loss(b)), microbatch_size=4)
     with pytest.raises(InputError, match=r"not a tensor\. Return its \.loss"):
         whole(BATCH)
 

@@ -235,7 +235,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], Any], dict[st
     "bfloat16 autocast": (relu_net, in_bfloat16, lambda: rows(33, 1, torch.float32)[0], {}),
     "bfloat16 parameters": (
         lambda: relu_net(torch.bfloat16), mse, lambda: rows(33, 1, torch.bfloat16)[0],
-        {"accumulator_dtype": torch.float32},
+        {"gradient_sum": torch.float32},
     ),
     "weight decay in the loss": (mlp, penalised, lambda: X, {}),
     "a sum of huge losses": (mlp, lambda m, b: squared_sum(m, b) * 1e12, lambda: X, {"reduction": "sum"}),

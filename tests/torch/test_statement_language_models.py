@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from superbatch.errors import CoupledSamplesError, LossSpecError
 from superbatch.torch import Accumulator, count_tokens
 from superbatch.torch.checks import coupling
+from superbatch.torch.options import PerSampleRandom
 from superbatch.torch.verify import verify
 
 WORDS, TIMES = 13, 9
@@ -58,10 +59,12 @@ def sentences(samples: int = 8, words: int = WORDS) -> dict[str, Tensor]:
 def outcome(model: Any, batch: Any, **stated: Any) -> tuple[Any, list[Any], tuple[Any, ...]]:
     """What the check raises, and the causes and findings of `verify`."""
     loss_fn = lambda microbatch: model(**microbatch).loss  # noqa: E731
-    report = verify(model, loss_fn, batch, microbatch_size=4, sample_rng=True, **stated)
+    report = verify(model, loss_fn, batch, microbatch_size=4, participants=[PerSampleRandom()], **stated)
     assert report.exact == (not report.causes)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=4, sample_rng=True, **stated)
+    accumulate = Accumulator(
+        model, optimizer, loss_fn, microbatch_size=4, participants=[PerSampleRandom()], **stated
+    )
     try:
         accumulate(batch)
     except (LossSpecError, CoupledSamplesError) as error:

@@ -17,6 +17,7 @@ from superbatch.results.verification import Verification
 from superbatch.torch import Accumulator, class_weights, count_tokens, sample_weights
 from superbatch.torch.checks import declared_loss, remedy, weighting
 from superbatch.torch.checks.weighting import Weighting
+from superbatch.torch.options import Split
 from superbatch.torch.verify import verify
 
 WORDS, TIMES, WIDTH = 11, 8, 6
@@ -496,13 +497,15 @@ def test_boxes_in_lists_are_counted() -> None:
     model = nn.Linear(3, 4).double()
     targets = [{"boxes": torch.randn(1 + row % 4, 4).double()} for row in range(8)]
     batch = {"x": torch.randn(8, 3).double(), "targets": targets}
-    error = train(model, loss, batch, per_sample=["targets"])
+    error = train(model, loss, batch, split=Split(per_sample=["targets"]))
     assert isinstance(error, LossSpecError)
     text = str(error).partition("state weight=")[2].removesuffix(".")
     assert text == 'lambda microbatch: sum(len(one["boxes"]) for one in microbatch["targets"])'
     for named, expected in ((None, ["weight"]), (eval(text), [])):
-        assert kinds(verified(model, loss, batch, per_sample=["targets"], weight=named)) == expected
-    assert train(model, loss, batch, per_sample=["targets"], weight=eval(text)) is None
+        assert (
+            kinds(verified(model, loss, batch, split=Split(per_sample=["targets"]), weight=named)) == expected
+        )
+    assert train(model, loss, batch, split=Split(per_sample=["targets"]), weight=eval(text)) is None
 
 
 def test_other_sums() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from superbatch import NoiseMeter
 from superbatch.errors import InputError
 from superbatch.torch import Accumulator
 from superbatch.torch.tuning import rescale
@@ -31,10 +32,10 @@ def accumulator(**options: Any) -> Accumulator:
 
 @pytest.mark.parametrize("sizing", SIZES.values(), ids=SIZES)
 def test_sizes_that_cannot_be_read_are_refused(sizing: Any) -> None:
-    accumulate = accumulator(noise=True)
+    accumulate = accumulator(observers=[NoiseMeter()])
     for _ in range(3):
         accumulate(torch.randn(4, 2))
-    before, other = accumulate.state_dict(), accumulator(noise=True)
+    before, other = accumulate.state_dict(), accumulator(observers=[NoiseMeter()])
     other(torch.randn(4, 2))
     assert other.state_dict() != before, "the premise: there is something to load"
     with pytest.raises(InputError, match=r"(sizes of micro-batches cannot be read|not made by Accumulator)"):
@@ -43,7 +44,7 @@ def test_sizes_that_cannot_be_read_are_refused(sizing: Any) -> None:
 
 
 def test_sizes_are_as_before_when_the_noise_cannot_be_read() -> None:
-    accumulate = accumulator(noise=True)
+    accumulate = accumulator(observers=[NoiseMeter()])
     accumulate(torch.randn(4, 2))
     before = accumulate.state_dict()
     failed = {"most": 1, "wait": 100, "until": 50}

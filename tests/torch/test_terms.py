@@ -6,14 +6,15 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from superbatch import NoiseMeter
 from superbatch.errors import InputError, LossSpecError, NonFiniteError
-from superbatch.torch import Accumulator, Window, count_tokens, reference, verify
+from superbatch.torch import Accumulator, Window, at_least, count_tokens, reference, verify
 from superbatch.torch.loss.weighing import Weights
 from tests.torch.helpers import assert_same_parameters, large_batch, sgd, start_of, tiny_lm, tokens
 
@@ -139,7 +140,7 @@ def test_windows_of_a_loader_with_a_tail() -> None:
     assert updates[1].weights == {"tokens": 11, "router": 3}
 
 
-@pytest.mark.parametrize("options", [{"accumulate_into": "momentum"}, {"nonfinite": "skip_update"}], ids=str)
+@pytest.mark.parametrize("options", [{"gradient_sum": "momentum"}, {"nonfinite": "skip_update"}], ids=str)
 def test_other_places_and_policies(options: Any) -> None:
     batches = [tokens(LENGTHS)]
     train(CASES["token mean + sample mean"], batches, batches, microbatch_size=3, **options)
@@ -214,8 +215,7 @@ def detr_whole(bound: float = 0.0) -> Callable[[nn.Module, Batch], dict[str, Ten
 
 DETR: dict[str, Any] = {
     "reduction": {"class": "mean", "boxes": "sum"},
-    "weight": {"class": None, "boxes": words},
-    "min_weight": {"boxes": 1},
+    "weight": {"class": None, "boxes": at_least(1, words)},
 }
 
 
@@ -241,7 +241,7 @@ def test_a_sum_without_weight_names_its_term() -> None:
         microbatch_size=2,
         check=False,
     )
-    with pytest.raises(LossSpecError, match=r"term 'boxes'.*min_weight=\{'boxes': 1\}"):
+    with pytest.raises(LossSpecError, match=r"term 'boxes'.*weight=\{'boxes': at_least\(1, \.\.\.\)\}"):
         accumulate(tokens([0, 0, 0]))
     assert all(torch.equal(p, start[n]) for n, p in model.named_parameters())
 
@@ -367,17 +367,16 @@ def _two(weight: Any = None, **options: Any) -> dict[str, Any]:
     [
         (_two(reduction={"a": "mean", "c": "sum"}), r"\['a', 'b'\].*\['a', 'c'\]"),
         (_two(nonfinite="skip_microbatch"), "skip_microbatch"),
-        (_two(noise=True), "noise="),
+        (_two(observers=[NoiseMeter()]), "needs one loss with one weight"),
         (_two(weight={}), "named"),
         (_two(weight={1: None}), "named"),
         (_two(weight={"a": 3}), "term 'a'"),
         (_two(weight={"a": "samples"}), "term 'a'"),
         (_two(reduction={"a": "mean", "b": "total"}), "divides by nothing"),
-        (_two(min_weight={"c": 1}), "min_weight= names"),
-        (_two(min_weight={"a": -1}), "min_weight=-1"),
-        (_two(coupled="exact"), "weight"),
+        (_two({"a": at_least(-1)}), r"at_least\(-1\) is no bound"),
+        (_two({"a": at_least(1, cast("Any", "samples"))}), "term 'a'"),
+        (_two({"a": at_least(1)}, reduction="total"), "divides by nothing"),
         ({"weight": words, "reduction": {"a": "sum"}}, "mapping with the same names"),
-        ({"min_weight": {"a": 1}}, "names terms"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),  # no addresses: they differ
 )

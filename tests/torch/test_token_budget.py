@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from superbatch.batch.split import split
 from superbatch.lab.recipes.text import IGNORE, text
 from superbatch.torch import Accumulator, TokenBudget, Update, count_tokens, verify
+from superbatch.torch.options import PerSampleRandom
 from superbatch.torch.rng.sample_rng import sample_stream
 from superbatch.torch.window.batches import microbatches_of
 from tests.torch.helpers import (
@@ -153,7 +154,7 @@ def noisy_accumulator(model: nn.Module, size: int | TokenBudget | None, loss_fn:
         loss_fn or (lambda microbatch: token_mean(model, microbatch)),
         microbatch_size=size,
         weight=count_tokens("labels"),
-        sample_rng=True,
+        participants=[PerSampleRandom()],
         check=loss_fn is None,
     )
 

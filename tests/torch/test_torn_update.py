@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.errors import OptimizerError, OutOfMemoryError
-from superbatch.torch import Accumulator, fp32_masters
+from superbatch.torch import Accumulator
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import GhostBatchNorm
 from superbatch.torch.window.participants import batchnorm
 
 F64 = torch.float64
@@ -52,7 +54,7 @@ def test_no_memory_for_pooled_statistics_leaves_all_as_before(
 ) -> None:
     """They are computed before the optimizer's step, where a failure can still be undone."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    accumulate = accumulator(model, optimizer, batchnorm="per_microbatch")
+    accumulate = accumulator(model, optimizer, participants=[GhostBatchNorm()])
     batch = torch.randn(8, 3, dtype=F64)
     for _ in range(windows):
         accumulate(batch)
@@ -141,7 +143,7 @@ def test_an_error_while_statistics_are_pooled_is_itself(
 ) -> None:
     """It is no KeyError of a window that is closed twice."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    accumulate = accumulator(model, optimizer, batchnorm="per_microbatch")
+    accumulate = accumulator(model, optimizer, participants=[GhostBatchNorm()])
     batch = torch.randn(8, 3, dtype=F64)
     for _ in range(windows):
         accumulate(batch)
@@ -166,7 +168,7 @@ def test_masters_are_copied_where_a_hook_after_the_step_fails(error: type[BaseEx
     model = nn.Linear(3, 1).bfloat16()
     masters = fp32_masters(model)
     optimizer = torch.optim.SGD(masters.values(), lr=0.5)
-    accumulate, batch = accumulator(model, optimizer, masters=masters), torch.randn(8, 3).bfloat16()
+    accumulate, batch = accumulator(model, MasterWeights(optimizer, masters)), torch.randn(8, 3).bfloat16()
     state = accumulate.state_dict()
     before = contents(model, optimizer)
 

@@ -20,6 +20,7 @@ from superbatch.batch.split import TokenBudget
 from superbatch.errors import InputError, NonFiniteError, SplitError
 from superbatch.results.verification import GradientComparison, ParameterDifference, Verification
 from superbatch.torch.memory.out_of_memory import out_of_memory
+from superbatch.torch.options import FrozenBatchNorm, PerSampleRandom, Split
 from superbatch.torch.verify import verify
 from tests.torch.verify_cases import (
     EXACT,
@@ -76,8 +77,8 @@ def test_not_exact_and_why(case: Case) -> None:
     ("make", "remedied"),
     [
         (lambda: language(), {"weight": lambda b: int((b["labels"] != -100).sum())}),
-        (lambda: supervised(mlp(nn.Dropout(0.3))), {"sample_rng": True}),
-        (lambda: supervised(mlp(nn.BatchNorm1d(8))), {"batchnorm": "frozen"}),
+        (lambda: supervised(mlp(nn.Dropout(0.3))), {"participants": [PerSampleRandom()]}),
+        (lambda: supervised(mlp(nn.BatchNorm1d(8))), {"participants": [FrozenBatchNorm()]}),
     ],
 )
 def test_the_remedy_helps(make: Any, remedied: dict[str, Any]) -> None:
@@ -143,11 +144,11 @@ def test_a_penalty_in_a_sum_is_added_by_every_microbatch() -> None:
     assert "weight_decay" in report.causes[0].remedy
 
 
-@pytest.mark.parametrize("sample_rng", [False, True])
-def test_random_numbers_from_elsewhere_than_torch(sample_rng: bool) -> None:
+@pytest.mark.parametrize("participants", [[], [PerSampleRandom()]], ids=str)
+def test_random_numbers_from_elsewhere_than_torch(participants: list[Any]) -> None:
     model = mlp()
     loss_fn = lambda b: F.cross_entropy(model(b[0] * random.random()), b[1])  # noqa: E731
-    report = check(Problem(model, loss_fn, flat_batch()), sample_rng=sample_rng)
+    report = check(Problem(model, loss_fn, flat_batch()), participants=participants)
     assert [(cause.kind, cause.found_by) for cause in report.causes] == [("random", "another seed")]
     assert report.causes[0].remedy.startswith("draw them with torch's own functions")
 
@@ -610,11 +611,15 @@ def test_a_gradient_that_is_nan_is_never_exact() -> None:
         ({"weight": "returned"}, InputError, "return .loss, weight."),
         ({"against": "full"}, InputError, "Given: against='full'"),
         ({"dtype": "float16"}, InputError, "Given: dtype='float16'"),
-        ({"batchnorm": "error"}, InputError, "Given: batchnorm='error'"),
         ({"tolerance": -1}, InputError, "Given: tolerance=-1"),
         ({"tolerance": None}, InputError, "Given: tolerance=None"),
-        ({"sample_rng": 1}, InputError, "Given: sample_rng=1"),
-        ({"whole": ("2",)}, InputError, "path '2'"),
+        (
+            {"participants": PerSampleRandom()},
+            InputError,
+            r"is no list\. Pass participants=\[PerSampleRandom",
+        ),
+        ({"split": "2"}, InputError, "split='2' is no Split"),
+        ({"split": Split(unsplit=("2",))}, InputError, "path '2'"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: type[Exception], match: str) -> None:

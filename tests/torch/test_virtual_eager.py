@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 from torch.nn import functional as F
 
-from superbatch.torch import Accumulator, virtual_batch
+from superbatch.torch import WholeBatch, virtual_batch
 from superbatch.torch.checks import introspection
 
 N = 14
@@ -129,12 +129,11 @@ def test_it_is_said_through_the_accumulator() -> None:
     model = make()
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    accumulate = Accumulator(
+    accumulate = WholeBatch(
         model,
         optimizer,
         lambda batch: F.cross_entropy(compiled(batch[0]), batch[1]),
         microbatch_size=4,
-        coupled="exact",
     )
     with pytest.warns(UserWarning, match=SAID) as heard:
         losses = [accumulate((X, Y)).loss for _ in range(2)]

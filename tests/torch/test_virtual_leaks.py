@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from superbatch.torch import Accumulator, virtual_batch
+from superbatch.torch import WholeBatch, virtual_batch
 from superbatch.torch.memory.ledger import Ledger
 
 N, SIZE = 12, 4
@@ -46,7 +46,7 @@ def by_blocks(model: Encoder, optimizer: Any, **options: Any) -> Callable[[Any],
 
 
 def by_accumulator(model: Encoder, optimizer: Any) -> Callable[[Any], float]:
-    accumulate = Accumulator(model, optimizer, model, microbatch_size=SIZE, coupled="exact")
+    accumulate = WholeBatch(model, optimizer, model, microbatch_size=SIZE)
 
     def update(batch: Any) -> float:
         return accumulate(batch).loss

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from superbatch.torch.options import FrozenBatchNorm, PerSampleRandom
+
 SAMPLES, FEATURES, CLASSES = 12, 6, 4
 
 
@@ -289,7 +291,7 @@ EXACT = [
     Case("batchnorm frozen", lambda: supervised(frozen_batchnorm(), image_batch())),
     Case(
         "batchnorm frozen by the accumulator",
-        lambda: supervised(conv(nn.BatchNorm2d(4)), image_batch(), batchnorm="frozen"),
+        lambda: supervised(conv(nn.BatchNorm2d(4)), image_batch(), participants=[FrozenBatchNorm()]),
     ),
     Case("lstm, 7 time steps first", lstm),
     Case("crops flattened into the batch", lambda: wide_rows(mlp(nn.LayerNorm(8)))),
@@ -298,10 +300,13 @@ EXACT = [
     Case("sum", lambda: with_loss(lambda p, y: F.cross_entropy(p, y, reduction="sum"), reduction="sum")),
     Case("sample weights", lambda: sample_weighted(weight=lambda b: float(b["w"].double().sum()))),
     Case("tokens", lambda: language(weight=lambda b: int((b["labels"] != -100).sum()))),
-    Case("dropout, a stream per sample", lambda: supervised(mlp(nn.Dropout(0.3)), sample_rng=True)),
+    Case(
+        "dropout, a stream per sample",
+        lambda: supervised(mlp(nn.Dropout(0.3)), participants=[PerSampleRandom()]),
+    ),
     Case(
         "drop-path per sample, a stream per sample",
-        lambda: supervised(mlp(DropPath(per_batch=False)), sample_rng=True),
+        lambda: supervised(mlp(DropPath(per_batch=False)), participants=[PerSampleRandom()]),
     ),
     Case("spectral norm eval", lambda: supervised(spectral(nn.utils.parametrizations.spectral_norm).eval())),
 ]
@@ -358,7 +363,7 @@ NOT_EXACT = [
         "loss_fn",
         "plain mean",
     ),
-    Case("dropout", lambda: supervised(mlp(nn.Dropout(0.3))), "random", "1", "sample_rng=True"),
+    Case("dropout", lambda: supervised(mlp(nn.Dropout(0.3))), "random", "1", "PerSampleRandom"),
     Case("drop-path per sample", lambda: supervised(mlp(DropPath(per_batch=False))), "random", "1"),
     Case("drop-path per batch", lambda: supervised(mlp(DropPath(per_batch=True))), "random", "1"),
     Case(

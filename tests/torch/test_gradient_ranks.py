@@ -1,0 +1,77 @@
+"""Two real gloo ranks: the gradient without a step is that of the large batch over the data of both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.torch.gradient_ranks import LENGTHS, gradients, numbers, sentences
+from tests.torch.helpers import mlp, mse, tiny_lm, token_mean
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-W", "error", "-m", "tests.torch.gradient_ranks"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def assert_alike(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert float(wanted.norm()) > 0, "premise: no gradient is zero"
+        error = float((actual[name] - wanted).norm() / wanted.norm())
+        assert error <= 1e-12, f"{name}: {error:.1e}"
+
+
+def test_a_token_mean_over_ranks_of_unequal_weight(found: list[dict[str, Any]]) -> None:
+    assert sum(LENGTHS[0]) != sum(LENGTHS[1]), "premise"
+    model = tiny_lm()
+    parts = [sentences(rank) for rank in range(2)]
+    loss = token_mean(model, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    loss.backward()
+    for of_rank in found:
+        assert_alike(of_rank["tokens"]["gradients"], gradients(model))
+        assert of_rank["tokens"]["loss"] == pytest.approx(float(loss.detach()), rel=1e-12)
+        assert of_rank["tokens"]["weight"] == int((torch.cat([p["labels"] for p in parts]) != -100).sum())
+
+
+def test_it_is_added_to_a_gradient_that_ddp_has_reduced(found: list[dict[str, Any]]) -> None:
+    model = mlp()
+    for seed in range(2):
+        x, y = (
+            torch.cat(each) for each in zip(*(numbers(rank, seed=seed) for rank in range(2)), strict=True)
+        )
+        mse(model, (x, y)).backward()
+    for of_rank in found:
+        assert_alike(of_rank["earlier"]["gradients"], gradients(model))
+
+
+def test_a_failure_of_one_rank_leaves_every_rank_as_before(found: list[dict[str, Any]]) -> None:
+    for of_rank in found:
+        assert "finite" in of_rank["failure"]["error"]
+        assert of_rank["failure"]["as before"]

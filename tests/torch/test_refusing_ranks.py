@@ -1,0 +1,57 @@
+"""A rank that cannot make a window tells the others: all raise, none waits, and the next window is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OTHER = "InputError: Another rank cannot make this window"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.torch.refusing_ranks", str(rank), str(folder)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", ["counted", "returned", "checked"])
+def test_a_bad_batch_of_one_rank_raises_on_both(found: list[dict[str, list[str]]], case: str) -> None:
+    first, second = (of_rank[case] for of_rank in found)
+    assert first[0].startswith(OTHER)
+    assert second[0].startswith("SplitError")
+    assert first[2].startswith("SplitError")
+    assert second[2].startswith(OTHER)
+    assert [first[1], second[1], first[3], second[3]] == ["made"] * 4
+
+
+def test_a_torn_update_of_one_rank_is_refused_on_both_until_a_state_is_loaded(
+    found: list[dict[str, list[str]]],
+) -> None:
+    whole, torn = (of_rank["torn"] for of_rank in found)
+    assert whole[:2] == ["made", "made"]
+    assert torn[0] == "made"
+    assert "torn" in torn[1], "premise: the step broke"
+    assert whole[2].startswith(OTHER)
+    assert "torn" in torn[2]
+    assert (whole[3], torn[3]) == ("made", "made")
