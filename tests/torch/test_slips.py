@@ -423,9 +423,7 @@ def add_parameter(net: nn.Sequential) -> None:
     net[0].register_parameter("gain", nn.Parameter(torch.ones(())))
 
 
-@pytest.mark.parametrize(
-    ("change", "name"), [(append_layer, r"2\.weight"), (unfreeze, r"1\.weight"), (add_parameter, r"0\.gain")]
-)
+@pytest.mark.parametrize(("change", "name"), [(append_layer, r"2\.weight"), (add_parameter, r"0\.gain")])
 @pytest.mark.parametrize("updates", [0, 1, 3])
 def test_a_parameter_added_later_needs_an_optimizer(
     change: Callable[[nn.Sequential], None], name: str, updates: int
@@ -452,6 +450,35 @@ def test_a_parameter_added_later_needs_an_optimizer(
         assert accumulate(BATCH).made
     else:
         assert Accumulator(net, optimizer, loss_of(net), microbatch_size=4)(BATCH).made
+
+
+def test_a_parameter_unfrozen_later_and_in_no_optimizer_is_named_once() -> None:
+    """Another optimizer may update it, as in a GAN whose discriminator was frozen at first."""
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(requires_grad=False))
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    accumulate = Accumulator(net, optimizer, loss_of(net), microbatch_size=4)
+    accumulate(BATCH)
+    unfreeze(net)
+    with pytest.warns(UserWarning, match=r"'1\.weight' and 1 more was unfrozen .*add_param_group") as caught:
+        assert accumulate(BATCH).made
+    assert [each.filename for each in caught] == [__file__]
+    for parameter in net[1].parameters():
+        parameter.requires_grad = False
+    accumulate(BATCH)
+    unfreeze(net)
+    assert accumulate(BATCH).made, "toggled as in a GAN: nothing more is said"
+
+
+def test_a_parameter_unfrozen_later_and_added_to_the_optimizer_is_trained() -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(requires_grad=False))
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    accumulate = Accumulator(net, optimizer, loss_of(net), microbatch_size=4)
+    accumulate(BATCH)
+    unfreeze(net)
+    optimizer.add_param_group({"params": list(net[1].parameters())})
+    before = net[1].weight.detach().clone()
+    assert accumulate(BATCH).made
+    assert not torch.equal(net[1].weight, before)
 
 
 def test_a_frozen_layer_appended_later_needs_none() -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from superbatch.errors import InputError, OptimizerError
 
 from ..module_tables import children_of, parameters_of
+from ..warn import warn
 from .participants.gradient_sum import ManagedParameter
 from .validation import all_parameters, has_others, names_of, no_optimizer, own_parameters, trainable
 from .wrapped_models import refuse_sharded
@@ -113,7 +114,8 @@ class OwnedParameters:
         self._models, self._optimizers, self._masters = models, optimizers, masters
         self._structure = Structure(models)
         self.entries: list[ManagedParameter] = []
-        self._known = set(names_of(models))  # trainable from the start: in no optimizer on purpose
+        self._known = set(_parameters(models))  # there from the start: in no optimizer on purpose
+        self._thawed = set(names_of(models))  # those that may be trainable without a word
         self._read()
 
     def refresh(self) -> None:
@@ -121,8 +123,7 @@ class OwnedParameters:
 
         Raises:
             InputError: a parameter was replaced by one that no optimizer updates.
-            OptimizerError: a parameter was added or unfrozen, and no optimizer updates it; or as
-                `own_parameters`.
+            OptimizerError: a parameter was added, and no optimizer updates it; or as `own_parameters`.
         """
         changed = self._structure.changed()
         if changed:
@@ -139,10 +140,14 @@ class OwnedParameters:
         left = names.keys() - self._known - {entry.parameter for entry in owned}
         if left:
             raise _in_no_optimizer([name for parameter, name in names.items() if parameter in left])
+        thawed = names.keys() - self._thawed - {entry.parameter for entry in owned}
+        if thawed:
+            _warn_of_thawed([name for parameter, name in names.items() if parameter in thawed])
         self.entries[:] = owned
         self.only_some = has_others(self._models, self.entries)
         present = set(_parameters(self._models))
         self._known = (self._known & present) | names.keys()
+        self._thawed = (self._thawed & present) | names.keys()
         self._frozen = [p for p in present.difference(self._targets()) if not p.requires_grad]
         self._trainable = trainable(self._optimizers, self._masters)
 
@@ -153,10 +158,19 @@ class OwnedParameters:
 def _in_no_optimizer(names: list[str]) -> OptimizerError:
     others = f" and {len(names) - 1} more" if names[1:] else ""
     return OptimizerError(
-        f"The parameter {names[0]!r}{others} was added or unfrozen after the Accumulator was made and is in "
-        "no optimizer of it, so its gradient would never be applied. Add it with "
+        f"The parameter {names[0]!r}{others} was added after the Accumulator was made and is in no optimizer "
+        "of it, so its gradient would never be applied. Add it with "
         'optimizer.add_param_group({"params": ...}), freeze it with requires_grad_(False), or, if another '
         "optimizer updates it, make the Accumulator again."
+    )
+
+
+def _warn_of_thawed(names: list[str]) -> None:
+    others = f" and {len(names) - 1} more" if names[1:] else ""
+    warn(
+        f"The parameter {names[0]!r}{others} was unfrozen after the Accumulator was made and is in no "
+        "optimizer of it, so its gradient is never applied here. Add it with "
+        'optimizer.add_param_group({"params": ...}), unless another optimizer updates it.'
     )
 
 
