@@ -257,6 +257,10 @@ def test_backward_of_the_loss_in_an_owned_loop(model: nn.Linear) -> None:
         ("lr_scheduler", r"Instead, pass scheduler=\."),
         ("gradient_clip_val", r"Instead, pass max_grad_norm=\."),
         ("batch_size", r"Instead, pass microbatch_size=\."),
+        ("whole", r"Instead, pass split=Split\(unsplit="),
+        ("per_sample", r"Instead, pass split=Split\(per_sample="),
+        ("batchnorm", r"Instead, pass participants="),
+        ("noise", r"Instead, pass observers="),
     ],
 )
 def test_options_of_other_libraries(model: nn.Linear, option: str, text: str) -> None:
