@@ -26,7 +26,7 @@ from .open_window import OpenWindow
 from .owned_parameters import ModelParameters, OwnedParameters
 from .participants.placement import Placement
 from .slip_watch import SlipWatch
-from .slips import refuse_no_batch
+from .slips import PLAIN, refuse_no_batch
 from .work import Work
 
 
@@ -115,7 +115,8 @@ class Engine:
             tell_ranks(config)  # they would wait for this one
             raise
         weights = weights_in(config, microbatches.microbatches, microbatches.samples)
-        self._slips.open(microbatches.samples if sizing is self.work.watched else None)
+        if self._slips.watches:
+            self._slips.open(microbatches.samples if sizing is self.work.watched else None)
         if schedule is not None:
             schedule.open(microbatches, check_first_window if first else None, self.updates)
         return OpenWindow(
@@ -135,7 +136,8 @@ class Engine:
         """Check what may be wrong on one rank alone, and cut the batch."""
         config = self.config
         config.before_step.require_whole()
-        refuse_no_batch(batch)
+        if type(batch) not in PLAIN:
+            refuse_no_batch(batch)
         self._parameters.refresh()
         if config.masters:
             take_over(config.owned, self._written)
@@ -226,7 +228,8 @@ class Engine:
     def _left(self, update: Update | None) -> None:
         made = update is not None and update.skipped is None
         self._window = None
-        self._slips.close()
+        if self._slips.watches:
+            self._slips.close()
         config = self.config
         if config.masters:
             self._written = masters_written(config.owned)

@@ -31,6 +31,11 @@ class SlipWatch:
         self._size = microbatch_size if isinstance(microbatch_size, int) else None
         self._unsplit = 0
 
+    @property
+    def watches(self) -> bool:
+        """Whether there is anything to see: a scheduler, or batches that may be too small."""
+        return bool(self._schedulers) or self._size is not None
+
     def open(self, samples: Sequence[int] | None) -> None:
         """Compare the schedulers' counts with those after the last window, and count unsplit batches.
 

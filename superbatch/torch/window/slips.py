@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from superbatch.errors import InputError
+from superbatch.window import Window
 
 P = ParamSpec("P")
 
-_PLAIN = {Tensor, dict, list, tuple}
+PLAIN = {Tensor, dict, list, tuple, Window}  # what batches mostly are
 _WINDOWS = "for window in windows(loader, accumulation_steps=8): accumulate(window)"
 # Options of other libraries, and the way to say the same here.
 _OTHERS = {
@@ -140,8 +141,6 @@ def refuse_no_batch(batch: object) -> None:
         Traceback (most recent call last):
         superbatch.errors.InputError: A list_iterator is not a batch but yields them. Loop over it...
     """
-    if type(batch) in _PLAIN:  # mostly; to ask for the others takes longer
-        return
     if isinstance(batch, DataLoader | Dataset | Iterator):
         what = "holds samples" if isinstance(batch, Dataset) else "yields them"
         raise InputError(

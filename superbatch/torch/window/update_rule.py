@@ -106,7 +106,7 @@ def update(
         else:
             # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and
             # counters.
-            idle = [optimizer for optimizer in rule.optimizers if not reaches(optimizer, optimizer.step)]
+            idle = [each for each in rule.optimizers if not (_steps(each) or reaches(each, each.step))]
     finally:  # a hook may fail after the step
         # Where autocast encloses the whole training loop, it would continue with copies of the parameters as
         # they were.
@@ -114,6 +114,14 @@ def update(
         if rule.masters_copied:
             _copy_masters(owned)
     return not_made(idle, before, len(rule.optimizers)) if idle else None
+
+
+def _steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Step one of torch's own optimizers, which leaves out nothing; return whether it is one."""
+    if not type(optimizer).__module__.startswith("torch.optim.") or "step" in vars(optimizer):
+        return False
+    optimizer.step()
+    return True
 
 
 def _copy_masters(owned: list[ManagedParameter]) -> None:
