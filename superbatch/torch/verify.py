@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -48,7 +48,8 @@ class _Outcome(NamedTuple):
     reference: Measured
 
 
-class _Request(NamedTuple):
+@dataclass(frozen=True)
+class _Request:
     """Options of `verify`, checked."""
 
     problem: Problem
@@ -172,7 +173,7 @@ def verify(
     )
     _check_split(request)
     with _state_as_before(problem):
-        reports = {name: _report(request._replace(problem=one)) for name, one in terms.items()}
+        reports = {name: _report(replace(request, problem=one)) for name, one in terms.items()}
     return _united(reports)
 
 

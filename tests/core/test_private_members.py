@@ -13,8 +13,6 @@ ALLOWED: dict[str, tuple[int, str]] = {
     "superbatch/keras/taking.py": (3, "Keras has no public names for the losses that compile() got"),
     "superbatch/torch/module_tables.py": (3, "torch has no public names for a module's own tables"),
     "superbatch/torch/tuning/batches.py": (2, "torch has no public name for the workers that persist"),
-    "superbatch/torch/tuning/lr_survey.py": (2, "the survey's own accumulator; to be opened"),
-    "superbatch/torch/tuning/shadow.py": (24, "the survey's own accumulator; to be opened"),
     "superbatch/torch/window/participants/gradient_sum.py": (1, "the values of a sparse, unsorted tensor"),
 }
 

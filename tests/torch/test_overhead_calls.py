@@ -59,3 +59,27 @@ def test_the_calls_of_a_window_and_of_each_of_its_microbatches(whole_batch):
     # 211 and 213 with what a window sees since: whether a parameter was replaced, an optimizer wrapped, state
     # moved, labels unequal for the first time, and interrupts deferred.
     assert 0 < calls - 8 * for_each <= 215
+
+
+def test_one_ordinary_update_walks_through_few_files():
+    """The second update of a plain network, in 4 micro-batches. A newcomer reads what is entered here."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def loss_fn(microbatch):
+        x, y = microbatch
+        return nn.functional.cross_entropy(model(x), y)
+
+    accumulate = Accumulator(model, optimizer, loss_fn, microbatch_size=4, check=False)
+    batch = (torch.randn(16, 8), torch.randint(4, (16,)))
+    accumulate(batch)
+    files = set()
+    sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        update = accumulate(batch)
+    finally:
+        sys.setprofile(None)
+    assert update.microbatches == 4, "premise"
+    entered = sorted(file.removeprefix(PACKAGE) for file in files if file.startswith(PACKAGE))
+    # 12 were hoped for. A participant is a file, and a window that restores everything has nine of them.
+    assert 12 < len(entered) <= 44, "\n".join(entered)

@@ -31,7 +31,7 @@ from .work import Work
 
 
 class Engine:
-    """What lasts from one window to the next, and what opens them.
+    """State that lasts from one window to the next, and the opening of windows.
 
     Args:
         config: of its windows.
@@ -202,22 +202,23 @@ class Engine:
                 "A survey cannot begin in the middle of a window: the gradients so far belong to the "
                 "training. Finish the window first, or discard() it."
             )
-        twin, config = copy.copy(self), self.config
-        twin.config = replace(
-            config,
-            rule=replace(config.rule, schedulers=()),
-            reserve=copy.copy(config.reserve),  # it knows what a first update needs, if there has been one
+        config = replace(
+            self.config,
+            rule=replace(self.config.rule, schedulers=()),
+            reserve=copy.copy(self.config.reserve),  # it knows what a first update needs, if there was one
             until_next=[],
             noise=None,  # that of rates which training will not use
         )
-        twin.work = self.work.twin()
-        twin._renew()
+        twin = Engine(
+            config,
+            self._parameters,
+            self.work.twin(),
+            copy.copy(self._placement),
+            schedule=copy.copy(self._schedule),  # its parts are replaced, never changed
+            slips=copy.copy(self._slips),
+        )
+        twin.updates, twin.checked = self.updates, self.checked
         return twin
-
-    def _renew(self) -> None:
-        """Replace what a window changes by copies; their parts are replaced, never changed."""
-        self._placement, self._schedule = copy.copy(self._placement), copy.copy(self._schedule)
-        self._slips = copy.copy(self._slips)
 
     def _entered(self, window: OpenWindow[Any]) -> None:
         if self._window is not None:

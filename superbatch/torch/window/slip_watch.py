@@ -33,7 +33,7 @@ class SlipWatch:
 
     @property
     def watches(self) -> bool:
-        """Whether there is anything to see: a scheduler, or batches that may be too small."""
+        """True if there is anything to see: a scheduler, or batches that may be too small."""
         return bool(self._schedulers) or self._size is not None
 
     def open(self, samples: Sequence[int] | None) -> None:

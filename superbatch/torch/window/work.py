@@ -23,7 +23,7 @@ from .retry import work_through
 
 
 class Work(Protocol):
-    """How a batch becomes the micro-batches of a window, and how they are run."""
+    """Cutting of batches into the micro-batches of a window, and the run of the loss on them."""
 
     @property
     def sizing(self) -> Sizing:
@@ -37,7 +37,7 @@ class Work(Protocol):
 
     @property
     def can_run(self) -> bool:
-        """Whether there is a loss to run."""
+        """True if there is a loss to run."""
         ...
 
     def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
@@ -90,7 +90,7 @@ class ByMicrobatch:
 
     @property
     def can_run(self) -> bool:
-        """Whether there is a loss to run."""
+        """True if there is a loss to run."""
         return self._config.loss_fn is not None
 
     def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
