@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .coupling import CouplingPoint
@@ -203,3 +204,26 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def united(reports: Mapping[str, Verification]) -> Verification:
+    """Return one report of all terms of a loss, each entry with the name of its term.
+
+    Args:
+        reports: by the name of the term; of a loss of one term, its only report under the name "".
+
+    Examples:
+        >>> report = Verification(True, 8, (), (), (), ("a note",))
+        >>> united({"words": report}).notes
+        ('words: a note',)
+    """
+    every = list(reports.items())
+    return Verification(
+        all(report.exact for _, report in every),
+        every[0][1].samples,
+        tuple(replace(one, term=name) for name, report in every for one in report.comparisons),
+        tuple(replace(one, term=name) for name, report in every for one in report.causes),
+        tuple(replace(one, term=name) for name, report in every for one in report.findings),
+        tuple(f"{name}: {note}" if name else note for name, report in every for note in report.notes),
+        tuple(dict.fromkeys(point for _, report in every for point in report.meetings)),
+    )

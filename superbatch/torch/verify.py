@@ -15,7 +15,7 @@ from ..batch.tree import count_samples, take
 from ..errors import InputError, SuperbatchError, explain
 from ..normalize import Reduction
 from ..results.coupling import CouplingPoint
-from ..results.verification import Finding, GradientComparison, Verification
+from ..results.verification import Finding, GradientComparison, Verification, united
 from .checks.coupling import probe_coupling
 from .checks.introspection import FloatingDtypes
 from .checks.measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
@@ -174,21 +174,7 @@ def verify(
     _check_split(request)
     with _state_as_before(problem):
         reports = {name: _report(replace(request, problem=one)) for name, one in terms.items()}
-    return _united(reports)
-
-
-def _united(reports: Mapping[str, Verification]) -> Verification:
-    """Return one report of all terms of a loss, each entry with the name of its term."""
-    every = list(reports.items())
-    return Verification(
-        all(report.exact for _, report in every),
-        every[0][1].samples,
-        tuple(replace(one, term=name) for name, report in every for one in report.comparisons),
-        tuple(replace(one, term=name) for name, report in every for one in report.causes),
-        tuple(replace(one, term=name) for name, report in every for one in report.findings),
-        tuple(f"{name}: {note}" if name else note for name, report in every for note in report.notes),
-        tuple(dict.fromkeys(point for _, report in every for point in report.meetings)),
-    )
+    return united(reports)
 
 
 def _report(request: _Request) -> Verification:

@@ -606,7 +606,7 @@ def test_a_gradient_that_is_nan_is_never_exact() -> None:
         ({"microbatch_size": 0}, InputError, "microbatch_size"),
         ({"microbatch_size": "4"}, InputError, "microbatch_size"),
         ({"reduction": "average"}, InputError, "reduction='average' is not a reduction"),
-        ({"weight": 3}, InputError, "Given: weight=3"),
+        ({"weight": 3}, InputError, "weight=3 is no way to weigh"),
         ({"weight": lambda b: -1}, InputError, "a weight must be finite and not negative"),
         ({"weight": "returned"}, InputError, "return .loss, weight."),
         ({"against": "full"}, InputError, "Given: against='full'"),

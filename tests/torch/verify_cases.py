@@ -312,7 +312,13 @@ EXACT = [
 ]
 
 NOT_EXACT = [
-    Case("batchnorm", lambda: supervised(conv(nn.BatchNorm2d(4)), image_batch()), "batchnorm", "1", "frozen"),
+    Case(
+        "batchnorm",
+        lambda: supervised(conv(nn.BatchNorm2d(4)), image_batch()),
+        "batchnorm",
+        "1",
+        "FrozenBatchNorm",
+    ),
     Case("batchnorm 1d", lambda: supervised(mlp(nn.BatchNorm1d(8))), "batchnorm", "1", "GroupNorm"),
     Case(
         "batchnorm without running statistics",

@@ -37,7 +37,6 @@ NAME = "critical-batch"
 SAMPLES, QUICK_SAMPLES = 12_000, 6_000
 BEFORE = 0.5
 """Samples up to the checkpoint, as a share of those of a branch."""
-
 KS = (1, 2, 4, 8, 16)
 PART_OF_BATCH = 12
 TOLERANCE = 0.05

@@ -74,7 +74,7 @@ class CheckSchedule:
         check: the option of the accumulator.
 
     Attributes:
-        idle: whether no window is checked, and there is nothing to say of it.
+        idle: no window is checked, and there is nothing to say of it.
 
     Raises:
         InputError: `check` is no bool.
@@ -87,9 +87,7 @@ class CheckSchedule:
         self._can_check = check_bool(check, "check") and config.loss_fn is not None and not bare
         self._unsaid = check and config.loss_fn is None and not config.whole
         self.idle = not (self._can_check or self._unsaid)
-        self._updates = 0
-        self._on = False
-        self._hints = Hints()
+        self._updates, self._on, self._hints = 0, False, Hints()
         self._known: list[Count] = []
         self._counts: list[Count] = []  # those that no check has seen unequal
         self._urgent: list[Count] = []  # and that a window is checked for at any cost
@@ -117,8 +115,7 @@ class CheckSchedule:
         if first is None or not self._can_check:
             return
         checked = first(self._config, pieces, frozen=self._frozen)
-        self._on = checked is not None
-        self._hints = _hints(self._config)
+        self._on, self._hints = checked is not None, _hints(self._config)
         if checked is not None:
             self._record(pieces, checked, first_pieces(pieces))
 

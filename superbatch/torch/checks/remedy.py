@@ -187,7 +187,7 @@ def _without_candidate(
         )
         remedy = (
             "return the plain mean over the micro-batch, or the undivided sum with "
-            'reduction="sum" and the bound in weight=at_least(...)'
+            'reduction="sum" and the bound as at_least(...)'
         )
         return Contradiction("batch_size", f"{what}: {given}", remedy, evidence, coupled=True)
     known = "known " if found.kind == "open" else ""

@@ -64,10 +64,9 @@ class AutoSize:
 
     Examples:
         >>> model = nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> sizing = AutoSize(
-        ...     lambda x: model(x).square().mean(), [model], [optimizer], device=None, mode="largest"
-        ... )
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loss_fn = lambda x: model(x).square().mean()
+        >>> sizing = AutoSize(loss_fn, [model], [sgd], device=None, mode="largest")
         >>> sizing.plan(torch.randn(100, 3), 100)  # far from any limit
         [100]
     """
@@ -92,14 +91,13 @@ class AutoSize:
         self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
         self._models, self._optimizers = tuple(models), tuple(optimizers)
         self._paths = {"whole": tuple(whole), "per_sample": tuple(per_sample)}
+        shared: dict[str, Any] = {"device": device, "gradient_sum": gradient_sum, "masters": masters}
         predict = partial(
             predict_peak,
             loss_fn,
             models=self._models,
             optimizers=self._optimizers,
-            device=device,
-            gradient_sum=gradient_sum,
-            masters=masters,
+            **shared,
         )
         self._instruments = instruments or instruments_for(
             self._device, lambda microbatch, samples: predict(microbatch, samples=samples)
@@ -109,13 +107,11 @@ class AutoSize:
             loss_fn,
             models,
             optimizers,
-            device=device,
             mode=mode,
             whole=whole,
             per_sample=per_sample,
-            gradient_sum=gradient_sum,
-            masters=masters,
             instruments=self._instruments,
+            **shared,
         )
         self._compiled = is_compiled(self._models)
         self._mode: Mode = "largest" if self._compiled else mode
@@ -125,8 +121,7 @@ class AutoSize:
         self._smaller = Smaller()
         # of the window in progress
         self._here: Known | None = None
-        self._samples = 0
-        self._target = 0
+        self._samples = self._target = 0
         self._planned: list[int] = []
         self._place = 0
         self._times: list[tuple[Known, int, int, Any, Any]] = []

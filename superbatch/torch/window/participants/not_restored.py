@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...warn import warn
 from .reached import Table
@@ -41,10 +41,15 @@ def may_be_state(unlike: Iterable[tuple[Table, Any, Any]], restored: Collection[
     found = [
         table.name_of(key)
         for table, key, value in unlike
-        if isinstance(value, nn.Module) or not callable(value)
+        if (isinstance(value, nn.Module) or not callable(value)) and not _is_trained(value)
     ]
     inside = tuple(name + end for name in restored for end in ".[")
     return [name for name in dict.fromkeys(found) if name not in restored and not name.startswith(inside)]
+
+
+def _is_trained(value: Any) -> bool:
+    """Tell if a value is a tensor that an optimizer may move, such as a master copy of a parameter."""
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def warn_of_unsure(names: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ def replace_in(
 
     Examples:
         >>> import torch
+        >>> from superbatch.torch.window.participants.reached import Table
         >>> table = Table("banks", {"a": torch.zeros(1)})
         >>> replace_in(Reached([table], [], {}), {}, Tensor, lambda tensor: tensor + 1)
         >>> table.content
