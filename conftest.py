@@ -70,6 +70,10 @@ collect_ignore += [str(ROOT / "tests" / "contract" / "keras_model.py")]  # for p
 # Run before all others, so that no core works alone through a long file at the end. A file that is missing
 # here costs seconds, nothing else: `./run test --durations=100` shows which are long.
 LONGEST = (
+    "test_snippets.py",
+    "test_statement_remedy.py",
+    "test_statement_found.py",
+    "test_verify.py",
     "test_failing_allocations.py",
     "test_virtual_compile.py",
     "test_virtual_batch.py",
@@ -123,8 +127,10 @@ def pytest_report_header() -> list[str]:
     ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before cells are left out by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the doctests of a backend as tests of that backend, and put the longest files first."""
+    _sample(items)
     places = {path: place(path) for path in {item.path for item in items}}
     for item in items:
         name, _ = places[item.path]
@@ -174,3 +180,15 @@ def nothing_compiled() -> None:
         # threads for one that never ends; with torch 2.6 nothing is compiled from then on.
         dispatch: Any = sys.modules["torch.utils._python_dispatch"]
         dispatch._is_in_torch_dispatch_mode = dispatch._is_in_non_infra_torch_dispatch_mode = False
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Keep every n-th cell of a test that is marked ``sampled(n)``; the others become slow tests."""
+    seen: dict[str, int] = {}
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            function = item.nodeid.partition("[")[0]
+            number = seen[function] = seen.get(function, -1) + 1
+            if number % mark.args[0]:
+                item.add_marker(pytest.mark.slow)

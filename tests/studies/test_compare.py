@@ -52,6 +52,7 @@ def recipes() -> list[Any]:
 
 
 @pytest.mark.parametrize(("make", "options"), recipes())
+@pytest.mark.sampled(2)
 def test_exact_arms_equal_the_real_batch_and_wrong_ones_do_not(
     make: Callable[[], Recipe], options: Options
 ) -> None:

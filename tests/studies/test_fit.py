@@ -246,6 +246,7 @@ def test_a_busy_machine_is_said(load: float, said: bool, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "mnist"])
+@pytest.mark.sampled(2)
 def test_every_recipe_can_be_fitted(name: str) -> None:
     before = torch.get_rng_state()
     report = fit(name, QUICK)

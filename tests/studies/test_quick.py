@@ -52,6 +52,7 @@ def counting(seen: list[int]) -> Recipe:
     ("name", "batch_size", "each"),
     [("critical-batch", 8, 1e-3), ("grow-batch", 2, 4e-4), ("splits", 240, 4e-4), ("momentum", 16, 3e-4)],
 )
+@pytest.mark.sampled(2)
 def test_runs_of_a_slow_recipe_are_made_shorter(
     name: str, batch_size: int, each: float, seen: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def arm_of(report: Surveys, name: str) -> SurveyArm:
     "recipe", [own_recipe.plane, own_recipe.plane_sum, own_recipe.plane_returned], ids=lambda r: r.__name__
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.sampled(2)
 def test_pairs_agree_to_rounding(recipe: Any, optimizer: str) -> None:
     """Means, sums and weights that the loss returns; equal and unequal splits."""
     report = survey(recipe(), replace(SMALL, optimizer=optimizer))

@@ -85,6 +85,7 @@ def test_token_budget() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("tail", [1, 2, 3, 4, 5])
+@pytest.mark.sampled(2)
 def test_windows_of_unequal_microbatches_with_every_tail(steps: int, tail: int, dtype: torch.dtype) -> None:
     if tail >= steps:
         tail = 0  # no tail of that length exists for this window: test the case without a tail

@@ -29,6 +29,7 @@ FEW = {
 
 @pytest.mark.parametrize("mode", FEW)
 @pytest.mark.parametrize("on", [False, True], ids=["once", "from then on"])
+@pytest.mark.sampled(2)
 def test_some_allocations_fail(mode: str, on: bool) -> None:
     """Every eleventh or seventeenth; `test_any_allocation_fails`, which is slow, takes them all."""
     found = sweep(cell(FEW[mode], mode), on=on, stride=17 if on or mode == "auto" else 11)
@@ -49,6 +50,7 @@ def test_any_allocation_fails(model: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [".grad", "adam", "noise", "returned", "whole batch"])
+@pytest.mark.sampled(2)
 def test_the_copy_of_a_gradient_that_two_parameters_share_fails(mode: str) -> None:
     found = sweep(cell("mlp", mode), on=False)
     assert found.same > 40 and not found.wrong

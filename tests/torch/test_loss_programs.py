@@ -161,6 +161,7 @@ def train(loss: Loss, **options: Any) -> Accumulator:
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 4])
 @pytest.mark.parametrize("case", PROGRAMS)
+@pytest.mark.sampled(2)
 def test_a_wrong_declaration_is_found(case: str, microbatch_size: int) -> None:
     loss, wrong, _ = PROGRAMS[case]
     with pytest.raises((LossSpecError, CoupledSamplesError)):

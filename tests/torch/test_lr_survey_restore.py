@@ -209,6 +209,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
+@pytest.mark.sampled(2)
 def test_everything_is_put_back(kind: str, ending: Callable[[Training], None]) -> None:
     training = Training(**KINDS[kind])
     before = training.everything()

@@ -78,6 +78,7 @@ def resumed(order: tuple[str, ...]) -> tuple[Run, Run]:
 
 
 @pytest.mark.parametrize("order", list(permutations(["model", "optimizer", "accumulate"])))
+@pytest.mark.sampled(2)
 def test_a_run_is_resumed_bit_for_bit_in_any_order(order: tuple[str, ...]) -> None:
     whole, second = resumed(order)
     assert same(whole.values(), second.values())

@@ -86,6 +86,7 @@ class Stop(Exception):
 @pytest.mark.filterwarnings(MOVES)
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("windows", [0, 1, 5])
+@pytest.mark.sampled(2)
 def test_a_discarded_window_leaves_the_state_as_before(name: str, windows: int, check: bool) -> None:
     program = PROGRAMS[name]()
     accumulate = accumulator(program, check=check)
@@ -110,6 +111,7 @@ def test_a_discarded_window_leaves_the_state_as_before(name: str, windows: int, 
 @each_program
 @pytest.mark.filterwarnings(MOVES, "ignore:memory ran out")
 @pytest.mark.parametrize("windows", [0, 1])
+@pytest.mark.sampled(2)
 def test_a_retry_for_want_of_memory_counts_once(name: str, windows: int) -> None:
     """What the failed attempt moved is put back: as if the window had been cut so from the start."""
     program, fails = PROGRAMS[name](), []
@@ -142,6 +144,7 @@ def test_a_retry_for_want_of_memory_counts_once(name: str, windows: int) -> None
 @pytest.mark.filterwarnings(MOVES)
 @pytest.mark.parametrize("test", ["check", "discard"])
 @each_program
+@pytest.mark.sampled(2)
 def test_large_state_is_copied_once_it_is_seen_to_move(
     name: str, test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +279,7 @@ def test_the_coupled_path_moves_it_once(name: str) -> None:
 @each_program
 @pytest.mark.parametrize("error", [Stop, torch.OutOfMemoryError])
 @pytest.mark.filterwarnings("ignore:memory ran out")
+@pytest.mark.sampled(2)
 def test_a_failure_in_the_coupled_path_leaves_it_as_before(name: str, error: type[Exception]) -> None:
     program, fails = PROGRAMS[name](), []
 

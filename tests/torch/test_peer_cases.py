@@ -528,6 +528,7 @@ SOLVERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(("decay", "momentum"), [(0.0, 0.0), (0.5, 0.0), (0.0, 0.9), (0.5, 0.9)])
 @pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.sampled(3)
 def test_iter_size_is_the_batch(solver: str, decay: float, momentum: float, clip: float | None) -> None:
     """Row 11, Caffe, `TestLeastSquaresUpdateWithEverythingAccum`: 4 updates of 4 x 5 are 4 updates of 20.
 

@@ -128,6 +128,7 @@ def most_alive(accumulate: Any, batch: Any) -> int:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("samples", [SAMPLES, 2 * SAMPLES])
+@pytest.mark.sampled(3)
 def test_prediction_is_the_ledger_of_the_real_run(name: str, samples: int) -> None:
     make_model, make_data, make_loss, make_optimizer = CASES[name]
     model, batch = make_model(), make_data(2 * samples)

@@ -113,6 +113,7 @@ def outcome(mode: str, states: list[Any], state: Any, expected: list[Tensor]) ->
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(2)
 def test_a_changed_window_is_refused_or_changes_nothing(mode: str) -> None:
     states, expected = saved(mode)
     assert outcome(mode, states, deepcopy(states[2]), expected) == "same", "the premise: it can be resumed"

@@ -119,6 +119,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Loss, Any, dict[str, Any], Any, 
 
 @pytest.mark.parametrize("form", ["split", "one piece", "window", "single samples"])
 @pytest.mark.parametrize("case", WRONG)
+@pytest.mark.sampled(2)
 def test_a_wrong_statement_is_refused_before_anything_changes(case: str, form: str) -> None:
     make, loss, batch, options, error, text = WRONG[case]
     model = make()
@@ -246,6 +247,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], Any], dict[st
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 3, None])
 @pytest.mark.parametrize("case", RIGHT)
+@pytest.mark.sampled(3)
 def test_a_right_statement_is_never_refused(case: str, microbatch_size: int | None) -> None:
     make, loss, batch, options = RIGHT[case]
     for seed in range(3):

@@ -92,6 +92,7 @@ def assert_coupled(model: Any, batch: Any, weight: Any) -> None:
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.sampled(2)
 def test_a_wrong_weight_is_a_wrong_weight(weight: str, training: bool) -> None:
     torch.manual_seed(0)
     model = Causal(dropout=0.2).train(training)
@@ -115,6 +116,7 @@ def test_float32_inside_a_model_was_taken_for_coupling(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("share", [0.02, 0.001])
 @pytest.mark.parametrize("weight", [*WEIGHTS, "shifted"])
+@pytest.mark.sampled(2)
 def test_an_auxiliary_loss_over_the_batch_is_a_coupled_loss(weight: str, share: float) -> None:
     torch.manual_seed(0)
     weights = {**WEIGHTS, "shifted": count_tokens("labels", shift=True)}

@@ -59,6 +59,7 @@ def test_exact(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", NOT_EXACT, ids=lambda case: case.name)
+@pytest.mark.sampled(2)
 def test_not_exact_and_why(case: Case) -> None:
     report = check(case.make())
     assert not report.exact

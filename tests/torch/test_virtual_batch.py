@@ -76,11 +76,13 @@ each_case = pytest.mark.parametrize("case", ALL, ids=str)
 
 
 @each_case
+@pytest.mark.sampled(2)
 def test_a_virtual_batch_is_the_real_batch(case: Case) -> None:
     check(case, case.microbatch, "all")
 
 
 @pytest.mark.parametrize("case", thinned(ALL[1::3]))
+@pytest.mark.sampled(2)
 def test_it_is_where_nothing_may_stay_on_the_device(case: Case) -> None:
     """What is whole is then worked out and kept by rows, if nothing reads it otherwise.
 

@@ -89,6 +89,7 @@ each_operator = pytest.mark.parametrize("case", ALL_OPERATORS, ids=str)
 
 
 @each_operator
+@pytest.mark.sampled(2)
 def test_an_operator_by_micro_batches_is_the_operator(case: OperatorCase) -> None:
     """Uneven micro-batches (3, 2, 2); for every third operator those of one sample and one of all too."""
     whole = on_whole_tensors(case, SAMPLES)
@@ -98,6 +99,7 @@ def test_an_operator_by_micro_batches_is_the_operator(case: OperatorCase) -> Non
 
 
 @pytest.mark.parametrize("case", [case for case in ALL_OPERATORS[::2] if case.min_n <= 1], ids=str)
+@pytest.mark.sampled(2)
 def test_a_batch_of_one_sample(case: OperatorCase) -> None:
     for budget in (None, 0):
         assert_same(case, on_virtual_tensors(case, 1, 4, device_budget=budget), on_whole_tensors(case, 1))

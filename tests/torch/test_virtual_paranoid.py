@@ -257,6 +257,7 @@ FAMILIES: dict[str, Patch] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(2)
 def test_a_mutant_of_each_family_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAMILIES[family](monkeypatch)
     train()  # premise: the mutant runs

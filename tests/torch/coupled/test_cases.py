@@ -31,6 +31,7 @@ each_case = pytest.mark.parametrize("case", ALL, ids=str)
 
 
 @each_case
+@pytest.mark.sampled(3)
 def test_gradients_and_buffers_are_what_the_case_says_and_every_run_is_the_same(case: Case) -> None:
     result, again = expected(case), reference(case)
     assert result.loss.shape == ()
@@ -48,6 +49,7 @@ def test_gradients_and_buffers_are_what_the_case_says_and_every_run_is_the_same(
 
 
 @pytest.mark.parametrize("case", [case for case in ALL if not case.random], ids=str)
+@pytest.mark.sampled(3)
 def test_plain_accumulation_is_wrong_where_samples_are_coupled(case: Case) -> None:
     assert case.n % case.microbatch, "premise: the last micro-batch is smaller"
     error = gradient_error(
@@ -62,6 +64,7 @@ def test_labels_may_be_left_out_of_what_is_wrapped(case: Case) -> None:
 
 
 @each_case
+@pytest.mark.sampled(3)
 def test_rounding_alone_does_not_move_the_gradient(case: Case) -> None:
     """A case that is badly conditioned could fail for its own sake; one at a tie or a kink is no case."""
 

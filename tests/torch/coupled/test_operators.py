@@ -25,6 +25,7 @@ def _run(case: OperatorCase, n: int) -> tuple[list[Tensor], list[Tensor | None]]
 
 
 @pytest.mark.parametrize("case", ALL_OPERATORS, ids=str)
+@pytest.mark.sampled(3)
 def test_an_operator_has_values_and_gradients_and_every_run_is_the_same(case: OperatorCase) -> None:
     for n in (case.min_n, 7):
         (values, gradients), (again, gradients_again) = _run(case, n), _run(case, n)
