@@ -20,6 +20,7 @@ MODULES = (
     "superbatch.caffe",
     "superbatch.torch",
     "superbatch.torch.caffe",
+    "superbatch.torch.options",
     "superbatch.torch.tuning",
 )
 
