@@ -474,15 +474,16 @@ def test_a_parameter_unfrozen_later_and_in_no_optimizer_is_named_once() -> None:
 
 
 def test_a_parameter_unfrozen_later_and_added_to_the_optimizer_is_trained() -> None:
-    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).requires_grad_(requires_grad=False))
+    second = nn.Linear(2, 2).requires_grad_(requires_grad=False)
+    net = nn.Sequential(nn.Linear(3, 2), second)
     optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
     accumulate = Accumulator(net, optimizer, loss_of(net), microbatch_size=4)
     accumulate(BATCH)
     unfreeze(net)
-    optimizer.add_param_group({"params": list(net[1].parameters())})
-    before = net[1].weight.detach().clone()
+    optimizer.add_param_group({"params": list(second.parameters())})
+    before = second.weight.detach().clone()
     assert accumulate(BATCH).made
-    assert not torch.equal(net[1].weight, before)
+    assert not torch.equal(second.weight, before)
 
 
 def test_a_frozen_layer_appended_later_needs_none() -> None:
