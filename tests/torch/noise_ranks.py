@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,6 @@ class Recorder(NoiseMeter):
     def add(self, estimates: dict[str, Estimate], *, samples: float) -> None:  # type: ignore[override]
         self.said = (dict(estimates), samples)
         super().add(estimates, samples=samples)
-
-
-def said_by_both(module: str, folder: Path) -> list[Any]:
-    """Run a module as two ranks; return what each of them has handed to `leave`."""
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "error", "-m", module]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(folder)], cwd=root, env=environment) for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 def leave(said: Any, rank: int, folder: Path) -> None:

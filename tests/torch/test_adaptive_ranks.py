@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.torch.two_ranks import found_by_both
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[int]]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    program = [sys.executable, "-W", "error", "-m", "tests.torch.adaptive_ranks"]
-    processes = [
-        subprocess.Popen(
-            [*program, str(rank), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=90)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return found_by_both("tests.torch.adaptive_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 def test_rank_0_decides_where_ranks_know_different_things(found: list[dict[str, list[int]]]) -> None:

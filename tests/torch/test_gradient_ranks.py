@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,30 +10,12 @@ from torch import Tensor
 
 from tests.torch.gradient_ranks import LENGTHS, gradients, numbers, sentences
 from tests.torch.helpers import mlp, mse, tiny_lm, token_mean
-
-ROOT = Path(__file__).parents[2]
+from tests.torch.two_ranks import found_by_both
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "error", "-m", "tests.torch.gradient_ranks"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return found_by_both("tests.torch.gradient_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 def assert_alike(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

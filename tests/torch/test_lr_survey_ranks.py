@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,29 +11,13 @@ from superbatch.torch import Accumulator
 from superbatch.torch.tuning import lr_survey
 from tests.torch.helpers import mlp, mse, sgd
 from tests.torch.survey_ranks import BATCHES, POINTS
-
-ROOT = Path(__file__).parents[2]
+from tests.torch.two_ranks import found_by_both
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("survey_ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", "error", "-m", "tests.torch.survey_ranks"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=90)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return found_by_both("tests.torch.survey_ranks", tmp_path_factory.mktemp("survey_ranks"))
 
 
 def joined(point: int) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,8 @@ from superbatch.torch.options import ClipValue, PerSampleRandom
 from superbatch.torch.window.participants.noise.hooks import SeenGradients
 from tests.torch import noise_ranks
 from tests.torch.helpers import TinyLM, mlp, mse, per_sample, rows, sgd, squared_sum
-from tests.torch.noise_ranks import Recorder, said_by_both
+from tests.torch.noise_ranks import Recorder
+from tests.torch.two_ranks import found_by_both
 
 TOLERANCE = 1e-12
 TEXT = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
@@ -567,7 +568,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_two_ranks_say_what_one_process_says_of_all_micro_batches(tmp_path: Path) -> None:
-    said = said_by_both("tests.torch.noise_ranks", tmp_path)
+    said = found_by_both("tests.torch.noise_ranks", tmp_path)
     assert said[0] == said[1]
     model = mlp()
     for name, sizes in (("three", noise_ranks.SIZES), ("one", noise_ranks.ALONE)):

@@ -10,13 +10,14 @@ from torch import nn
 from superbatch.noise.meter import PROXY, Estimate
 from tests.torch import test_noise_adam, test_noise_proxy
 from tests.torch.helpers import mse
-from tests.torch.noise_ranks import ALONE, parts, said_by_both
+from tests.torch.noise_ranks import ALONE, parts
+from tests.torch.two_ranks import found_by_both
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks say."""
-    return said_by_both("tests.torch.noise_state_ranks", tmp_path_factory.mktemp("ranks"))
+    return found_by_both("tests.torch.noise_state_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 def test_a_state_or_an_option_on_one_rank_only_is_an_error_on_all(said: list[dict[str, Any]]) -> None:

@@ -6,10 +6,6 @@ compared with the large batch over the data of both ranks.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,36 +14,15 @@ from torch import Tensor, nn
 
 from tests.torch import sharded_ranks as ranks
 from tests.torch.helpers import large_batch, mlp, mse, sgd
+from tests.torch.two_ranks import found_by_both
 
-ROOT = Path(__file__).parents[2]
 Found = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    program = [sys.executable, "-W", "error", "-m", "tests.torch.sharded_ranks"]
-    processes = [
-        subprocess.Popen(
-            [*program, str(rank), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=90)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return found_by_both("tests.torch.sharded_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 def of_both(case: str) -> list[tuple[Tensor, ...]]:

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,9 +26,9 @@ from tests.torch.statement_cases import (
     check,
     token_batch,
 )
+from tests.torch.two_ranks import found_by_both
 from tests.torch.wide_ranks import Past, mixed
 
-ROOT = Path(__file__).parents[2]
 REFUSED = (LossSpecError, CoupledSamplesError)
 WIDTH = 16
 BF16 = torch.bfloat16
@@ -257,23 +252,7 @@ def test_mutant_that_copies_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.torch.wide_ranks", str(rank), str(folder)],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return found_by_both("tests.torch.wide_ranks", tmp_path_factory.mktemp("ranks"), warnings="default")
 
 
 @pytest.mark.parametrize("share", ["0.3", "0.03", "0.003"])
