@@ -18,8 +18,8 @@ from torch.optim.sgd import sgd
 
 from superbatch.errors import OptimizerError, WindowError
 from superbatch.torch import Accumulator
+from superbatch.torch.interrupts import DeferredInterrupts
 from superbatch.torch.window import open_window
-from superbatch.torch.window.interrupts import DeferredInterrupts
 from tests.torch.interrupted_windows import Run
 from tests.torch.states import assert_unchanged
 

@@ -27,12 +27,13 @@ from torch.utils._pytree import tree_leaves
 
 from superbatch.errors import InputError, explain
 
+from ..interrupts import EnteredOrLeft
+from ..modes import Modes
 from .counter import finalise, mix, positions, signed
 from .sample_layout import Call, Reading, samples_along
 from .sample_rules import RULES, Arguments, refusal
 
 
-@contextmanager
 def sample_stream(
     key: int,
     first_sample: int | None = None,
@@ -41,7 +42,7 @@ def sample_stream(
     indices: Sequence[int] | None = None,
     calls: dict[int, Call] | None = None,
     unruled: set[str] | None = None,
-) -> Iterator[None]:
+) -> EnteredOrLeft[None]:
     """Draw all random numbers inside from streams per sample: around one micro-batch's forward and backward.
 
     Entry saves the state of torch's global CPU generator and seeds it from ``key``; exit, also by an
@@ -90,6 +91,13 @@ def sample_stream(
         True
     """
     places = _places(first_sample, samples, indices)
+    return EnteredOrLeft(_entered(key, places, {} if calls is None else calls, unruled))
+
+
+@contextmanager
+def _entered(
+    key: int, places: Sequence[int], calls: dict[int, Call], unruled: set[str] | None
+) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
         torch.default_generator.manual_seed(signed(key))
@@ -97,8 +105,9 @@ def sample_stream(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_Kernels(refuse=unruled is None))
         reading = stack.enter_context(Reading().in_use())
-        stream = _Stream(key, places, {} if calls is None else calls, reading)
+        stream = _Stream(key, places, calls, reading)
         stack.enter_context(stream if unruled is None else _Lenient(stream, unruled))
+        stack.callback(Modes().restore)  # else an interrupt inside may leave too many or too few to leave
         yield
 
 

@@ -17,6 +17,7 @@ from ..checks.check_schedule import CheckSchedule
 from ..checks.first_check import check_first_window
 from ..loss.terms import tell_ranks, weights_in
 from ..masters import masters_at_first, masters_loader, masters_state, masters_written, take_over
+from ..modes import restored_after_interrupt
 from ..sizes.sizing import Sizing
 from . import misuse, options, validation
 from .config import Config
@@ -91,8 +92,8 @@ class Engine:
         try:
             with window:
                 self.work.run(window)
-        except BaseException:
-            window.abandon()  # interrupted between the block and its end
+        except BaseException as error:
+            window.abandon(error)  # interrupted between the block and its end
             raise
         return self.work.record(window)
 
@@ -118,7 +119,8 @@ class Engine:
         if self._slips.watches:
             self._slips.open(microbatches.samples if sizing is self.work.watched else None)
         if schedule is not None:
-            schedule.open(microbatches, check_first_window if first else None, self.updates)
+            with restored_after_interrupt():
+                schedule.open(microbatches, check_first_window if first else None, self.updates)
         return OpenWindow(
             config,
             self._placement.choose(len(microbatches), only_owned=self._parameters.only_some),

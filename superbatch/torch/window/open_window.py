@@ -14,15 +14,16 @@ from torch import Tensor
 from superbatch.results.update import Update
 
 from ..checks.check_schedule import CheckSchedule
+from ..interrupts import DeferredInterrupts
 from ..loss.records import WindowWeights
 from ..loss.terms import losses_in
 from ..memory.out_of_memory import out_of_memory
+from ..modes import Modes, interrupted
 from ..sizes.reserve import raise_if_out_of_memory
 from ..sizes.sizing import Sizing
 from . import dropping, misuse, retry, saving
 from .config import Config
 from .ending import Ending
-from .interrupts import DeferredInterrupts
 from .microbatches import MicrobatchList
 from .participants.gradient_sum import LOW_PRECISION, GradientSum, clear
 from .participants.parameter_gradients import ParameterGradientSum
@@ -76,6 +77,7 @@ class OpenWindow(Generic[T]):
             raise misuse.over()
         try:
             with DeferredInterrupts():
+                self._modes = Modes()
                 self._entered(self)
                 self._is_open = True
                 self._config.until_next.clear()
@@ -83,8 +85,8 @@ class OpenWindow(Generic[T]):
                 if self._resume is not None:
                     self.transaction.load_state_dict(self._resume)
             return self
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            self.abandon(error)
             raise
 
     @property
@@ -103,12 +105,16 @@ class OpenWindow(Generic[T]):
         self._ending.update = replace(self.update, **fields)
         return self._ending.update
 
-    def abandon(self) -> None:
-        """Restore everything if the window is open: its block was not entered, or its end not reached."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Restore everything if the window is open: its block was not entered, or its end not reached.
+
+        Args:
+            error: the reason, if it is an exception.
+        """
         if self._is_open:
             with DeferredInterrupts():
                 try:
-                    self._discard()
+                    self._discard(error)
                 finally:  # or no other window could ever be opened
                     self._forget()
 
@@ -190,8 +196,8 @@ class OpenWindow(Generic[T]):
         try:
             with DeferredInterrupts():  # until all is as before, or as after the update
                 self._close(kind, error)
-        except BaseException:
-            self.abandon()  # interrupted before anything was deferred
+        except BaseException as raised:
+            self.abandon(raised)  # interrupted before anything was deferred
             raise
 
     def _close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
@@ -205,7 +211,7 @@ class OpenWindow(Generic[T]):
             else:
                 if error is not None and out_of_memory(error):
                     retry.shrink(self.transaction)
-                self._discard()
+                self._discard(error)
                 self._ending.leave_early()
         except BaseException as raised:
             self._settle(raised, left=kind is None)
@@ -226,7 +232,7 @@ class OpenWindow(Generic[T]):
         before = self._config.before_step
         as_before = not self._ending.passed and before.put_back()
         if as_before:
-            self._discard()
+            self._discard(raised)
         else:  # what raised came inside the step, or after the update, which stands
             transaction = self.transaction
             restore_each(partial(clear, self._config.owned), transaction.scale.restore, transaction.commit)
@@ -278,11 +284,13 @@ class OpenWindow(Generic[T]):
             pieces.recut(index, sizes)
             self._progress.weigh_again()
 
-    def _discard(self) -> None:
+    def _discard(self, error: BaseException | None) -> None:
         """Restore everything as it was before the window."""
         try:
             self.end_iteration()
         finally:
+            if interrupted(error):
+                self._modes.restore()
             self.transaction.restore()
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superbatch.torch.rng.sample_rng import sample_stream
-
+from ...interrupts import EnteredOrLeft
+from ...rng.sample_rng import sample_stream
 from ..participant import no_savepoint
 from ..sync.sync import Sync
 
@@ -28,6 +28,7 @@ class SampleStreams:
         self._key: int | None = None
         self._calls: dict[int, Any] = {}  # random draws of all micro-batches are compared with these
         self._after_key: Tensor | None = None
+        self._last: EnteredOrLeft[None] | None = None
 
     def begin(self) -> None:
         """Draw the key; a collective."""
@@ -38,7 +39,8 @@ class SampleStreams:
     def of(self, places: Sequence[int]) -> AbstractContextManager[None]:
         """Return a context in which samples at these places of the effective batch draw."""
         assert self._key is not None
-        return sample_stream(self._key, indices=places, calls=self._calls)
+        self._last = sample_stream(self._key, indices=places, calls=self._calls)
+        return self._last
 
     @no_savepoint
     def savepoint(self) -> None:
@@ -54,7 +56,9 @@ class SampleStreams:
             torch.set_rng_state(self._after_key)
 
     def restore(self) -> None:
-        """No-op: the generators are another participant."""
+        """Leave the stream that an interrupt has left entered; the generators are another participant."""
+        if self._last is not None:
+            self._last.close()
 
     def commit(self) -> None:
         """No-op: the generator has moved by one draw."""

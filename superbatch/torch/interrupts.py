@@ -1,12 +1,13 @@
-"""Interrupts (SIGINT, Ctrl-C) deferred while an update must not be cut in two."""
+"""Interrupts (SIGINT, Ctrl-C) deferred while something must not be cut in two."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from contextlib import AbstractContextManager
 from importlib import import_module
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 try:  # the functions below `signal`'s own, which spend 5 us per call on enums
     _signals: Any = import_module("_signal")
@@ -14,6 +15,8 @@ except ImportError:  # no CPython
     _signals = signal
 
 _INTERRUPT = int(signal.SIGINT)
+
+T = TypeVar("T")
 
 
 class DeferredInterrupts:
@@ -65,3 +68,48 @@ class DeferredInterrupts:
         frame, self._note, self._frame = self._frame, None, None  # a cycle, and frames hold tensors
         if self._waiting:
             handler(_INTERRUPT, frame)
+
+
+class EnteredOrLeft(Generic[T]):
+    """Context that an interrupt finds entered or left, never between, as torch's modes need it.
+
+    An interrupt before `__exit__` has begun leaves it entered, as it does every context of Python. Its owner
+    may call `close` then.
+
+    Args:
+        context: entered once.
+
+    Examples:
+        >>> import contextlib, io
+        >>> with EnteredOrLeft(contextlib.closing(io.StringIO())) as file:
+        ...     file.closed
+        False
+        >>> file.closed
+        True
+    """
+
+    def __init__(self, context: AbstractContextManager[T]) -> None:
+        self._context, self._entered = context, False
+
+    def __enter__(self) -> T:
+        try:
+            with DeferredInterrupts():
+                value = self._context.__enter__()
+                self._entered = True
+        except BaseException:
+            self.close()
+            raise
+        return value
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        with DeferredInterrupts():
+            if not self._entered:
+                return None
+            self._entered = False
+            return self._context.__exit__(kind, error, traceback)
+
+    def close(self) -> None:
+        """Leave the context if it is still entered."""
+        self.__exit__(None, None, None)

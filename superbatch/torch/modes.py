@@ -1,0 +1,97 @@
+"""torch's modes that are in force, restored after an interrupt that cut torch's own bookkeeping in two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._C import _pop_torch_function_stack  # pyright: ignore[reportPrivateUsage]
+from torch.overrides import (
+    _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
+    _push_mode,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.utils import _python_dispatch as dispatch
+
+
+class Modes:
+    """The modes that are in force now, outermost first.
+
+    torch enters and leaves a mode, and takes it off while the mode handles a function, in lines of Python:
+    an interrupt between two of them leaves a mode in force for ever, or takes one off that is still in use.
+    There is no public way to see the modes, hence the private names.
+
+    Attributes:
+        functions: modes of functions (`torch.overrides.TorchFunctionMode`).
+        dispatch: modes of operators (`torch.utils._python_dispatch.TorchDispatchMode`).
+
+    Examples:
+        >>> import torch
+        >>> modes, leaked = Modes(), torch.device("cpu")
+        >>> _ = leaked.__enter__()
+        >>> modes.restore()
+        >>> modes == Modes()
+        True
+    """
+
+    def __init__(self) -> None:
+        self.functions = _get_current_function_mode_stack()
+        self.dispatch = dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Modes):
+            return NotImplemented
+        return _same(self.functions, other.functions) and _same(self.dispatch, other.dispatch)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Bring into force the modes that were in force when this object was made."""
+        now = Modes()
+        _become(self.functions, now.functions, _pop_torch_function_stack, _push_mode)
+        _become(
+            self.dispatch,
+            now.dispatch,
+            dispatch._pop_mode,  # pyright: ignore[reportPrivateUsage]
+            dispatch._push_mode,  # pyright: ignore[reportPrivateUsage]
+        )
+
+
+@contextmanager
+def restored_after_interrupt() -> Iterator[None]:
+    """Restore the modes where an interrupt, or another exception that is no error, leaves the block."""
+    modes = Modes()
+    try:
+        yield
+    except BaseException as error:
+        if interrupted(error):
+            modes.restore()
+        raise
+
+
+def interrupted(error: BaseException | None) -> bool:
+    """Return whether an exception is no error, such as KeyboardInterrupt, or came while one was handled.
+
+    Examples:
+        >>> interrupted(KeyboardInterrupt()), interrupted(ValueError())
+        (True, False)
+    """
+    while isinstance(error, Exception):
+        error = error.__context__
+    return error is not None
+
+
+def _become(
+    wanted: list[Any], now: list[Any], pop: Callable[[], object], push: Callable[[Any], object]
+) -> None:
+    same = 0
+    while same < min(len(wanted), len(now)) and wanted[same] is now[same]:
+        same += 1
+    for _ in now[same:]:
+        pop()
+    for mode in wanted[same:]:
+        push(mode)
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
