@@ -18,7 +18,7 @@ from ..results.update import Update
 from ..window import Window
 from .loss.declared import WeightOption
 from .masters import MasterWeights
-from .options import GradientSumOption, Split
+from .options import NOT_DECLARED, GradientSumOption, Split
 from .window.build import Options, engine_of
 from .window.config import NonFinite
 from .window.engine import Engine
@@ -107,7 +107,7 @@ class Accumulator:
         gradient_sum: GradientSumOption = "auto",
         participants: Sequence[Any] = (),
         observers: Sequence[NoiseMeter] = (),
-        split: Split = Split(),  # noqa: B008  (frozen)
+        split: Split = NOT_DECLARED,
         check: bool = True,
     ) -> None:
         options = Options(

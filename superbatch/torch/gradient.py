@@ -18,7 +18,7 @@ from ..results.update import Update
 from ..window import Window
 from .coupled_options import check_coupled
 from .loss.declared import WeightOption
-from .options import Split
+from .options import NOT_DECLARED, Split
 from .window.build import Options, engine_of
 from .window.config import NonFinite
 from .window.coupled_work import Coupled, Rng
@@ -80,7 +80,7 @@ class Gradient:
         gradient_sum: torch.dtype | Literal["auto"] | None = "auto",
         participants: Sequence[Any] = (),
         observers: Sequence[NoiseMeter] = (),
-        split: Split = Split(),  # noqa: B008  (frozen)
+        split: Split = NOT_DECLARED,
         check: bool = True,
     ) -> None:
         options = Options(

@@ -154,3 +154,6 @@ def _paths(paths: object, name: str) -> tuple[str, ...]:
     if isinstance(paths, Sequence) and not isinstance(paths, str) and all(isinstance(p, str) for p in paths):
         return tuple(paths)
     raise InputError(f'{name}={paths!r} is no sequence of paths. Pass {name}=["path"].')
+
+
+NOT_DECLARED = Split()  # a batch of tensors alone

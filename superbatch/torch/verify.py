@@ -28,7 +28,7 @@ from .checks.probing.separability import failure_of
 from .checks.probing.untouched import held_parameter, untouched
 from .loss.declared import declare
 from .memory.out_of_memory import out_of_memory
-from .options import FrozenBatchNorm, PerSampleRandom, Split
+from .options import NOT_DECLARED, FrozenBatchNorm, PerSampleRandom, Split
 from .window.options import check_lists, check_split
 from .window.participants.moved_state import MovedState
 from .window.validation import as_models, check_choice
@@ -87,7 +87,7 @@ def verify(
     reduction: Reduction | Mapping[str, Reduction] = "mean",
     weight: WeightOption | Mapping[str, WeightOption] = None,
     participants: Sequence[Any] = (),
-    split: Split = Split(),  # noqa: B008  (frozen)
+    split: Split = NOT_DECLARED,
     against: Against = "auto",
     dtype: Dtype = "both",
     tolerance: float = 1e-12,

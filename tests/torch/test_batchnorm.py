@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from superbatch.errors import CoupledSamplesError, SuperbatchError
+from superbatch.errors import CoupledSamplesError, InputError, SuperbatchError
 from superbatch.torch import Accumulator
 from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm
 from tests.torch.helpers import assert_same_parameters, large_batch, mse, rows, sgd, start_of
@@ -338,3 +338,12 @@ def test_the_check_of_the_statement_leaves_statistics_alone():
     with pytest.raises(SuperbatchError, match="reduction"):
         accumulate(BATCHES[0])
     assert_unchanged(before, fingerprint(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", [FrozenBatchNorm, GhostBatchNorm])
+def test_a_module_without_a_batchnorm_of_the_model_is_refused(kind: Any) -> None:
+    model = net()
+    with pytest.raises(InputError, match="a Linear that contains no BatchNorm of the model"):
+        accumulator(model, participants=[kind(nn.Linear(2, 2))])
+    with pytest.raises(InputError, match="a BatchNorm1d that contains no BatchNorm of the model"):
+        accumulator(model, participants=[kind(nn.BatchNorm1d(2))])

@@ -20,6 +20,7 @@ from ..devices import accelerators
 from ..loss.declared import declare
 from ..masters import MasterWeights
 from ..options import (
+    NOT_DECLARED,
     FrozenBatchNorm,
     GhostBatchNorm,
     GradientSumOption,
@@ -72,7 +73,7 @@ class Options:
     gradient_sum: GradientSumOption = "auto"
     participants: Sequence[Any] = ()
     observers: Sequence[NoiseMeter] = ()
-    split: Split = Split()  # noqa: RUF009  (frozen)
+    split: Split = NOT_DECLARED
     check: bool = True
     backward: Callable[..., Any] | None = None
     coupled: Rng | None = None
@@ -117,8 +118,11 @@ def engine_of(
         parameters = OwnedParameters(models, optimizers, masters)
     else:
         parameters = ModelParameters(models)
-    config = _config(models, optimizers, loss_fn, given, parameters.entries, participants, sync, masters)
     batchnorms = norms.find_batchnorms(models)
+    handled = _handled(batchnorms, participants)
+    config = _config(
+        models, optimizers, loss_fn, given, parameters.entries, participants, handled, sync, masters
+    )
     whole, size = given.coupled, given.microbatch_size
     if whole is None:
         kind = participants.batchnorm if batchnorms else None
@@ -130,9 +134,7 @@ def engine_of(
             gradient_sum=given.gradient_sum,
             masters=masters,
         )
-        refused = {} if participants.batchnorm != "error" and not participants.modules else batchnorms
-        covered = _inside(participants.modules)
-        refused = {path: each for path, each in refused.items() if each not in covered}
+        refused = {path: each for path, each in batchnorms.items() if path not in handled}
         work: Work = ByMicrobatch(config, sizing, given.split.paths, refused)
         config.reserve.tight = not isinstance(sizing, Fixed)
     else:
@@ -140,7 +142,7 @@ def engine_of(
         assert not isinstance(size, TokenBudget)
         work = Coupled(config, loss_fn, "auto" if isinstance(size, str) else size, whole)
     options.check_combinations(config, momentum=given.gradient_sum == "momentum")
-    if isinstance(size, int | TokenBudget) or size is None:
+    if isinstance(work.sizing, Fixed):
         # A size that is looked for goes to the limit: there all is handed back.
         fastpaths.keep_freed_memory(entry.parameter.device for entry in parameters.entries)
     return Engine(
@@ -160,16 +162,11 @@ def _config(
     given: Options,
     owned: list[Any],
     participants: _Participants,
+    batchnorms: dict[str, _BatchNorm],
     sync: Sync,
     masters: dict[Tensor, Tensor],
 ) -> Config:
     device, whole = options.as_device(given.device, owned), given.coupled is not None
-    covered = _inside(participants.modules)
-    batchnorms = {
-        path: each
-        for path, each in norms.find_batchnorms(models).items()
-        if not participants.modules or each in covered
-    }
     parameters = [entry.parameter for entry in owned]
     scaler = options.check_scaler(given.scaler)
     return Config(
@@ -250,8 +247,26 @@ _METHODS = (
 )
 
 
-def _inside(modules: Sequence[nn.Module]) -> set[_BatchNorm]:
-    return {each for module in modules for each in module.modules() if isinstance(each, _BatchNorm)}
+def _handled(batchnorms: dict[str, _BatchNorm], participants: _Participants) -> dict[str, _BatchNorm]:
+    """Return the BatchNorms that a participant handles; a model without any needs none.
+
+    Raises:
+        InputError: a module that was named contains no BatchNorm of the models.
+    """
+    if participants.batchnorm == "error":
+        return {}
+    if not participants.modules:
+        return batchnorms
+    ours, covered = set(batchnorms.values()), set[nn.Module]()
+    for module in participants.modules:
+        inside = ours.intersection(module.modules())
+        if not inside:
+            raise InputError(
+                f"participants= names a {type(module).__name__} that contains no BatchNorm of the model. "
+                "Pass one of the BatchNorms of the model, or none at all for all of them."
+            )
+        covered |= inside
+    return {path: each for path, each in batchnorms.items() if each in covered}
 
 
 def _without_masters(optimizer: Any) -> tuple[Any, dict[Tensor, Tensor]]:

@@ -85,7 +85,7 @@ def _take_twice(step: Callable[[], object]) -> None:
     """Take a step, and once more if memory ran out the first time."""
     try:
         step()
-    except Exception as error:
+    except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         release_caches()
