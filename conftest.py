@@ -67,6 +67,20 @@ collect_ignore += [
 ]
 collect_ignore += [str(ROOT / "tests" / "contract" / "keras_model.py")]  # for processes of its own
 
+# So are the integrations, each of which needs a library of its own.
+HOSTS = {
+    "transformers": ("hf.py", "trl.py"),
+    "lightning": ("lightning.py",),
+    "accelerate": ("accelerate.py",),
+    "sentence_transformers": ("sentence_transformers.py",),
+}
+collect_ignore += [
+    str(ROOT / "superbatch" / "integrations" / file)
+    for package, files in HOSTS.items()
+    if importlib.util.find_spec(package) is None
+    for file in files
+]
+
 # Run before all others, so that no core works alone through a long file at the end. A file that is missing
 # here costs seconds, nothing else: `./run test --durations=100` shows which are long.
 LONGEST = (

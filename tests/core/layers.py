@@ -34,13 +34,16 @@ def _part(layer: int, *packages: str) -> Part:
     return Part(layer, frozenset(packages))
 
 
+HOSTS = ("accelerate", "lightning", "sentence_transformers", "transformers", "trl")  # loops of others
 PARTS = {
     "core": _part(0),
     "torch": _part(1, "torch"),
     "jax": _part(1, "jax", "optax", "numpy"),
     "tensorflow": _part(1, "tensorflow"),
     "keras": _part(1, "keras", "tensorflow", "jax", "torch", "numpy"),  # one step for each of its backends
-    "integrations": _part(2, "torch", "accelerate", "lightning", "transformers"),
+    "integrations": _part(
+        2, "torch", "accelerate", "lightning", "transformers", "trl", "sentence_transformers"
+    ),
     "report": _part(2, "jinja2"),
     "plot": _part(3, "matplotlib", "numpy"),
     "recipes": _part(3, "torch", "sklearn", "numpy"),

@@ -14,6 +14,7 @@ from tests.docs import snippets
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = "tests.docs.run_page"
 LIMIT = 180  # seconds for a page
+HOSTS = {"transformers", "trl", "lightning", "accelerate", "sentence_transformers"}
 # Keras 3.15 makes arrays of its variables in a way that NumPy 2 deprecates.
 KERAS_VARIABLES = "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 
@@ -35,9 +36,11 @@ def name_of(page: Path) -> str:
 
 
 def marked(page: Path) -> ParameterSet:
-    """A page that needs a backend is a test of that backend."""
+    """A page that needs a backend is a test of that backend; so are those of the integrations."""
     needed = snippets.needed_packages(page.read_text(encoding="utf-8"))
     marks = [getattr(pytest.mark, name) for name in ("jax", "tensorflow", "keras") if name in needed]
+    if HOSTS.intersection(needed):
+        marks.append(pytest.mark.integrations)
     return pytest.param(page, marks=marks, id=name_of(page))
 
 

@@ -1,0 +1,42 @@
+"""Versions of other libraries that the integrations were tested with."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+
+from ..torch.warn import warn
+
+TESTED = {
+    "accelerate": ("1.15", "1.15"),
+    "lightning": ("2.6", "2.6"),
+    "sentence-transformers": ("6.2", "6.2"),
+    "transformers": ("5.23", "5.23"),
+    "trl": ("1.16", "1.16"),
+}
+
+
+def check_version(library: str) -> None:
+    """Warn where the installed version of a library is older or newer than those that were tested.
+
+    Args:
+        library: its name on the package index, a key of `TESTED`.
+
+    Warns:
+        UserWarning: it is; Python shows it once for each place that asks.
+
+    Examples:
+        >>> TESTED["lightning"]
+        ('2.6', '2.6')
+    """
+    installed, (oldest, newest) = version(library), TESTED[library]
+    if not _minor(oldest) <= _minor(installed) <= _minor(newest):
+        tested = oldest if oldest == newest else f"{oldest} to {newest}"
+        warn(
+            f"superbatch.integrations was tested with {library} {tested}, and {installed} is installed. If "
+            "training fails or a number looks wrong, install a version that was tested."
+        )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
