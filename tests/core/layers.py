@@ -1,8 +1,8 @@
 """The checker behind test_layers.py: which part of superbatch a file belongs to, and what it may import.
 
-    core <- torch, jax, tensorflow, keras <- integrations, report <- plot, recipes <- studies <- cli
+    core <- torch, jax, tensorflow, keras <- integrations, testing, report <- plot, recipes <- studies <- cli
 
-The last five are the folders of `lab`, experiments on top of the library.
+The last five are the folders of `lab`, experiments on top of the library. `pytest_plugin` is above `testing`.
 
 A file may import its own part and the parts of the layers below. Parts of one layer do not import each other:
 one backend never needs another backend, and a plot needs no recipe.
@@ -44,6 +44,8 @@ PARTS = {
     "integrations": _part(
         2, "torch", "accelerate", "lightning", "transformers", "trl", "sentence_transformers"
     ),
+    "testing": _part(2, "torch"),
+    "pytest_plugin": _part(3, "pytest"),  # loaded by every run of pytest, so that it may not load torch
     "report": _part(2, "jinja2"),
     "plot": _part(3, "matplotlib", "numpy"),
     "recipes": _part(3, "torch", "sklearn", "numpy"),

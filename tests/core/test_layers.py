@@ -85,6 +85,10 @@ def test_import_superbatch_torch_imports_torch_and_nothing_else() -> None:
     assert new_packages("import superbatch.torch", after="import torch") == {"superbatch"}
 
 
+def test_the_pytest_plugin_imports_pytest_and_nothing_else() -> None:
+    assert new_packages("import superbatch.pytest_plugin", after="import pytest") == {"superbatch"}
+
+
 @pytest.mark.jax
 def test_import_superbatch_jax_imports_jax_and_optax_and_nothing_else() -> None:
     pytest.importorskip("jax", reason="jax is not installed")

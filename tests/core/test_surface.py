@@ -16,14 +16,17 @@ import pytest
 
 FROZEN = Path(__file__).with_name("surface.txt")
 OPTIONS = "superbatch.torch.options"
+TESTING = "superbatch.testing"
 MODULES = (
     "superbatch",
     "superbatch.caffe",
+    TESTING,
     "superbatch.torch",
     "superbatch.torch.caffe",
     OPTIONS,
     "superbatch.torch.tuning",
 )
+FILES = (OPTIONS, TESTING)
 
 
 def surface() -> Iterator[str]:
@@ -32,8 +35,8 @@ def surface() -> Iterator[str]:
         public = vars(importlib.import_module(module))
         for name in sorted(name for name in public if not name.startswith("_")):
             value = public[name]
-            if inspect.ismodule(value) or (module == OPTIONS and getattr(value, "__module__", "") != module):
-                continue  # what options.py imports is not its own
+            if inspect.ismodule(value) or (module in FILES and getattr(value, "__module__", "") != module):
+                continue  # what a file imports is not its own
             yield f"{module}.{name}{_signature(value)}"
             if inspect.isclass(value):
                 yield from (f"{module}.{name}.{line}" for line in _members(value))

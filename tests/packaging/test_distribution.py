@@ -97,6 +97,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+def test_pytest_finds_the_fixture_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt")]
+        entry_points = archive.read(name).decode()
+    assert "[pytest11]\nsuperbatch = superbatch.pytest_plugin\n" in entry_points
+
+
 def test_the_metadata(wheel: Path) -> None:
     data = metadata(wheel)
     assert (data["Name"], data["Version"]) == ("superbatch", superbatch.__version__)

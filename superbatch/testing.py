@@ -1,0 +1,112 @@
+"""Test that a loss gives the same gradient for every split of a batch, for suites of other projects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from .batch.tree import count_samples
+from .errors import InputError
+from .normalize import Reduction
+from .results.verification import Verification
+from .torch.checks.probing.problem import WeightOption
+from .torch.options import NOT_DECLARED, Split
+from .torch.verify import verify
+
+
+def assert_split_invariant(
+    loss_fn: Callable[[Any], Any],
+    batch: Any,
+    *,
+    models: nn.Module | Sequence[nn.Module],
+    sizes: Sequence[int | Literal["half"]] = (1, 3, "half"),
+    weight: WeightOption | Mapping[str, WeightOption] = None,
+    reduction: Reduction | Mapping[str, Reduction] = "mean",
+    participants: Sequence[Any] = (),
+    split: Split = NOT_DECLARED,
+) -> None:
+    """Assert that micro-batches of several sizes give the gradient of the whole batch, as `verify` judges it.
+
+    Model, gradients, random state and the state that `loss_fn` reaches are left as they were. The pytest
+    fixture of the same name is this function.
+
+    Args:
+        loss_fn: from a micro-batch to its loss, a closure over the models.
+        batch: a batch as it is trained with: ragged lengths and padding included, two samples or more.
+        models: the model, or several, in the mode in which they are trained.
+        sizes: samples of a micro-batch; ``"half"`` is half of the batch. Sizes that are not smaller than the
+            batch are left out.
+        weight: how micro-batches are weighted, as declared to the Accumulator.
+        reduction: what `loss_fn` returns, as declared to the Accumulator.
+        participants: as `verify`'s: `PerSampleRandom` for dropout, `FrozenBatchNorm`.
+        split: leaves that are not tensors with the samples first, as the Accumulator's.
+
+    Raises:
+        AssertionError: a split gives another gradient. The text names the size, the parameter, its distance,
+            the cause and the remedy, such as the weight that is right.
+        InputError: an argument has the wrong type or value, or no size is smaller than the batch.
+        SplitError: the batch cannot be split.
+        NonFiniteError: the loss or a gradient is not finite.
+
+    Examples:
+        >>> import torch
+        >>> from superbatch.torch import count_tokens
+        >>> model = nn.Embedding(9, 9)
+        >>> tokens = torch.tensor([[1, 2, 3], [4, -100, -100], [5, 6, -100], [7, -100, -100]])
+        >>> batch = {"ids": tokens.clamp(min=0), "labels": tokens}
+        >>> def loss_fn(batch):
+        ...     return nn.functional.cross_entropy(model(batch["ids"]).mT, batch["labels"])
+        >>> assert_split_invariant(loss_fn, batch, models=model, weight=count_tokens("labels"))
+        >>> assert_split_invariant(loss_fn, batch, models=model)
+        Traceback (most recent call last):
+        ...
+        AssertionError: The gradient depends on the split. With micro-batches of 3 samples that of 'weight'
+        is ... of its norm away ... Do: state weight=count_tokens("labels"). ...
+    """
+    __tracebackhide__ = True  # pytest shows the line of the test instead
+    for size in _usable(sizes, count_samples(batch, **split.paths)):
+        report = verify(
+            models,
+            loss_fn,
+            batch,
+            microbatch_size=size,
+            weight=weight,
+            reduction=reduction,
+            participants=participants,
+            split=split,
+        )
+        if not report.exact:
+            raise AssertionError(_failure(report, size))
+
+
+def _usable(sizes: Sequence[int | Literal["half"]], samples: int) -> list[int]:
+    """Return sizes that split the batch, the largest first: a BatchNorm fails on single samples."""
+    if isinstance(sizes, str):
+        raise InputError(f"sizes={sizes!r} is no list of sizes. Pass some, such as sizes=(1, 3, 'half').")
+    numbers: set[int] = set()
+    for size in sizes:
+        number = samples // 2 if size == "half" else size
+        if isinstance(number, bool | str) or (size != "half" and number < 1):
+            raise InputError(f"sizes contains {size!r}. Pass numbers of samples, 1 or more, or 'half'.")
+        numbers.add(number)
+    usable = sorted((number for number in numbers if 0 < number < samples), reverse=True)
+    if not usable:
+        raise InputError(
+            f"sizes={tuple(sizes)!r} has no size that splits a batch of {samples} samples. Pass a larger "
+            "batch, or a size smaller than it."
+        )
+    return usable
+
+
+def _failure(report: Verification, size: int) -> str:
+    """Return the worst parameter and its distance, above the report."""
+    found = max(report.comparisons, key=lambda one: (not one.exact, one.dtype == "float64", one.largest))
+    split = f"With micro-batches of {size} sample{'s' * (size > 1)}"
+    if found.exact:
+        first = f"{split} the gradients agree, but the declared loss does not hold for every split."
+    else:
+        worst = max(found.parameters, key=lambda one: one.relative)
+        first = f"{split} that of {worst.name!r} is {worst.relative:.1e} of its norm away from the batch's."
+    return f"The gradient depends on the split. {first}\n{report}"
