@@ -119,7 +119,8 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize("earlier_is_sparse", [True, False])
-def test_sparse_gradients_are_added(*, earlier_is_sparse: bool) -> None:
+@pytest.mark.parametrize("sparse", [True, False])
+def test_sparse_gradients_are_added(*, earlier_is_sparse: bool, sparse: bool) -> None:
     model, twin = Table(sparse=True), Table(sparse=False)
     first, second = torch.tensor([[1, 2], [3, 1]]), torch.tensor([[1, 5], [6, 6], [2, 0]])
     for net in (model, twin):
@@ -129,6 +130,7 @@ def test_sparse_gradients_are_added(*, earlier_is_sparse: bool) -> None:
     assert grad.is_sparse, "premise"
     if not earlier_is_sparse:
         model.table.weight.grad = grad.to_dense()
+    model.table.sparse = sparse
     Gradient(model, lambda ids: model(ids).square().mean(), microbatch_size=1)(second)
     twin(second).square().mean().backward()
     found = gradients(model)["table.weight"]
@@ -273,7 +275,9 @@ def test_terms_with_weights_of_their_own() -> None:
     batch = tokens([5, 2, 7, 1, 4, 3])
 
     def terms(part: Any) -> dict[str, Tensor]:
-        return {"tokens": token_mean(model, part), "samples": model(part["ids"]).square().mean()}
+        scores = model(part["ids"])  # one graph for both: the host must retain it
+        tokens = nn.functional.cross_entropy(scores.flatten(0, 1), part["labels"].flatten())
+        return {"tokens": tokens, "samples": scores.square().mean()}
 
     def whole(net: nn.Module, part: Any) -> Tensor:
         return token_mean(net, part) + net(part["ids"]).square().mean()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from superbatch.errors import InputError, NonFiniteError, WindowError
@@ -133,6 +134,87 @@ def test_a_saved_window_with_other_participants_is_refused() -> None:
     other.load_state_dict(state)
     with pytest.raises(WindowError):
         other(batch)
+
+
+class Failing(Counter):
+    """Notes the order of calls beside others, and fails at one of them."""
+
+    def __init__(self, name: str, order: list[str], fails: str = "") -> None:
+        super().__init__()
+        self.name, self.order, self.fails = name, order, fails
+
+    def _note(self, call: str) -> None:
+        self.order.append(f"{call} {self.name}")
+        if call == self.fails:
+            raise ValueError(f"{call} of {self.name}")
+
+    def begin(self) -> None:
+        self._note("begin")
+
+    def rollback(self) -> bool:
+        self.order.append(f"rollback {self.name}")
+        return self.fails != "rollback"
+
+    def restart(self) -> None:
+        self._note("restart")
+
+    def restore(self) -> None:
+        self._note("restore")
+
+    def commit(self) -> None:
+        self._note("commit")
+
+
+def several(order: list[str], **fails: str) -> tuple[Accumulator, list[Any]]:
+    """Return an accumulator with participants a, b and c, and what its loss does in turn."""
+    model, script = mlp(), list[Any]()
+
+    def loss_fn(part: Any) -> Tensor:
+        if script and (error := script.pop(0)) is not None:
+            raise error
+        return mse(model, part)
+
+    participants = [Failing(name, order, fails.get(name, "")) for name in "abc"]
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), loss_fn, microbatch_size=2, participants=participants, check=False
+    )
+    return accumulate, script
+
+
+def test_one_that_cannot_begin_is_restored_with_those_before_it() -> None:
+    order: list[str] = []
+    accumulate, _ = several(order, b="begin")
+    with pytest.raises(ValueError, match="begin of b"):
+        accumulate(rows(6)[0])
+    assert order == ["begin a", "begin b", "restore b", "restore a"]
+
+
+def test_a_second_failure_skips_none_of_the_others() -> None:
+    order: list[str] = []
+    accumulate, script = several(order, b="restore")
+    script += [None, KeyError("the loss")]
+    with pytest.raises(ValueError, match="restore of b"):
+        accumulate(rows(6)[0])
+    restored = [each for each in order if each.startswith("restore")]
+    assert restored[:3] == ["restore c", "restore b", "restore a"]  # which may be restored twice
+
+
+def test_a_failing_commit_skips_none_of_the_others() -> None:
+    order: list[str] = []
+    accumulate, _ = several(order, a="commit")
+    with pytest.raises(ValueError, match="commit of a"):
+        accumulate(rows(6)[0])
+    assert {"commit a", "commit b", "commit c"} <= set(order)
+    assert accumulate.updates == 1
+
+
+def test_one_that_cannot_be_rolled_back_restarts_the_window() -> None:
+    order: list[str] = []
+    accumulate, script = several(order, b="rollback")
+    script += [None, torch.OutOfMemoryError("CUDA out of memory")]
+    with pytest.warns(UserWarning, match="memory"):
+        assert accumulate(rows(6)[0]).made
+    assert order[3:8] == ["rollback c", "rollback b", "restart a", "restart b", "restart c"]
 
 
 @pytest.mark.parametrize("wrong", [object(), "frozen", Counter])

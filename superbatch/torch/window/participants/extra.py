@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from ..participant import Participant
@@ -35,7 +36,7 @@ class Extra:
             each.savepoint()
 
     def rollback(self) -> bool:
-        """Roll all back; False if one cannot."""
+        """Roll all back; False at the first that cannot, for then the window restarts."""
         return all(each.rollback() for each in reversed(self.participants))
 
     def restart(self) -> None:
@@ -44,14 +45,16 @@ class Extra:
             each.restart()
 
     def restore(self) -> None:
-        """Restore those that have begun."""
-        for each in reversed(self.participants[: self._begun]):
-            each.restore()
+        """Restore those that have begun, also after one that fails."""
+        with ExitStack() as stack:  # which begins with the last one
+            for each in self.participants[: self._begun]:
+                stack.callback(each.restore)
 
     def commit(self) -> None:
-        """Commit all."""
-        for each in self.participants:
-            each.commit()
+        """Commit all, also after one that fails."""
+        with ExitStack() as stack:
+            for each in reversed(self.participants):
+                stack.callback(each.commit)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all."""
