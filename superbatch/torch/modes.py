@@ -58,6 +58,24 @@ class Modes:
 
 
 @contextmanager
+def without_modes() -> Iterator[None]:
+    """Take every mode off during the block: what runs there is not a part of what the modes watch.
+
+    Examples:
+        >>> import torch
+        >>> with torch.device("meta"), without_modes():
+        ...     torch.zeros(1).device
+        device(type='cpu')
+    """
+    modes = Modes()
+    _NONE.restore()
+    try:
+        yield
+    finally:
+        modes.restore()
+
+
+@contextmanager
 def restored_after_interrupt() -> Iterator[None]:
     """Restore the modes where an interrupt, or another exception that is no error, leaves the block."""
     modes = Modes()
@@ -93,5 +111,14 @@ def _become(
         push(mode)
 
 
+def _none() -> Modes:
+    modes = Modes()
+    modes.functions, modes.dispatch = [], []
+    return modes
+
+
 def _same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+_NONE = _none()

@@ -143,6 +143,10 @@ class FloatingDtypes(TorchDispatchMode):
         super().__init__()
         self.seen: set[torch.dtype] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here; to wrap the mode would import the compiler
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.is_floating_point():

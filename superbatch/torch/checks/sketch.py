@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..devices import has_float64
+from ..modes import without_modes
 
 BUCKETS = 251  # a prime, so that a bucket does not collect one column of a matrix
 _ROWS = 1 << 12  # rows converted to float64 at a time: 8 MB
@@ -30,16 +31,20 @@ def sketch(gradients: Sequence[Tensor | None]) -> Tensor:
         >>> torch.equal(sums[0], sums[1]), int(sums[0].abs().sum()), int(sums[2].abs().sum())
         (True, 6, 0)
     """
-    sums = torch.zeros(len(gradients), BUCKETS, dtype=torch.float64)
-    for row, gradient in zip(sums, gradients, strict=True):
-        if gradient is not None:
-            row += (_dense if gradient.layout is torch.strided else _sparse)(gradient.detach()).cpu()
+    with without_modes():  # modes of the check would handle every operation here
+        sums = torch.zeros(len(gradients), BUCKETS, dtype=torch.float64)
+        for row, gradient in zip(sums, gradients, strict=True):
+            if gradient is not None:
+                row += (_dense if gradient.layout is torch.strided else _sparse)(gradient.detach()).cpu()
     return sums
 
 
 def _dense(gradient: Tensor) -> Tensor:
     flat = (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).reshape(-1)
     sums = torch.zeros(BUCKETS, dtype=_wide(flat.device), device=flat.device)
+    if len(flat) <= BUCKETS:  # row 0 alone, whose sign is +1
+        sums[: len(flat)] = flat
+        return sums
     for number, chunk in enumerate(flat.split(_ROWS * BUCKETS)):
         rows = torch.zeros(-(-chunk.numel() // BUCKETS), BUCKETS, dtype=sums.dtype, device=flat.device)
         rows.view(-1)[: chunk.numel()] = chunk

@@ -236,6 +236,10 @@ class Writes(TorchDispatchMode):
         self._kept = kept
         self._by_memory: dict[int, list[KeptTensor]] | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here; to wrap the mode would import the compiler
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy what is about to be written, then run the operation."""
         kwargs = kwargs or {}
