@@ -1,0 +1,106 @@
+"""Weight of a micro-batch for the losses of Hugging Face models: what each divides its sum by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import InputError
+
+Inputs = Mapping[str, Any]
+
+
+def weigh(model: Any, microbatch: Inputs) -> int:
+    """Return the number of labels that the loss of a model is a mean over.
+
+    Args:
+        model: of transformers, or a PEFT model around one; it has a `loss_type`.
+        microbatch: its inputs.
+
+    Raises:
+        InputError: the loss is not known; the text says what to write.
+
+    Examples:
+        >>> import torch
+        >>> class Model:
+        ...     loss_type = "ForCausalLM"
+        >>> weigh(Model(), {"labels": torch.tensor([[1, 2, 3], [4, 5, -100]])})
+        3
+    """
+    kind = getattr(model, "loss_type", None)
+    count = _COUNTS.get(kind) if isinstance(kind, str) else None
+    if count is None:
+        named = f"loss_type={kind!r}" if kind else "no loss_type of transformers"
+        raise _unknown(f"{type(model).__name__} has {named}")
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise _unknown("PEFT puts tokens of its own before the prompt")
+    try:
+        return count(getattr(model, "config", None), microbatch)
+    except KeyError as error:
+        raise _unknown(f"a batch has no {error}, only {list(microbatch)}") from error
+
+
+def _unknown(why: str) -> InputError:
+    return InputError(
+        f"superbatch cannot tell what this loss is divided by: {why}. Write `def weight_of(self, "
+        "microbatch)` in the trainer's class: return the number of samples or tokens that the loss is a mean "
+        "over."
+    )
+
+
+def _labelled(labels: Tensor, ignored: int = -100) -> int:
+    return int((labels != ignored).sum())
+
+
+def _causal(config: Any, inputs: Inputs) -> int:
+    if "shift_labels" in inputs:
+        return _labelled(inputs["shift_labels"])
+    shifted = not getattr(config, "is_encoder_decoder", False)
+    return _labelled(inputs["labels"][..., 1:] if shifted else inputs["labels"])
+
+
+def _tokens(config: Any, inputs: Inputs) -> int:
+    return _labelled(inputs["labels"])
+
+
+def _classes(config: Any, inputs: Inputs) -> int:
+    labels, problem = inputs["labels"], getattr(config, "problem_type", None)
+    if problem is None and (labels.is_floating_point() or getattr(config, "num_labels", 2) == 1):
+        problem = "regression"  # or of several labels: a mean over all entries too
+    return _labelled(labels) if problem in (None, "single_label_classification") else len(labels)
+
+
+def _pixels(config: Any, inputs: Inputs) -> int:
+    return _labelled(inputs["labels"], getattr(config, "semantic_loss_ignore_index", 255))
+
+
+def _spans(config: Any, inputs: Inputs) -> int:
+    length = inputs["input_ids"].shape[-1]
+    counts = {int((inputs[name] < length).sum()) for name in ("start_positions", "end_positions")}
+    if len(counts) > 1:
+        raise _unknown("different numbers of starts and ends of answers lie within the inputs")
+    return counts.pop()
+
+
+def _sequences(config: Any, inputs: Inputs) -> int:
+    if getattr(config, "ctc_loss_reduction", "mean") != "mean":
+        raise _unknown('ctc_loss_reduction is not "mean"')
+    return len(inputs["labels"])
+
+
+_COUNTS: dict[str, Callable[[Any, Inputs], int]] = {
+    "ForCausalLM": _causal,
+    "ForConditionalGeneration": _causal,
+    "CsmForConditionalGeneration": _causal,
+    "ForMaskedLM": _tokens,
+    "ForTokenClassification": _tokens,
+    "ForSequenceClassification": _classes,
+    "ForImageClassification": _classes,
+    "ForVideoClassification": _classes,
+    "ForAudioClassification": _classes,
+    "ForSemanticSegmentation": _pixels,
+    "ForQuestionAnswering": _spans,
+    "ForCTC": _sequences,
+}
