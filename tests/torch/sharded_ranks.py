@@ -6,6 +6,7 @@ import datetime
 import math
 import os
 import sys
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from superbatch.errors import InputError, NonFiniteError
+from superbatch.errors import SuperbatchError
 from superbatch.torch import Accumulator, Window
 from tests.torch.helpers import mlp, mse, rows, sgd
 from tests.torch.sharded_sync import OwnNorm, Sharded, ShardedSync
@@ -57,16 +58,19 @@ def trained(
     sync = kind(module)
     with mock.patch("superbatch.torch.window.build.find_sync", return_value=sync):
         accumulate = Accumulator(
-            module, sgd(module.parameters()), lambda batch: loss(module, batch), check=False, **options
+            module, sgd(module.parameters()), lambda batch: loss(module, batch), **{"check": False, **options}
         )
-    updates, errors = [], []
+    updates, errors, warned = [], [], []
     for batch in data:
         before = [shard.detach().clone() for shard in module.parameters()]
-        try:
-            updates.append(accumulate(batch))
-        except (InputError, NonFiniteError) as error:
-            same = all(map(torch.equal, before, module.parameters()))
-            errors.append((type(error).__name__, str(error), same and not module.unsharded))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                updates.append(accumulate(batch))
+            except (SuperbatchError, BrokenLossError) as error:
+                same = all(map(torch.equal, before, module.parameters()))
+                errors.append((type(error).__name__, str(error), same and not module.unsharded))
+        warned += [str(one.message) for one in caught]
     return {
         "parameters": {name: module.gather(name) for name in module.shapes},
         "elements": sum(shard.numel() for shard in module.parameters()),
@@ -75,7 +79,73 @@ def trained(
         "reductions": sync.reductions,
         "left": len(module.unsharded),
         "own": sync.own,
+        "raised": sync.raised,
+        "warned": warned,
     }
+
+
+def unequal_on_one_rank(rank: int) -> list[tuple[Tensor, ...]]:
+    """Return samples that weigh alike on rank 0, and not on rank 1."""
+    x, y = rows(6, 1, seed=40 + rank)[0]
+    weight = torch.tensor([[1.0] * 6, [1.0, 4.0, 0.5, 1.0, 3.0, 0.25]][rank], dtype=torch.float64)
+    return [(x, y, weight)]
+
+
+class BrokenLossError(Exception):
+    """An error of the user's loss."""
+
+
+def fits_two_on_rank_0(rank: int) -> Any:
+    """Return a loss for which rank 0 has memory for two samples; the other rank has enough."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = mse(model, batch)
+        if rank == 0 and len(batch[0]) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return value
+
+    return loss
+
+
+def never_fits_on_rank_0(rank: int) -> Any:
+    """Return a loss for which rank 0 has no memory for any sample."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = mse(model, batch)
+        if rank == 0:
+            raise torch.OutOfMemoryError("out of memory")
+        return value
+
+    return loss
+
+
+def breaks_on_rank_1(rank: int) -> Any:
+    """Return a loss that raises an error of its own on rank 1."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = mse(model, batch)
+        if rank == 1:
+            raise BrokenLossError("no such label")
+        return value
+
+    return loss
+
+
+BAD = 2
+"""The micro-batch of rank 1 that is not finite."""
+
+
+def not_finite(rank: int, *, gradient: bool) -> Any:
+    """Return a loss that is not finite, or whose gradient alone is not, for one micro-batch of rank 1."""
+    first = batches(1)[0][0][BAD]  # cut into single samples, as rank 0 has four micro-batches
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = mse(model, batch)
+        if rank == 1 and torch.equal(batch[0][0], first):
+            return value + (value * 0).sqrt() if gradient else value * math.nan
+        return value
+
+    return loss
 
 
 class OneInfinity(ShardedSync):
@@ -107,6 +177,17 @@ def main(rank: int, folder: Path) -> None:
         "auto": trained(group, ShardedSync, [equal(rank)] * 3, mse, microbatch_size="auto"),
         "weighted": trained(group, ShardedSync, [of_weights], weighted, weight=lambda batch: batch[2].sum()),
         "few": trained(group, ShardedSync, [few, *data], mse, microbatch_size=2),
+        "checked": trained(group, ShardedSync, data, mse, microbatch_size=2, check=True),
+        "wrong weight": trained(
+            group, ShardedSync, unequal_on_one_rank(rank), weighted, microbatch_size=3, check=True
+        ),
+        "memory": trained(group, ShardedSync, data, fits_two_on_rank_0(rank), microbatch_size=4),
+        "no memory": trained(group, ShardedSync, data[:1], never_fits_on_rank_0(rank), microbatch_size=4),
+        "broken": trained(group, ShardedSync, data[:1], breaks_on_rank_1(rank), microbatch_size=2),
+        "nan": trained(group, ShardedSync, data[:1], not_finite(rank, gradient=False), microbatch_size=2),
+        "bad gradient": trained(
+            group, ShardedSync, data[:1], not_finite(rank, gradient=True), microbatch_size=2
+        ),
         "infinite": trained(group, OneInfinity, data[:1], mse, microbatch_size=2),
     }
     torch.save(found, folder / f"{rank}.pt")

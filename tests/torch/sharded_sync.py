@@ -81,6 +81,12 @@ class ShardedSync(Manual):
         super().__init__(module.group, torch.device("cpu"))
         self.module, self.reductions = module, 0
         self.own: list[float] = []  # norms of this rank's shards
+        self.raised = 0  # how often this rank has raised its hand
+
+    def vote(self, raised: bool) -> bool:
+        """Count the raised hands."""
+        self.raised += raised
+        return super().vote(raised)
 
     def no_sync(self) -> ExitStack:
         """Let the gradients add up beside the shards; what was not reduced is dropped at the end."""

@@ -7,11 +7,16 @@ compared with the large batch over the data of both ranks.
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from superbatch.errors import InputError
+from superbatch.noise.meter import NoiseMeter
+from superbatch.torch import Accumulator
+from superbatch.torch.window.sync.local import Local
 from tests.torch import sharded_ranks as ranks
 from tests.torch.helpers import large_batch, mlp, mse, sgd
 from tests.torch.two_ranks import found_by_both
@@ -53,7 +58,7 @@ def errors(parameters: dict[str, Tensor], reference: nn.Module) -> dict[str, flo
     }
 
 
-@pytest.mark.parametrize("case", ["clipped", "largest", "auto", "weighted", "few"])
+@pytest.mark.parametrize("case", ["clipped", "largest", "auto", "weighted", "few", "checked", "memory"])
 def test_sharded_ranks_train_as_the_large_batch(case: str, found: Found) -> None:
     reference, seen = trained_on_the_large_batch(case)
     for one in (found[0][case], found[1][case]):
@@ -90,6 +95,107 @@ def test_a_rank_that_cannot_take_as_many_turns_stops_both_before_anything_is_cha
         ((kind, text, unchanged),) = each["few"]["errors"]
         assert (kind, unchanged) == ("InputError", True)
         assert text == "The ranks have windows of [(3, 5), (1, 1)] micro-batches (now, at most)."
+
+
+def test_the_check_passes_a_right_weight_on_ranks_that_evaluate_unequally_often(found: Found) -> None:
+    assert found[0]["checked"]["raised"] != found[1]["checked"]["raised"], "premise"
+    for each in found:
+        assert not each["checked"]["warned"]
+        assert len(each["checked"]["updates"]) == len(ranks.SAMPLES)
+
+
+def test_the_check_finds_a_wrong_weight_that_one_rank_alone_shows(found: Found) -> None:
+    one, other = (each["wrong weight"] for each in found)
+    assert one["raised"] < other["raised"], "premise: only one rank looks for a remedy"
+    ((kind, text, unchanged),) = one["errors"]
+    assert (kind, unchanged) == ("LossSpecError", True)
+    assert "contradicts its statement on another rank" in text
+    ((kind, text, unchanged),) = other["errors"]
+    assert (kind, unchanged) == ("LossSpecError", True)
+    assert 'Instead state weight=sample_weights("2")' in text
+
+
+def test_all_ranks_begin_a_window_again_where_memory_runs_out_on_one(found: Found) -> None:
+    one, other = (each["memory"] for each in found)
+    assert [u.failures for u in one["updates"]] == [1, 0, 0], "smaller sizes are remembered"
+    assert [u.failures for u in other["updates"]] == [0, 0, 0]
+    assert [u.microbatches for u in one["updates"]] == [u.microbatches for u in other["updates"]] == [4, 3, 4]
+    assert other["warned"] == []
+    assert one["warned"] == [
+        "memory ran out in micro-batch 0; the window begins again on all ranks, in 4 micro-batches each. The "
+        "update is the same. (out of memory)"
+    ]
+
+
+def test_no_memory_for_the_smallest_micro_batches_stops_both_ranks(found: Found) -> None:
+    for each in found:
+        ((kind, text, unchanged),) = each["no memory"]["errors"]
+        assert (kind, unchanged) == ("InputError", True)
+        assert text == "The ranks have windows of [(7, 7), (4, 4)] micro-batches (now, at most)."
+
+
+def test_an_error_of_the_loss_on_one_rank_stops_both(found: Found) -> None:
+    one, other = (each["broken"]["errors"] for each in found)
+    text = "Another rank cannot make this window, so no rank does: see that rank's error."
+    assert one == [("InputError", text, True)]
+    assert other == [("BrokenLossError", "no such label", True)]
+
+
+def test_the_rank_of_a_loss_that_is_not_finite_names_its_micro_batch(found: Found) -> None:
+    (one,), (other,) = (each["nan"]["errors"] for each in found)
+    assert one[0] == other[0] == "NonFiniteError"
+    assert one[2] and other[2], "nothing has changed"
+    assert "on another rank, or one that cannot be told" in one[1]
+    assert f"micro-batch {ranks.BAD} of 0..3 with loss nan. " in other[1]
+
+
+def test_both_ranks_name_the_turn_and_the_parameter_of_a_gradient_that_is_not_finite(found: Found) -> None:
+    for each in found:
+        ((kind, text, unchanged),) = each["bad gradient"]["errors"]
+        assert (kind, unchanged) == ("NonFiniteError", True)
+        assert f"micro-batch {ranks.BAD} of 0..3 with loss" in text
+        assert "(on this rank; or that of another rank). Wrong: its gradient is not finite" in text
+        assert "(the first parameter with such a gradient is 'shards." in text
+        assert "skip_microbatch" not in text, "which sharded ranks cannot do"
+
+
+class InStep(Local):
+    """A rank whose forwards would wait for others."""
+
+    in_step = True
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"observers": [NoiseMeter()]},
+            "observers=[NoiseMeter()] measures the gradient of each micro-batch, and parameters sharded over "
+            "ranks have none of the whole model. Leave it out.",
+        ),
+        (
+            {"nonfinite": "skip_microbatch"},
+            'nonfinite="skip_microbatch" inspects the gradient of each micro-batch, and parameters sharded '
+            "over ranks have none of the whole model. Leave it out.",
+        ),
+        (
+            {"scaler": torch.amp.GradScaler("cpu")},
+            "scaler= lowers the scale by the gradients of this rank's shards alone, and parameters sharded "
+            "over ranks have none of the whole model. Leave it out and train in bfloat16, which needs no "
+            "scaler.",
+        ),
+    ],
+)
+def test_options_that_need_the_gradient_of_a_micro_batch_are_refused(
+    options: dict[str, Any], text: str
+) -> None:
+    model = mlp()
+    with (
+        mock.patch("superbatch.torch.window.build.find_sync", return_value=InStep()),
+        pytest.raises(InputError) as raised,
+    ):
+        Accumulator(model, sgd(model.parameters()), lambda batch: mse(model, batch), **options)
+    assert str(raised.value) == text
 
 
 def test_an_infinite_element_of_one_shard_stops_both_ranks(found: Found) -> None:

@@ -69,7 +69,7 @@ def check_statement(problem: Problem, pieces: Sequence[Any], *, frozen: Sequence
         LossSpecError: the loss contradicts the statement; the text names the likely cause.
         CoupledSamplesError: no statement about weights explains the losses.
     """
-    with _prepared(problem, frozen) as (evaluation, keeper):
+    with prepared(problem, frozen) as (evaluation, keeper):
         chosen = _choose(pieces, problem)
         found, reasons = _examine(evaluation, chosen)
         if found is not None:
@@ -95,7 +95,7 @@ def find_contradiction(
     Raises:
         LossSpecError: weights do not add up.
     """
-    with _prepared(problem, frozen) as (evaluation, _):
+    with prepared(problem, frozen) as (evaluation, _):
         return _examine(evaluation, _choose(pieces, problem))[0]
 
 
@@ -109,7 +109,7 @@ def divisions_of(
         microbatches: evaluated from the same state each.
         frozen: as there.
     """
-    with _prepared(problem, frozen) as (evaluation, _):
+    with prepared(problem, frozen) as (evaluation, _):
         try:
             losses = [evaluation.plain(microbatch) for microbatch in microbatches]
         except Exception as error:
@@ -120,7 +120,13 @@ def divisions_of(
 
 
 @contextmanager
-def _prepared(problem: Problem, frozen: Sequence[nn.Module]) -> Iterator[tuple[Evaluation, MovedState]]:
+def prepared(problem: Problem, frozen: Sequence[nn.Module] = ()) -> Iterator[tuple[Evaluation, MovedState]]:
+    """Yield what evaluates a problem, and what keeps its state; everything is restored at the end.
+
+    Args:
+        problem: to be evaluated.
+        frozen: modules to run in evaluation mode.
+    """
     # A twin: a later window is checked while it is open, and what was taken for it must stay.
     known = problem.state or MovedState([problem.model], [problem.loss_fn])
     keeper = known.twin()

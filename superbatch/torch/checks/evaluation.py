@@ -248,8 +248,8 @@ class Evaluation:
 
     def _gradient(self, loss: Tensor, scale: float) -> Tensor | None:
         parameters = _differentiated(self.problem.model)
-        if any(parameter._backward_hooks for parameter in parameters):
-            return None  # a hook may be an optimizer that steps
+        if self.problem.announce is not None or any(p._backward_hooks for p in parameters):
+            return None  # shards have no gradient of the parameters; a hook may be an optimizer that steps
         seed = torch.full_like(loss, scale)
         if self._by_backward:
             sums = _by_backward(loss, parameters, seed, self._wide)

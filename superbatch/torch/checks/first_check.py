@@ -21,6 +21,7 @@ from ..window.sync.sync import Sync
 from .check_pieces import first_pieces
 from .checked import Checked
 from .declared_loss import check_statement
+from .in_step import in_step
 from .lengths import Pair, check_lengths
 from .probing.problem import Problem, by_term
 
@@ -60,7 +61,9 @@ def check_later_window(
         LossSpecError, CoupledSamplesError: the loss is not what was stated.
     """
     if not chosen:
-        for _ in by_term(_problem(config, pieces)):
+        for problem in by_term(_problem(config, pieces)).values():
+            with config.sync.no_sync(), in_step(problem, pieces.microbatches[0], config.sync):
+                pass
             require_all_right(config.sync, wrong=False)
         return Checked.of(())
     return _check_terms(config, pieces, chosen, frozen)
@@ -81,15 +84,15 @@ def check_pairs(
         LossSpecError: the loss is a mean over all entries, and samples are declared to count alike, or by
             something else than those entries.
     """
-    wrong = True
+    wrong, sync = True, config.sync
     try:
-        with config.sync.no_sync():
-            for pair, problem in product(pairs, by_term(_problem(config, pieces)).values()):
+        with sync.no_sync(), in_step(_problem(config, pieces), pieces.microbatches[0], sync) as whole:
+            for pair, problem in product(pairs, by_term(whole).values()):
                 if problem.reduction == "mean" and problem.weight != "returned":
                     check_lengths(problem, pair, frozen=frozen)
         wrong = False
     finally:
-        wrong_somewhere = config.sync.vote(wrong)
+        wrong_somewhere = sync.vote(wrong)
     if wrong_somewhere:
         raise _wrong_elsewhere()
 
@@ -115,7 +118,8 @@ def _check_terms(
     found: list[Checked] = []
     for name, problem in by_term(_problem(config, pieces)).items():
         try:
-            found.append(check_on_all_ranks(problem, chosen, config.sync, frozen=frozen))
+            idle = pieces.microbatches[0]
+            found.append(check_on_all_ranks(problem, chosen, idle, config.sync, frozen=frozen))
         except (LossSpecError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
             if not name:
                 raise
@@ -124,9 +128,16 @@ def _check_terms(
 
 
 def check_on_all_ranks(
-    problem: Problem, pieces: Sequence[Any], sync: Sync, *, frozen: Sequence[nn.Module] = ()
+    problem: Problem, pieces: Sequence[Any], idle: Any, sync: Sync, *, frozen: Sequence[nn.Module] = ()
 ) -> Checked:
     """Run `check_statement` on every rank; one that fails stops all.
+
+    Args:
+        problem: to check.
+        pieces: to check it on.
+        idle: a micro-batch for forwards that other ranks wait for.
+        sync: the ranks.
+        frozen: BatchNorms to be taken as frozen.
 
     Returns:
         Whether a wrong statement could have shown, on this rank.
@@ -136,8 +147,8 @@ def check_on_all_ranks(
     """
     wrong = True
     try:
-        with sync.no_sync():
-            checked = _check_in_memory(problem, pieces, frozen)
+        with sync.no_sync(), in_step(problem, idle, sync) as announced:
+            checked = _check_in_memory(announced, pieces, frozen)
         wrong = False
     finally:  # on the way out with an error too: the other ranks wait to hear whether to continue
         wrong_somewhere = sync.vote(wrong)

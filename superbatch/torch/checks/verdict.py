@@ -110,6 +110,8 @@ def _most_hidden(evaluation: Evaluation, suspects: list[Cut], rounding: Rounding
 
 def _higher(evaluation: Evaluation, planned: Plan, suspects: list[Cut]) -> tuple[list[Cut], Rounding] | None:
     """Evaluate the suspects again in float64, on a copy of the model only where nothing less does."""
+    if evaluation.problem.announce is not None:  # other ranks exchange parameters in their own precision
+        return None
     found = _in_float64(evaluation, planned, suspects)
     if (found is None or evaluation.rounded) and evaluation.copy_for_float64():
         return _in_float64(evaluation, planned, suspects)

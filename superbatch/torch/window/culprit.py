@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ..memory.out_of_memory import out_of_memory
+from .lockstep import bad_parameter, find_turn
 from .nonfinite import Culprit, first_bad_microbatch, first_bad_parameter
 from .participants.gradient_sum import run_backward
 from .participants.momentum_gradients import MomentumGradientSum
@@ -29,7 +31,11 @@ def by_loss(window: Transaction, losses: Any, bad: list[int]) -> Culprit:
 def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]) -> Culprit:
     """Return the first micro-batch with a gradient that is not finite, by running them once more."""
     config = window.config
-    parameter = first_bad_parameter(config.owned, gradients)
+    in_step = config.sync.in_step
+    if in_step:
+        parameter = bad_parameter(window, gradients)
+    else:
+        parameter = first_bad_parameter(config.owned, gradients)
     if config.whole:  # there is but one
         return Culprit(0, losses[0], parameter, whole=True)
     if config.loss_fn is None:  # an owned loop cannot be run again
@@ -38,32 +44,36 @@ def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]
     config.state.restore()
     took_part = window.progress.weights.took_part(window.progress.dropped)
     terms: list[str] = []
+    again = partial(_backward_again, window, terms=terms)
     try:
-        index = first_bad_microbatch(
-            took_part, lambda index: _backward_again(window, index, terms), config.owned
-        )
+        if in_step:
+            index = find_turn(window, lambda index: again(index, counts=index in took_part))
+        else:
+            index = first_bad_microbatch(took_part, again, config.owned)
     except BaseException as error:
         if not out_of_memory(error):
             raise
         index = None  # the sums are in memory beside this: without the index, the error is what it is
     loss = None if index is None else window.progress.weights.loss_of(losses, index)[0]
     term = terms[0] if terms else ""
-    return Culprit(index, loss, parameter, term=term, droppable=_can_drop(window))
+    return Culprit(index, loss, parameter, term=term, droppable=_can_drop(window), any_rank=in_step)
 
 
 def _can_drop(window: Transaction) -> bool:
     """Tell whether nonfinite="skip_microbatch" is possible with the other options."""
-    return window.config.declared.can_drop and not isinstance(window.gradients, MomentumGradientSum)
+    config = window.config
+    momentum = isinstance(window.gradients, MomentumGradientSum)
+    return config.declared.can_drop and not momentum and not config.sync.in_step
 
 
-def _backward_again(window: Transaction, index: int, terms: list[str]) -> None:
-    """Compute the gradient of a micro-batch; add the terms whose gradients are not finite."""
+def _backward_again(window: Transaction, index: int, terms: list[str], *, counts: bool = True) -> None:
+    """Compute the gradient of a micro-batch that counts; add the terms whose gradients are not finite."""
     config = window.config
     assert config.loss_fn is not None
     with window.stream(index):
         microbatch = to_device(window.progress.microbatches.microbatches[index], config.device)
         loss = config.declared.arguments(config.loss_fn(microbatch))[0]
-        parts = window.progress.weights.by_name(index, loss)
+        parts = window.progress.weights.by_name(index, loss) if counts else {}
         for number, (name, part) in enumerate(parts.items(), 1):
             run_backward(part, None, window.gradients.inputs, retain_graph=number < len(parts))
             if name and first_bad_parameter(config.owned, [entry.parameter.grad for entry in config.owned]):

@@ -260,13 +260,26 @@ def pieces_of(
         [2, 2, 1]
     """
     pieces = _cut(batch, sizing, paths, sync, need_samples=need_samples or sync.in_step)
+    if sync.in_step:
+        even_out(pieces, sync)
+    return pieces
+
+
+def even_out(pieces: MicrobatchList, sync: Sync) -> None:
+    """Cut micro-batches until each rank has as many; an update does not depend on where a batch is cut.
+
+    Args:
+        pieces: of this rank.
+        sync: ranks whose forwards wait for each other.
+
+    Raises:
+        InputError: a rank has too few samples.
+    """
     samples, count = pieces.samples, len(pieces.microbatches)
-    # The update does not depend on where a batch is cut.
     for more in range(sync.turns(count, samples) - count):
         assert samples is not None
         largest = max(range(count + more), key=samples.__getitem__)
         pieces.split(largest, (samples[largest] + 1) // 2)
-    return pieces
 
 
 def _cut(

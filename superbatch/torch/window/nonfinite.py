@@ -24,6 +24,7 @@ class Culprit:
         whole: the loss was computed on the whole batch at once, which is then the only micro-batch.
         term: the name of the loss among several.
         droppable: a micro-batch can be left out with its weight; otherwise this is not advised.
+        any_rank: it is this rank's micro-batch, or the one that another rank ran at the same time.
     """
 
     index: int | None = None
@@ -32,6 +33,7 @@ class Culprit:
     whole: bool = False
     term: str = ""
     droppable: bool = True
+    any_rank: bool = False
 
     def text(self, count: int, *, skipping: bool = False) -> str:
         """Compose the error text.
@@ -52,7 +54,8 @@ class Culprit:
             )
         else:
             of = f" of the term {self.term!r}" if self.term else ""
-            given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}{of}"
+            rank = " (on this rank; or that of another rank)" if self.any_rank else ""
+            given = f"micro-batch {self.index} of 0..{count - 1} with loss {self.loss:g}{of}{rank}"
         what = "its loss" if self.loss is not None and not math.isfinite(self.loss) else "its gradient"
         where = f" (the first parameter with such a gradient is {self.parameter!r})" if self.parameter else ""
         drop = ['nonfinite="skip_microbatch" leaves it (and its weight) out']

@@ -280,6 +280,8 @@ def check_combinations(config: Config, *, momentum: bool) -> None:
         OptimizerError, InputError: two of them do.
     """
     step, terms = config.rule, config.declared.terms
+    if config.sync.in_step:
+        _check_in_step(config)
     if terms and config.noise is not None:
         raise InputError(
             "A NoiseMeter needs one loss with one weight, and this one has the terms "
@@ -309,6 +311,23 @@ def check_combinations(config: Config, *, momentum: bool) -> None:
                 "use max_grad_norm",
             )
         )
+
+
+def _check_in_step(config: Config) -> None:
+    """Refuse what a rank would decide from its own shards of a gradient."""
+    needing = {
+        "observers=[NoiseMeter()] measures the gradient of each micro-batch": config.noise is not None,
+        'nonfinite="skip_microbatch" inspects the gradient of each micro-batch': (
+            config.nonfinite == "skip_microbatch"
+        ),
+        "scaler= lowers the scale by the gradients of this rank's shards alone": config.rule.scaling,
+    }
+    for what, given in needing.items():
+        if given:
+            raise InputError(
+                f"{what}, and parameters sharded over ranks have none of the whole model. Leave it out"
+                f"{' and train in bfloat16, which needs no scaler.' if config.rule.scaling else '.'}"
+            )
 
 
 def without_loss_fn() -> InputError:

@@ -52,7 +52,7 @@ def work_through(window: OpenWindow) -> None:
     Raises:
         OutOfMemoryError: a single sample does not fit, or micro-batches cannot be cut smaller.
     """
-    one = _backward_of(window)
+    one = backward_of(window)
     while (failure := _until_failure(window, one)) is not None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
@@ -60,8 +60,12 @@ def work_through(window: OpenWindow) -> None:
         _go_on_smaller(window.transaction, index, failure)
 
 
-def _backward_of(window: OpenWindow) -> Callable[[Any], None]:
-    """Return the forward and backward of a micro-batch."""
+def backward_of(window: OpenWindow) -> Callable[[Any], None]:
+    """Return the forward and backward of a micro-batch.
+
+    Args:
+        window: open.
+    """
     config = window.transaction.config
     loss_fn, read = config.loss_fn, config.declared.arguments
     assert loss_fn is not None
@@ -93,9 +97,9 @@ def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
     samples = None if pieces.samples is None else pieces.samples[index]
     most = 0 if samples is None or window.pooled is not None else window.sizing.failed(samples)
     if not most:
-        _give_up(window, index, samples, failure)
+        give_up(window, index, samples, failure)
     again = not window.rollback()
-    _require_inputs(progress, 0 if again else index, index, failure)
+    require_inputs(progress, 0 if again else index, index, failure)
     if again:
         require_restorable(window, f"micro-batch {index}, for which there was no memory ({failure})")
         window.restart()
@@ -116,8 +120,18 @@ def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
     )
 
 
-def _require_inputs(progress: Progress, first: int, last: int, failure: str) -> None:
-    """Check that micro-batches that are to be run again are as they were at their start."""
+def require_inputs(progress: Progress, first: int, last: int, failure: str) -> None:
+    """Check that micro-batches that are to be run again are as they were at their start.
+
+    Args:
+        progress: of the window.
+        first: of them.
+        last: of them, for which there was no memory.
+        failure: the text of its error.
+
+    Raises:
+        OutOfMemoryError: they are not.
+    """
     index = progress.written(first, last)
     if index is not None:
         raise OutOfMemoryError(
@@ -173,7 +187,18 @@ _BUT_RANDOM = (
 _DO = "make the samples smaller, use gradient checkpointing or a lower precision, or free memory"
 
 
-def _give_up(window: Transaction, index: int, samples: int | None, failure: str) -> NoReturn:
+def give_up(window: Transaction, index: int, samples: int | None, failure: str) -> NoReturn:
+    """Raise the error for a micro-batch that does not fit and cannot be cut.
+
+    Args:
+        window: open.
+        index: of the micro-batch.
+        samples: of it; None where they cannot be counted.
+        failure: the text of the error of the allocator.
+
+    Raises:
+        OutOfMemoryError: always.
+    """
     if window.pooled is not None:
         wrong = "with GhostBatchNorm smaller pieces would be another update"
         do = "state a smaller microbatch_size"

@@ -111,6 +111,13 @@ class Transaction:
         """Restore everything as before the window, which stays open and begins at its first micro-batch."""
         for participant in self._participants:
             participant.restart()
+        if self.config.sync.in_step:
+            self.renew_sync()
+
+    def renew_sync(self) -> None:
+        """Leave `Sync.no_sync` and enter it again: gradients that a backward left beside the shards go."""
+        self._unsynchronised.close()
+        self._unsynchronised = self.config.sync.no_sync()
 
     def restore(self) -> None:
         """Restore everything as before the window, also where some of it fails.

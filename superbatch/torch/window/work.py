@@ -16,6 +16,7 @@ from superbatch.window import Window
 from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
 from .config import Config
+from .lockstep import work_in_step
 from .microbatches import MicrobatchList, Paths, pieces_of
 from .open_window import OpenWindow
 from .participants import batchnorm as norms
@@ -108,7 +109,8 @@ class ByMicrobatch:
 
     def run(self, window: OpenWindow[Any]) -> None:
         """Run the loss on every micro-batch, in smaller ones where memory runs out."""
-        work_through(window)
+        run = work_in_step if self._config.sync.in_step else work_through
+        run(window)
 
     def record(self, window: OpenWindow[Any]) -> Update:
         """Return the record of a window that is over."""

@@ -39,6 +39,8 @@ class Problem:
         state: keeps what a forward moves; None: nothing is known of it yet.
         terms: what each loss is where `loss_fn` returns several by name (`by_term`); then `reduction` and
             `weight` have no meaning.
+        announce: called before each forward, where forwards wait for those of other ranks (`in_step`); then
+            losses alone are compared, since a backward of shards leaves no gradient of a parameter.
 
     Examples:
         >>> layer = nn.Linear(2, 1)
@@ -57,6 +59,7 @@ class Problem:
     dtype: torch.dtype | None = None
     state: MovedState | None = None
     terms: Mapping[str, Declared] = field(default_factory=dict)
+    announce: Callable[[], object] | None = None
 
     def in_dtype(self, dtype: torch.dtype | None) -> Problem:
         """The same problem with batches of another dtype."""
@@ -112,6 +115,8 @@ def forward(problem: Problem, batch: Any) -> Any:
         >>> forward(Problem(nn.Linear(1, 1), lambda x: x.sum()), torch.ones(2))
         tensor(2.)
     """
+    if problem.announce is not None:
+        problem.announce()
     return problem.loss_fn(converted(batch, problem.dtype, problem.device))
 
 

@@ -1,0 +1,183 @@
+"""Windows of ranks whose forwards wait for each other, as those of sharded models do (`Sync.in_step`).
+
+After each micro-batch every rank hears how it went on the others. Where memory ran out, all ranks begin the
+window again, in as many smaller micro-batches each; after another error all ranks leave it. A rank that fails
+inside a forward that others have entered cannot tell them: they wait for its parameters until the process
+group's timeout.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from superbatch.errors import InputError, OutOfMemoryError, SplitError
+
+from ..loss.weighing import NOT_ON_ANOTHER_RANK
+from ..memory.out_of_memory import out_of_memory, release_caches
+from ..warn import warn
+from .microbatches import cut_large, even_out
+from .nonfinite import first_bad_parameter
+from .participants.gradient_sum import all_finite, clear
+from .retry import OpenWindow, backward_of, give_up, require_inputs, require_restorable
+from .sync.sync import Sync
+from .transaction import Transaction
+
+_END = object()
+
+
+def work_in_step(window: OpenWindow) -> None:
+    """Run `loss_fn` on all micro-batches of a window, as many on each rank.
+
+    Args:
+        window: open on every rank.
+
+    Raises:
+        OutOfMemoryError: a single sample does not fit on some rank, or micro-batches cannot be cut smaller.
+        InputError: another rank has failed, or has too few samples to cut.
+    """
+    one = backward_of(window)
+    while (failure := _until_failure(window, one)) is not None:
+        progress = window.transaction.progress
+        index = progress.next if progress.current is None else progress.current
+        window.end_iteration()
+        _begin_again(window.transaction, index, failure)
+
+
+class _Failure(NamedTuple):
+    """Lack of memory: the text of the error, and whether it was raised on this rank."""
+
+    text: str
+    here: bool
+
+
+def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> _Failure | None:
+    """Return how memory ran out on any rank, None at the end of the window."""
+    sync, microbatches = window.transaction.config.sync, iter(window)
+    while True:
+        error: Exception | None = None
+        microbatch = None
+        try:
+            microbatch = next(microbatches, _END)
+            if microbatch is _END:
+                return None
+            one(microbatch)
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
+            error = raised
+        del microbatch  # which the iteration takes apart where memory is short
+        here = error is not None and out_of_memory(error)
+        memory, others = sync.sum_numbers([here, error is not None and not here])
+        if error is not None and not here:
+            raise error
+        if others:
+            raise InputError(NOT_ON_ANOTHER_RANK)
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)
+            return _Failure(str(error) or type(error).__name__, here=True)
+        if memory:
+            return _Failure("on another rank", here=False)
+
+
+def _begin_again(window: Transaction, index: int, failure: _Failure) -> None:
+    """Restore everything as before the window, and cut smaller micro-batches, as many on each rank."""
+    config, progress = window.config, window.progress
+    pieces = progress.microbatches
+    config.transfer.forget()
+    gc.collect()  # an exception and its frames may be a cycle
+    release_caches(*config.random.devices)
+
+    def cut() -> None:
+        require_inputs(progress, 0, index, failure.text)
+        require_restorable(window, f"micro-batch {index}, for which there was no memory ({failure.text})")
+        if failure.here:
+            _cut_smaller(window, index, failure.text)
+
+    _on_all_ranks(config.sync, cut)
+    window.restart()
+    even_out(pieces, config.sync)
+    _on_all_ranks(config.sync, progress.weigh_again)
+    if not failure.here:
+        return
+    progress.failures += 1
+    config.reserve.tight = True
+    warn(
+        f"memory ran out in micro-batch {index}; the window begins again on all ranks, in {len(pieces)} "
+        f"micro-batches each. The update is the same. ({failure.text.splitlines()[0]})"
+    )
+
+
+def _cut_smaller(window: Transaction, index: int, failure: str) -> None:
+    pieces = window.progress.microbatches
+    samples = None if pieces.samples is None else pieces.samples[index]
+    most = 0 if samples is None or window.pooled is not None else window.sizing.failed(samples)
+    if not most:
+        give_up(window, index, samples, failure)
+    try:
+        cut_large(pieces, 0, most)
+    except SplitError as error:
+        raise OutOfMemoryError(
+            f"There was no memory for micro-batch {index} ({failure}), and it cannot be cut smaller: {error}"
+        ) from None
+
+
+def _on_all_ranks(sync: Sync, step: Callable[[], None]) -> None:
+    """Take a step that may fail on one rank alone; then every rank raises.
+
+    Raises:
+        InputError: the step failed on another rank.
+    """
+    failed = True
+    try:
+        step()
+        failed = False
+    finally:
+        any_failed = sync.vote(failed)
+    if any_failed:
+        raise InputError(NOT_ON_ANOTHER_RANK)
+
+
+def find_turn(window: Transaction, backward: Callable[[int], None]) -> int | None:
+    """Return the first turn whose gradient, summed over the ranks, is not finite; None where none is found.
+
+    Every rank runs each of its micro-batches again. A gradient of shards is known after its reduction alone,
+    so the turn is found, and not the rank.
+
+    Args:
+        window: about to be restored.
+        backward: ``backward(i)`` computes the gradient of micro-batch ``i``.
+    """
+    config = window.config
+    parameters = [entry.parameter for entry in config.owned]
+    for turn in range(len(window.progress.microbatches)):
+        clear(config.owned)
+        window.renew_sync()
+        error = None
+        try:
+            backward(turn)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait to hear of it
+            error = raised
+        if config.sync.vote(error is not None):
+            if error is not None and not out_of_memory(error):
+                raise error
+            return None  # the sums are in memory beside this: without the turn, the error is what it is
+        own = [parameter.grad for parameter in parameters]
+        reduced = config.sync.reduce(own, parameters, window.gradients.zeros)
+        if config.sync.vote(not all_finite([each for each in reduced if each is not None])):
+            return turn
+    return None
+
+
+def bad_parameter(window: Transaction, gradients: list[Tensor | None]) -> str | None:
+    """Return the first parameter with an element in any rank's shard that is not finite.
+
+    Args:
+        window: of the gradients.
+        gradients: this rank's shards.
+    """
+    config = window.config
+    names = config.sync.gather(first_bad_parameter(config.owned, gradients))
+    return next(filter(None, names), None)
