@@ -70,7 +70,7 @@ collect_ignore += [str(ROOT / "tests" / "contract" / "keras_model.py")]  # for p
 # So are the integrations, each of which needs a library of its own.
 HOSTS = {
     "transformers": ("hf.py", "trl.py"),
-    "lightning": ("lightning.py",),
+    "lightning": ("lightning.py", "lightning_windows.py"),
     "accelerate": ("accelerate.py",),
     "sentence_transformers": ("sentence_transformers.py",),
 }

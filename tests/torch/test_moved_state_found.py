@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, Gradient
 from superbatch.torch.window.participants.kept_tensors import KeptTensor
 from superbatch.torch.window.participants.moved_state import MovedState
 
@@ -195,3 +196,58 @@ def test_a_frozen_backbone_is_not_copied_by_a_look(monkeypatch: pytest.MonkeyPat
         keeper.begin()
         keeper.commit()
     assert copied == []
+
+
+class Counts(nn.Module):
+    """A metric: its state is counted once per micro-batch, and the loss does not read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def forward(self, x: Tensor) -> None:
+        self.total = self.total + len(x)
+
+
+@pytest.mark.parametrize("package", ["torchmetrics.metric", "of_a_user"])
+def test_the_state_of_a_metric_is_restored_after_the_check_and_not_warned_of(
+    package: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(Counts, "__module__", package)
+    model = linear()
+    model.seen = Counts()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        model.seen(x)
+        return model(x).square().mean()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        Gradient(model, loss_fn, microbatch_size=4)(torch.ones(12, 3, dtype=F64))
+    assert model.seen.total == 12
+    warned = [str(warning.message) for warning in recwarn]
+    assert any("'seen.total'" in text for text in warned) == (package == "of_a_user")
+
+
+class Trainer:
+    """Stands for a training loop that a module knows."""
+
+    def __init__(self, logged: list[float]) -> None:
+        self.logged, self.loss = logged, 0.0
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch.trainer", "of_a_user"])
+def test_the_training_loop_that_a_module_holds_is_not_searched(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "__module__", package)
+    model = Counts()
+    model.trainer = Trainer([])
+    keeper = MovedState([model])
+    keeper.begin(check=True)
+    model.trainer.loss = 1.0
+    model.trainer.logged.append(1.0)
+    keeper.restore()
+    keeper.end_check()
+    kept = package != "of_a_user"
+    assert (model.trainer.loss, model.trainer.logged) == ((1.0, [1.0]) if kept else (0.0, []))

@@ -26,7 +26,7 @@ from .kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept, version
 from .known_state import Known, Moving
 from .last_look import LastLook
 from .not_restored import may_be_state, warn_of_lost, warn_of_unsure
-from .reached import Table, reach
+from .reached import Table, is_metric, reach
 from .replacing import replace_in
 from .snapshot import generator_moved, generator_restorer
 from .watched import Counters, Watched
@@ -212,8 +212,9 @@ class MovedState:
         return found
 
     def not_said(self, names: Iterable[str]) -> list[str]:
-        """Return the names that were not given to this method before."""
-        new = [name for name in names if name not in self._known.said]
+        """Return the names that were not given to this method before, those of metrics left out."""
+        metrics = tuple(f"{name}." for module, name in self._names.items() if is_metric(module))
+        new = [name for name in names if name not in self._known.said and not name.startswith(metrics)]
         self._known.said.update(new)
         return new
 

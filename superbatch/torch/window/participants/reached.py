@@ -35,6 +35,8 @@ _INTERNAL = frozenset(nn.Module().__dict__) - {"_parameters"}
 # Attributes of a class that may be state; methods and annotations are not.
 _OF_CLASSES = (Tensor, float, list, deque)
 _FOREIGN = frozenset({"torch", "superbatch", "numpy", "builtins"}) | sys.stdlib_module_names
+# Training loops, which a module of theirs holds: they count steps and log, and no forward is in them.
+_HOSTS = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"})
 
 
 @dataclass(frozen=True)
@@ -322,7 +324,7 @@ def _argument(function: Any, index: int) -> str:
 def _slots_of(value: Any) -> frozenset[str] | None:
     """Return the slots of an object of a user's class, none if it has a `__dict__` alone; None for others."""
     kind = type(value)
-    if kind is not SimpleNamespace and _is_foreign(kind):
+    if kind is not SimpleNamespace and (_is_foreign(kind) or _package(kind) in _HOSTS):
         return None
     found = frozenset(
         name
@@ -336,4 +338,18 @@ def _slots_of(value: Any) -> frozenset[str] | None:
 
 def _is_foreign(kind: type) -> bool:
     """Return whether a class is of torch, Python or this library."""
-    return kind.__module__.partition(".")[0] in _FOREIGN
+    return _package(kind) in _FOREIGN
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Return whether a module only counts, as those of torchmetrics do: once per micro-batch is right for it.
+
+    Examples:
+        >>> is_metric(nn.Linear(1, 1))
+        False
+    """
+    return any(_package(kind) == "torchmetrics" for kind in type(module).__mro__)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]

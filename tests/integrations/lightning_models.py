@@ -1,0 +1,132 @@
+"""Small Lightning modules over samples of unequal token counts, and their training."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from superbatch.integrations.lightning import ExactAccumulation
+
+SAMPLES, WORDS, LENGTH = 44, 11, 7  # three batches of 16: the last is a tail of 12
+TAIL = 12
+
+
+class Tokens(lightning.LightningModule):
+    """A mean over tokens, in float64; every hook that a test may want to compare is noted in `seen`."""
+
+    lr, optimizer = 0.5, torch.optim.SGD
+    options: dict[str, Any] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(WORDS, 6), nn.Tanh(), nn.Linear(6, WORDS)).double()
+        self.norms: list[float] = []
+        self.outputs: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x).flatten(0, 1), y.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(torch.stack([p.grad.norm() for p in self.parameters()]).norm()))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameters(), lr=self.lr, **self.options)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def count(batch: Any) -> int:
+    """Tokens of a batch."""
+    return int((batch[1] != -100).sum())
+
+
+class Exact(ExactAccumulation, Tokens):
+    """The same, exactly accumulated."""
+
+    def weight_of(self, batch: Any) -> int:
+        return count(batch)
+
+
+class Rows(Logger):
+    """A logger that keeps what it is given."""
+
+    name, version = "rows", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """No-op."""
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    """Sequences of 1 to 7 tokens; the first ones are short."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
+    y = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH + 1, (SAMPLES,), generator=generator)
+    lengths[:4] = 1
+    y[torch.arange(LENGTH)[None] >= lengths[:, None]] = -100
+    return x, y
+
+
+def loader(size: int, rank: int | None = None) -> DataLoader[Any]:
+    """Return a loader of the samples; of every other one for one of two ranks."""
+    given = TensorDataset(*samples())
+    sampler = None if rank is None else DistributedSampler(given, 2, rank, shuffle=False)
+    return DataLoader(given, batch_size=size, sampler=sampler)
+
+
+def train(module: lightning.LightningModule, size: int, batches: int, **options: Any) -> lightning.Trainer:
+    """Train on all samples, and return the Trainer.
+
+    Args:
+        module: in place.
+        size: of the loader's batches.
+        batches: that make one update.
+        options: of the Trainer, or `ckpt_path`, or the `rank` of two.
+    """
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    start, rank = options.pop("ckpt_path", None), options.pop("rank", None)
+    defaults: dict[str, Any] = {
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        "logger": Rows(),
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(accumulate_grad_batches=batches, **{**defaults, **options})
+    trainer.fit(module, loader(size, rank), loader(SAMPLES, rank), ckpt_path=start)
+    return trainer
+
+
+def apart(a: nn.Module, b: nn.Module) -> float:
+    """Return the largest difference of two modules' parameters."""
+    pairs = zip(a.named_parameters(), b.named_parameters(), strict=True)
+    return max(float((p - q).detach().abs().max()) for (_, p), (_, q) in pairs)
