@@ -214,7 +214,7 @@ def test_the_state_of_a_metric_is_restored_after_the_check_and_not_warned_of(
     package: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(Counts, "__module__", package)
-    model = linear()
+    model: Any = linear()
     model.seen = Counts()
 
     def loss_fn(x: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ def test_the_training_loop_that_a_module_holds_is_not_searched(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Trainer, "__module__", package)
-    model = Counts()
+    model: Any = Counts()
     model.trainer = Trainer([])
     keeper = MovedState([model])
     keeper.begin(check=True)
