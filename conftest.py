@@ -81,6 +81,13 @@ collect_ignore += [
     for file in files
 ]
 
+# Helpers of their tests import those libraries too, and hold no doctests.
+collect_ignore += [
+    str(file)
+    for file in (ROOT / "tests" / "integrations").glob("*.py")
+    if not file.name.startswith(("test_", "conftest"))
+]
+
 # Run before all others, so that no core works alone through a long file at the end. A file that is missing
 # here costs seconds, nothing else: `./run test --durations=100` shows which are long.
 LONGEST = (

@@ -1,0 +1,139 @@
+"""The gradient of the whole batch for every loss of sentence-transformers, in the memory of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..batch.split import positive_int, split
+from ..errors import InputError
+from ..torch.gradcache.one_pass import refuse_batch_statistics
+from .versions import check_version
+
+ENCODERS = (SentenceTransformer, SparseEncoder, MultiVectorEncoder)
+
+
+def cached(loss: nn.Module, *, microbatch_size: int) -> CachedLoss:
+    """Wrap a loss so that its model encodes in micro-batches, for the gradient of the whole batch.
+
+    The loss is computed once, over the embeddings of all samples. Its backward encodes each micro-batch
+    again, with the random numbers of the first time, so that the activations of one are alive at a time.
+
+    Args:
+        loss: one of sentence-transformers, or one of your own that calls its model as those do.
+        microbatch_size: most samples (rows of a column) that the model sees at once.
+
+    Returns:
+        A loss for `SentenceTransformerTrainer`, or for ``loss(features, labels).backward()``.
+
+    Raises:
+        InputError: the loss holds no encoder, or works through hooks that the second forward would not see.
+
+    Examples:
+        >>> from sentence_transformers.sentence_transformer.losses import CoSENTLoss
+        >>> from sentence_transformers.sentence_transformer.modules import BoW
+        >>> model = SentenceTransformer(modules=[BoW(["a", "b"])], device="cpu")
+        >>> cached(CoSENTLoss(model), microbatch_size=16).microbatch_size
+        16
+    """
+    check_version("sentence-transformers")
+    return CachedLoss(loss, microbatch_size)
+
+
+class CachedLoss(nn.Module):
+    """A loss whose models encode in micro-batches; see `cached`.
+
+    Args:
+        loss: the wrapped loss.
+        microbatch_size: most samples that a model sees at once.
+    """
+
+    def __init__(self, loss: nn.Module, microbatch_size: int) -> None:
+        super().__init__()
+        if getattr(loss, "uses_gradient_cache", False) or isinstance(loss, CachedLoss):
+            raise InputError(
+                f"{type(loss).__name__} caches gradients itself. Pass the loss without a cache to cached(), "
+                "such as MultipleNegativesRankingLoss, or leave cached() out."
+            )
+        for module in loss.modules():
+            if isinstance(module, AdaptiveLayerLoss):
+                raise InputError(
+                    f"{type(module).__name__} hooks into the model during its forward only, and cached() "
+                    "encodes again in the backward. Train with it without cached()."
+                )
+        if not any(isinstance(module, ENCODERS) for module in loss.modules()):
+            raise InputError(
+                f"cached() found no SentenceTransformer, SparseEncoder or MultiVectorEncoder in "
+                f"{type(loss).__name__}. Pass a loss that holds its model as a module."
+            )
+        self.loss = loss
+        self.microbatch_size = positive_int("microbatch_size", microbatch_size)
+        if isinstance(getattr(loss, "model", None), nn.Module):
+            self.model = loss.model  # where the Trainer looks for it, to wrap it in DistributedDataParallel
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Any:
+        """Return the loss of the whole batch, with a graph through the embeddings to the parameters."""
+        with ExitStack() as stack:
+            for module in self.loss.modules():
+                if isinstance(module, nn.DataParallel):
+                    raise InputError(
+                        "cached() does not work in DataParallel. Start one process for each GPU."
+                    )
+                if isinstance(module, ENCODERS):
+                    stack.enter_context(_in_microbatches(module, self.microbatch_size))
+            return self.loss(sentence_features, labels)
+
+
+@contextmanager
+def _in_microbatches(model: nn.Module, size: int) -> Iterator[None]:
+    """Let a model encode in micro-batches, also inside DistributedDataParallel."""
+    before = vars(model).get("forward")
+    if model.forward != MethodType(type(model).forward, model):
+        raise InputError(
+            "Another loss has replaced forward() of the model around cached(). Wrap the outermost loss: "
+            "cached(MatryoshkaLoss(model, loss), microbatch_size=...)."
+        )
+    refuse_batch_statistics([model])
+    model.forward = partial(_encode, model.forward, size)
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before
+
+
+def _encode(forward: Any, size: int, features: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the output of a model's forward for all samples, of what losses read."""
+    flat = {"cu_seq_lens_q", "offsets"} & features.keys()
+    if flat:
+        raise InputError(
+            f"cached() splits padded inputs, and these are flattened: they have {flat.pop()!r}. Make the "
+            "model with Transformer(..., unpad_inputs=False); a StaticEmbedding needs no cached()."
+        )
+
+    def embed(microbatch: dict[str, Any]) -> dict[str, Any]:
+        # Modules may write into their features, and the second forward must see what the first has seen.
+        output = forward({name: _copy(value) for name, value in microbatch.items()}, **options)
+        found = {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        if "sentence_embedding" not in found:
+            return found  # of a multi-vector model, whose embeddings are of tokens
+        return {name: value for name, value in found.items() if value.ndim == 2 and value.is_floating_point()}
+
+    run = partial(checkpoint, embed, use_reentrant=False) if torch.is_grad_enabled() else embed
+    whole = {"prompt_length"} & features.keys()  # of all samples, also as a tensor
+    outputs = [run(microbatch) for microbatch in split(features, size, whole=whole)]
+    return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

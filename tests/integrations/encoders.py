@@ -1,0 +1,95 @@
+"""Tiny encoders of sentence-transformers with random weights, made here, and sentences for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, BertModel, BertTokenizer
+
+WORDS = ["red", "green", "blue", "big", "small", "cat", "dog", "bird", "tree", "house", "runs"]
+WORDS += ["sleeps", "eats", "sees", "a", "the"]
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+
+
+def weights(folder: Path, dropout: float = 0.0, seed: int = 0, kind: type = BertModel) -> str:
+    """Write a transformer of two layers, with its tokenizer, and return where."""
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    folder.mkdir(exist_ok=True)
+    kind(config).save_pretrained(folder)
+    BertTokenizer(vocab={word: number for number, word in enumerate(VOCABULARY)}).save_pretrained(folder)
+    return str(folder)
+
+
+def dense(folder: Path, dropout: float = 0.0, seed: int = 0, **pooling: Any) -> SentenceTransformer:
+    transformer = Transformer(weights(folder, dropout, seed))
+    modules = [transformer, Pooling(16, **pooling)]
+    return SentenceTransformer(modules=modules, device="cpu").double().train()
+
+
+def sparse(folder: Path) -> SparseEncoder:
+    transformer = Transformer(weights(folder, kind=BertForMaskedLM), transformer_task="fill-mask")
+    return SparseEncoder(modules=[transformer, SpladePooling()], device="cpu").double().train()
+
+
+def multi_vector(folder: Path) -> MultiVectorEncoder:
+    return MultiVectorEncoder(modules=[Transformer(weights(folder))], device="cpu").double().train()
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    """Two to eight words each."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 9, (count,), generator=random).tolist()
+    return [
+        " ".join(WORDS[int(word)] for word in torch.randint(len(WORDS), (length,), generator=random))
+        for length in lengths
+    ]
+
+
+def columns(model: Any, count: int = 12, number: int = 2, **options: Any) -> list[dict[str, Any]]:
+    found = [model.preprocess(sentences(count, seed), **options) for seed in range(number)]
+    assert len(found[0]["input_ids"].unique()) > 10, "the premise: the tokenizer knows the words"
+    return found
+
+
+def gradients(
+    loss: nn.Module, features: list[dict[str, Any]], labels: Tensor | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of its parameters, by their place in it."""
+    loss.zero_grad()
+    fresh = [
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in each.items()}
+        for each in features
+    ]
+    value = loss(fresh, labels)
+    value = sum(value.values()) if isinstance(value, dict) else value
+    value.backward()
+    inner = getattr(loss, "loss", loss) if type(loss).__name__ == "CachedLoss" else loss
+    found = {name: each.grad.clone() for name, each in inner.named_parameters() if each.grad is not None}
+    return value.item(), found
+
+
+def apart(found: dict[str, Tensor], real: dict[str, Tensor]) -> float:
+    """Return the largest relative distance; gradients that are zero but for rounding count by the largest."""
+    assert found.keys() == real.keys()
+    largest = max(float(each.norm()) for each in real.values())
+    assert largest > 1e-3, "the premise: there is a gradient"
+    return max(
+        float((found[name] - real[name]).norm() / real[name].norm().clamp(min=1e-3 * largest))
+        for name in real
+    )

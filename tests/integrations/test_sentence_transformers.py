@@ -1,0 +1,297 @@
+"""`cached` gives every loss of sentence-transformers the gradient of the large batch, in its Trainer too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
+pytest.importorskip("datasets", reason="datasets is not installed")
+
+from datasets import Dataset
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
+from sentence_transformers.sentence_transformer import losses
+from sentence_transformers.sparse_encoder import losses as sparse_losses
+
+from superbatch import CoupledSamplesError, InputError
+from superbatch.integrations import sentence_transformers as integration
+from superbatch.integrations.sentence_transformers import cached
+from superbatch.torch.memory.meter import peak_bytes
+from tests.integrations.encoders import apart, columns, dense, gradients, multi_vector, sentences, sparse
+from tests.torch.two_ranks import found_by_both
+
+pytestmark = [
+    pytest.mark.integrations,
+    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning"),
+]
+
+Ranking = losses.MultipleNegativesRankingLoss
+SCORES = torch.linspace(0, 1, 12, dtype=torch.float64)
+CLASSES = torch.arange(12) % 3
+DENSE: dict[str, tuple[Callable[[Any], nn.Module], int, Tensor | None]] = {
+    "ranking": (Ranking, 2, None),
+    "ranking, two negatives in one forward": (Ranking, 4, None),
+    "symmetric": (
+        lambda m: Ranking(m, directions=("query_to_doc", "doc_to_query"), partition_mode="per_direction"),
+        2,
+        None,
+    ),
+    "CoSENT": (losses.CoSENTLoss, 2, SCORES),
+    "AnglE": (losses.AnglELoss, 2, SCORES),
+    "hardest triplets": (losses.BatchHardTripletLoss, 1, CLASSES),
+    "hardest pairs": (losses.OnlineContrastiveLoss, 2, CLASSES % 2),
+    "a classifier of its own": (lambda m: losses.SoftmaxLoss(m, 16, 3).double(), 2, CLASSES),
+    "nested dimensions": (lambda m: losses.MatryoshkaLoss(m, Ranking(m), [16, 8, 4]), 2, None),
+    "several terms": (losses.GlobalOrthogonalRegularizationLoss, 2, None),
+    "two copies of the model": (losses.ContrastiveTensionLossInBatchNegatives, 1, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread that watches progress bars, which would outlive the test."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+
+
+def rows_seen(model: nn.Module) -> list[int]:
+    """The numbers of samples that the model will be given at a time."""
+    seen: list[int] = []
+    model[0].register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0]["input_ids"])))
+    return seen
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_loss_over_the_large_batch(name: str, tmp_path: Path) -> None:
+    make, number, labels = DENSE[name]
+    model = dense(tmp_path)
+    features, loss = columns(model, 12, number), make(model)
+    value, real = gradients(loss, features, labels)
+    seen = rows_seen(model)
+    found_value, found = gradients(cached(loss, microbatch_size=5), features, labels)
+    assert found_value == pytest.approx(value, rel=1e-12)
+    assert apart(found, real) < 1e-12
+    assert len(seen) >= 6, "the premise: there are micro-batches, each encoded twice"
+    assert max(seen) <= 5
+
+
+def test_a_loss_with_a_guide(tmp_path: Path) -> None:
+    model, guide = dense(tmp_path / "model"), dense(tmp_path / "guide", seed=5)
+    loss, features = losses.GISTEmbedLoss(model, guide), columns(model)
+    _, real = gradients(loss, features)
+    seen = rows_seen(guide)
+    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
+    assert seen == [4] * 6, "the guide encodes in micro-batches too, once"
+
+
+def test_the_losses_that_the_host_caches(tmp_path: Path) -> None:
+    model, guide = dense(tmp_path / "model"), dense(tmp_path / "guide", seed=5)
+    features = columns(model)
+    pairs = [
+        (Ranking(model), losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=5)),
+        (
+            losses.GISTEmbedLoss(model, guide),
+            losses.CachedGISTEmbedLoss(model, guide, mini_batch_size=5),
+        ),
+    ]
+    for plain, host in pairs:
+        ours = gradients(cached(plain, microbatch_size=5), features)[1]
+        assert apart(ours, gradients(host, features)[1]) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_sparse_encoders(tmp_path: Path) -> None:
+    model = sparse(tmp_path)
+    inner = sparse_losses.SparseMultipleNegativesRankingLoss(model)
+    loss = sparse_losses.SpladeLoss(
+        model, inner, document_regularizer_weight=3e-3, query_regularizer_weight=5e-3
+    )
+    features = columns(model)
+    _, real = gradients(loss, features)
+    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
+
+
+def test_multi_vector_encoders(tmp_path: Path) -> None:
+    model = multi_vector(tmp_path)
+    loss = multi_vector_losses.MultiVectorMultipleNegativesRankingLoss(model)
+    features = columns(model)
+    _, real = gradients(loss, features)
+    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
+
+
+def of_the_same_draws(model: nn.Module, features: list[dict[str, Any]], seed: int) -> dict[str, Tensor]:
+    """The gradient of the loss over embeddings of micro-batches of 4, drawn in order and encoded once."""
+
+    class Parts(nn.Module):
+        def forward(self, column: dict[str, Tensor]) -> dict[str, Tensor]:
+            cut = [{n: v[i : i + 4] for n, v in column.items() if isinstance(v, Tensor)} for i in (0, 4, 8)]
+            return {"sentence_embedding": torch.cat([model(part)["sentence_embedding"] for part in cut])}
+
+    loss = Ranking(model)
+    loss.model = Parts()
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss(features, None).backward()
+    return {f"model.{name}": each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def test_dropout_draws_the_same_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dense(tmp_path, dropout=0.3)
+    features = columns(model)
+    real = {name: each.clone() for name, each in of_the_same_draws(model, features, 1).items()}
+    other = of_the_same_draws(model, features, 2)
+    assert apart(other, real) > 1e-2, "the premise: there is dropout"
+    loss = cached(Ranking(model), microbatch_size=5)
+    torch.manual_seed(1)
+    assert apart(gradients(loss, features)[1], real) < 1e-12
+
+    def forgetful(*arguments: Any, **options: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(*arguments, preserve_rng_state=False, **options)
+
+    monkeypatch.setattr(integration, "checkpoint", forgetful)
+    torch.manual_seed(1)
+    assert apart(gradients(loss, features)[1], real) > 1e-2, "the mutant: other masks in the second forward"
+
+
+def test_prompts(tmp_path: Path) -> None:
+    model = dense(tmp_path, include_prompt=False)
+    features = columns(model, prompt="the big red ")
+    assert features[0]["prompt_length"] > 1, "the premise"
+    loss = Ranking(model)
+    _, real = gradients(loss, features)
+    for length in (features[0]["prompt_length"], torch.tensor([features[0]["prompt_length"]])):
+        given = [{**column, "prompt_length": length} for column in features]
+        assert apart(gradients(cached(loss, microbatch_size=5), given)[1], real) < 1e-12
+
+
+def test_a_module_that_writes_into_its_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Masks(nn.Module):
+        def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+            features["attention_mask"][:, :3] = 0
+            return features
+
+    model = dense(tmp_path)
+    model.append(Masks())
+    loss, features = Ranking(model), columns(model)
+    _, real = gradients(loss, features)
+    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) < 1e-12
+    monkeypatch.setattr(integration, "_copy", lambda value: value)
+    assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) > 1e-3, "the mutant"
+
+
+def test_the_memory_is_that_of_a_microbatch(tmp_path: Path) -> None:
+    model = dense(tmp_path)
+    peaks = []
+    for count, loss in (
+        (64, Ranking(model)),
+        (64, cached(Ranking(model), microbatch_size=4)),
+        (4, Ranking(model)),
+    ):
+        features = columns(model, count)
+        gradients(loss, features)  # the gradients that stay are there before
+        peaks.append(peak_bytes(lambda loss=loss, features=features: loss(features, None).backward()))
+    large, ours, small = peaks
+    assert large > 8 * small, "the premise: activations are what counts"
+    assert ours < 2.5 * small
+    assert ours < large / 4
+
+
+def updates(folder: Path, make: Callable[[Any], nn.Module], size: int, steps: int) -> tuple[Any, Any]:
+    """Two updates in the Trainer, from one start; return the parameters' movement and what was logged."""
+    model = dense(folder / "model")
+    before = copy.deepcopy(dict(model.named_parameters()))
+    data = Dataset.from_dict({"anchor": sentences(24, 1), "positive": sentences(24, 2)})
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=steps,
+        max_steps=2,
+        optim="sgd",
+        learning_rate=1.0,
+        max_grad_norm=0.5,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=make(model))
+    trainer.train()
+    moved = {name: (each - before[name]).detach() for name, each in model.named_parameters()}
+    return moved, [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the host's Trainer, several kinds
+def test_in_the_trainer(tmp_path: Path) -> None:
+    real, norms = updates(tmp_path, Ranking, 12, 1)
+    found, found_norms = updates(tmp_path, lambda m: cached(Ranking(m), microbatch_size=4), 12, 1)
+    assert apart(found, real) < 1e-12
+    assert found_norms == pytest.approx(norms, rel=1e-12)
+    assert len(norms) == 2 and min(norms) > 0
+    stock, _ = updates(tmp_path, Ranking, 4, 3)
+    assert apart(stock, real) > 0.05, "accumulated by the Trainer it is another loss"
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """In DistributedDataParallel, negatives gathered: as the large batch in one process."""
+    ranks = found_by_both("tests.integrations.encoder_ranks", tmp_path, warnings="ignore")
+    model = dense(tmp_path / "model")
+    _, real = gradients(Ranking(model), columns(model))
+    for found in ranks:
+        assert apart(found["plain"], real) < 1e-12, "the premise: the host's own loss is exact on ranks"
+        assert apart(found["cached"], real) < 1e-12
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model = dense(tmp_path)
+    ranking = Ranking(model)
+    features = columns(model)
+    with pytest.raises(InputError, match=r"CachedMultipleNegativesRankingLoss caches gradients itself\."):
+        cached(losses.CachedMultipleNegativesRankingLoss(model), microbatch_size=4)
+    with pytest.raises(InputError, match=r"CachedLoss caches gradients itself"):
+        cached(cached(ranking, microbatch_size=4), microbatch_size=4)
+    with pytest.raises(InputError, match=r"AdaptiveLayerLoss hooks into the model during its forward only"):
+        cached(losses.AdaptiveLayerLoss(model, ranking), microbatch_size=4)
+    with pytest.raises(InputError, match=r"found no SentenceTransformer, .* in MSELoss\. Pass a loss"):
+        cached(nn.MSELoss(), microbatch_size=4)
+    with pytest.raises(InputError, match=r"microbatch_size"):
+        cached(ranking, microbatch_size=0)
+    with pytest.raises(InputError, match=r"Wrap the outermost loss: cached\(MatryoshkaLoss\("):
+        losses.MatryoshkaLoss(model, cached(ranking, microbatch_size=4), [16, 8])(features, None)
+    ranking.model = nn.DataParallel(model)
+    with pytest.raises(InputError, match=r"does not work in DataParallel\. Start a process for each GPU"):
+        cached(ranking, microbatch_size=4)(features)
+    ranking.model = model
+    flat = [{"input_ids": torch.ones(9, dtype=torch.long), "offsets": torch.tensor([0, 2, 5])}] * 2
+    with pytest.raises(InputError, match=r"flattened: they have 'offsets'\. Make the"):
+        cached(ranking, microbatch_size=4)(flat)
+    model.append(nn.BatchNorm1d(16))
+    with pytest.raises(CoupledSamplesError, match="BatchNorm in training mode"):
+        cached(ranking, microbatch_size=4)(features)
+
+
+def test_an_error_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = dense(tmp_path)
+    features = columns(model)
+    before = dict(vars(model))
+    with pytest.raises(RuntimeError, match="scalar types"):
+        cached(Ranking(model), microbatch_size=5)([features[0], {"input_ids": torch.zeros(3, 2)}])
+    assert vars(model).keys() == before.keys()
+
+
+def test_evaluation_keeps_no_graph(tmp_path: Path) -> None:
+    model = dense(tmp_path)
+    loss, features = Ranking(model), columns(model)
+    seen = rows_seen(model)
+    with torch.no_grad():
+        value = cached(loss, microbatch_size=5)(features)
+        assert value.item() == pytest.approx(loss(features, None).item(), rel=1e-12)
+    assert not value.requires_grad
+    assert seen == [4] * 6 + [12] * 2
