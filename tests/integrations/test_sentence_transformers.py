@@ -266,7 +266,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Wrap the outermost loss: cached\(MatryoshkaLoss\("):
         losses.MatryoshkaLoss(model, cached(ranking, microbatch_size=4), [16, 8])(features, None)
     ranking.model = nn.DataParallel(model)
-    with pytest.raises(InputError, match=r"does not work in DataParallel\. Start a process for each GPU"):
+    with pytest.raises(InputError, match=r"does not work in DataParallel\. Start one process for each GPU"):
         cached(ranking, microbatch_size=4)(features)
     ranking.model = model
     flat = [{"input_ids": torch.ones(9, dtype=torch.long), "offsets": torch.tensor([0, 2, 5])}] * 2
