@@ -39,6 +39,9 @@ class Exact(Trainer):
 
     microbatch_size: int | Literal["auto", "largest"] | None = "auto"
     coupled: bool | None = None
+    _checks = True
+    _host_is_known = False
+    _may_step = frozenset({"Trainer"})
     _gradient: Callable[[list[dict[str, Any]]], float] | None = None
     _model: nn.Module | None = None
 
@@ -59,6 +62,9 @@ class Exact(Trainer):
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Take the micro-batches of one update; a tail is filled up with empty ones, so the host steps."""
+        if not self._host_is_known:
+            self._check_host()
+            self._host_is_known = True
         taken, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._real, self._items, self._ready = len(taken), items, list[dict[str, Any]]()
         padding = [_empty(taken[-1])] * (num_batches - len(taken)) if taken else []
@@ -72,9 +78,8 @@ class Exact(Trainer):
             The loss of the batch at the last micro-batch, and 0 before it: the host logs their sum.
         """
         if self._gradient is None or self._model is not model:
-            self._check_host()
             self._gradient, self._model = self._gradient_of(model, inputs), model
-        self._ready.append(dict(self._prepare_inputs(inputs)))
+        self._ready.append(self._as_samples(self._prepare_inputs(inputs)))
         loss = 0.0
         if len(self._ready) == self._calls:
             ready, self._ready = self._ready[: self._real], []
@@ -85,6 +90,7 @@ class Exact(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # of schedule-free optimizers
             self.optimizer.train()
+        self.current_gradient_accumulation_steps = 1  # for losses that divide by it
         assert self._gradient is not None
         try:
             return self._gradient(microbatches)
@@ -101,11 +107,11 @@ class Exact(Trainer):
 
         def whole_loss(batch: Any) -> Any:
             with self.compute_loss_context_manager():
-                return self.compute_loss(model, dict(batch), num_items_in_batch=self._items)
+                return self.compute_loss(model, self._as_inputs(batch), num_items_in_batch=self._items)
 
         def loss_fn(microbatch: Any) -> Any:  # without the number of items it is a mean
             with self.compute_loss_context_manager():
-                return self.compute_loss(model, dict(microbatch))
+                return self.compute_loss(model, self._as_inputs(microbatch))
 
         def over_ranks(batch: Any) -> float:  # each rank's loss is of its own samples, as it is in the host
             with virtual_batch(model, size or "auto") as virtual:
@@ -115,13 +121,22 @@ class Exact(Trainer):
 
         if not self._is_coupled(inputs):
             size = self.microbatch_size if one else None
-            separate = Gradient(model, loss_fn, microbatch_size=size, weight=self.weight_of, **host)
+            host |= {"weight": self.weight_of, "check": self._checks}
+            separate = Gradient(model, loss_fn, microbatch_size=size, **host)
             return lambda taken: separate(taken[0] if one else Window(taken)).loss
         size: Any = self.microbatch_size if one else self.args.per_device_train_batch_size
         if accelerator.num_processes > 1:
             return lambda taken: over_ranks(_joined(taken))
         whole = WholeGradient(model, whole_loss, microbatch_size=size, **host)
         return lambda taken: whole(_joined(taken)).loss
+
+    def _as_samples(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return inputs of the host as a batch whose leaves have one row for each sample."""
+        return dict(inputs)
+
+    def _as_inputs(self, samples: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the host again; it may write into them."""
+        return dict(samples)
 
     def _is_coupled(self, inputs: Mapping[str, Any]) -> bool:
         if self.coupled is not None:
@@ -147,7 +162,8 @@ class Exact(Trainer):
                 "torchrun, or set CUDA_VISIBLE_DEVICES to one of them."
             )
         for kind in type(self).__mro__:
-            if "training_step" not in vars(kind) or issubclass(kind, Exact) or kind is Trainer:
+            known = issubclass(kind, Exact) or kind.__name__ in self._may_step
+            if "training_step" not in vars(kind) or known:
                 continue
             raise InputError(
                 f"{kind.__name__}.training_step would not be called. Put its code into compute_loss, or "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
+from tqdm import tqdm
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -32,7 +33,8 @@ from transformers.utils import logging
 
 from superbatch.integrations.hf import Exact
 
-logging.disable_progress_bar()  # they start a thread that outlives a test
+logging.disable_progress_bar()
+tqdm.monitor_interval = 0  # no thread that outlives a test
 Row = dict[str, Any]
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

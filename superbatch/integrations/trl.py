@@ -1,0 +1,142 @@
+"""The exact gradient of a batch in the trainers of TRL, with metrics weighted as the loss is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from . import hf
+from .versions import check_version
+
+# Rows of these belong to pairs: the chosen ones first, then the rejected ones.
+_OF_PAIRS = ("input_ids", "attention_mask", "completion_mask", "token_type_ids")
+_COUPLED_LOSSES = ("aot", "aot_unpaired", "sft")
+_WEIGHTS = "weights of superbatch"
+# Metrics of pairs that are means over chosen tokens (1), rejected ones (2), or both.
+_TOKENS = {"entropy": [1, 2], "logits/chosen": [1], "logits/rejected": [2], "mean_token_accuracy": [1]}
+
+
+class Exact(hf.Exact):
+    """Mixin before `SFTTrainer`, `DPOTrainer` or `RewardTrainer`: as `superbatch.integrations.hf.Exact`.
+
+    ``class MyTrainer(Exact, SFTTrainer)``. Each metric of an update is the mean over its micro-batches,
+    weighted by what it counts: tokens or pairs. The loss is not checked on the first window, for TRL counts
+    tokens and metrics wherever it is computed.
+
+    Examples:
+        >>> Exact.microbatch_size
+        'auto'
+    """
+
+    _checks = False
+    _may_step = frozenset({"Trainer", "SFTTrainer", "DPOTrainer", "RewardTrainer"})
+
+    def weight_of(self, microbatch: Mapping[str, Any]) -> int | float:
+        """Return the tokens of a micro-batch for `SFTTrainer`, its pairs for the others."""
+        return len(microbatch["input_ids"]) if self._has_pairs() else super().weight_of(microbatch)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Keep a micro-batch, as the base class; activations are offloaded as the host does."""
+        with getattr(self, "maybe_activation_offload_context", nullcontext()):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of the host, and note the weights of the metrics that it appends."""
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.model.training:
+            self._metrics["train"][_WEIGHTS].append(self._weights_of(inputs))
+        return found
+
+    def _weights_of(self, inputs: Mapping[str, Any]) -> tuple[int | float, ...]:
+        """Return the weight of the loss; of pairs also their chosen and their rejected tokens."""
+        weight = self.weight_of(self._as_samples(inputs))
+        if not self._has_pairs() or "completion_mask" not in inputs:
+            return (weight,)
+        return (weight, *(int(half[..., 1:].sum()) for half in inputs["completion_mask"].chunk(2)))
+
+    def _add_gradient(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> float:
+        before, self._metrics["train"] = self._metrics["train"], defaultdict(list)
+        try:
+            loss = super()._add_gradient(model, microbatches)
+        finally:
+            during, self._metrics["train"] = self._metrics["train"], before
+        given = torch.tensor(during.pop(_WEIGHTS), dtype=torch.float64, device=self.args.device)
+        weights = self.accelerator.reduce(given, "sum")
+        for name, values in during.items():
+            if name == "num_tokens":  # since training has begun
+                before[name] = values
+            else:
+                columns = _TOKENS.get(name, [0]) if weights.shape[1] > 1 else [0]
+                before[name].append(_averaged(name, values, weights[:, columns].sum(1).tolist()))
+        return loss
+
+    def _has_pairs(self) -> bool:
+        return not any(kind.__name__ == "SFTTrainer" for kind in type(self).__mro__)
+
+    def _as_samples(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Put the two rows of a pair side by side, so that pairs are cut apart from each other."""
+        if not self._has_pairs():
+            return dict(inputs)
+        return {
+            name: value.unflatten(0, (2, -1)).transpose(0, 1) if name in _OF_PAIRS else value
+            for name, value in inputs.items()
+        }
+
+    def _as_inputs(self, samples: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._has_pairs():
+            return dict(samples)
+        return {
+            name: value.transpose(0, 1).flatten(0, 1) if name in _OF_PAIRS else value
+            for name, value in samples.items()
+        }
+
+    def _is_coupled(self, inputs: Mapping[str, Any]) -> bool:
+        router = getattr(self, "aux_loss_enabled", False) and self.router_aux_loss_coef
+        return super()._is_coupled(inputs) or (self.coupled is None and bool(router))
+
+    def _check_host(self) -> None:
+        check_version("trl")
+        host = next((kind for kind in type(self).__mro__ if kind.__module__.startswith("trl.")), type(self))
+        if host.__name__ not in self._may_step:
+            raise InputError(
+                f"superbatch.integrations.trl does not know how {host.__name__} divides its loss. Use "
+                "SFTTrainer, DPOTrainer or RewardTrainer, or take Exact out of the class."
+            )
+        owner = next(
+            kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not Exact
+        )
+        if owner is not host and type(self).weight_of is Exact.weight_of:
+            raise InputError(
+                f"{owner.__name__}.compute_loss is not TRL's, so what divides it is not known. Write `def "
+                "weight_of(self, microbatch)` beside it: return the number of tokens or pairs."
+            )
+        unequal = [name for name in getattr(self, "loss_types", ()) if name in _COUPLED_LOSSES]
+        if unequal and not self.coupled:
+            raise InputError(
+                f"loss_type={unequal[0]!r} is no mean over pairs, so parts of a batch do not add up to it. "
+                "Write `coupled = True` in the trainer's class."
+            )
+        super()._check_host()
+
+
+def _averaged(name: str, values: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the metric of an update from those of its micro-batches.
+
+    Examples:
+        >>> _averaged("entropy", [1.0, 4.0], [2, 1]), _averaged("max_reward", [1.0, 4.0], [2, 1])
+        (2.0, 4.0)
+    """
+    if name in ("min_reward", "max_reward"):
+        return min(values) if name == "min_reward" else max(values)
+    total = sum(weights)
+    if len(values) != len(weights) or not total:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total

@@ -1,0 +1,127 @@
+"""Tiny models and data for the trainers of TRL; no downloads."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from superbatch.integrations.trl import Exact
+
+disable_progress_bars()
+tqdm.monitor_interval = 0  # no thread that outlives a test
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(29))]
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class ExactSFT(Exact, SFTTrainer):
+    """Of TRL's loops, the first."""
+
+
+class ExactDPO(Exact, DPOTrainer):
+    """Pairs with a reference model."""
+
+
+class ExactReward(Exact, RewardTrainer):
+    """Pairs with a score."""
+
+
+HOSTS: dict[str, tuple[Any, Any, Any]] = {
+    "sft": (SFTTrainer, ExactSFT, SFTConfig),
+    "router": (SFTTrainer, ExactSFT, SFTConfig),
+    "dpo": (DPOTrainer, ExactDPO, DPOConfig),
+    "reward": (RewardTrainer, ExactReward, RewardConfig),
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of a few words."""
+    made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def model(name: str) -> nn.Module:
+    """Return the model of a host, always the same."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(WORDS), "num_key_value_heads": 2, "pad_token_id": 0, **SMALL}
+    if name == "router":
+        experts = {"num_local_experts": 4, "experts_implementation": "eager", "output_router_logits": True}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **experts, router_aux_loss_coef=0.5)).double()
+    if name == "reward":
+        return LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1)).double()
+    return LlamaForCausalLM(LlamaConfig(**sizes)).double()
+
+
+def data(name: str, count: int) -> Dataset:
+    """Return rows of unequal lengths; the router's are equal."""
+    draw = random.Random(0)
+
+    def words(fewest: int, most: int) -> str:
+        return " ".join(draw.choices(WORDS[3:], k=8 if name == "router" else draw.randint(fewest, most)))
+
+    if name in ("sft", "router"):
+        return Dataset.from_list([{"text": words(3, 14)} for _ in range(count)])
+    prompts = [words(2, 5) for _ in range(count)]
+    rows = [(prompt, words(2, 9), words(2, 9)) for prompt in prompts]
+    if name == "dpo":
+        return Dataset.from_list([{"prompt": p, "chosen": f" {a}", "rejected": f" {b}"} for p, a, b in rows])
+    return Dataset.from_list([{"chosen": f"{p} {a}", "rejected": f"{p} {b}"} for p, a, b in rows])
+
+
+def train(
+    kind: type,
+    name: str,
+    size: int,
+    steps: int,
+    folder: Path,
+    *,
+    rows: int = 19,
+    evaluation: bool = False,
+    **options: Any,
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Train by a kind of trainer; return the parameters, and the logs of updates."""
+    config = HOSTS[name][2](
+        str(folder),
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=steps,
+        **{
+            "num_train_epochs": 1,
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "bf16": False,
+            "activation_checkpointing": False,
+            "learning_rate": 0.5,
+            "optim": "sgd",
+            **options,
+        },
+    )
+    trained = model(name)
+    more: dict[str, Any] = {"ref_model": model(name)} if name == "dpo" else {}
+    more |= {"eval_dataset": data(name, 6)} if evaluation else {}
+    trainer = kind(
+        model=trained, args=config, train_dataset=data(name, rows), processing_class=tokenizer(), **more
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {each: parameter.detach().clone() for each, parameter in trained.named_parameters()}, logs
