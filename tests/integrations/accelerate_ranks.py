@@ -1,0 +1,54 @@
+"""One of two gloo ranks that run the loop of Accelerate.
+
+``python -m tests.integrations.accelerate_ranks RANK FOLDER``
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from superbatch.errors import InputError
+from superbatch.integrations.accelerate import make_gradient
+from tests.integrations.accelerate_loop import Loop, Way, fresh
+
+
+def trained(way: Way) -> dict[str, Any]:
+    """Run the loop; return what is left on this rank."""
+    loop = Loop(way, fresh(gradient_accumulation_steps=4 if way == "stock" else 1), max_norm=0.5).run()
+    return {
+        "parameters": {name: each.detach().clone() for name, each in loop.bare.named_parameters()},
+        "norms": loop.norms,
+        "losses": loop.losses,
+        "rates": loop.rates,
+        "kind": loop.accelerator.distributed_type.value,
+    }
+
+
+def main(rank: int, folder: Path) -> None:
+    """Write ``RANK.pt``."""
+    os.environ |= {
+        "LOCAL_RANK": str(rank),
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (folder / "port").read_text()}
+    torch.set_num_threads(1)
+    ways: tuple[Way, ...] = ("large", "stock", "exact")
+    found: dict[str, Any] = {way: trained(way) for way in ways}
+    loop = Loop("exact", fresh())
+    try:
+        make_gradient(loop.accelerator, loop.bare, loop.loss)
+    except InputError as error:
+        found["refused"] = str(error)
+    torch.save(found, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
