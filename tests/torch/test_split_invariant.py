@@ -20,10 +20,16 @@ from superbatch import InputError, normalize
 from superbatch.testing import assert_split_invariant
 from superbatch.torch import count_tokens
 from superbatch.torch.options import PerSampleRandom
-from tests.torch.verify_cases import flat_batch, language, mlp
+from tests.torch.verify_cases import Problem, flat_batch, mlp, token_batch, token_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPENDS = "The gradient depends on the split"
+
+
+def language() -> Problem:
+    """A mean over ragged tokens."""
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 4))
+    return Problem(model, lambda batch: token_mean(model(batch["ids"]), batch["labels"]), token_batch())
 
 
 def failure(loss_fn: Callable[[Any], Any], batch: Any, **options: Any) -> str:
