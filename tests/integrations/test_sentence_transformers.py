@@ -185,6 +185,28 @@ def test_a_module_that_writes_into_its_features(tmp_path: Path, monkeypatch: pyt
     assert apart(gradients(cached(loss, microbatch_size=5), features)[1], real) > 1e-3, "the mutant"
 
 
+def test_a_compiled_model(tmp_path: Path) -> None:
+    model = dense(tmp_path)
+    loss, features = Ranking(model), columns(model)
+    _, real = gradients(loss, features)
+    wrapped = cached(loss, microbatch_size=5)
+    loss.model = torch.compile(model, backend="eager")
+    found = {name.replace("_orig_mod.", ""): each for name, each in gradients(wrapped, features)[1].items()}
+    assert apart(found, real) < 1e-12
+
+
+def test_autocast(tmp_path: Path) -> None:
+    model = dense(tmp_path).float()
+    loss, features = Ranking(model), columns(model)
+    _, real = gradients(loss, features)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, stock = gradients(loss, features)
+        _, found = gradients(cached(loss, microbatch_size=5), features)
+    rounding = apart(stock, real)
+    assert 1e-4 < rounding < 0.1, "the premise: bfloat16 rounds"
+    assert apart(found, real) < 2 * rounding
+
+
 def test_the_memory_is_that_of_a_microbatch(tmp_path: Path) -> None:
     model = dense(tmp_path)
     peaks = []
