@@ -1,0 +1,11 @@
+"""Training loops of other libraries, each with its own accumulation and with superbatch's.
+
+A module has ``window(training, exact) -> TrainerWindow``: an endless training of one of `TRAININGS` by the
+host's own accumulation, or by the integration.
+"""
+
+PACKAGES = {"hf": "transformers"}
+"""The package that each module needs."""
+TRAININGS = ("causal", "classes")
+STEPS, SIZE, LENGTH = 4, 8, 64
+"""Micro-batches of an update, their samples, and the tokens of a sample."""
