@@ -72,9 +72,9 @@ class ExactAccumulation(LightningModule):
             The mean loss over all of them, and what else `training_step` returned for the last; NaN for the
             batches before it.
         """
-        if self._windows is None:
+        if (windows := self._running()) is None:
             return super().training_step(batch, batch_idx)
-        result, logged = self._windows.step(batch, batch_idx)
+        result, logged = windows.step(batch, batch_idx)
         for name, value, options in logged:
             super().log(name, value, **options)
         return result
@@ -90,9 +90,9 @@ class ExactAccumulation(LightningModule):
             optimizer: likewise.
             optimizer_closure: likewise.
         """
-        if self._windows is None:
+        if (windows := self._running()) is None:
             return super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        with self._windows.last_batch():
+        with windows.last_batch():
             return super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -103,10 +103,10 @@ class ExactAccumulation(LightningModule):
             args: likewise.
             kwargs: likewise.
         """
-        if self._windows is None:
+        if (windows := self._running()) is None:
             super().backward(loss, *args, **kwargs)
         else:
-            self._windows.attach()
+            windows.attach()
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Log the mean of a value over the batches of an update, weighted as they are, once.
@@ -119,6 +119,14 @@ class ExactAccumulation(LightningModule):
         """
         if self._windows is None or not self._windows.note(name, value, *args, **kwargs):
             super().log(name, value, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the module needs: not the Trainer's part."""
+        return {**super().__getstate__(), "_windows": None}
+
+    def _running(self) -> LightningWindows | None:
+        """Return the windows of the fit; None outside of it, and after one that failed."""
+        return self._windows if self._windows is not None and self._windows.running else None
 
 
 def make_gradient(

@@ -1,4 +1,4 @@
-"""Windows of a Lightning module: batches collected, their gradient, and the values logged on the way."""
+"""Windows of a Lightning module: batches collected, and their gradient."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from .. import normalize
 from ..errors import InputError
 from ..torch import Gradient, WholeGradient, Window
+from .logged_values import LoggedValues
 from .versions import check_version
 
 
@@ -54,6 +55,11 @@ class LightningWindows:
             options = {"microbatch_size": None, "weight": module.weight_of, **options}
         kind: Any = WholeGradient if module.coupled else Gradient
         self._gradient_of = kind(self._trainer.model, self._loss, scaler=scaler, device=None, **options)
+
+    @property
+    def running(self) -> bool:
+        """True until the Trainer has ended or failed."""
+        return self._trainer.state.status == TrainerStatus.RUNNING
 
     @contextmanager
     def last_batch(self) -> Iterator[None]:
@@ -141,121 +147,6 @@ class LightningWindows:
         return self._trainer.strategy.reduce(number, reduce_op="sum")
 
 
-class LoggedValues:
-    """Values logged in a window, as a `Participant`: those of a micro-batch that is run again go.
-
-    `training_step` also runs outside of micro-batches, when its loss is checked: nothing is kept then.
-    """
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[str, Any, dict[str, Any], Any]] = []
-        self._mark = 0
-        self._is_inside = self._expects = self._keeps = False
-        self._weight: Any = 1
-
-    @contextmanager
-    def collected(self) -> Iterator[None]:
-        """Keep what is logged in this context from Lightning."""
-        self._is_inside, self._expects = True, False
-        self._entries.clear()
-        try:
-            yield
-        finally:
-            self._is_inside = False
-
-    def start(self, weight: Any) -> bool:
-        """Begin a call of `training_step`; return whether it is a micro-batch of the window.
-
-        Args:
-            weight: of what it is called with.
-        """
-        self._keeps, self._expects, self._weight = self._expects, False, weight
-        return self._keeps
-
-    def note(self, name: str, value: Any, options: dict[str, Any]) -> bool:
-        """Keep a value of a micro-batch; return False outside of a window.
-
-        Args:
-            name: of the value.
-            value: logged.
-            options: of `LightningModule.log`.
-        """
-        if self._is_inside and self._keeps:
-            kept = value.detach() if isinstance(value, Tensor) else value
-            self._entries.append((name, kept, options, self._weight))
-        return self._is_inside
-
-    def means(
-        self, samples: int | None, over_ranks: Callable[[Tensor], Tensor]
-    ) -> list[tuple[str, Any, dict[str, Any]]]:
-        """Return each value that is averaged once, as its mean over the window, and the others as they came.
-
-        Args:
-            samples: of the window; None: not known.
-            over_ranks: sums a number over all ranks.
-        """
-        found: dict[str, list[Any]] = {}
-        for name, value, options, weight in self._entries:
-            found.setdefault(name, []).append((value, options, weight))
-        self._entries.clear()
-        logged: list[tuple[str, Any, dict[str, Any]]] = []
-        for name, entries in found.items():
-            value, options, _ = entries[-1]
-            if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
-                logged += [(name, each, given) for each, given, _ in entries]
-                continue
-            if isinstance(value, Tensor | float | int):
-                value = _mean(entries, over_ranks if options.get("sync_dist") else None)
-            sizes = [given.get("batch_size") for _, given, _ in entries]
-            size = samples if None in sizes else sum(sizes)
-            logged.append((name, value, options if size is None else {**options, "batch_size": size}))
-        return logged
-
-    def begin(self) -> None:
-        """Expect a whole batch whose samples are coupled, which has no savepoint."""
-        self.savepoint()
-
-    def savepoint(self) -> None:
-        """Expect one call of `training_step`."""
-        self._mark, self._expects = len(self._entries), True
-
-    def rollback(self) -> bool:
-        """Forget the values of the micro-batch."""
-        del self._entries[self._mark :]
-        return True
-
-    def restart(self) -> None:
-        """Forget all values."""
-        self._entries.clear()
-        self._expects = True
-
-    def restore(self) -> None:
-        """Forget all values."""
-        self._entries.clear()
-
-    def commit(self) -> None:
-        """Expect no more."""
-        self._expects = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a Lightning checkpoint is not saved inside of a window."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """No-op."""
-
-
-def _mean(entries: list[Any], over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
-    values = [torch.as_tensor(value) for value, _, _ in entries]
-    weights = [weight for _, _, weight in entries]
-    total = normalize.total_weight(weights)
-    if over_ranks is not None:
-        total = over_ranks(torch.tensor(float(total), dtype=torch.float64, device=values[0].device)).item()
-    factors = [normalize.scale(weight, total, reduction="mean") for weight in weights]
-    mean = torch.stack([value * factor for value, factor in zip(values, factors, strict=True)]).sum()
-    return mean if over_ranks is None else over_ranks(mean)
-
-
 def _refuse(module: Any, step: Callable[..., Any], options: Mapping[str, Any]) -> None:
     trainer = module.trainer
     if not module.automatic_optimization:
@@ -264,6 +155,11 @@ def _refuse(module: Any, step: Callable[..., Any], options: Mapping[str, Any]) -
             "of your own, call superbatch.torch.Gradient in place of forward and manual_backward()."
         )
     refuse_strategy(trainer.strategy, SingleDeviceStrategy, DDPStrategy)
+    if "training_step" in vars(module):
+        raise InputError(
+            "The module was given to torch.compile, which would compile the accumulation with it. Compile "
+            "the networks inside of the module instead."
+        )
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
         raise InputError("training_step takes dataloader_iter. Let it take (batch, batch_idx) instead.")
     size, batches = options.get("microbatch_size"), trainer.accumulate_grad_batches

@@ -17,10 +17,16 @@ import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from superbatch.errors import InputError, LossSpecError
-from superbatch.integrations import versions
 from superbatch.integrations.lightning import ExactAccumulation
-from tests.integrations.lightning_models import Exact, Rows, Tokens, apart, count, loader, train
+from tests.integrations.lightning_models import (
+    Exact,
+    Rows,
+    Tokens,
+    apart,
+    count,
+    loader,
+    train,
+)
 from tests.torch.two_ranks import found_by_both
 
 pytestmark = [
@@ -290,85 +296,6 @@ def test_memory_that_runs_out_changes_neither_the_update_nor_what_is_logged() ->
     assert float(ours.callback_metrics["loss_epoch"]) == pytest.approx(
         float(trainer.callback_metrics["loss_epoch"]), rel=1e-12
     )
-
-
-def test_a_wrong_weight_is_an_error_before_the_first_step() -> None:
-    class BySamples(ExactAccumulation, Tokens): ...
-
-    module = BySamples()
-    with pytest.raises(LossSpecError, match="weight"):
-        train(module, 4, 4)
-    assert apart(module, Tokens()) == 0
-    assert module.norms == []
-
-
-def test_a_wrong_weight_that_is_not_checked_is_another_update() -> None:
-    class Unchecked(ExactAccumulation, Tokens):
-        def gradient_options(self) -> dict[str, Any]:
-            return {"check": False}
-
-    large, wrong = Tokens(), Unchecked()
-    train(large, 16, 1)
-    train(wrong, 4, 4)
-    assert apart(large, wrong) > 0.01
-
-
-def test_a_training_step_that_would_come_first_is_refused_where_the_class_is_made() -> None:
-    with pytest.raises(InputError, match=r"Wrong has a training_step that comes before ExactAccumulation's"):
-
-        class Wrong(ExactAccumulation):
-            def training_step(self, batch: Any, batch_idx: int) -> Any: ...
-
-    with pytest.raises(InputError, match=r"class Exact\(ExactAccumulation, YourModule\)"):
-        type("Reversed", (Tokens, ExactAccumulation), {})
-
-
-def test_what_cannot_be_accumulated_is_refused_before_the_first_step() -> None:
-    module = Exact()
-    module.automatic_optimization = False
-    with pytest.raises(
-        InputError, match=r"automatic_optimization is False\. In a loop of your own, call superbatch"
-    ):
-        train(module, 4, 1)
-    with pytest.raises(
-        InputError, match="microbatch_size=2 cuts a batch, but accumulate_grad_batches=4 joins batches"
-    ):
-        train(type("Both", (Exact,), {"gradient_options": lambda self: {"microbatch_size": 2}})(), 4, 4)
-
-    class FromIterator(Tokens):
-        def training_step(self, dataloader_iter: Any) -> Any: ...
-
-    with pytest.raises(InputError, match="training_step takes dataloader_iter"):
-        train(type("ExactIterator", (ExactAccumulation, FromIterator), {})(), 4, 4)
-
-
-def test_a_strategy_that_shards_is_refused() -> None:
-    from lightning.pytorch.strategies import FSDPStrategy
-
-    module = Exact()
-    trainer = lightning.Trainer(accelerator="cpu", logger=False)
-    trainer.strategy.connect(module)
-    module.trainer = trainer
-    trainer._accelerator_connector.strategy = FSDPStrategy()
-    with pytest.raises(
-        InputError, match="FSDPStrategy is a strategy with which gradients cannot be accumulated"
-    ):
-        module.on_fit_start()
-
-
-def test_a_version_that_was_not_tested_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(versions.TESTED, "lightning", ("2.4", "2.5"))
-    with pytest.warns(UserWarning, match="was tested with lightning 2.4 to 2.5"):
-        train(Exact(), 4, 4, max_steps=1)
-
-
-def test_a_module_is_an_ordinary_one_outside_of_fit() -> None:
-    module = Exact()
-    loss = module.loss(next(iter(loader(4))))
-    module.backward(loss)
-    assert module.net[2].weight.grad is not None
-    train(module, 4, 4, max_steps=1)
-    assert module._windows is None
 
 
 def test_two_ranks_make_the_update_of_the_batch_of_both(tmp_path: Path) -> None:
