@@ -38,8 +38,21 @@ def near_equal(samples: int, microbatch_size: int) -> list[int]:
         >>> near_equal(10, 4), near_equal(3, 8)
         ([4, 3, 3], [3])
     """
-    samples = positive_int("samples", samples)
-    count = -(-samples // positive_int("microbatch_size", microbatch_size))
+    return sizes_of(positive_int("samples", samples), positive_int("microbatch_size", microbatch_size))
+
+
+def sizes_of(samples: int, most: int) -> list[int]:
+    """Return `near_equal` of positive ints that were checked.
+
+    Args:
+        samples: of the batch.
+        most: samples of a micro-batch.
+
+    Examples:
+        >>> sizes_of(10, 4)
+        [4, 3, 3]
+    """
+    count = -(-samples // most)
     size, larger = divmod(samples, count)
     return [size + 1] * larger + [size] * (count - larger)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from superbatch.torch.window.participants.buffer_gradients import BufferGradientSum
-from superbatch.torch.window.participants.gradient_versions import GradientVersions, _versions
 from superbatch.torch.window.participants.momentum_gradients import MomentumGradientSum
+from superbatch.torch.window.participants.parameter_gradients import GradientVersions, _versions
 from superbatch.torch.window.transaction import Transaction, restore_each
 from tests.torch.failing_allocations import TEXT, sweep
 from tests.torch.fault_cells import MODES, cell, cells
@@ -201,7 +201,7 @@ def test_a_real_allocator_finds_the_mutant() -> None:
     mutant = inspect.getsource(_as_noted)
     before = f"""
 from __future__ import annotations
-from superbatch.torch.window.participants.gradient_versions import GradientVersions, _versions
+from superbatch.torch.window.participants.parameter_gradients import GradientVersions, _versions
 {mutant}
 GradientVersions.rollback = _as_noted
 """

@@ -119,7 +119,8 @@ def trained(
 @pytest.mark.parametrize("method", ["rollback", "restart"])
 @pytest.mark.parametrize("which", ["random", "state", "scale", "sums", "position"])
 def test_a_rollback_that_fails(which: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, accumulate, calls = trained(microbatch_size="auto")
+    scaled: Any = {"scaler": torch.amp.GradScaler("cpu", init_scale=4.0)} if which == "scale" else {}
+    model, optimizer, accumulate, calls = trained(microbatch_size="auto", **scaled)
     calls[:] = [0, 1]
     before = fingerprint(model, optimizer)
     before = {key: value.clone() if isinstance(value, Tensor) else value for key, value in before.items()}

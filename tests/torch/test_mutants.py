@@ -21,7 +21,7 @@ from superbatch.torch.options import ClipValue
 from superbatch.torch.window import update_rule
 from superbatch.torch.window.norm import finite_norm
 from superbatch.torch.window.participants import gradient_sum, parameter_gradients
-from superbatch.torch.window.participants.gradient_versions import GradientVersions
+from superbatch.torch.window.participants.parameter_gradients import GradientVersions
 from tests.torch.helpers import (
     assert_same_parameters,
     large_batch,

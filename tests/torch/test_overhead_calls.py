@@ -55,10 +55,11 @@ def test_the_calls_of_a_window_and_of_each_of_its_microbatches(whole_batch):
     assert accumulate.updates == 3
     # 29 and 169 when written (Python 3.11; later ones call fewer for a comprehension). A micro-batch that the
     # machine was kept from for long makes one or two more. One is the fast path of autograd (0036).
-    assert 0 < for_each <= 29
+    # 24 since what a window need not ask is not asked.
+    assert 0 < for_each <= 27
     # 211 and 213 with what a window sees since: whether a parameter was replaced, an optimizer wrapped, state
-    # moved, labels unequal for the first time, and interrupts deferred.
-    assert 0 < calls - 8 * for_each <= 215
+    # moved, labels unequal for the first time, and interrupts deferred; 197 and 198 since, as above.
+    assert 0 < calls - 8 * for_each <= 200
 
 
 def test_one_ordinary_update_walks_through_few_files():
@@ -81,5 +82,5 @@ def test_one_ordinary_update_walks_through_few_files():
         sys.setprofile(None)
     assert update.microbatches == 4, "premise"
     entered = sorted(file.removeprefix(PACKAGE) for file in files if file.startswith(PACKAGE))
-    # 12 were hoped for. A participant is a file, and a window that restores everything has nine of them.
-    assert 12 < len(entered) <= 45, "\n".join(entered)
+    # 12 were hoped for. A participant is a file, and a window that restores everything has seven of them.
+    assert 12 < len(entered) <= 30, "\n".join(entered)

@@ -16,7 +16,7 @@ from superbatch.lab.recipes.text import IGNORE, text
 from superbatch.torch import Accumulator, TokenBudget, Update, count_tokens, verify
 from superbatch.torch.options import PerSampleRandom
 from superbatch.torch.rng.sample_rng import sample_stream
-from superbatch.torch.window.batches import microbatches_of
+from superbatch.torch.window.microbatches import microbatches_of
 from tests.torch.helpers import (
     TinyLM,
     assert_same_parameters,

@@ -17,11 +17,11 @@ from superbatch.batch.tree import count_samples, map_arrays
 from superbatch.normalize import takes_part
 
 from ..devices import has_float64
+from ..loss.losses import check_loss
 from ..memory.limits import memory_limit
 from ..memory.out_of_memory import out_of_memory
 from ..rng.sample_rng import sample_stream
 from ..window.participants.moved_state import MovedState
-from ..window.validation import check_loss
 from .agreement import Cut, Seen
 from .generators import Generators
 from .precision import ComputeIn

@@ -17,7 +17,7 @@ from superbatch.batch.tree import map_arrays, take
 from superbatch.errors import InputError, explain
 from superbatch.window import Window
 
-from ..window.batches import Paths, microbatches_of
+from ..window.microbatches import Paths, microbatches_of
 from ..window.transfer import Transfer
 from ..window.validation import as_models
 from .embeddings import Embeddings, tensors_of

@@ -168,6 +168,43 @@ def over_ranks(
     )
 
 
+def check_loss(loss: object) -> None:
+    """Check that a loss can be differentiated: one element of floating dtype with a graph.
+
+    Raises:
+        InputError: it is no tensor, has several elements, or has no graph.
+
+    Examples:
+        >>> check_loss(torch.ones(1, requires_grad=True).sum())
+    """
+    if not isinstance(loss, Tensor):
+        raise without_tensor(loss)
+    if loss.numel() != 1:
+        raise InputError(
+            explain(
+                f"a loss of shape {tuple(loss.shape)}",
+                "a micro-batch has one loss",
+                'return its mean (reduction="mean") or its sum (reduction="sum")',
+            )
+        )
+    if not loss.is_floating_point():
+        raise InputError(
+            explain(
+                f"a loss of dtype {loss.dtype}",
+                "a loss is a real number, so that it can be made smaller",
+                "return its absolute value or real part",
+            )
+        )
+    if not loss.requires_grad:
+        raise InputError(
+            explain(
+                "a loss without a graph",
+                "it depends on no parameter that needs a gradient, so there is nothing to accumulate",
+                "compute it from the model outside torch.no_grad(), with parameters that require gradients",
+            )
+        )
+
+
 def pair_of(returned: Any) -> tuple[Any, Any]:
     """Return the loss and the weight that a loss function returned.
 

@@ -22,6 +22,10 @@ class WindowWeights(Protocol):
         """Weights that were known before the first backward."""
         ...
 
+    def new_losses(self) -> WindowLosses:
+        """Return an object that takes the losses of the window."""
+        ...
+
     def has_none(self, index: int) -> bool:
         """Return whether a micro-batch is known to contribute nothing."""
         ...

@@ -28,11 +28,9 @@ from ..window.participants.gradient_sum import LOW_PRECISION
 from ..window.participants.snapshot import RandomKeeper
 from ..window.sync.sync import Sync
 from ..window.transfer import to_device
-from ..window.validation import check_loss
 from .declared import Declared, check_names, read_terms
-from .losses import Losses, Sum, WindowLoss
-from .records import WindowLosses, WindowWeights
-from .weighing import NOT_ON_ANOTHER_RANK, Weights, weigh_ahead, weights_of
+from .losses import Losses, Sum, WindowLoss, check_loss
+from .weighing import Weights, weigh_ahead, weights_of
 
 Number = normalize.Number
 Forward = Callable[[list[Any]], list[Mapping[str, Number]]]
@@ -75,6 +73,10 @@ class TermWeights:
             )
             for (name, term), each, total in zip(terms.items(), weights, totals, strict=True)
         }
+
+    def new_losses(self) -> TermLosses:
+        """Return an object that takes the losses of a window, of which there are none yet."""
+        return TermLosses(self._terms)
 
     @property
     def ahead(self) -> dict[str, list[Number]]:
@@ -271,44 +273,6 @@ class TermLosses:
         """Resume from what `state` returned."""
         for name, each in self._of.items():
             each.load_state({index: losses[name] for index, losses in state.items()})
-
-
-def weights_in(config: Config, microbatches: list[Any], samples: list[int] | None) -> WindowWeights:
-    """Return the weights of a window's micro-batches.
-
-    Args:
-        config: of the accumulator.
-        microbatches: on the host.
-        samples: of each, where they are known.
-    """
-    declared = config.declared
-    if declared.terms:
-        return TermWeights(
-            declared.terms, microbatches, samples, config.sync, lambda parts: returned_weights(config, parts)
-        )
-    if config.sync.shared and declared.returned and config.sync.vote(raised=False):
-        raise InputError(NOT_ON_ANOTHER_RANK)
-    return Weights(
-        declared.weigh, declared.reduction, microbatches, samples, config.sync, min_weight=declared.min_weight
-    )
-
-
-def tell_ranks(config: Config) -> None:
-    """Tell the other ranks, which are about to sum the weights, that this one cannot make the window.
-
-    Args:
-        config: of the accumulator.
-    """
-    sync, declared = config.sync, config.declared
-    if sync.shared and not declared.terms and declared.returned:
-        sync.vote(raised=True)
-    elif sync.shared:
-        sync.sum_numbers([math.nan] * max(len(declared.terms), 1))
-
-
-def losses_in(config: Config) -> WindowLosses:
-    """Return an object that takes the losses of a window."""
-    return TermLosses(config.declared.terms) if config.declared.terms else Losses()
 
 
 def returned_weights(config: Config, microbatches: list[Any]) -> list[Mapping[str, Number]]:

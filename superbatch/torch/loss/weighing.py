@@ -12,8 +12,7 @@ from superbatch import normalize
 from superbatch.errors import InputError, LossSpecError, explain
 
 from ..window.sync.sync import Sync
-from ..window.validation import check_loss
-from .losses import Sum, WindowLoss
+from .losses import Losses, Sum, WindowLoss, check_loss
 
 Weigh = Callable[[Any], Any] | Literal["samples", "returned"]
 Ahead = tuple[list[normalize.Number], normalize.Number]
@@ -61,6 +60,10 @@ class Weights:
                 ahead = each[0], totals[0]
             self.ahead = ahead[0]
             self.planned = self._divided_by(ahead[1])
+
+    def new_losses(self) -> Losses:
+        """Return an object that takes the losses of a window, of which there are none yet."""
+        return Losses()
 
     def has_none(self, index: int) -> bool:
         """Tell if a micro-batch is known to contribute nothing, so that its forward can be left out."""

@@ -71,7 +71,7 @@ class AutoSize:
         [100]
     """
 
-    measures = True
+    measures = learns = True
 
     def __init__(
         self,

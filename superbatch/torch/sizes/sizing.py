@@ -21,9 +21,11 @@ class Sizing(Protocol):
 
     Attributes:
         measures: whether `measure` measures, so that `rest` may change the sizes.
+        learns: whether `closed` has anything to note.
     """
 
     measures: bool
+    learns: bool
 
     def rest(self, left: int) -> list[int] | None:
         """Return, after a micro-batch, other sizes for the samples that are left; None: as planned."""
@@ -123,6 +125,7 @@ class Fixed:
 
     def __init__(self, size: int | TokenBudget | None) -> None:
         self.size = size
+        self.learns = False  # until memory runs out
         self._smaller = Smaller()
 
     @property
@@ -140,11 +143,14 @@ class Fixed:
 
     def failed(self, samples: int) -> int:
         """Continue with smaller micro-batches (see `Smaller`)."""
-        return self._smaller.failed(samples)
+        most = self._smaller.failed(samples)
+        self.learns = self.most is not None
+        return most
 
     def closed(self, *, made: bool) -> None:
         """Count the updates until the stated size is tried again."""
         self._smaller.closed(made=made)
+        self.learns = self.most is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return for how long which smaller size is used."""
@@ -153,6 +159,7 @@ class Fixed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the smaller size."""
         self._smaller.load_state_dict(state)
+        self.learns = self.most is not None
 
     def twin(self) -> Fixed:
         """Return another one of the same size."""

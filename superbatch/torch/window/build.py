@@ -27,6 +27,7 @@ from ..options import (
     PerSampleRandom,
     Split,
 )
+from ..sizes.auto import AutoSize
 from ..sizes.reserve import Reserve
 from ..sizes.sizing import Fixed
 from . import options, validation
@@ -34,7 +35,7 @@ from .before_step import BeforeStep
 from .config import Config, NonFinite
 from .coupled_work import Coupled, Rng
 from .engine import Engine
-from .microbatches import sizing_of
+from .microbatches import Paths
 from .owned_parameters import ModelParameters, OwnedParameters
 from .participant import Participant
 from .participants import batchnorm as norms
@@ -126,7 +127,7 @@ def engine_of(
     whole, size = given.coupled, given.microbatch_size
     if whole is None:
         kind = participants.batchnorm if batchnorms else None
-        sizing = sizing_of(
+        sizing = _sizing_of(
             size,
             config,
             given.split.paths,
@@ -192,7 +193,7 @@ def _config(
         state=MovedState(models, [loss_fn]),
         random=RandomKeeper(accelerators(models, *parameters, device)),
         loss_fn=None if whole else loss_fn,
-        transfer=Transfer(None if whole else device),
+        transfer=None if whole or device is None else Transfer(device),
         reserve=Reserve(models, optimizers, owned),
         before_step=BeforeStep(optimizers, owned),
         noise=noise_of(
@@ -245,6 +246,41 @@ _KINDS = (FrozenBatchNorm, GhostBatchNorm, PerSampleRandom)
 _METHODS = (
     *("begin", "savepoint", "rollback", "restart", "restore", "commit", "state_dict", "load_state_dict"),
 )
+
+
+def _sizing_of(
+    microbatch_size: int | TokenBudget | str | None,
+    config: Config,
+    paths: Paths,
+    *,
+    batchnorm: str | None,
+    **sizes: Any,
+) -> Fixed | AutoSize:
+    """Return the sizing that `microbatch_size` declares.
+
+    Args:
+        microbatch_size: checked before.
+        config: of the accumulator.
+        paths: `whole` and `per_sample` declarations.
+        batchnorm: what happens to BatchNorm in training mode; None if there is none.
+        sizes: further ones of `AutoSize`.
+
+    Raises:
+        InputError: sizes cannot be found out here.
+    """
+    if not isinstance(microbatch_size, str):
+        return Fixed(microbatch_size)
+    loss_fn = options.check_auto(microbatch_size, config.loss_fn, batchnorm)
+    return AutoSize(
+        loss_fn,
+        config.models,
+        config.rule.optimizers,
+        device=config.device,
+        mode="fastest" if microbatch_size == "auto" else "largest",
+        whole=paths.get("whole", ()),
+        per_sample=paths.get("per_sample", ()),
+        **sizes,
+    )
 
 
 def _handled(batchnorms: dict[str, _BatchNorm], participants: _Participants) -> dict[str, _BatchNorm]:

@@ -37,7 +37,7 @@ class Config:
         declared: what the loss of a micro-batch is, and what it weighs.
         loss_fn: of a micro-batch; None where it cannot be called with one.
         state: keeps buffers and other state that a forward moves.
-        transfer: moves micro-batches to the device.
+        transfer: moves micro-batches to the device; None: they stay where they are.
         reserve: makes sure of the memory that an update needs.
         before_step: what the optimizers' step changes, as it was.
         until_next: gradients of the last window, whose memory the next one uses (see `boundary.zero_grad`).
@@ -61,7 +61,7 @@ class Config:
     state: MovedState
     random: RandomKeeper
     loss_fn: Callable[[Any], Any] | None
-    transfer: Transfer
+    transfer: Transfer | None
     reserve: Reserve
     before_step: BeforeStep
     until_next: list[Tensor] = field(default_factory=list)
@@ -81,21 +81,3 @@ class Config:
     def weigh(self) -> Weigh:
         """Weight of a micro-batch."""
         return self.declared.weigh
-
-    def prepare_update(self) -> None:
-        """Run what may fail for lack of memory while the optimizer has not stepped.
-
-        Raises:
-            OutOfMemoryError: there is no memory for the update; nothing has moved.
-        """
-        self.reserve.require()
-        self.prepare_commit()
-
-    def prepare_commit(self) -> None:
-        """Run what the commit of a participant needs and what may fail.
-
-        Statistics of BatchNorms are pooled, and sums with earlier gradients made that take memory.
-        """
-        for participant in (self.norms, self.earlier):
-            if participant is not None:
-                participant.prepare()

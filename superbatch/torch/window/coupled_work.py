@@ -23,6 +23,7 @@ from superbatch.results.coupling import CouplingReport
 from superbatch.results.update import Update
 from superbatch.window import Window
 
+from ..loss.losses import check_loss
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..module_tables import parameters_of
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
@@ -38,7 +39,6 @@ from .participants.gradient_sum import ManagedParameter, host_backward, run_back
 from .participants.parameter_gradients import ParameterGradientSum
 from .retry import but_unseen, require_restorable
 from .slips import without_tensor
-from .validation import check_loss
 
 Size = int | Literal["auto"]
 Rng = Literal["microbatch", "batch"]
@@ -174,7 +174,9 @@ class Coupled:
         """Record forward and backward; return the loss without its graph."""
         loss = _checked(self._loss_fn(virtual(batch)))
         self._apart = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
-        self._run(window.transaction.scale.scaled(loss), None, inputs, retain_graph=False)
+        scale = window.transaction.scale
+        scaled = loss if scale is None else scale.scaled(loss)
+        self._run(scaled, None, inputs, retain_graph=False)
         return loss.detach()
 
     def _go_on_smaller(self, window: OpenWindow[Any], failure: str) -> None:

@@ -71,7 +71,7 @@ class Ending:
             return
         if look and shown is not None:
             self._look_again(shown)
-        window.scale.require()
+        window.require_scale()
         gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, found.divisor)
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
@@ -109,7 +109,8 @@ class Ending:
         rule = config.rule
         if norm is not None:
             update_rule.clip(rule, gradients, norm)
-        config.prepare_update()
+        config.reserve.require()
+        self._prepare_commit()
         reason = update_rule.update(rule, window.gradients, config.owned, gradients, config.before_step)
         if reason:
             window.restore()
@@ -125,15 +126,22 @@ class Ending:
         """Leave the gradient in ``.grad``: scaled, where losses are scaled."""
         window = self._window
         window.gradients.attach(gradients)
-        window.config.prepare_commit()
+        self._prepare_commit()
         self.passed = True
-        self._record(found, (), norm=None if norm is None else norm / (window.scale.value or 1.0))
+        self._record(found, (), norm=None if norm is None else norm / (window.scaled_by or 1.0))
         window.commit()
+
+    def _prepare_commit(self) -> None:
+        """Run what the commit of a participant needs and what may fail, such as pooling of statistics."""
+        config = self._window.config
+        for participant in (config.norms, config.earlier):
+            if participant is not None:
+                participant.prepare()
 
     def _overflow(self, found: WindowLoss, rates: tuple[float, ...], norm: float | None) -> None:
         """Lower the scale: the gradient of the scaled loss is not finite."""
         window, config = self._window, self._window.config
-        config.prepare_commit()
+        self._prepare_commit()
         reason = update_rule.overflow(config.rule, config.owned)
         self._record(found, rates, norm=norm, skipped=reason)
         window.commit()
@@ -152,7 +160,7 @@ class Ending:
         weights, dropped = progress.weights, progress.dropped
         counted, took_part = weights.counted(dropped), len(weights.took_part(dropped))
         samples = progress.microbatches.samples
-        return Summed(weight, divisor, counted, took_part, samples, window.scale.value, window.config.sync)
+        return Summed(weight, divisor, counted, took_part, samples, window.scaled_by, window.config.sync)
 
     def _look_again(self, shown: Shown) -> None:
         """Check the loss on this window, with what watches its micro-batches off."""

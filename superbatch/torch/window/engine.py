@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,9 @@ from superbatch.results.update import Update
 
 from ..checks.check_schedule import CheckSchedule
 from ..checks.first_check import check_first_window
-from ..loss.terms import tell_ranks, weights_in
+from ..loss.records import WindowWeights
+from ..loss.terms import TermWeights, returned_weights
+from ..loss.weighing import NOT_ON_ANOTHER_RANK, Weights
 from ..masters import masters_at_first, masters_loader, masters_state, masters_written, take_over
 from ..modes import restored_after_interrupt
 from ..sizes.sizing import Sizing
@@ -113,9 +116,9 @@ class Engine:
         try:
             microbatches, sizing = self._cut(batch)
         except BaseException:
-            tell_ranks(config)  # they would wait for this one
+            _tell_ranks(config)  # they would wait for this one
             raise
-        weights = weights_in(config, microbatches.microbatches, microbatches.samples)
+        weights = _weights_in(config, microbatches.microbatches, microbatches.samples)
         if self._slips.watches:
             self._slips.open(microbatches.samples if sizing is self.work.watched else None)
         if schedule is not None:
@@ -228,8 +231,7 @@ class Engine:
         window.require_resume(self._resume)
         self._window, self._resume = window, None
 
-    def _left(self, update: Update | None) -> None:
-        made = update is not None and update.skipped is None
+    def _left(self, made: bool) -> None:
         self._window = None
         if self._slips.watches:
             self._slips.close()
@@ -243,6 +245,39 @@ class Engine:
         if made:
             self.checked = True
             self.updates += 1
+
+
+def _weights_in(config: Config, microbatches: list[Any], samples: list[int] | None) -> WindowWeights:
+    """Return the weights of a window's micro-batches.
+
+    Args:
+        config: of the accumulator.
+        microbatches: on the host.
+        samples: of each, where they are known.
+    """
+    declared = config.declared
+    if declared.terms:
+        return TermWeights(
+            declared.terms, microbatches, samples, config.sync, lambda parts: returned_weights(config, parts)
+        )
+    if config.sync.shared and declared.returned and config.sync.vote(raised=False):
+        raise InputError(NOT_ON_ANOTHER_RANK)
+    return Weights(
+        declared.weigh, declared.reduction, microbatches, samples, config.sync, min_weight=declared.min_weight
+    )
+
+
+def _tell_ranks(config: Config) -> None:
+    """Tell the other ranks, which are about to sum the weights, that this one cannot make the window.
+
+    Args:
+        config: of the accumulator.
+    """
+    sync, declared = config.sync, config.declared
+    if sync.shared and not declared.terms and declared.returned:
+        sync.vote(raised=True)
+    elif sync.shared:
+        sync.sum_numbers([math.nan] * max(len(declared.terms), 1))
 
 
 def _load_sizing_and_noise(state: Mapping[str, Any], work: Work, meter: NoiseMeter | None) -> None:

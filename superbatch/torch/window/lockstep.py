@@ -86,7 +86,8 @@ def _begin_again(window: Transaction, index: int, failure: _Failure) -> None:
     """Restore everything as before the window, and cut smaller micro-batches, as many on each rank."""
     config, progress = window.config, window.progress
     pieces = progress.microbatches
-    config.transfer.forget()
+    if config.transfer is not None:
+        config.transfer.forget()
     gc.collect()  # an exception and its frames may be a cycle
     release_caches(*config.random.devices)
 

@@ -16,7 +16,6 @@ from superbatch.results.update import Update
 from ..checks.check_schedule import CheckSchedule
 from ..interrupts import DeferredInterrupts
 from ..loss.records import WindowWeights
-from ..loss.terms import losses_in
 from ..memory.out_of_memory import out_of_memory
 from ..modes import Modes, interrupted
 from ..sizes.reserve import raise_if_out_of_memory
@@ -56,7 +55,7 @@ class OpenWindow(Generic[T]):
         watch: BackwardWatch | None,
         looks: CheckSchedule | None,
         entered: Callable[[OpenWindow[Any]], None],
-        left: Callable[[Update | None], None],
+        left: Callable[[bool], None],
     ) -> None:
         started = time.perf_counter()
         self._config, self._resume = config, resume
@@ -64,7 +63,7 @@ class OpenWindow(Generic[T]):
         self._is_open = False
         self._iterator: Generator[Any, None, None] | None = None
         self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
-        self._progress = Progress(pieces, weights, losses_in(config))
+        self._progress = Progress(pieces, weights, weights.new_losses())
         self.transaction = Transaction(config, gradients, self._progress, sizing, watch)
         self._ending = Ending(self.transaction, looks, started)
         self._noise = self.transaction.noise
@@ -173,13 +172,13 @@ class OpenWindow(Generic[T]):
         if skipping and progress.weights.adds(index):
             dropping.keep_or_drop(self.transaction, index, again=again)
         progress.broken, progress.next = None, index + 1
-        if config.device is not None:
+        if config.transfer is not None:
             config.transfer.launched(progress.microbatches.microbatches, index)
 
     def _add(self, index: int, loss: Tensor, factor: float, *, retain_graph: bool) -> None:
         in_grad, seen = self._in_grad, None if self._noise is None else self._noise.seen
         scale = self.transaction.scale
-        scaled = loss if scale.value is None else scale.scaled(loss)
+        scaled = loss if scale is None else scale.scaled(loss)
         if seen is not None:
             seen.before_backward()
         if in_grad is not None and loss.dtype in LOW_PRECISION:
@@ -235,7 +234,8 @@ class OpenWindow(Generic[T]):
             self._discard(raised)
         else:  # what raised came inside the step, or after the update, which stands
             transaction = self.transaction
-            restore_each(partial(clear, self._config.owned), transaction.scale.restore, transaction.commit)
+            scale = [] if transaction.scale is None else [transaction.scale.restore]
+            restore_each(partial(clear, self._config.owned), *scale, transaction.commit)
         if left and not self._ending.passed:
             raise_if_out_of_memory(raised, torn=None if as_before else before.tear)
             if not as_before:
@@ -244,14 +244,17 @@ class OpenWindow(Generic[T]):
     def _forget(self) -> None:
         """Let go of everything, and let the accumulator open another window."""
         update = self._ending.update
+        made = update is not None and update.skipped is None
         self._is_open = False
         try:
             self._config.before_step.forget()
             self._progress.microbatches.clear()
-            self._config.transfer.forget()
-            self.transaction.sizing.closed(made=update is not None and update.made)
+            if self._config.transfer is not None:
+                self._config.transfer.forget()
+            if self.transaction.sizing.learns:
+                self.transaction.sizing.closed(made=made)
         finally:
-            self._left(update)
+            self._left(made)
 
     def _iterate(self) -> Generator[Any, None, None]:
         config, window, progress = self._config, self.transaction, self._progress
@@ -263,17 +266,22 @@ class OpenWindow(Generic[T]):
             progress.current = index
             window.savepoint()
             if not measures and not config.sample_rng:  # no context: it costs time
-                yield config.transfer.take(pieces.microbatches, index)
+                yield pieces.microbatches[index] if config.transfer is None else self._taken(index)
             else:
                 # Two contexts and no ExitStack: in Python 3.10 its frame would keep the micro-batch alive
                 # after an exception in the user's loop, until the garbage collector comes.
                 with window.sizing.measure(pieces.count(index)), window.stream(index):
-                    yield config.transfer.take(pieces.microbatches, index)
+                    yield self._taken(index)
             if progress.next <= index or progress.broken is not None:
                 raise misuse.without_backward(index)
             progress.current = None
             if measures and pieces.can_be_recut:
                 self._recut(index + 1)
+
+    def _taken(self, index: int) -> Any:
+        """Return a micro-batch where the model is."""
+        transfer, microbatches = self._config.transfer, self._progress.microbatches.microbatches
+        return microbatches[index] if transfer is None else transfer.take(microbatches, index)
 
     def _recut(self, index: int) -> None:
         """Cut what is left otherwise, if the micro-batches so far have shown that this is better."""

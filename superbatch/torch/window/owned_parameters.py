@@ -15,7 +15,7 @@ from superbatch.errors import InputError, OptimizerError
 from ..module_tables import children_of, parameters_of
 from ..warn import warn
 from .participants.gradient_sum import ManagedParameter
-from .validation import all_parameters, has_others, names_of, no_optimizer, own_parameters, trainable
+from .validation import all_parameters, has_others, names_of, no_optimizer, own_parameters
 from .wrapped_models import refuse_sharded
 
 
@@ -131,7 +131,7 @@ class OwnedParameters:
             self._structure.update(entry for entry in self.entries if entry.target in updated)
             self._trainable = []  # reads again also after an error
         thawed = any(map(attrgetter("requires_grad"), self._frozen))
-        if changed or thawed or trainable(self._optimizers, self._masters) != self._trainable:
+        if changed or thawed or _trainable(self._optimizers, self._masters) != self._trainable:
             self._read()
 
     def _read(self) -> None:
@@ -149,7 +149,7 @@ class OwnedParameters:
         self._known = (self._known & present) | names.keys()
         self._thawed = (self._thawed & present) | names.keys()
         self._frozen = [p for p in present.difference(self._targets()) if not p.requires_grad]
-        self._trainable = trainable(self._optimizers, self._masters)
+        self._trainable = _trainable(self._optimizers, self._masters)
 
     def _targets(self) -> list[Tensor]:
         return [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
@@ -172,6 +172,12 @@ def _warn_of_thawed(names: list[str]) -> None:
         "optimizer of it, so its gradient is never applied here. Add it with "
         'optimizer.add_param_group({"params": ...}), unless another optimizer updates it.'
     )
+
+
+def _trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
+    """Return the ids of the parameters that need a gradient: they change with a frozen or replaced one."""
+    found = [id(p) * p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
+    return found + [id(p) * p.requires_grad for p in masters] if masters else found
 
 
 def _parameters(models: Iterable[nn.Module]) -> list[Tensor]:

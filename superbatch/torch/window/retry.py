@@ -69,7 +69,7 @@ def backward_of(window: OpenWindow) -> Callable[[Any], None]:
     config = window.transaction.config
     loss_fn, read = config.loss_fn, config.declared.arguments
     assert loss_fn is not None
-    if config.weigh == "returned" or config.declared.terms:
+    if config.declared.weigh == "returned" or config.declared.terms:
         return lambda microbatch: window.backward(*read(loss_fn(microbatch)))
     return lambda microbatch: window.backward(alone(loss_fn(microbatch)))
 
@@ -91,7 +91,8 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> str | None
 def _go_on_smaller(window: Transaction, index: int, failure: str) -> None:
     config, progress = window.config, window.progress
     pieces = progress.microbatches
-    config.transfer.forget()
+    if config.transfer is not None:
+        config.transfer.forget()
     gc.collect()  # an exception and its frames may be a cycle
     release_caches(*config.random.devices)
     samples = None if pieces.samples is None else pieces.samples[index]

@@ -18,6 +18,9 @@ class SlipWatch:
         schedulers: that the accumulator steps.
         microbatch_size: the option; anything but an int is not watched.
 
+    Attributes:
+        watches: there is anything to see: a scheduler, or batches that may be too small.
+
     Examples:
         >>> watch = SlipWatch([], 8)
         >>> watch.open([7, 7, 6])
@@ -30,11 +33,7 @@ class SlipWatch:
         self._opened: list[int | None] = []
         self._size = microbatch_size if isinstance(microbatch_size, int) else None
         self._unsplit = 0
-
-    @property
-    def watches(self) -> bool:
-        """True if there is anything to see: a scheduler, or batches that may be too small."""
-        return bool(self._schedulers) or self._size is not None
+        self._note_what_is_left()
 
     def open(self, samples: Sequence[int] | None) -> None:
         """Compare the schedulers' counts with those after the last window, and count unsplit batches.
@@ -45,14 +44,18 @@ class SlipWatch:
         if self._schedulers:
             self._compare(self._counts, least=1, most=2)  # a state that was loaded goes further
             self._opened = self._read()
-        if self._size is None:
-            return
+        if self._size is not None:
+            self._see(samples, self._size)
+
+    def _see(self, samples: Sequence[int] | None, size: int) -> None:
         if samples is None or len(samples) > 1:
             self._size = None  # something is accumulated: no more to see
+            self._note_what_is_left()
             return
         self._unsplit += 1
         if self._unsplit == _WINDOWS:
-            size, self._size = self._size, None
+            self._size = None
+            self._note_what_is_left()
             warn(
                 f"The first {_WINDOWS} batches were one micro-batch each ({samples[0]} samples, "
                 f"microbatch_size={size}), so nothing was accumulated. If the loader yields micro-batches, "
@@ -73,11 +76,15 @@ class SlipWatch:
         pairs = zip(counts, now, strict=False)
         if any(a is not None and b is not None and least <= b - a <= most for a, b in pairs):
             self._schedulers, self._counts, self._opened = (), [], []
+            self._note_what_is_left()
             warn(
                 "scheduler.step() was called outside the Accumulator, which steps the scheduler once per "
                 "update: "
                 "the learning rate changes twice per update. Remove the call, or leave out scheduler=."
             )
+
+    def _note_what_is_left(self) -> None:
+        self.watches = bool(self._schedulers) or self._size is not None
 
     def _read(self) -> list[int | None]:
         return list(map(_count, self._schedulers))

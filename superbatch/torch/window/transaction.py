@@ -13,7 +13,7 @@ from .participant import Participant, has_savepoint
 from .participants.batchnorm import Frozen, Pooled
 from .participants.forward_state import ForwardState, ForwardStateOfEach
 from .participants.gradient_sum import GradientSum
-from .participants.loss_scale import LossScale
+from .participants.loss_scale import LossScale, require_scale
 from .participants.noise.windows import NoiseOfWindows
 from .participants.sample_streams import SampleStreams
 from .progress import Progress
@@ -31,7 +31,7 @@ class Transaction:
         watch: of the parameters in the first window; None later.
 
     Attributes:
-        scale: of the losses.
+        scale: of the losses; None: they are not scaled.
         streams: random streams of samples; None: micro-batches draw from the global generators.
         norms: BatchNorms that are frozen or pooled; None: there are none.
         noise: of the gradient, where this window measures it.
@@ -46,12 +46,7 @@ class Transaction:
         watch: BackwardWatch | None,
     ) -> None:
         self.config, self.gradients, self.progress, self.sizing = config, gradients, progress, sizing
-        self.scale = LossScale(
-            config.rule.scaler,
-            config.owned[0].parameter.device,
-            scaled_by_host=config.backward is not None,
-            unscaled=config.earlier is None,
-        )
+        self.scale = _scale_of(config) if config.rule.scaling else None
         samples = sum(progress.microbatches.samples or ())
         self.streams = SampleStreams(config.sync, samples) if config.sample_rng else None
         self.norms: Frozen | Pooled | None = config.norms
@@ -84,6 +79,16 @@ class Transaction:
     def pooled(self) -> Pooled | None:
         """BatchNorms whose statistics are pooled, which smaller micro-batches would change."""
         return self.norms if isinstance(self.norms, Pooled) else None
+
+    @property
+    def scaled_by(self) -> float | None:
+        """Scale of the losses since the window began; None: they are not scaled."""
+        return None if self.scale is None else self.scale.value
+
+    def require_scale(self) -> None:
+        """Check that all losses of the window were scaled alike, where they are scaled."""
+        if self.scale is not None:
+            self.scale.require()
 
     def begin(self) -> None:
         """Begin; what fails is followed by `restore`."""
@@ -142,7 +147,7 @@ class Transaction:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all participants in one mapping."""
-        state: dict[str, Any] = {"key": 0, "norms": None, "noise": None}
+        state: dict[str, Any] = {"key": 0, "norms": None, "noise": None, "scale": None}
         for participant in self._participants:
             state |= participant.state_dict()
         if self.streams is not None:
@@ -151,6 +156,8 @@ class Transaction:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the states of all participants."""
+        if self.scale is None:
+            require_scale(None, state)
         for participant in self._participants:
             participant.load_state_dict(state)
 
@@ -159,6 +166,12 @@ class Transaction:
         if self.streams is None:
             return nullcontext()
         return self.streams.of(self.progress.microbatches.places(index, self.streams.first_sample))
+
+
+def _scale_of(config: Config) -> LossScale:
+    by_host, unscaled = config.backward is not None, config.earlier is None
+    device = config.owned[0].parameter.device
+    return LossScale(config.rule.scaler, device, scaled_by_host=by_host, unscaled=unscaled)
 
 
 def restore_each(*steps: Callable[[], None]) -> None:

@@ -15,7 +15,6 @@ from superbatch.errors import InputError, OptimizerError, explain
 
 from .participant import no_savepoint
 from .participants.gradient_sum import LOW_PRECISION, ManagedParameter, steps_in_backward
-from .slips import without_tensor
 
 
 def as_models(model: object) -> tuple[nn.Module, ...]:
@@ -154,12 +153,6 @@ def no_optimizer() -> Optimizer:
     return torch.optim.SGD([torch.zeros(1)], lr=0.0)
 
 
-def trainable(optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor]) -> list[int]:
-    """Return the ids of the parameters that need a gradient: they change with a frozen or replaced one."""
-    found = [id(p) * p.requires_grad for o in optimizers for group in o.param_groups for p in group["params"]]
-    return found + [id(p) * p.requires_grad for p in masters] if masters else found
-
-
 def has_others(models: Sequence[nn.Module], owned: list[ManagedParameter]) -> bool:
     """Return whether the models have trainable parameters that belong to other optimizers."""
     mine = {entry.parameter for entry in owned}
@@ -222,43 +215,6 @@ class BackwardWatch:
         with torch.no_grad():
             for entry, before in self._watched:
                 entry.parameter.copy_(before)
-
-
-def check_loss(loss: object) -> None:
-    """Check that a loss can be differentiated: one element of floating dtype with a graph.
-
-    Raises:
-        InputError: it is no tensor, has several elements, or has no graph.
-
-    Examples:
-        >>> check_loss(torch.ones(1, requires_grad=True).sum())
-    """
-    if not isinstance(loss, Tensor):
-        raise without_tensor(loss)
-    if loss.numel() != 1:
-        raise InputError(
-            explain(
-                f"a loss of shape {tuple(loss.shape)}",
-                "a micro-batch has one loss",
-                'return its mean (reduction="mean") or its sum (reduction="sum")',
-            )
-        )
-    if not loss.is_floating_point():
-        raise InputError(
-            explain(
-                f"a loss of dtype {loss.dtype}",
-                "a loss is a real number, so that it can be made smaller",
-                "return its absolute value or real part",
-            )
-        )
-    if not loss.requires_grad:
-        raise InputError(
-            explain(
-                "a loss without a graph",
-                "it depends on no parameter that needs a gradient, so there is nothing to accumulate",
-                "compute it from the model outside torch.no_grad(), with parameters that require gradients",
-            )
-        )
 
 
 def check_positive(value: object, name: str) -> float | None:

@@ -12,6 +12,9 @@ from .reached import Table
 class BoundNames:
     """Bindings of tables as they were when each was noted.
 
+    Attributes:
+        used: anything was noted.
+
     Examples:
         >>> scale = {"value": 1.0}
         >>> names = BoundNames()
@@ -25,6 +28,7 @@ class BoundNames:
     """
 
     def __init__(self) -> None:
+        self.used = False
         self._noted: list[tuple[Table, dict[Any, Any]]] = []
         self._recalled: list[tuple[Table, dict[Any, Any]]] = []
 
@@ -35,13 +39,13 @@ class BoundNames:
             table: to be noted.
             first: all of it was there before the first window, so that nothing in it is a result.
         """
-        values = table.read()
+        values, self.used = table.read(), True
         self._noted.append((table, {key: held(value, first=first) for key, value in values.items()}))
         return values
 
     def recall(self, noted: Iterable[tuple[Table, dict[Any, Any]]]) -> None:
         """Note what was bound in further tables before, `UNHELD` where it is not known."""
-        places = self.by_place()
+        places, self.used = self.by_place(), True
         for table, values in noted:
             new = {k: UNHELD if (id(table.content), k) in places else was for k, was in values.items()}
             self._recalled.append((table, new))
@@ -103,6 +107,7 @@ class BoundNames:
             if table.name_of(key) in saved:
                 wanted[key] = next(iter(saved[table.name_of(key)]), NOTHING)
         if wanted:
+            self.used = True
             self._noted = [(t, b) for t, b in self._noted if t.content is not table.content]
             before = {key: held(value, first=True) for key, value in now.items()} | wanted
             self._noted.append((table, {k: v for k, v in before.items() if v is not NOTHING}))

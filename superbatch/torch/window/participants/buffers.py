@@ -22,6 +22,9 @@ class BufferKeeper:
     its version counter moves: copying it for every window would cost memory that the hand-written loop does
     not need.
 
+    Attributes:
+        owners: modules that have buffers.
+
     Examples:
         >>> norm = nn.BatchNorm1d(2)
         >>> keeper = BufferKeeper([norm])
@@ -37,7 +40,7 @@ class BufferKeeper:
     ALWAYS_COPIED_BYTES = 1 << 20
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._owners: list[nn.Module] = []
+        self.owners: list[nn.Module] = []
         for model in models:
             self.add(model.modules())
         self._constant: dict[int, int] = {}
@@ -45,15 +48,15 @@ class BufferKeeper:
 
     def add(self, modules: Iterable[nn.Module]) -> None:
         """Keep the buffers of further modules too, from the next `take` on; each module counts once."""
-        known = set(self._owners)
-        self._owners += [module for module in modules if buffers_of(module) and module not in known]
+        known = set(self.owners)
+        self.owners += [module for module in modules if buffers_of(module) and module not in known]
 
     def take(self) -> None:
         """Copy every buffer that may change; forgets the copies taken before, also where memory runs out."""
         self._taken = []
-        if not self._owners:
+        if not self.owners:
             return
-        found = [(module, *item) for module in self._owners for item in buffers_of(module).items()]
+        found = [(module, *item) for module in self.owners for item in buffers_of(module).items()]
         copies = _clones([None if self._is_constant(buffer) else buffer for *_, buffer in found])
         self._taken = [_Taken(*one, copy) for one, copy in zip(found, copies, strict=True)]
 
@@ -121,7 +124,7 @@ class BufferKeeper:
 
     def covers(self) -> Callable[[Any, Tensor], bool]:
         """Return a function that tells whether an object is a buffer, or its strided tensor lies in one."""
-        buffers = [buffer for owner in self._owners for buffer in buffers_of(owner).values()]
+        buffers = [buffer for owner in self.owners for buffer in buffers_of(owner).values()]
         same = set(map(id, buffers))
         strided = [buffer for buffer in buffers if buffer is not None and can_be_kept(buffer)]
         sizes = {buffer.data_ptr(): buffer.nbytes for buffer in strided}

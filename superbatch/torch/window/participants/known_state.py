@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ class Known:
 
     Attributes:
         windows: that were committed.
+        next_look: the window that inspects everything: 1, 4, 16, 64, ...
         checked: the first-window check has seen what a forward moves.
         bindings: that moved; True: each held a tensor before the first window.
         tensors: whose content moved, with their names.
@@ -40,6 +42,7 @@ class Known:
     """
 
     windows: int = 0
+    next_look: int = 1
     checked: bool = False
     bindings: dict[tuple[int, Any], tuple[Table, bool]] = field(default_factory=dict)
     tensors: dict[int, Entry] = field(default_factory=dict)
@@ -54,7 +57,8 @@ class Known:
         only = replace(table, keys=frozenset([key])) if table.can_be_cut else table
         self.bindings.setdefault((id(table.content), key), (only, state))
 
-    def is_due(self) -> bool:
-        """Return whether this window inspects everything: windows 1, 4, 16, 64, ..."""
-        number = self.windows + 1
-        return not number & (number - 1) and number.bit_length() % 2 == 1
+    def not_said(self, names: Iterable[str]) -> list[str]:
+        """Return the names that were not given to this method before."""
+        new = [name for name in names if name not in self.said]
+        self.said.update(new)
+        return new

@@ -17,19 +17,19 @@ class LossScale:
     """Scale of the losses of a window.
 
     Args:
-        scaler: a `torch.amp.GradScaler`; None, or one that is not enabled: losses are not scaled.
+        scaler: a `torch.amp.GradScaler` that is enabled.
         device: of the losses.
         scaled_by_host: the backward of somebody else scales each loss.
         unscaled: the window unscales its gradient at its end.
 
     Attributes:
-        value: the scale since `begin`; None: losses are not scaled.
+        value: the scale since `begin`; None before.
     """
 
     def __init__(
-        self, scaler: Any | None, device: torch.device, *, scaled_by_host: bool = False, unscaled: bool = True
+        self, scaler: Any, device: torch.device, *, scaled_by_host: bool = False, unscaled: bool = True
     ) -> None:
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaler = scaler
         self._device, self._scaled_by_host, self._unscaled = device, scaled_by_host, unscaled
         self.value: float | None = None
 
@@ -38,13 +38,12 @@ class LossScale:
 
         A window may have no loss that makes it: without weight on this rank, or resumed after a restart.
         """
-        if self._scaler is not None:
-            self._scaler.scale(torch.zeros((), device=self._device))
-            self.value = self._scaler.get_scale()
+        self._scaler.scale(torch.zeros((), device=self._device))
+        self.value = self._scaler.get_scale()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return a loss times the scale."""
-        return loss if self._scaler is None or self._scaled_by_host else self._scaler.scale(loss)
+        return loss if self._scaled_by_host else self._scaler.scale(loss)
 
     def require(self) -> None:
         """Check that all losses of the window were scaled alike.
@@ -52,7 +51,7 @@ class LossScale:
         Raises:
             WindowError: the scaler was updated meanwhile, in another window.
         """
-        if self._scaler is not None and self._scaler.get_scale() != self.value:
+        if self._scaler.get_scale() != self.value:
             raise WindowError(
                 f"The GradScaler's scale went from {self.value} to {self._scaler.get_scale()} inside the "
                 "window, so its sum mixes scales. Use one GradScaler per Accumulator."
@@ -72,11 +71,7 @@ class LossScale:
     def restore(self) -> None:
         """Let a scaler whose window failed after unscaling unscale the next one; its scale stays."""
         # A scaler that has scaled nothing has no scale yet, and would refuse.
-        if (
-            self._scaler is not None
-            and self._unscaled
-            and getattr(self._scaler, "_growth_tracker", 0) is not None
-        ):
+        if self._unscaled and getattr(self._scaler, "_growth_tracker", 0) is not None:
             self._scaler.update(self._scaler.get_scale())
 
     def commit(self) -> None:
@@ -92,8 +87,21 @@ class LossScale:
         Raises:
             WindowError: they are not.
         """
-        if state["scale"] != self.value:
-            raise WindowError(
-                f"The GradScaler's scale is {self.value}, but the saved sums were scaled by {state['scale']}."
-                " Load the scaler's state of the same moment before you resume the window."
-            )
+        require_scale(self.value, state)
+
+
+def require_scale(value: float | None, state: Mapping[str, Any]) -> None:
+    """Check that losses are scaled like those in the saved sums.
+
+    Args:
+        value: the scale now; None: losses are not scaled.
+        state: of a saved window.
+
+    Raises:
+        WindowError: they are not.
+    """
+    if state["scale"] != value:
+        raise WindowError(
+            f"The GradScaler's scale is {value}, but the saved sums were scaled by {state['scale']}."
+            " Load the scaler's state of the same moment before you resume the window."
+        )

@@ -78,6 +78,7 @@ class MovedState:
         self._buffers.add(self._names)
         self._original = original
         self._passed: list[int] = []
+        self._bound = BoundNames()
         self._forget()
 
     def twin(self) -> MovedState:
@@ -102,11 +103,12 @@ class MovedState:
         self._noted = True
         if check and self._original is not None:
             self._passed = self._original.counters()
-        if check or self._known.is_due():
+        if check or self._known.windows + 1 == self._known.next_look:
             self._look(check=check)
         else:
             self._take_known()
-        self._buffers.take()
+        if self._buffers.owners:
+            self._buffers.take()
 
     def commit(self) -> None:
         """Drop the copies at the end of a window, and note what it has moved."""
@@ -115,10 +117,12 @@ class MovedState:
             found = reach(self._models, self._functions)
             self._known.last_look = LastLook(found.tables)
             self._known.begin_look = BeginLook(found, self._known.bindings)
+            self._known.next_look = 4 * (self._known.windows + 1)
         elif self._counters is not _NONE:
             self._learn_watched()
         self._known.windows += 1
-        self._buffers.release()
+        if self._buffers.owners:
+            self._buffers.release()
         self._forget()
 
     def restore(self, *, discarded: bool = True) -> None:
@@ -206,17 +210,14 @@ class MovedState:
     def contents(self) -> dict[str, Any]:
         """Return copies of what bindings and tensors hold now, by name."""
         found = {kept.name: kept.content() for kept in self._tensors.values() if kept.moved()}
-        found |= {
+        return found | {
             table.name_of(key): copied(value) for table, key, _, value in self._bound.rebound(loose=True)
         }
-        return found
 
     def not_said(self, names: Iterable[str]) -> list[str]:
         """Return the names that were not given to this method before, those of metrics left out."""
         metrics = tuple(f"{name}." for module, name in self._names.items() if is_metric(module))
-        new = [name for name in names if name not in self._known.said and not name.startswith(metrics)]
-        self._known.said.update(new)
-        return new
+        return self._known.not_said(name for name in names if not name.startswith(metrics))
 
     def learn(self) -> None:
         """Note what the check has seen to move; the rest need not be copied in the first window."""
@@ -292,7 +293,8 @@ class MovedState:
 
     def _forget(self) -> None:
         self._noted = self._looked = False
-        self._bound = BoundNames()
+        if self._bound.used:
+            self._bound = BoundNames()
         self._at_begin: list[Noted] = []
         self._tensors: dict[int, KeptTensor] = {}
         self._generators: list[tuple[Any, Callable[[], object]]] = []
@@ -370,7 +372,7 @@ class MovedState:
                 kept.copy_now()
         self._generators = [(v, r) for v in known.generators if (r := generator_restorer(v)) is not None]
         self._at_begin = known.begin_look.begin()
-        if known.watched:
+        if known.watched.entries:
             self._counters = Counters(known.watched)
 
     def _learn(self) -> None:
@@ -388,9 +390,7 @@ class MovedState:
             self._known.watched.remove([kept.tensor])
 
     def _learn_watched(self) -> None:
-        written = self._counters.written()
-        if written:
-            self._known.tensors |= self._known.watched.remove(written)
+        self._known.tensors |= self._known.watched.remove(self._counters.written())
 
     def _name_of(self, module: nn.Module, buffer: str) -> str:
         return f"{self._names.get(module, '')}.{buffer}".lstrip(".")

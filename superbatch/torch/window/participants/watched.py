@@ -14,6 +14,9 @@ Entry = tuple[weakref.ref[Tensor], str, bool]
 class Watched:
     """Tensors to be watched; a window costs one pass over their version counters at each end.
 
+    Attributes:
+        entries: by the identity of each tensor.
+
     Examples:
         >>> import torch
         >>> bank = torch.zeros(2)
@@ -27,21 +30,18 @@ class Watched:
     def __init__(self, entries: dict[int, Entry] | None = None) -> None:
         self._set(entries or {})
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._entries
+        return id(tensor) in self.entries
 
     def name_of(self, tensor: Tensor) -> str:
         """Return the name of one of the tensors."""
-        return self._entries[id(tensor)][1]
+        return self.entries[id(tensor)][1]
 
     def remove(self, tensors: Iterable[Tensor]) -> dict[int, Entry]:
         """Watch these tensors no longer; return their entries."""
-        found = {id(tensor): self._entries.pop(id(tensor)) for tensor in tensors if tensor in self}
+        found = {id(tensor): self.entries.pop(id(tensor)) for tensor in tensors if tensor in self}
         if found:
-            self._set(self._entries)
+            self._set(self.entries)
         return found
 
     def now(self) -> tuple[list[Tensor], list[int]]:
@@ -49,11 +49,11 @@ class Watched:
         tensors = [tensor for reference in self._references if (tensor := reference()) is not None]
         if len(tensors) == len(self._references):
             return tensors, [tensor._version for tensor in tensors]
-        self._set({key: entry for key, entry in self._entries.items() if entry[0]() is not None})
+        self._set({key: entry for key, entry in self.entries.items() if entry[0]() is not None})
         return self.now()
 
     def _set(self, entries: dict[int, Entry]) -> None:
-        self._entries = entries
+        self.entries = entries
         self._references = [reference for reference, *_ in entries.values()]
 
 
