@@ -43,6 +43,7 @@ FOR_CORRECTNESS = {
     "checks/precision.py",  # whether a conversion is autograd's own
     "checks/wide_parameters.py",  # hooks of functorch on saved tensors
     "sizes/fake.py",  # whether a tensor lives inside vmap
+    "modes.py",  # modes that an interrupt left in force have no public names
     "memory/out_of_memory.py",  # frees pinned memory before a retry
     "window/participants/gradient_sum.py",  # whether another tensor uses a gradient's memory
     "window/progress.py",  # versions of inputs
