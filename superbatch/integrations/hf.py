@@ -67,9 +67,11 @@ class Exact(Trainer):
             self._host_is_known = True
         taken, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._real, self._items, self._ready = len(taken), items, list[dict[str, Any]]()
-        padding = [_empty(taken[-1])] * (num_batches - len(taken)) if taken else []
-        self._calls = len(taken) + len(padding)
-        return [*taken, *padding], items
+        missing = num_batches - len(taken)
+        if taken and missing:
+            taken = [*taken, *[_empty(taken[-1])] * missing]
+        self._calls = len(taken)
+        return taken, items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep a micro-batch; at the last one of the window, add the gradient of them all to ``.grad``.

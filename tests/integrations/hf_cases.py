@@ -182,7 +182,7 @@ class Events(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         grads = [parameter.grad for parameter in given["model"].parameters() if parameter.grad is not None]
-        self.norms.append(float(torch.stack([grad.norm() for grad in grads]).norm()))
+        self.norms.append(sum(float(grad.square().sum()) for grad in grads) ** 0.5)
         self.seen.append("pre_optimizer_step")
 
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.integrations
 
 EXACT = 1e-12
 # The stock Trainer's own accumulation: how far it is off, at the least, on these batches.
-STOCK_IS_OFF = {"masked": 0.1, "seq2seq": 0.05, "tokens": 0.1, "classes": 0.5, "router": 0.1, "clip": 0.5}
+STOCK_IS_OFF = {"masked": 0.05, "seq2seq": 0.05, "tokens": 0.1, "classes": 0.5, "router": 0.1, "clip": 0.5}
 
 
 @pytest.fixture
@@ -60,24 +60,18 @@ def assert_same(big: Run, ours: Run) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_update_is_that_of_the_large_batch(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    big = train(Trainer, case, 8, 1, tmp_path, optim="sgd")
-    accumulated = train(ExactTrainer, case, 2, 4, tmp_path, optim="sgd")
-    cut = train(InThrees, case, 8, 1, tmp_path, optim="sgd")
+    options = {"optim": "sgd", "data": rows(case, 12)}
+    big = train(Trainer, case, 8, 1, tmp_path, **options)
+    stock = train(Trainer, case, 2, 4, tmp_path, **options)
+    accumulated = train(ExactTrainer, case, 2, 4, tmp_path, **options)
+    cut = train(InThrees, case, 8, 1, tmp_path, **options)
 
-    assert len(big.logged("loss")) == 3  # the last of half the samples
+    assert len(big.logged("loss")) == 2  # the last of half the samples
+    assert gap(big, stock) >= STOCK_IS_OFF.get(name, 0)
     assert_same(big, accumulated)
     assert_same(big, cut)
     # The host clips.
     assert max(big.events.norms) == pytest.approx(min(0.5, max(big.logged("grad_norm"))), rel=1e-5)
-
-
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", STOCK_IS_OFF)
-def test_premise_the_stock_accumulation_is_wrong(name: str, tmp_path: Path) -> None:
-    big = train(Trainer, CASES[name], 8, 1, tmp_path, optim="sgd")
-    stock = train(Trainer, CASES[name], 2, 4, tmp_path, optim="sgd")
-
-    assert gap(big, stock) > STOCK_IS_OFF[name]
 
 
 def test_premise_the_lengths_are_unequal() -> None:
@@ -105,9 +99,18 @@ def test_events_evaluation_and_checkpoints_are_those_of_the_host(tmp_path: Path)
     assert all(torch.equal(resumed.parameters[name], value) for name, value in ours.parameters.items())
 
 
+def test_labels_that_are_all_ignored_make_no_update(tmp_path: Path) -> None:
+    case = CASES["causal"]
+    data = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in rows(case, 8)]
+    ours = train(ExactTrainer, case, 2, 4, tmp_path, data=data)
+
+    assert ours.trainer.state.global_step == 1
+    assert all(torch.equal(value, ours.start[name]) for name, value in ours.parameters.items())
+
+
 @pytest.mark.usefixtures("float64")
 def test_the_tail_of_data_of_unknown_length_is_an_update(tmp_path: Path) -> None:
-    case, options = CASES["classes"], {"max_steps": 6, "optim": "sgd"}
+    case, options = CASES["classes"], {"max_steps": 6, "optim": "sgd", "include_num_input_tokens_seen": "all"}
     runs = [
         train(kind, case, size, steps, tmp_path, data=Stream(rows(case, 19)), **options)
         for kind, size, steps in ((Trainer, 8, 1), (Trainer, 2, 4), (ExactTrainer, 2, 4))
@@ -117,6 +120,9 @@ def test_the_tail_of_data_of_unknown_length_is_an_update(tmp_path: Path) -> None
     assert big.trainer.state.global_step == 6  # two epochs of 8, 8 and 3 samples
     assert_same(big, ours)
     assert gap(big, stock) > 0.1
+    # Of the windows that the host finishes: it reads more of the data for as many updates.
+    tokens = sum(row["input_ids"].numel() for row in rows(case, 19))
+    assert 2 * tokens <= ours.trainer.state.num_input_tokens_seen < stock.trainer.state.num_input_tokens_seen
 
 
 @pytest.mark.usefixtures("float64")
@@ -154,10 +160,12 @@ def test_with_adapters_of_peft(tmp_path: Path) -> None:
 
 def test_in_bfloat16(tmp_path: Path) -> None:
     case, options = CASES["classes"], {"bf16": True, "optim": "sgd"}
-    models = [model_of(case).float() for _ in range(3)]
-    big = train(Trainer, case, 8, 1, tmp_path, model=models[0], **options)
-    ours = train(ExactTrainer, case, 2, 4, tmp_path, model=models[1], **options)
-    stock = train(Trainer, case, 2, 4, tmp_path, model=models[2], **options)
+    options |= {"data": rows(case, 8)}
+    kinds = ((Trainer, 8, 1), (ExactTrainer, 2, 4), (Trainer, 2, 4))
+    big, ours, stock = (
+        train(kind, case, size, steps, tmp_path, model=model_of(case).float(), **options)
+        for kind, size, steps in kinds
+    )
 
     assert ours.logged("grad_norm") == pytest.approx(big.logged("grad_norm"), rel=0.05)
     assert stock.logged("grad_norm")[0] > 3 * big.logged("grad_norm")[0]
@@ -197,9 +205,30 @@ class _Unshifted(ExactTrainer):
         return int(count_tokens("input_ids", ignore_index=0)(microbatch))
 
 
+class _MeanOfMeans(ExactTrainer):
+    _checks = False
+
+    def weight_of(self, microbatch: Any) -> int:
+        return 1
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["causal", "masked", "tokens"])
+def test_mutant_mean_of_means(name: str, tmp_path: Path) -> None:
+    big = train(Trainer, CASES[name], 8, 1, tmp_path, optim="sgd")
+    mutant = train(_MeanOfMeans, CASES[name], 2, 4, tmp_path, optim="sgd")
+
+    assert gap(big, mutant) > 1e-2
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "size", "steps"),
-    [(_Weighted, "classes", 2, 4), (_Weighted, "classes", 8, 1), (_Unshifted, "masked", 2, 4)],
+    [
+        (_Weighted, "classes", 2, 4),
+        (_Weighted, "classes", 8, 1),
+        (_Unshifted, "masked", 2, 4),
+        (_Unshifted, "causal", 2, 4),
+    ],
 )
 def test_a_wrong_weight_is_an_error_before_the_first_step(
     kind: type[Trainer], name: str, size: int, steps: int, tmp_path: Path
