@@ -81,11 +81,11 @@ class Exact(Trainer):
         """
         if self._gradient is None or self._model is not model:
             self._gradient, self._model = self._gradient_of(model, inputs), model
-        self._ready.append(self._as_samples(self._prepare_inputs(inputs)))
+        self._ready.append(dict(self._prepare_inputs(inputs)))
         loss = 0.0
         if len(self._ready) == self._calls:
             ready, self._ready = self._ready[: self._real], []
-            loss = self._add_gradient(model, ready)
+            loss = self._add_gradient(model, [self._as_samples(each) for each in ready])
         return torch.tensor(loss, device=self.args.device)
 
     def _add_gradient(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> float:
@@ -162,6 +162,14 @@ class Exact(Trainer):
             raise InputError(
                 f"The Trainer would use torch.nn.DataParallel on {self.args.n_gpu} GPUs. Start it with "
                 "torchrun, or set CUDA_VISIBLE_DEVICES to one of them."
+            )
+        own = type(self).compute_loss is not Trainer.compute_loss or self.compute_loss_func is not None
+        single = self.args.per_device_train_batch_size == 1 < self.args.gradient_accumulation_steps
+        if own and single and not self.coupled and type(self).weight_of is Exact.weight_of:
+            raise InputError(
+                "This trainer has a loss of its own, and micro-batches of one sample do not show what it is "
+                "divided by. Write `def weight_of(self, microbatch)` in its class: return the number of "
+                "samples or tokens that the loss is a mean over."
             )
         for kind in type(self).__mro__:
             known = issubclass(kind, Exact) or kind.__name__ in self._may_step

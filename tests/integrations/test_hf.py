@@ -259,6 +259,11 @@ def test_a_loss_that_is_not_known_is_refused(tmp_path: Path) -> None:
         train(ExactTrainer, CASES["classes"], 2, 4, tmp_path, model=_Headless())
 
 
+def test_a_loss_of_ones_own_needs_a_weight_where_no_check_can_tell(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"micro-batches of one sample do not show.*Write `def weight_of"):
+        train(_Weighted, CASES["classes"], 1, 8, tmp_path)
+
+
 class _Forgetful(Trainer):
     def training_step(self, *given: Any) -> Any:
         return super().training_step(*given)

@@ -101,6 +101,15 @@ def test_evaluation_is_that_of_the_host(tmp_path: Path) -> None:
     assert_logs(*runs)
 
 
+def test_the_tail_of_data_of_unknown_length(tmp_path: Path) -> None:
+    options = {"stream": True, "max_steps": 3}
+    right, logs = train(HOSTS["reward"][0], "reward", 8, 1, tmp_path, **options)
+    found, found_logs = train(HOSTS["reward"][1], "reward", 2, 4, tmp_path, **options)
+
+    assert gap("reward", right, found) <= EXACT["reward"]
+    assert_logs(logs, found_logs)
+
+
 @pytest.mark.parametrize("loss", ["aot", "sft"])
 def test_losses_that_are_no_means_over_pairs_are_refused(loss: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"loss_type='{loss}' is no mean over pairs.*`coupled = True`"):

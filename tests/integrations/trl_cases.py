@@ -95,6 +95,7 @@ def train(
     *,
     rows: int = 19,
     evaluation: bool = False,
+    stream: bool = False,
     **options: Any,
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Train by a kind of trainer; return the parameters, and the logs of updates."""
@@ -120,7 +121,11 @@ def train(
     more: dict[str, Any] = {"ref_model": model(name)} if name == "dpo" else {}
     more |= {"eval_dataset": data(name, 6)} if evaluation else {}
     trainer = kind(
-        model=trained, args=config, train_dataset=data(name, rows), processing_class=tokenizer(), **more
+        model=trained,
+        args=config,
+        train_dataset=data(name, rows).to_iterable_dataset() if stream else data(name, rows),
+        processing_class=tokenizer(),
+        **more,
     )
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
