@@ -1,6 +1,6 @@
 """Time of an update in another library's training loop, against that loop's own accumulation.
 
-    python benchmarks/integrations.py [--hosts hf] [--trainings causal,classes] [--rounds N] [--json FILE]
+    python benchmarks/integrations.py [--hosts hf,lightning] [--trainings causal] [--rounds N] [--json FILE]
 
 In each round the host's own accumulation, the same again, and the integration work through a few windows in a
 row, in random order, on one thread, without garbage collection; the first window of a turn is not timed. The
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import hosts
 import torch
-from peers.work import TrainerWindow
+from peers.work import TrainerWindow, Window
 from tables import print_table
 
 WARM_UP = 5
@@ -71,7 +71,7 @@ def measure(host: str, training: str, rounds: int, seed: int = 0) -> list[Result
     return [_result(host, training, name, times[name], times[BASE]) for name in contestants]
 
 
-def _turn(contestant: TrainerWindow, windows: int) -> list[float]:
+def _turn(contestant: Window | TrainerWindow, windows: int) -> list[float]:
     return [contestant.timed().cpu for _ in range(windows)]
 
 

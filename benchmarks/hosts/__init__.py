@@ -4,7 +4,7 @@ A module has ``window(training, exact) -> TrainerWindow``: an endless training o
 host's own accumulation, or by the integration.
 """
 
-PACKAGES = {"hf": "transformers"}
+PACKAGES = {"hf": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
 """The package that each module needs."""
 TRAININGS = ("causal", "classes")
 STEPS, SIZE, LENGTH = 4, 8, 64
