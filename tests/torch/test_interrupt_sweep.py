@@ -13,6 +13,7 @@ from tests.torch.interrupted_windows import MODES, Interrupt, Run
 from tests.torch.states import assert_unchanged
 
 POINTS = 6  # lines of a window, in the default suite
+MOST = 3000  # lines of a window that are all tried; of more, such as those of the check, every n-th
 
 
 def wrong_at(mode: str, windows: int, number: int) -> str | None:
@@ -66,7 +67,7 @@ def sweep(mode: str, windows: int, points: int | None) -> None:
     with Interrupt(0) as interrupt:
         counted.update(windows)
     assert interrupt.lines > 300, "the premise: lines of the library ran"
-    stride = 1 if points is None else interrupt.lines // points
+    stride = max(1, interrupt.lines // (points or MOST))
     numbers = range(1 + stride // 2, interrupt.lines + 1, stride)
     wrong = [found for number in numbers if (found := wrong_at(mode, windows, number))]
     assert not wrong, f"{len(wrong)} of {len(numbers)}:\n" + "\n".join(wrong[:30])
