@@ -261,7 +261,7 @@ def _rebuild_guarded(value: Any, values: list[Any], path: str) -> Any:
             explain(
                 f"a {kind.__module__}.{kind.__qualname__} at path {path!r}",
                 f"a new one cannot be made from its entries ({type(error).__name__}: {error})",
-                f"pass a dict, list, tuple, namedtuple or dataclass, or keep it whole with whole=({path!r},)",
+                f"pass a dict, list, tuple, namedtuple or dataclass, or declare unsplit=({path!r},)",
             )
         ) from error
 

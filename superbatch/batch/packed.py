@@ -129,7 +129,7 @@ def read_offsets(path: str, value: Any) -> tuple[int, ...]:
             f"offsets of packed sequences at path {path!r}",
             wrong,
             "pass the cumulative lengths [0, n1, n1+n2, ...], or, if the entry means something else, "
-            f"declare whole=({path!r},) or per_sample=({path!r},)",
+            f"declare unsplit=({path!r},) or per_sample=({path!r},)",
         )
     )
 
@@ -285,7 +285,7 @@ def token_dimension(shape: tuple[int, ...], path: str, packed: Packed) -> tuple[
             f"an array of shape {tuple(shape)} at path {path!r}, beside packed sequences at {packed.path!r}",
             f"its length is neither that of the tokens ({_totals(packed)}) nor of the sequences "
             f"({packed.samples})",
-            f"keep it whole with whole=({path!r},), or bring the tokens to its first dimension",
+            f"keep it whole with unsplit=({path!r},), or bring the tokens to its first dimension",
         )
     )
 
@@ -309,7 +309,7 @@ def not_followed(packed: Packed) -> SplitError:
             f"offsets of {packed.samples} packed sequences at path {packed.path!r}",
             f"no array beside them has their {_totals(packed)} tokens",
             "put the token arrays and their offsets into the same mapping, or declare the offsets in "
-            "whole=(...)",
+            "unsplit=(...)",
         )
     )
 
@@ -325,7 +325,7 @@ def _fits_two(shape: tuple[int, ...], path: str, packed: Packed) -> SplitError:
             f"an array of shape {tuple(shape)} at path {path!r}, beside {packed.samples} packed sequences of "
             f"{_totals(packed)} tokens",
             "its shape fits both the number of sequences and of tokens, so it is unknown which is cut",
-            f"keep it whole with whole=({path!r},), split it by sequences with per_sample=({path!r},), "
+            f"keep it whole with unsplit=({path!r},), split it by sequences with per_sample=({path!r},), "
             "or leave out empty sequences",
         )
     )

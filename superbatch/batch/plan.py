@@ -96,7 +96,7 @@ class Plan:
 def plan(
     batch: Any,
     *,
-    whole: Collection[str] = (),
+    unsplit: Collection[str] = (),
     per_sample: Collection[str] = (),
     trim: Collection[str] = (),
 ) -> Plan:
@@ -108,7 +108,7 @@ def plan(
 
     Args:
         batch: any nesting of these.
-        whole: paths of parts that every micro-batch gets whole, with everything under them.
+        unsplit: paths of parts that every micro-batch gets whole, with everything under them.
         per_sample: paths of lists of any objects (or arrays) with one entry for each sample.
         trim: paths of arrays of shape (samples, length, ...) whose padding `Plan.take` may cut off.
 
@@ -125,7 +125,7 @@ def plan(
         >>> planned.leaves
         (Leaf(path='0', length=4), Leaf(path='1.names', length=4), Leaf(path='1.lr', length=None))
     """
-    walk, take = walked(batch, whole, per_sample, trim)
+    walk, take = walked(batch, unsplit, per_sample, trim)
     check_widths(walk.widths)
     samples = agreed_length(walk.leaves)
     refuse_hollow_lists(walk.hollow, samples)
@@ -134,13 +134,13 @@ def plan(
 
 
 def walked(
-    batch: Any, whole: Collection[str], per_sample: Collection[str], trim: Collection[str] = ()
+    batch: Any, unsplit: Collection[str], per_sample: Collection[str], trim: Collection[str] = ()
 ) -> tuple[Walk, Take | None]:
     """Walk a batch without asking that lengths agree.
 
     Args:
         batch: any nested batch (see `plan`).
-        whole: paths kept whole.
+        unsplit: paths kept whole.
         per_sample: paths of lists with one entry for each sample.
         trim: paths of arrays whose padding may be cut off.
 
@@ -156,18 +156,18 @@ def walked(
         >>> walk.leaves, take(range(1), None)
         ([Leaf(path='text', length=2)], {'text': ['a']})
     """
-    walk = Walk(_declared("whole", whole), _declared("per_sample", per_sample), _declared("trim", trim))
+    walk = Walk(_declared("unsplit", unsplit), _declared("per_sample", per_sample), _declared("trim", trim))
     for argument, others in [("per_sample", walk.per_sample), ("trim", walk.trim)]:
-        for path in sorted(walk.whole & others):
+        for path in sorted(walk.unsplit & others):
             raise InputError(
                 explain(
-                    f"path {path!r} in whole= and in {argument}=",
+                    f"path {path!r} in unsplit= and in {argument}=",
                     "a part is one or the other",
                     "declare it once",
                 )
             )
     take = walk.visit(batch, "", None)
-    for path in sorted((walk.whole | walk.per_sample | walk.trim) - walk.met):
+    for path in sorted((walk.unsplit | walk.per_sample | walk.trim) - walk.met):
         raise unmet(batch, path)
     return walk, take
 
@@ -177,7 +177,7 @@ class Walk:
     """State of one walk over a batch: its options, and what it has found.
 
     Args:
-        whole: declared paths that are kept whole.
+        unsplit: declared paths that are kept whole.
         per_sample: declared paths of lists with one entry for each sample.
         trim: declared paths of arrays whose padding may be cut off.
         leaves: found leaves, in order.
@@ -193,7 +193,7 @@ class Walk:
         (None, [Leaf(path='lookup', length=None)], {'lookup'})
     """
 
-    whole: frozenset[str]
+    unsplit: frozenset[str]
     per_sample: frozenset[str]
     trim: frozenset[str] = frozenset()
     leaves: list[Leaf] = field(default_factory=list[Leaf])
@@ -205,7 +205,7 @@ class Walk:
 
     def visit(self, node: Any, path: str, packed: Packed | None) -> Take | None:
         """Note the leaves under a node; give its take(samples, longest), None when it is kept whole."""
-        if path in self.whole:
+        if path in self.unsplit:
             self.met.add(path)
             return self._keep(path)
         if path in self.trim:
@@ -266,7 +266,7 @@ class Walk:
         return _container_take(rebuilder(node, path), pieces, _encodings(node, lengths))
 
     def _packed_group(self, entries: list[tuple[str, Any]], path: str) -> Packed | None:
-        declared = self.whole | self.per_sample
+        declared = self.unsplit | self.per_sample
         offsets = {
             name: value
             for name, value in entries
@@ -275,7 +275,7 @@ class Walk:
         return read_packed(path, offsets) if offsets else None
 
     def _entry(self, name: str, value: Any, path: str, packed: Packed | None) -> Take | None:
-        if packed is None or path in self.whole or path in self.per_sample:
+        if packed is None or path in self.unsplit or path in self.per_sample:
             return self.visit(value, path, packed)
         if name in packed.offsets and path == join(packed.path, name):
             self.leaves.append(Leaf(path, packed.samples))

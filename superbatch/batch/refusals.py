@@ -69,7 +69,7 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
             explain(
                 f"parts of different lengths, {described}",
                 "every part that is split needs one entry for each sample",
-                "declare parts without samples in whole=(...), and lists of samples of different sizes in "
+                "declare parts without samples in unsplit=(...), and lists of samples of different sizes in "
                 "per_sample=(...)",
             )
         )
@@ -102,7 +102,7 @@ def refuse_hollow_lists(hollow: Sequence[Leaf], samples: int) -> None:
                 explain(
                     f"a list of {leaf.length} containers at path {leaf.path!r}, beside {samples} samples",
                     "nothing in it can be split, but it may hold one entry for each sample",
-                    f"declare per_sample=({leaf.path!r},) or whole=({leaf.path!r},)",
+                    f"declare per_sample=({leaf.path!r},) or unsplit=({leaf.path!r},)",
                 )
             )
 
@@ -196,7 +196,7 @@ def unknown(value: Any, path: str) -> SplitError:
         explain(
             f"an object of type {kind.__module__}.{kind.__qualname__} at path {path!r}",
             "it is neither an array, a container nor a plain scalar, so it is not known how to split it",
-            f"declare whole=({path!r},) to give it to every micro-batch, or per_sample=({listed!r},) for a "
+            f"declare unsplit=({path!r},) to give it to every micro-batch, or per_sample=({listed!r},) for a "
             "list with one entry for each sample",
         )
     )
@@ -233,6 +233,6 @@ def unsliceable(value: Any, path: str, error: Exception, *, ordered: bool = Fals
             f"a {kind.__module__}.{kind.__qualname__} at path {path!r}",
             f"it cannot be sliced along its first dimension ({type(error).__name__}: {said})",
             f"make it dense or padded, pass a list of samples with per_sample=({path!r},), or keep it whole "
-            f"with whole=({path!r},)",
+            f"with unsplit=({path!r},)",
         )
     )

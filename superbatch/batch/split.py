@@ -61,7 +61,7 @@ def split(
     batch: Any,
     microbatch_size: int | TokenBudget,
     *,
-    whole: Collection[str] = (),
+    unsplit: Collection[str] = (),
     per_sample: Collection[str] = (),
 ) -> list[Any]:
     """Cut a batch into near-equal micro-batches, in order (but for a TokenBudget with ``sort=True``).
@@ -69,7 +69,7 @@ def split(
     Args:
         batch: any nested batch (see `superbatch.batch.tree.plan`).
         microbatch_size: most samples of a micro-batch, or a TokenBudget.
-        whole: paths of parts that every micro-batch gets whole.
+        unsplit: paths of parts that every micro-batch gets whole.
         per_sample: paths of lists of any objects with one entry for each sample.
 
     Returns:
@@ -87,7 +87,7 @@ def split(
         [['aaaa', 'bb'], ['c', 'ddd']]
     """
     trim = microbatch_size.trim if isinstance(microbatch_size, TokenBudget) else ()
-    planned = plan(batch, whole=whole, per_sample=per_sample, trim=trim)
+    planned = plan(batch, unsplit=unsplit, per_sample=per_sample, trim=trim)
     return cut_packed(planned, packing_of(batch, planned.samples, microbatch_size))
 
 

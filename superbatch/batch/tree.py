@@ -26,12 +26,12 @@ from .refusals import MOST_LEVELS, too_deep
 __all__ = ["Leaf", "Plan", "count_samples", "get", "leaves", "map_arrays", "map_leaves", "plan", "take"]
 
 
-def leaves(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str] = ()) -> list[Leaf]:
+def leaves(batch: Any, *, unsplit: Collection[str] = (), per_sample: Collection[str] = ()) -> list[Leaf]:
     """List what a batch consists of, without asking that lengths agree.
 
     Args:
         batch: any nested batch (see `plan`).
-        whole: paths kept whole.
+        unsplit: paths kept whole.
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
@@ -45,16 +45,16 @@ def leaves(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[st
         >>> leaves({"x": memoryview(b"abc"), "y": ["a", "b"], "name": "train"})
         [Leaf(path='x', length=3), Leaf(path='y', length=2), Leaf(path='name', length=None)]
     """
-    walk, _ = walked(batch, whole, per_sample)
+    walk, _ = walked(batch, unsplit, per_sample)
     return walk.leaves
 
 
-def count_samples(batch: Any, *, whole: Collection[str] = (), per_sample: Collection[str] = ()) -> int:
+def count_samples(batch: Any, *, unsplit: Collection[str] = (), per_sample: Collection[str] = ()) -> int:
     """Count the samples of a batch.
 
     Args:
         batch: any nested batch (see `plan`).
-        whole: paths kept whole.
+        unsplit: paths kept whole.
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
@@ -67,11 +67,11 @@ def count_samples(batch: Any, *, whole: Collection[str] = (), per_sample: Collec
         >>> count_samples((memoryview(b"abc"), ["a", "b", "c"]))
         3
     """
-    return plan(batch, whole=whole, per_sample=per_sample).samples
+    return plan(batch, unsplit=unsplit, per_sample=per_sample).samples
 
 
 def take(
-    batch: Any, start: int, stop: int, *, whole: Collection[str] = (), per_sample: Collection[str] = ()
+    batch: Any, start: int, stop: int, *, unsplit: Collection[str] = (), per_sample: Collection[str] = ()
 ) -> Any:
     """Cut the samples start..stop out of a batch. For several pieces of one batch, `plan` walks it only once.
 
@@ -79,7 +79,7 @@ def take(
         batch: any nested batch (see `plan`).
         start: the first sample.
         stop: one past the last sample; 0 <= start < stop <= samples.
-        whole: paths kept whole.
+        unsplit: paths kept whole.
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
@@ -93,7 +93,7 @@ def take(
         >>> take({"x": ["a", "b", "c"], "scale": 2}, 1, 3)
         {'x': ['b', 'c'], 'scale': 2}
     """
-    planned = plan(batch, whole=whole, per_sample=per_sample)
+    planned = plan(batch, unsplit=unsplit, per_sample=per_sample)
     if type(start) is not int or type(stop) is not int or not 0 <= start < stop <= planned.samples:
         raise InputError(
             explain(

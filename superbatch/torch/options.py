@@ -102,7 +102,7 @@ class Split:
     @property
     def paths(self) -> dict[str, tuple[str, ...]]:
         """Paths in the words of `superbatch.batch`."""
-        return {"whole": tuple(self.unsplit), "per_sample": tuple(self.per_sample)}
+        return {"unsplit": tuple(self.unsplit), "per_sample": tuple(self.per_sample)}
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def _report(request: _Request) -> Verification:
 def _meetings(request: _Request, causes: tuple[Finding, ...]) -> tuple[CouplingPoint, ...]:
     """Of coupled samples, where they meet: a second opinion, which fails silently."""
     problem = request.problem
-    if not any(cause.kind in MIXING for cause in causes) or problem.whole or problem.per_sample:
+    if not any(cause.kind in MIXING for cause in causes) or problem.unsplit or problem.per_sample:
         return ()
     found: list[CouplingPoint] = []
     failure_of(lambda: found.extend(find_meetings(problem, request.batch)))
@@ -326,7 +326,7 @@ def _in_memory(request: _Request, outcome: _Outcome) -> tuple[Any, int | TokenBu
     size, problem = request.microbatch_size, request.problem
     if outcome.against == "batch" or not isinstance(size, int):
         return request.batch, size
-    batch = take(request.batch, 0, max(size, 2), whole=problem.whole, per_sample=problem.per_sample)
+    batch = take(request.batch, 0, max(size, 2), unsplit=problem.unsplit, per_sample=problem.per_sample)
     return batch, max(1, size // 2)
 
 
@@ -344,7 +344,7 @@ def _precision(comparison: GradientComparison) -> Finding:
 def _inner_rounding(request: _Request, notes: list[str]) -> float:
     """The rounding of operations that the model does in a lower precision than it was given."""
     problem = request.problem
-    pair = take(request.batch, 0, 2, whole=problem.whole, per_sample=problem.per_sample)
+    pair = take(request.batch, 0, 2, unsplit=problem.unsplit, per_sample=problem.per_sample)
     with untouched(problem.model, dtype=torch.float64) as reset:
         setting = request.setting(torch.float64, reset)
         setting.begin()

@@ -172,7 +172,7 @@ def test_two_packed_groups_each_follow_their_own_offsets() -> None:
 def test_offsets_that_are_none_or_declared_are_not_followed() -> None:
     assert take({"x": x(), "cu_seqlens": None}, 0, 2)["cu_seqlens"] is None
     whole = {"x": x(), "cu_seqlens": torch.tensor([1, 2])}
-    assert take(whole, 0, 2, whole=("cu_seqlens",))["cu_seqlens"] is whole["cu_seqlens"]
+    assert take(whole, 0, 2, unsplit=("cu_seqlens",))["cu_seqlens"] is whole["cu_seqlens"]
     assert take({"x": x(), "cu_seqlens": x(3)}, 0, 2, per_sample=("cu_seqlens",))["cu_seqlens"].shape == (
         2,
         3,
@@ -209,17 +209,18 @@ def test_one_token_for_each_sequence_is_not_ambiguous() -> None:
     ],
 )
 def test_offsets_are_checked(offsets: Any, wrong: str) -> None:
-    with pytest.raises(SplitError, match=rf"at path 'in\.cu_seqlens'.*{wrong}.*whole=\('in\.cu_seqlens',\)"):
+    text = rf"at path 'in\.cu_seqlens'.*{wrong}.*unsplit=\('in\.cu_seqlens',\)"
+    with pytest.raises(SplitError, match=text):
         plan({"in": {"tokens": torch.arange(5), "cu_seqlens": offsets}})
 
 
 def test_an_array_that_fits_neither_tokens_nor_sequences_is_named() -> None:
     batch = {**packed_batch(), "positions": torch.zeros(3, TOTAL)}
     with pytest.raises(
-        SplitError, match=r"\(3, 14\) at path 'positions'.*tokens \(14\).*sequences \(5\).*whole="
+        SplitError, match=r"\(3, 14\) at path 'positions'.*tokens \(14\).*sequences \(5\).*unsplit="
     ):
         plan(batch)
-    assert take(batch, 0, 1, whole=("positions",))["positions"] is batch["positions"]
+    assert take(batch, 0, 1, unsplit=("positions",))["positions"] is batch["positions"]
 
 
 def test_padding_behind_the_last_offset_is_refused() -> None:

@@ -323,8 +323,8 @@ def test_what_cannot_be_trimmed_is_named() -> None:
     ]:
         with pytest.raises(InputError, match=text):
             split(batch, TokenBudget(8, "lengths", trim=trim))
-    with pytest.raises(InputError, match=r"'wide' in whole= and in trim="):
-        split(batch, TokenBudget(8, "lengths", trim=("wide",)), whole=("wide",))
+    with pytest.raises(InputError, match=r"'wide' in unsplit= and in trim="):
+        split(batch, TokenBudget(8, "lengths", trim=("wide",)), unsplit=("wide",))
     packed_sequences = {"ids": torch.zeros(1, 6), "cu_seqlens": [0, 2, 6]}
     with pytest.raises(InputError, match=r"trim=\('ids',\).*packed sequences have no padding"):
         split(packed_sequences, TokenBudget(8, trim=("ids",)))
@@ -343,7 +343,7 @@ def test_declared_parts_change_places_too() -> None:
         encodings=[f"encoding {name}" for name in "abcd"],
     )
     pieces = split(
-        batch, TokenBudget(10, "sizes", padded=True, sort=True), per_sample=("images",), whole=("scale",)
+        batch, TokenBudget(10, "sizes", padded=True, sort=True), per_sample=("images",), unsplit=("scale",)
     )
     assert [piece["names"] for piece in pieces] == [["b", "d"], ["a", "c"]]
     for piece in pieces:

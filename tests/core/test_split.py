@@ -184,7 +184,7 @@ def test_a_token_budget_reads_offsets() -> None:
 def test_a_token_budget_sees_declared_parts() -> None:
     batch = {"images": [torch.zeros(3, n, n) for n in (4, 4, 8)], "scale": [1, 2]}
     budget = TokenBudget(64, lambda batch: [image[0].numel() for image in batch["images"]])
-    pieces = split(batch, budget, per_sample=("images",), whole=("scale",))
+    pieces = split(batch, budget, per_sample=("images",), unsplit=("scale",))
     assert [len(piece["images"]) for piece in pieces] == [2, 1]
 
 

@@ -94,7 +94,7 @@ def test_arrays_are_views_of_the_batch() -> None:
 
 def test_what_is_kept_whole_is_the_same_object() -> None:
     table, options = torch.arange(3.0), {"rate": 0.5}
-    piece = take({"x": x(), "table": table, "options": options}, 0, 2, whole=("table",))
+    piece = take({"x": x(), "table": table, "options": options}, 0, 2, unsplit=("table",))
     assert piece["table"] is table
     assert piece["options"] is options
 
@@ -188,11 +188,11 @@ def test_whole_keeps_everything_under_a_path() -> None:
         "graph": {"edge_index": torch.zeros(2, 30), "names": ["a", "b"]},
         "tables": [x(1), [1.0]],
     }
-    piece = take(batch, 0, 3, whole=("graph", "tables.1"))
+    piece = take(batch, 0, 3, unsplit=("graph", "tables.1"))
     assert piece["graph"] is batch["graph"]
     assert piece["tables"][1] is batch["tables"][1]
     assert len(piece["tables"][0]) == 3
-    assert leaves(batch, whole=("graph", "tables")) == [
+    assert leaves(batch, unsplit=("graph", "tables")) == [
         Leaf("x", N),
         Leaf("graph", None),
         Leaf("tables", None),
@@ -234,7 +234,7 @@ def test_lists_of_images_without_a_declaration_are_refused() -> None:
         split(detection_batch(), 2)
 
 
-@pytest.mark.parametrize("argument", ["whole", "per_sample"])
+@pytest.mark.parametrize("argument", ["unsplit", "per_sample"])
 def test_a_declared_path_that_is_not_there_lists_those_that_are(argument: str) -> None:
     batch = {"x": x(), "meta": {"ids": NAMES}, "pair": (x(), x())}
     with pytest.raises(
@@ -250,16 +250,16 @@ def test_of_very_many_paths_only_the_first_are_listed() -> None:
 
 def test_a_declared_path_inside_another_is_refused() -> None:
     with pytest.raises(InputError, match=r"'meta\.ids'.*lies inside a part that is declared"):
-        plan({"x": x(), "meta": {"ids": NAMES}}, whole=("meta", "meta.ids"))
+        plan({"x": x(), "meta": {"ids": NAMES}}, unsplit=("meta", "meta.ids"))
 
 
 def test_a_part_cannot_be_whole_and_per_sample() -> None:
-    with pytest.raises(InputError, match=r"'y' in whole= and in per_sample=.*declare it once"):
-        plan({"x": x(), "y": NAMES}, whole=("y",), per_sample=("y",))
+    with pytest.raises(InputError, match=r"'y' in unsplit= and in per_sample=.*declare it once"):
+        plan({"x": x(), "y": NAMES}, unsplit=("y",), per_sample=("y",))
 
 
 @pytest.mark.parametrize("declared", ["edges", None, (1,), [["x"]], {"x": 1}, b"x"])
-@pytest.mark.parametrize("argument", ["whole", "per_sample"])
+@pytest.mark.parametrize("argument", ["unsplit", "per_sample"])
 def test_declarations_are_a_tuple_of_texts(argument: str, declared: Any) -> None:
     with pytest.raises(
         InputError, match=rf"{argument}=.*no list or tuple of paths.*{argument}=\(\"labels\",\)"
@@ -285,7 +285,7 @@ def test_different_lengths_name_every_leaf() -> None:
         count_samples(batch)
     text = str(error.value)
     assert "'0': 8, '1.y': 7, '1.names': 8, '2.0': 5" in text
-    assert "whole=" in text
+    assert "unsplit=" in text
     assert "per_sample=" in text
     assert "scale" not in text
 
@@ -316,7 +316,7 @@ def test_nothing_to_split_is_refused(batch: Any) -> None:
 
 def test_everything_declared_whole_is_nothing_to_split() -> None:
     with pytest.raises(SplitError, match=r"nothing to split \(its parts: 'x'\)"):
-        plan({"x": x()}, whole=("x",))
+        plan({"x": x()}, unsplit=("x",))
 
 
 def test_an_unknown_object_is_named_with_its_remedy() -> None:
@@ -324,24 +324,24 @@ def test_an_unknown_object_is_named_with_its_remedy() -> None:
         pass
 
     with pytest.raises(
-        SplitError, match=r"Graph at path 'graph'.*whole=\('graph',\).*per_sample=\('graph',\)"
+        SplitError, match=r"Graph at path 'graph'.*unsplit=\('graph',\).*per_sample=\('graph',\)"
     ):
         plan({"x": x(), "graph": Graph()})
-    with pytest.raises(SplitError, match=r"Graph at path 'g\.0'.*whole=\('g\.0',\).*per_sample=\('g',\)"):
+    with pytest.raises(SplitError, match=r"Graph at path 'g\.0'.*unsplit=\('g\.0',\).*per_sample=\('g',\)"):
         plan({"x": x(), "g": [Graph()] * N})
     graphs = [Graph() for _ in range(N)]
     assert take({"x": x(), "g": graphs}, 0, 2, per_sample=("g",))["g"] == graphs[:2]
-    assert take({"x": x(), "g": graphs[0]}, 0, 2, whole=("g",))["g"] is graphs[0]
+    assert take({"x": x(), "g": graphs[0]}, 0, 2, unsplit=("g",))["g"] is graphs[0]
 
 
 def test_a_list_of_one_dict_of_scalars_for_each_sample_is_not_kept_whole_in_silence() -> None:
     batch = {"x": x(), "meta": [{"id": i} for i in range(N)]}
     with pytest.raises(
-        SplitError, match=r"list of 8 containers at path 'meta'.*per_sample=\('meta',\) or whole="
+        SplitError, match=r"list of 8 containers at path 'meta'.*per_sample=\('meta',\) or unsplit="
     ):
         plan(batch)
     assert take(batch, 2, 4, per_sample=("meta",))["meta"] == [{"id": 2}, {"id": 3}]
-    assert take(batch, 2, 4, whole=("meta",))["meta"] is batch["meta"]
+    assert take(batch, 2, 4, unsplit=("meta",))["meta"] is batch["meta"]
     other = {"x": x(), "stages": [{"rate": 0.1}, {"rate": 0.2}]}
     assert take(other, 2, 4)["stages"] is other["stages"]
 
@@ -363,7 +363,7 @@ def test_tensors_without_slices_are_refused_by_path(kind: str) -> None:
         "sparse": lambda: torch.eye(2).to_sparse(),
         "sparse rows": lambda: torch.eye(2).to_sparse_csr(),
     }
-    with pytest.raises(SplitError, match=r"Tensor at path 'x'.*whole=\('x',\)"):
+    with pytest.raises(SplitError, match=r"Tensor at path 'x'.*unsplit=\('x',\)"):
         split({"x": make[kind](), "y": torch.zeros(2)}, 1)
 
 

@@ -198,7 +198,7 @@ def test_parts_kept_whole_and_lists_by_sample():
         shift = torch.tensor([entry["n"] for entry in b["names"]], dtype=F64)
         return m[0](b["x"] + b["table"].sum(0)), m[0](b["x"] * shift.unsqueeze(1))
 
-    check([tower()], encode, lambda _, z: info_nce(*z), batch, 3, whole=["table"], per_sample=["names"])
+    check([tower()], encode, lambda _, z: info_nce(*z), batch, 3, unsplit=["table"], per_sample=["names"])
 
 
 def test_declared_paths_of_several_encoders_begin_with_the_name():
@@ -214,7 +214,7 @@ def test_declared_paths_of_several_encoders_begin_with_the_name():
         batch,
         3,
         models=model,
-        whole=("a.table",),
+        unsplit=("a.table",),
     )
     ours = gradients(model)
     model.zero_grad()

@@ -202,7 +202,7 @@ def test_batches_and_arguments():
         cached_gradients(model, ring, normal(7, 6), 3, models="model")  # type: ignore[arg-type]  (the mistake)
     for scale in ("2", True, None, 1j, math.nan, math.inf):
         refused(InputError, "scale=.*Pass a finite number", model, ring, normal(7, 6), scale=scale)
-    refused(InputError, "declared path 'b'", model, ring, {"a": normal(7, 6)}, whole=("b",))
+    refused(InputError, "declared path 'b'", model, ring, {"a": normal(7, 6)}, unsplit=("b",))
     refused(InputError, r"with a graph in the batch", model, ring, normal(7, 6).requires_grad_() * 2)
     both = {"a": model, "b": model}
     refused(
@@ -216,8 +216,8 @@ def test_batches_and_arguments():
     refused(InputError, r"encoders \['a', 'b'\] and a batch Tensor", both, ring, normal(7, 6), models=model)
     batch = {"a": normal(7, 6), "b": normal(7, 6)}
     refused(InputError, r"microbatch_size \['a'\]", both, ring, batch, {"a": 3}, models=model)
-    refused(InputError, r"path 'x'.*query\.ids", both, ring, batch, whole=["x"], models=model)
-    refused(InputError, "path 'a'", both, ring, batch, whole=["a"], models=model)
+    refused(InputError, r"path 'x'.*query\.ids", both, ring, batch, unsplit=["x"], models=model)
+    refused(InputError, "path 'a'", both, ring, batch, unsplit=["a"], models=model)
     refused(InputError, "a batch", {}, ring, {}, models=model)
 
 

@@ -56,7 +56,7 @@ def weight_candidates(problem: Problem, batch: Any) -> list[Candidate]:
         ['count_tokens("labels")', 'count_tokens("labels", shift=True)']
     """
     found: list[tuple[int, Candidate]] = []
-    parts = leaves(batch, whole=problem.whole, per_sample=problem.per_sample)
+    parts = leaves(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
     held = [get(batch, leaf.path) for leaf in parts if leaf.length is None]
     clues = clues_of(problem, held)
     for leaf in parts:

@@ -86,7 +86,7 @@ def _is_label(value: Any) -> bool:
 def _uneven_samples(pieces: MicrobatchList, chosen: list[Any]) -> Any:
     """The samples that count least and most, if the chosen pieces hardly show that there are any."""
     parts, paths = pieces.parts(), pieces.paths
-    found = counts_in(parts[0], whole=paths.get("whole", ()), per_sample=paths.get("per_sample", ()))
+    found = counts_in(parts[0], unsplit=paths.get("unsplit", ()), per_sample=paths.get("per_sample", ()))
     for count, values, _ in uneven(found, parts):
         most = spread(values)
         if most > 0 and max((_contrast(count.of([piece])) for piece in chosen), default=0.0) < min(

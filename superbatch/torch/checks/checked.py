@@ -68,7 +68,7 @@ def count_alike(problem: Problem, microbatch: Any) -> bool:
     """
     counts = [
         _counts(get(microbatch, leaf.path))
-        for leaf in leaves(microbatch, whole=problem.whole, per_sample=problem.per_sample)
+        for leaf in leaves(microbatch, unsplit=problem.unsplit, per_sample=problem.per_sample)
         if leaf.length is not None
     ]
     known = [count for count in counts if count is not None]

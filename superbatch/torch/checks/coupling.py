@@ -111,7 +111,7 @@ def find_coupling(
     *,
     reduction: Reduction = "mean",
     weight: WeightOption = None,
-    whole: Collection[str] = (),
+    unsplit: Collection[str] = (),
     per_sample: Collection[str] = (),
 ) -> tuple[Finding, ...]:
     """Probe a model and a loss for samples that influence each other and state that a forward changes.
@@ -125,7 +125,7 @@ def find_coupling(
         batch: where samples are taken from; at least 3, better 8 or more.
         reduction: what `loss_fn` returns.
         weight: how micro-batches are weighted, as in the Accumulator.
-        whole: paths of the batch that are kept whole.
+        unsplit: paths of the batch that are kept whole.
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
@@ -141,7 +141,7 @@ def find_coupling(
         >>> [(finding.kind, finding.module, finding.found_by) for finding in found]
         [('batchnorm', '1', 'perturbed samples, NaN probe, gradient probe')]
     """
-    return probe_coupling(Problem(model, loss_fn, reduction, weight, whole, per_sample), batch)[0]
+    return probe_coupling(Problem(model, loss_fn, reduction, weight, unsplit, per_sample), batch)[0]
 
 
 def probe_coupling(
@@ -162,13 +162,13 @@ def probe_coupling(
         >>> probe_coupling(Problem(layer, lambda x: layer(x).mean()), torch.randn(2, 2))
         ((), ('only 2 samples: values were not compared between modules',))
     """
-    available = count_samples(batch, whole=problem.whole, per_sample=problem.per_sample)
+    available = count_samples(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
     taken = next((prime for prime in _primes(samples) if prime <= available), 1)
     failure: str | None = "only 1 sample"
     if taken > 1:
         chosen = [index * available // taken for index in range(taken)]
         spare = next((index for index in range(available) if index not in chosen), chosen[-1])
-        small = select(batch, [*chosen, spare], whole=problem.whole, per_sample=problem.per_sample)
+        small = select(batch, [*chosen, spare], unsplit=problem.unsplit, per_sample=problem.per_sample)
         choices = ((torch.float64, 1e-10), (None, 1e-3))
         own_alone = held_parameter(problem.model) is not None
         own_alone = own_alone or not all(map(has_float64, accelerators([problem.model])))

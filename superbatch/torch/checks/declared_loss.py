@@ -150,7 +150,7 @@ def _examine(evaluation: Evaluation, pieces: Sequence[Any]) -> tuple[Contradicti
     except ContradictedError as found:
         problem = evaluation.problem
         others = [
-            plan(piece, whole=problem.whole, per_sample=problem.per_sample)
+            plan(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
             for number, piece in enumerate(pieces)
             if number != len(reasons)
         ]
@@ -223,7 +223,7 @@ def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:
     able: list[Any] = []
     for piece in pieces:
         try:
-            if count_samples(piece, whole=problem.whole, per_sample=problem.per_sample) >= 2:
+            if count_samples(piece, unsplit=problem.unsplit, per_sample=problem.per_sample) >= 2:
                 able.append(piece)
         except SplitError:  # noqa: PERF203  (some micro-batches may be cut, others not)
             continue
@@ -234,7 +234,7 @@ def _choose(pieces: Sequence[Any], problem: Problem) -> list[Any]:
 def _check(evaluation: Evaluation, piece: Any, turn: int) -> str:
     """Compare one piece with its parts; return why that shows nothing, or an empty text."""
     problem = evaluation.problem
-    planned = plan(piece, whole=problem.whole, per_sample=problem.per_sample)
+    planned = plan(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
     calls: dict[int, Any] = {}
     with FloatingDtypes() as dtypes:
         try:

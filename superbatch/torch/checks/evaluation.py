@@ -174,7 +174,7 @@ class Evaluation:
 
     def loss_again(self, microbatch: Any) -> float | None:
         """Return the loss with the state as the last forward left it; None where it cannot be had."""
-        samples = count_samples(microbatch, whole=self.problem.whole, per_sample=self.problem.per_sample)
+        samples = count_samples(microbatch, unsplit=self.problem.unsplit, per_sample=self.problem.per_sample)
         self._generators.set(self._start)
         try:
             with sample_stream(_KEY, 0, samples, calls={}, unruled=self.unruled):

@@ -104,7 +104,7 @@ def _problem(config: Config, pieces: MicrobatchList) -> Problem:
         config.loss_fn,
         config.reduction,
         None if config.weigh == "samples" else config.weigh,
-        whole=pieces.paths.get("whole", ()),
+        unsplit=pieces.paths.get("unsplit", ()),
         per_sample=pieces.paths.get("per_sample", ()),
         state=config.state,
         terms=config.declared.terms,
@@ -197,7 +197,7 @@ def _check_that_fits(problem: Problem, pieces: Sequence[Any], frozen: Sequence[n
 
 def _halves(problem: Problem, piece: Any) -> list[Any]:
     try:
-        planned = plan_of(piece, whole=problem.whole, per_sample=problem.per_sample)
+        planned = plan_of(piece, unsplit=problem.unsplit, per_sample=problem.per_sample)
     except SplitError:
         return []
     if planned.samples < 4:  # a piece of one sample has no parts to compare it with

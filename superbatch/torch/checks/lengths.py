@@ -30,7 +30,7 @@ def lengths_in(part: Any, paths: Mapping[str, Any]) -> dict[str, int]:
 
     Args:
         part: a micro-batch.
-        paths: `whole` and `per_sample` declarations.
+        paths: `unsplit` and `per_sample` declarations.
 
     Examples:
         >>> lengths_in({"x": torch.ones(2, 5), "y": torch.ones(2)}, {})
@@ -76,7 +76,7 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
         LossSpecError: samples are declared to count alike, or by a function that counts neither samples nor
             those entries.
     """
-    paths = {"whole": problem.whole, "per_sample": problem.per_sample}
+    paths = {"unsplit": problem.unsplit, "per_sample": problem.per_sample}
     of_pair = [lengths_in(one, paths) for one in pair]
     apart = {path: (n, of_pair[1][path]) for path, n in of_pair[0].items() if of_pair[1].get(path, n) != n}
     first, second = (plan(one, **paths) for one in pair)

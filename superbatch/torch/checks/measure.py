@@ -127,7 +127,7 @@ def accumulated(setting: Setting, size: Size) -> Measured:
         reduction=problem.reduction,
         weight=problem.weight,
         participants=_participants(setting),
-        split=Split(tuple(problem.whole), tuple(problem.per_sample)),
+        split=Split(tuple(problem.unsplit), tuple(problem.per_sample)),
         check=False,  # what does not fit the statement is to be measured, not refused
     )
     with _without_advice(), accumulator.window(setting.batch) as window:
@@ -220,7 +220,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def _samples(problem: Problem, batch: Any) -> int:
-    return count_samples(batch, whole=problem.whole, per_sample=problem.per_sample)
+    return count_samples(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
 
 
 def _dense(gradient: Tensor) -> Tensor:

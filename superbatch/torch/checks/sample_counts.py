@@ -98,7 +98,7 @@ class Count(NamedTuple):
 def counts_in(
     part: Any,
     *,
-    whole: Collection[str] = (),
+    unsplit: Collection[str] = (),
     per_sample: Collection[str] = (),
     hints: Hints = Hints(),  # noqa: B008  (immutable)
 ) -> list[Count]:
@@ -106,7 +106,7 @@ def counts_in(
 
     Args:
         part: a micro-batch, or a batch.
-        whole: paths that are kept whole.
+        unsplit: paths that are kept whole.
         per_sample: paths of lists with one entry for each sample.
         hints: what the loss function tells about labels.
 
@@ -117,7 +117,7 @@ def counts_in(
     """
     found: list[Count] = []
     with contextlib.suppress(ValueError, TypeError, RuntimeError):  # what cannot be walked is not counted
-        for leaf in leaves(part, whole=whole, per_sample=per_sample):
+        for leaf in leaves(part, unsplit=unsplit, per_sample=per_sample):
             if leaf.length is not None:
                 found += _of_leaf(leaf.path, _value(part, leaf.path), hints)
     return found

@@ -44,7 +44,7 @@ def cached_gradients(
     microbatch_size: int | TokenBudget | Mapping[str, int | TokenBudget] | None = None,
     *,
     models: nn.Module | list[nn.Module] | tuple[nn.Module, ...] | None = None,
-    whole: Collection[str] = (),
+    unsplit: Collection[str] = (),
     per_sample: Collection[str] = (),
     scale: float | Callable[[Tensor], Tensor] = 1.0,
     group: Any = None,
@@ -74,8 +74,8 @@ def cached_gradients(
             None for a Window alone.
         models: every module that takes part. They need not be named where encoders and loss are modules or
             their methods. Parameters outside of modules: ``nn.ParameterList([p])``.
-        whole: paths of the batch that every micro-batch gets whole; for several encoders they begin with the
-            name.
+        unsplit: paths of the batch that every micro-batch gets whole; for several encoders they begin with
+            the name.
         per_sample: paths of lists with one entry for each sample.
         scale: what the loss is multiplied with before the gradient, or a function: ``scaler.scale`` of a
             GradScaler.
@@ -110,7 +110,7 @@ def cached_gradients(
     encoders_of = encode.values() if isinstance(encode, Mapping | nn.ModuleDict) else [encode]
     _check_callables(*encoders_of, loss_fn)
     involved = all_models(encoders_of, loss_fn, models)
-    paths = {"whole": whole, "per_sample": per_sample}
+    paths = {"unsplit": unsplit, "per_sample": per_sample}
     names = list(encode) if isinstance(encode, Mapping | nn.ModuleDict) else None
     sync, scale = find_sync(involved, group, no_sync=True), _as_scale(scale)
 

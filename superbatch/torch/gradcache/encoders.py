@@ -36,7 +36,7 @@ class Encoder:
         encode: from a micro-batch to embeddings.
         batch: what to split.
         microbatch_size: most samples of a micro-batch, or a TokenBudget; a Window needs none.
-        paths: `whole` and `per_sample` declarations, relative to its batch.
+        paths: `unsplit` and `per_sample` declarations, relative to its batch.
         device: where micro-batches are moved; None: nowhere.
 
     Raises:
@@ -293,7 +293,7 @@ def as_encoders(
         encode: a callable, or a mapping of names to callables.
         batch: the batch, or a mapping of the same names to batches.
         microbatch_size: for all encoders, or a mapping of the same names.
-        paths: `whole` and `per_sample`; with several encoders each path begins with a name.
+        paths: `unsplit` and `per_sample`; with several encoders each path begins with a name.
         models: whose device micro-batches are moved to, where an encoder's own is not known.
 
     Returns:

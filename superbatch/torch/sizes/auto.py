@@ -56,7 +56,7 @@ class AutoSize:
         optimizers: that make the update.
         device: where micro-batches are moved; None leaves them where they are.
         mode: which size is looked for.
-        whole: paths that every micro-batch gets whole.
+        unsplit: paths that every micro-batch gets whole.
         per_sample: paths of lists with one object per sample.
         gradient_sum: as the accumulator's, for the prediction.
         masters: likewise.
@@ -81,7 +81,7 @@ class AutoSize:
         *,
         device: torch.device | None,
         mode: Mode = "fastest",
-        whole: Sequence[str] = (),
+        unsplit: Sequence[str] = (),
         per_sample: Sequence[str] = (),
         gradient_sum: GradientSumOption = "auto",
         masters: Mapping[Tensor, Tensor] | None = None,
@@ -90,7 +90,7 @@ class AutoSize:
         parameters = [parameter for model in models for parameter in model.parameters()]
         self._device = device or (parameters[0].device if parameters else torch.device("cpu"))
         self._models, self._optimizers = tuple(models), tuple(optimizers)
-        self._paths = {"whole": tuple(whole), "per_sample": tuple(per_sample)}
+        self._paths = {"unsplit": tuple(unsplit), "per_sample": tuple(per_sample)}
         shared: dict[str, Any] = {"device": device, "gradient_sum": gradient_sum, "masters": masters}
         predict = partial(
             predict_peak,
@@ -108,7 +108,7 @@ class AutoSize:
             models,
             optimizers,
             mode=mode,
-            whole=whole,
+            unsplit=unsplit,
             per_sample=per_sample,
             instruments=self._instruments,
             **shared,

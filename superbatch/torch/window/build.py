@@ -261,7 +261,7 @@ def _sizing_of(
     Args:
         microbatch_size: checked before.
         config: of the accumulator.
-        paths: `whole` and `per_sample` declarations.
+        paths: `unsplit` and `per_sample` declarations.
         batchnorm: what happens to BatchNorm in training mode; None if there is none.
         sizes: further ones of `AutoSize`.
 
@@ -277,7 +277,7 @@ def _sizing_of(
         config.rule.optimizers,
         device=config.device,
         mode="fastest" if microbatch_size == "auto" else "largest",
-        whole=paths.get("whole", ()),
+        unsplit=paths.get("unsplit", ()),
         per_sample=paths.get("per_sample", ()),
         **sizes,
     )

@@ -37,7 +37,7 @@ class MicrobatchList:
         microbatches: as they are to be processed.
         samples: of each; None where they cannot be counted.
         order: the position in the batch of each sample, micro-batch after micro-batch; None: as in the batch.
-        paths: `whole` and `per_sample` declarations.
+        paths: `unsplit` and `per_sample` declarations.
         batch: the planned batch that they were cut from, if it may be cut differently.
         whole: the batch that they were cut from, if it was one.
 
@@ -212,7 +212,7 @@ def pieces_of(
     Args:
         batch: a batch, or a Window.
         sizing: how.
-        paths: `whole` and `per_sample` declarations.
+        paths: `unsplit` and `per_sample` declarations.
         sync: the ranks that share a batch; where their forwards communicate, all get as many micro-batches.
         need_samples: whether samples must be counted.
 
@@ -306,7 +306,7 @@ def microbatches_of(
     Args:
         batch: a batch to split, or a Window to take as it is.
         microbatch_size: samples per micro-batch at most, a TokenBudget, or None for one piece.
-        paths: `whole` and `per_sample` declarations.
+        paths: `unsplit` and `per_sample` declarations.
         need_samples: whether the sizes must be known; None is returned for them otherwise.
 
     Raises:

@@ -72,7 +72,7 @@ class ByMicrobatch:
     Args:
         config: of the accumulator.
         sizing: of the micro-batches of a batch.
-        paths: `whole` and `per_sample` declarations.
+        paths: `unsplit` and `per_sample` declarations.
         batchnorms: those that may not normalise by what they see.
     """
 

@@ -122,7 +122,7 @@ def _remove_randomness(setting: Setting, size: Size, tolerance: float) -> tuple[
 def _first_random(setting: Setting) -> str:
     """The first module whose output depends on the seed."""
     problem = setting.problem
-    few = take(setting.batch, 0, 2, whole=problem.whole, per_sample=problem.per_sample)
+    few = take(setting.batch, 0, 2, unsplit=problem.unsplit, per_sample=problem.per_sample)
 
     def watched(seed: int) -> list[Watched]:
         setting.but(seed=seed, host_seed=0).begin()
@@ -196,7 +196,7 @@ def _statement(setting: Setting, size: Size) -> Finding | None:
 
 def _pieces(setting: Setting, size: Size) -> list[Any]:
     problem = setting.problem
-    planned = plan(setting.batch, whole=problem.whole, per_sample=problem.per_sample)
+    planned = plan(setting.batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
     pieces = [setting.batch]
     if isinstance(size, int) and 1 < size < planned.samples:
         starts = range(0, planned.samples - 1, size)

@@ -33,7 +33,7 @@ class Problem:
         loss_fn: from a micro-batch to a scalar tensor, or to (loss, weight) where `weight="returned"`.
         reduction: what `loss_fn` returns.
         weight: how micro-batches are weighted (None: by samples).
-        whole: paths of the batch that are kept whole.
+        unsplit: paths of the batch that are kept whole.
         per_sample: paths of lists with one entry for each sample.
         dtype: of the floating-point parts of batches; None keeps their own.
         state: keeps what a forward moves; None: nothing is known of it yet.
@@ -54,7 +54,7 @@ class Problem:
     loss_fn: LossFn
     reduction: Reduction = "mean"
     weight: WeightOption = None
-    whole: Collection[str] = ()
+    unsplit: Collection[str] = ()
     per_sample: Collection[str] = ()
     dtype: torch.dtype | None = None
     state: MovedState | None = None
@@ -171,7 +171,7 @@ def weigh(problem: Problem, batch: Any) -> Number:
     """
     if callable(problem.weight):
         return check_weight(problem.weight(batch), "a micro-batch")
-    return count_samples(batch, whole=problem.whole, per_sample=problem.per_sample)
+    return count_samples(batch, unsplit=problem.unsplit, per_sample=problem.per_sample)
 
 
 def _parted(problem: Problem, returned: Any) -> tuple[Any, Any]:

@@ -16,14 +16,14 @@ from .untouched import as_dtype
 
 
 def select(
-    batch: Any, indices: Sequence[int], *, whole: Collection[str] = (), per_sample: Collection[str] = ()
+    batch: Any, indices: Sequence[int], *, unsplit: Collection[str] = (), per_sample: Collection[str] = ()
 ) -> Any:
     """Make a batch of the given samples of another, in this order; a sample may come several times.
 
     Args:
         batch: a nested batch.
         indices: which samples.
-        whole: paths that are kept whole.
+        unsplit: paths that are kept whole.
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
@@ -36,7 +36,7 @@ def select(
         >>> select({"x": torch.tensor([5, 6, 7]), "names": ["a", "b", "c"]}, [2, 0, 2])
         {'x': tensor([7, 5, 7]), 'names': ['c', 'a', 'c']}
     """
-    lengths = _lengths(batch, whole, per_sample)
+    lengths = _lengths(batch, unsplit, per_sample)
 
     def rows(node: Any) -> Any:
         if isinstance(node, Tensor):
@@ -53,7 +53,7 @@ def change_floats(
     batch: Any,
     changed: Sequence[int],
     *,
-    whole: Collection[str] = (),
+    unsplit: Collection[str] = (),
     per_sample: Collection[str] = (),
 ) -> Any:
     """Apply a function to the floating-point values of some samples, and keep all others bit for bit.
@@ -62,7 +62,7 @@ def change_floats(
         fn: from the rows of the changed samples to their new values, of the same shape.
         batch: a nested batch of tensors.
         changed: which samples.
-        whole: paths that are kept whole.
+        unsplit: paths that are kept whole.
         per_sample: paths of lists with one entry for each sample.
 
     Returns:
@@ -75,7 +75,7 @@ def change_floats(
         >>> change_floats(lambda x: x * 10, (torch.ones(3), torch.ones(3, dtype=torch.long)), [1])
         (tensor([ 1., 10.,  1.]), tensor([1, 1, 1]))
     """
-    lengths = _lengths(batch, whole, per_sample)
+    lengths = _lengths(batch, unsplit, per_sample)
 
     def rows(node: Any) -> Any:
         if not isinstance(node, Tensor) or not node.is_floating_point():
@@ -134,8 +134,8 @@ def same_values(a: Any, b: Any) -> bool:
     return all(same_values(mine, theirs) for (_, mine), (_, theirs) in pairs)
 
 
-def _lengths(batch: Any, whole: Collection[str], per_sample: Collection[str]) -> dict[str, Leaf]:
-    return {leaf.path: leaf for leaf in leaves(batch, whole=whole, per_sample=per_sample)}
+def _lengths(batch: Any, unsplit: Collection[str], per_sample: Collection[str]) -> dict[str, Leaf]:
+    return {leaf.path: leaf for leaf in leaves(batch, unsplit=unsplit, per_sample=per_sample)}
 
 
 def _map_samples(fn: Callable[[Any], Any], batch: Any, lengths: dict[str, Leaf], path: str = "") -> Any:

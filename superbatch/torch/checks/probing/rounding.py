@@ -78,7 +78,7 @@ def measured_floor(setting: Setting, reference: Measured) -> float:
     floor = largest(again, reference)
     problem = setting.problem
     if not drawn:
-        paths = {"whole": problem.whole, "per_sample": problem.per_sample}
+        paths = {"unsplit": problem.unsplit, "per_sample": problem.per_sample}
         order = list(reversed(range(count_samples(setting.batch, **paths))))
         turned = setting.but(batch=select(setting.batch, order, **paths))
         floor = max(floor, largest(whole(turned), reference))

@@ -66,7 +66,7 @@ class Probe(NamedTuple):
 
     def take(self, indices: list[int]) -> Any:
         """A batch of these samples."""
-        return select(self.batch, indices, whole=self.problem.whole, per_sample=self.problem.per_sample)
+        return select(self.batch, indices, unsplit=self.problem.unsplit, per_sample=self.problem.per_sample)
 
     def base(self) -> Any:
         """The samples that others are compared with."""
@@ -229,7 +229,7 @@ def _perturbed(probe: Probe) -> Iterator[tuple[str, Any]]:
 
     def changed(fn: Callable[[Tensor], Tensor]) -> Any:
         problem = probe.problem
-        return change_floats(fn, base, others, whole=problem.whole, per_sample=problem.per_sample)
+        return change_floats(fn, base, others, unsplit=problem.unsplit, per_sample=problem.per_sample)
 
     reordered = dict(zip(others, reversed(others), strict=True))
     batches = [
