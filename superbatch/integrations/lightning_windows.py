@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,13 +121,16 @@ class LightningWindows:
             args: likewise.
             kwargs: likewise.
         """
+        if not self._logged.is_inside:
+            return False
         given = _LOG.bind(self._module, name, value, *args, **kwargs).arguments
         options = {key: each for key, each in given.items() if key not in ("self", "name", "value")}
-        return self._logged.note(name, value, options)
+        self._logged.note(name, value, options)
+        return True
 
     def _loss(self, microbatch: Any) -> Any:
-        weight = 1 if self._module.coupled else self._module.weight_of(microbatch)
-        counts = self._logged.start(weight)
+        weigh = self._module.weight_of
+        counts = self._logged.start((lambda: 1) if self._module.coupled else partial(weigh, microbatch))
         indices = [index for index, batch in self._batches.items() if batch is microbatch]
         index = indices[0] if indices else max(self._batches)
         with self._trainer.precision_plugin.train_step_context():

@@ -16,45 +16,49 @@ class LoggedValues:
     """Values logged in a window, as a `Participant`: those of a micro-batch that is run again go.
 
     `training_step` also runs outside of micro-batches, when its loss is checked: nothing is kept then.
+
+    Attributes:
+        is_inside: Lightning gets nothing of what is logged now.
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[str, Any, dict[str, Any], Any]] = []
         self._mark = 0
-        self._is_inside = self._expects = self._keeps = False
-        self._weight: Any = 1
+        self.is_inside = self._expects = self._keeps = False
+        self._weigh: Callable[[], Any] | None = None
+        self._weight: Any = None
 
     @contextmanager
     def collected(self) -> Iterator[None]:
         """Keep what is logged in this context from Lightning."""
-        self._is_inside, self._expects = True, False
+        self.is_inside, self._expects = True, False
         self._entries.clear()
         try:
             yield
         finally:
-            self._is_inside = False
+            self.is_inside, self._weigh = False, None
 
-    def start(self, weight: Any) -> bool:
+    def start(self, weigh: Callable[[], Any]) -> bool:
         """Begin a call of `training_step`; return whether it is a micro-batch of the window.
 
         Args:
-            weight: of what it is called with.
+            weigh: returns the weight of what it is called with.
         """
-        self._keeps, self._expects, self._weight = self._expects, False, weight
+        self._keeps, self._expects, self._weigh, self._weight = self._expects, False, weigh, None
         return self._keeps
 
-    def note(self, name: str, value: Any, options: dict[str, Any]) -> bool:
-        """Keep a value of a micro-batch; return False outside of a window.
+    def note(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Keep a value of a micro-batch.
 
         Args:
             name: of the value.
             value: logged.
             options: of `LightningModule.log`.
         """
-        if self._is_inside and self._keeps:
+        if self._keeps and self._weigh is not None:
+            self._weight = self._weigh() if self._weight is None else self._weight
             kept = value.detach() if isinstance(value, Tensor) else value
             self._entries.append((name, kept, options, self._weight))
-        return self._is_inside
 
     def means(
         self, samples: int | None, over_ranks: Callable[[Tensor], Tensor]
