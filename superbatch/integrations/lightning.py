@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric import Fabric
+from lightning.fabric import Fabric, is_wrapped
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -145,5 +145,10 @@ def make_gradient(
     """
     check_version("lightning")
     refuse_strategy(fabric.strategy, SingleDeviceStrategy, DDPStrategy)
+    if not is_wrapped(model):
+        raise InputError(
+            f"The {type(model).__name__} was not set up, so Fabric's precision and ranks are not in it. Pass "
+            "the model that fabric.setup() returned, and call that one in loss_fn."
+        )
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     return Gradient(model, loss_fn, backward=fabric.backward, scaler=scaler, **options)

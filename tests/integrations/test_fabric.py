@@ -72,6 +72,12 @@ def test_a_strategy_that_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         make_gradient(loop.fabric, loop.model, loop.loss)
 
 
+def test_a_model_that_was_not_set_up_is_refused() -> None:
+    loop = Loop("exact", fabric())
+    with pytest.raises(InputError, match="The Sequential was not set up, so Fabric's precision and ranks"):
+        make_gradient(loop.fabric, loop.bare, loop.loss)
+
+
 def test_a_version_that_was_not_tested_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(versions.TESTED, "lightning", ("2.4", "2.5"))
     loop = Loop("exact", fabric())

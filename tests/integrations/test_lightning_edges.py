@@ -119,6 +119,32 @@ def test_hooks_of_the_users_own_are_called() -> None:
     assert apart(large, exact) <= 1e-12
 
 
+def test_each_batch_keeps_its_number_and_a_step_may_leave_the_number_out() -> None:
+    class Numbered(Tokens):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.numbers.append(batch_idx)
+            return self.loss(batch)
+
+    class Bare(Tokens):
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return self.loss(batch)
+
+    options: dict[str, Any] = {
+        "weight_of": lambda self, batch: count(batch),
+        "gradient_options": lambda self: {"check": False},
+    }
+    numbered = type("ExactNumbered", (ExactAccumulation, Numbered), options)()
+    bare = type("ExactBare", (ExactAccumulation, Bare), options)()
+    train(numbered, 4, 4, max_epochs=1)
+    train(bare, 4, 4, max_epochs=1)
+    assert numbered.numbers == list(range(11))
+    assert apart(bare, numbered) == 0
+
+
 def test_a_fit_that_fails_leaves_an_ordinary_module_that_can_be_copied() -> None:
     class Fails(Exact):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
