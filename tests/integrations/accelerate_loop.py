@@ -55,6 +55,7 @@ class Loop:
         max_norm: of clipping by Accelerate.
         epochs: over all samples.
         gamma: of the learning rate, at each step of the scheduler.
+        first: number of samples.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Loop:
         max_norm: float | None = None,
         epochs: int = 2,
         gamma: float = 0.9,
+        first: int = SAMPLES,
     ) -> None:
         torch.manual_seed(0)
         self.accelerator, self.way, self.max_norm, self.epochs = accelerator, way, max_norm, epochs
@@ -73,7 +75,7 @@ class Loop:
         optimizer = torch.optim.SGD(bare.parameters(), lr=0.5, momentum=0.5)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
         size = (16 if way == "large" else 4) // accelerator.num_processes
-        loader = DataLoader(TensorDataset(*samples()), batch_size=size)
+        loader = DataLoader(TensorDataset(*(each[:first] for each in samples())), batch_size=size)
         prepared: Any = accelerator.prepare(bare, optimizer, scheduler, loader)
         self.model, self.optimizer, self.scheduler, self.loader = prepared
         self.bare, self.steps, self.norms, self.losses = bare, 0, list[float](), list[float]()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DataLoaderConfiguration
 
 from superbatch.errors import InputError
 from superbatch.integrations.accelerate import make_gradient
@@ -41,6 +42,10 @@ def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     ways: tuple[Way, ...] = ("large", "stock", "exact")
     found: dict[str, Any] = {way: trained(way) for way in ways}
+    uneven = fresh(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loop = Loop("exact", uneven, max_norm=0.5, first=42).run()
+    found["uneven"] = {name: each.detach().clone() for name, each in loop.bare.named_parameters()}
+    found["batches"] = len(loop.loader)
     loop = Loop("exact", fresh())
     try:
         make_gradient(loop.accelerator, loop.bare, loop.loss)

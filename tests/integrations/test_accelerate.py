@@ -171,4 +171,20 @@ def test_two_ranks_make_the_update_of_the_batch_of_both(tmp_path: Path) -> None:
         assert rank["exact"]["norms"] == pytest.approx(alone.norms, rel=1e-12)
         assert largest(rank["exact"]["parameters"]) <= 1e-12
         assert "The model was not prepared" in rank["refused"]
+    assert [rank["batches"] for rank in found] == [11, 10]  # even_batches=False
+    fewer = Loop("large", fresh(), max_norm=0.5, gamma=0.9**2, first=42).run()
+    wanted = dict(fewer.bare.named_parameters())
+    assert all(largest(rank["uneven"]) <= 1e-12 for rank in found)
     assert found[0]["exact"]["rates"] == found[0]["large"]["rates"]
+
+
+def test_training_resumes_from_a_state_that_accelerate_saved(tmp_path: Path) -> None:
+    without = Loop("exact", fresh()).run()
+    first = Loop("exact", fresh(), epochs=1).run()
+    first.accelerator.save_state(str(tmp_path))
+    second = Loop("exact", fresh(), epochs=1)
+    second.accelerator.load_state(str(tmp_path))
+    second.run()
+    assert apart(first, without) > 0.01
+    assert apart(second, without) == 0
+    assert second.rates[-1] == without.rates[-1]
