@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..errors import CoupledSamplesError, InputError, SplitError
+from ..errors import CoupledSamplesError, InputError, LossSpecError, SplitError
 from ..torch.gradient import Gradient, WholeGradient
 from ..torch.virtual.block import virtual_batch
 from ..torch.window.joining import joined
 from ..window import Window
+from .hf_items import counted_by, divides_by_items
 from .hf_weights import weigh
 from .versions import check_version
 
@@ -40,7 +41,7 @@ class Exact(Trainer):
     microbatch_size: int | Literal["auto", "largest"] | None = "auto"
     coupled: bool | None = None
     _checks = True
-    _host_is_known = False
+    _host_is_known = _is_compared = False
     _may_step = frozenset({"Trainer"})
     _gradient: Callable[[list[dict[str, Any]]], float] | None = None
     _model: nn.Module | None = None
@@ -111,9 +112,14 @@ class Exact(Trainer):
             with self.compute_loss_context_manager():
                 return self.compute_loss(model, self._as_inputs(batch), num_items_in_batch=self._items)
 
+        def share(microbatch: Any) -> Any:  # the host takes the mean over ranks
+            return whole_loss(microbatch) / accelerator.num_processes
+
         def loss_fn(microbatch: Any) -> Any:  # without the number of items it is a mean
             with self.compute_loss_context_manager():
-                return self.compute_loss(model, self._as_inputs(microbatch))
+                loss = self.compute_loss(model, self._as_inputs(microbatch))
+            self._compare_weight(microbatch, loss)
+            return loss
 
         def over_ranks(batch: Any) -> float:  # each rank's loss is of its own samples, as it is in the host
             with virtual_batch(model, size or "auto") as virtual:
@@ -123,14 +129,76 @@ class Exact(Trainer):
 
         if not self._is_coupled(inputs):
             size = self.microbatch_size if one else None
-            host |= {"weight": self.weight_of, "check": self._checks}
-            separate = Gradient(model, loss_fn, microbatch_size=size, **host)
+            host |= {"check": self._checks, "microbatch_size": size}
+            if self._adds_up(model, inputs, whole_loss):
+                host["check"] = not self._has_single_samples()
+                summed = Gradient(model, share, reduction="total", **host)
+                return lambda taken: summed(taken[0] if one else Window(taken)).loss if self._items else 0.0
+            separate = Gradient(model, loss_fn, weight=self.weight_of, **host)
             return lambda taken: separate(taken[0] if one else Window(taken)).loss
         size: Any = self.microbatch_size if one else self.args.per_device_train_batch_size
         if accelerator.num_processes > 1:
             return lambda taken: over_ranks(_joined(taken))
         whole = WholeGradient(model, whole_loss, microbatch_size=size, **host)
         return lambda taken: whole(_joined(taken)).loss
+
+    def _adds_up(self, model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable[[Any], Any]) -> bool:
+        """Tell whether losses of micro-batches are shares of that of the batch, for which no weight is asked.
+
+        Raises:
+            InputError: they are not, and what divides them is not known.
+        """
+        if not self._checks or not (self._has_own_loss() or self._weight_is_unknown(inputs)):
+            return False
+        items = self._items
+
+        def with_items(samples: Any, number: Any) -> Any:
+            self._items = number
+            return loss_of(samples)
+
+        try:
+            samples = self._as_samples(self._prepare_inputs(inputs))
+            if items is not None and divides_by_items(model, with_items, samples, items):
+                return True
+        finally:
+            self._items = items
+        is_given = type(self).weight_of is not Exact.weight_of
+        if self._has_own_loss() and self._has_single_samples() and not is_given:
+            raise InputError(
+                "This trainer has a loss of its own, and micro-batches of one sample do not show what it is "
+                "divided by. Write `def weight_of(self, microbatch)` in its class: return the number of "
+                "samples or tokens that the loss is a mean over."
+            )
+        return False
+
+    def _has_single_samples(self) -> bool:
+        return self.args.per_device_train_batch_size == 1 < self.args.gradient_accumulation_steps
+
+    def _has_own_loss(self) -> bool:
+        return type(self).compute_loss is not Trainer.compute_loss or self.compute_loss_func is not None
+
+    def _weight_is_unknown(self, inputs: Mapping[str, Any]) -> bool:
+        try:
+            self.weight_of(inputs)
+        except InputError:
+            return True
+        return False
+
+    def _compare_weight(self, microbatch: Mapping[str, Any], loss: Any) -> None:
+        """Compare the weight with the labels that the model counts, once, where their first label counts."""
+        if self._is_compared or type(self).weight_of is not Exact.weight_of or self._has_own_loss():
+            return
+        labels = microbatch.get("labels")
+        if not isinstance(labels, Tensor) or not labels.ndim or not (labels[..., 0] != -100).any():
+            return
+        counted, weight = counted_by(loss), self.weight_of(microbatch)
+        if counted not in (None, weight):
+            raise LossSpecError(
+                f"The loss of {type(self.model).__name__} is a mean over {counted:g} labels of a "
+                f"micro-batch, and superbatch counts {weight}. Write `def weight_of(self, microbatch)` in "
+                "the trainer's class: return the number of labels that the loss is a mean over."
+            )
+        self._is_compared = True
 
     def _as_samples(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return inputs of the host as a batch whose leaves have one row for each sample."""
@@ -146,7 +214,9 @@ class Exact(Trainer):
         config = getattr(self.model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         router = inputs.get("output_router_logits", getattr(config, "output_router_logits", False))
-        return bool(inputs.get("return_loss")) or bool(router and getattr(config, "router_aux_loss_coef", 0))
+        names = ("router_aux_loss_coef", "aux_loss_coef")
+        share = next((getattr(config, name) for name in names if hasattr(config, name)), 0)
+        return bool(inputs.get("return_loss")) or bool(router and share)
 
     def _check_host(self) -> None:
         """Refuse what the host does otherwise than to add up gradients that are whole on each rank."""
@@ -162,14 +232,6 @@ class Exact(Trainer):
             raise InputError(
                 f"The Trainer would use torch.nn.DataParallel on {self.args.n_gpu} GPUs. Start it with "
                 "torchrun, or set CUDA_VISIBLE_DEVICES to one of them."
-            )
-        own = type(self).compute_loss is not Trainer.compute_loss or self.compute_loss_func is not None
-        single = self.args.per_device_train_batch_size == 1 < self.args.gradient_accumulation_steps
-        if own and single and not self.coupled and type(self).weight_of is Exact.weight_of:
-            raise InputError(
-                "This trainer has a loss of its own, and micro-batches of one sample do not show what it is "
-                "divided by. Write `def weight_of(self, microbatch)` in its class: return the number of "
-                "samples or tokens that the loss is a mean over."
             )
         for kind in type(self).__mro__:
             known = issubclass(kind, Exact) or kind.__name__ in self._may_step
