@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.memory import recursive_detach
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
@@ -42,6 +43,9 @@ class LightningWindows:
         self._takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         self._batches: dict[int, Any] = {}  # by their number in the epoch
         self._is_last = False
+        self._is_read = is_overridden("on_after_backward", module) or any(
+            is_overridden("on_after_backward", each, Callback) for each in module.trainer.callbacks
+        )
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._returned: dict[str, Any] = {}
         self._loss_like = torch.zeros(())
@@ -107,7 +111,13 @@ class LightningWindows:
         return update
 
     def attach(self) -> None:
-        """Put the gradient into ``.grad``."""
+        """Put the gradient into ``.grad``; zeros after a batch that is collected, where a hook reads them."""
+        if not self._gradients and self._is_read:
+            self._gradients = [
+                (each, torch.zeros_like(each) if each.grad is None else each.grad)
+                for each in self._module.parameters()
+                if each.requires_grad
+            ]
         while self._gradients:
             parameter, gradient = self._gradients.pop()
             parameter.grad = gradient

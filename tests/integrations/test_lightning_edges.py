@@ -274,3 +274,21 @@ def test_a_module_is_an_ordinary_one_outside_of_fit() -> None:
     assert module.net[2].weight.grad is not None
     train(module, 4, 4, max_steps=1)
     assert module._windows is None
+
+
+def test_a_hook_after_the_backward_finds_gradients_after_each_batch() -> None:
+    class Halved(Tokens):
+        def on_after_backward(self) -> None:
+            for parameter in self.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+
+    class ExactHalved(ExactAccumulation, Halved):
+        def weight_of(self, batch: Any) -> int:
+            return count(batch)
+
+    whole, large, exact = Tokens(), Halved(), ExactHalved()
+    for module, size, batches in ((whole, 16, 1), (large, 16, 1), (exact, 4, 4)):
+        train(module, size, batches)
+    assert apart(large, whole) > 0.01
+    assert apart(large, exact) <= 1e-12
