@@ -15,7 +15,7 @@ from ..torch.virtual.block import virtual_batch
 from ..torch.window.joining import joined
 from ..window import Window
 from .hf_items import counted_by, divides_by_items
-from .hf_weights import weigh
+from .hf_weights import is_sum, weigh
 from .versions import check_version
 
 
@@ -127,13 +127,18 @@ class Exact(Trainer):
                 accelerator.backward(loss)
                 return loss.item()
 
+        def batch_of(taken: list[Any]) -> Any:
+            return taken[0] if one else Window(taken)
+
         if not self._is_coupled(inputs):
             size = self.microbatch_size if one else None
             host |= {"check": self._checks, "microbatch_size": size}
-            if self._adds_up(model, inputs, whole_loss):
-                host["check"] = not self._has_single_samples()
+            if self._adds_up(inputs):
+                host["check"] &= not self._has_single_samples()
                 summed = Gradient(model, share, reduction="total", **host)
-                return lambda taken: summed(taken[0] if one else Window(taken)).loss if self._items else 0.0
+                return lambda taken: (
+                    summed(taken[0] if one else Window(taken)).loss if self._counts() else 0.0
+                )
             separate = Gradient(model, loss_fn, weight=self.weight_of, **host)
             return lambda taken: separate(taken[0] if one else Window(taken)).loss
         size: Any = self.microbatch_size if one else self.args.per_device_train_batch_size
@@ -142,26 +147,29 @@ class Exact(Trainer):
         whole = WholeGradient(model, whole_loss, microbatch_size=size, **host)
         return lambda taken: whole(_joined(taken)).loss
 
-    def _adds_up(self, model: nn.Module, inputs: Mapping[str, Any], loss_of: Callable[[Any], Any]) -> bool:
+    def _adds_up(self, inputs: Mapping[str, Any]) -> bool:
         """Tell whether losses of micro-batches are shares of that of the batch, for which no weight is asked.
 
         Raises:
             InputError: they are not, and what divides them is not known.
         """
+        if not self._has_own_loss() and is_sum(self.model):
+            return True
         if not self._checks or not (self._has_own_loss() or self._weight_is_unknown(inputs)):
             return False
-        items = self._items
 
-        def with_items(samples: Any, number: Any) -> Any:
-            self._items = number
-            return loss_of(samples)
+        def loss_of(samples: Any, items: Any) -> Any:
+            with self.compute_loss_context_manager():
+                return self.compute_loss(self.model, self._as_inputs(samples), num_items_in_batch=items)
 
-        try:
-            samples = self._as_samples(self._prepare_inputs(inputs))
-            if items is not None and divides_by_items(model, with_items, samples, items):
-                return True
-        finally:
-            self._items = items
+        found = self._items is not None and divides_by_items(
+            self.model, loss_of, self._as_samples(self._prepare_inputs(inputs)), self._items
+        )
+        if self.accelerator.num_processes > 1:
+            ranks = self.accelerator.gather(torch.tensor([found], device=self.args.device))
+            found = bool(ranks.all())
+        if found:
+            return True
         is_given = type(self).weight_of is not Exact.weight_of
         if self._has_own_loss() and self._has_single_samples() and not is_given:
             raise InputError(
@@ -170,6 +178,11 @@ class Exact(Trainer):
                 "samples or tokens that the loss is a mean over."
             )
         return False
+
+    def _counts(self) -> bool:
+        """Tell whether a batch has labels at all; a rank of several goes on where only its own has none."""
+        alone = self.accelerator.num_processes == 1 or self.args.average_tokens_across_devices
+        return self._items is None or not alone or bool(self._items)
 
     def _has_single_samples(self) -> bool:
         return self.args.per_device_train_batch_size == 1 < self.args.gradient_accumulation_steps
@@ -232,6 +245,11 @@ class Exact(Trainer):
             raise InputError(
                 f"The Trainer would use torch.nn.DataParallel on {self.args.n_gpu} GPUs. Start it with "
                 "torchrun, or set CUDA_VISIBLE_DEVICES to one of them."
+            )
+        if self.args.optim in ("lomo", "adalomo"):
+            raise InputError(
+                f"optim={self.args.optim!r} steps inside of each backward, so gradients cannot be added up. "
+                "Choose an optimizer that steps once for each batch."
             )
         for kind in type(self).__mro__:
             known = issubclass(kind, Exact) or kind.__name__ in self._may_step

@@ -30,16 +30,28 @@ def weigh(model: Any, microbatch: Inputs) -> int:
         3
     """
     kind = getattr(model, "loss_type", None)
+    kind = kind or next((name for name in _NAMED if name in type(model).__name__), None)
     count = _COUNTS.get(kind) if isinstance(kind, str) else None
     if count is None:
         named = f"loss_type={kind!r}" if kind else "no loss_type of transformers"
         raise _unknown(f"{type(model).__name__} has {named}")
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    prompts = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+    if prompts and count in (_causal, _tokens):
         raise _unknown("PEFT puts tokens of its own before the prompt")
     try:
         return count(getattr(model, "config", None), microbatch)
     except KeyError as error:
         raise _unknown(f"a batch has no {error}, only {list(microbatch)}") from error
+
+
+def is_sum(model: Any) -> bool:
+    """Tell whether the loss of a model is a sum over samples.
+
+    Args:
+        model: as for `weigh`.
+    """
+    reduction = getattr(getattr(model, "config", None), "ctc_loss_reduction", None)
+    return getattr(model, "loss_type", None) == "ForCTC" and reduction == "sum"
 
 
 def _unknown(why: str) -> InputError:
@@ -73,7 +85,11 @@ def _classes(config: Any, inputs: Inputs) -> int:
 
 
 def _pixels(config: Any, inputs: Inputs) -> int:
-    return _labelled(inputs["labels"], getattr(config, "semantic_loss_ignore_index", 255))
+    labels = inputs["labels"]
+    if getattr(config, "num_labels", 2) == 1:  # masked, and a mean over all pixels
+        return labels.numel()
+    ignored = getattr(config, "loss_ignore_index", 255)
+    return _labelled(labels, getattr(config, "semantic_loss_ignore_index", ignored))
 
 
 def _spans(config: Any, inputs: Inputs) -> int:
@@ -90,6 +106,7 @@ def _sequences(config: Any, inputs: Inputs) -> int:
     return len(inputs["labels"])
 
 
+_NAMED = ("ForMultipleChoice", "ForNextSentencePrediction", "EncoderDecoderModel")  # without a loss_type
 _COUNTS: dict[str, Callable[[Any, Inputs], int]] = {
     "ForCausalLM": _causal,
     "ForConditionalGeneration": _causal,
@@ -103,4 +120,7 @@ _COUNTS: dict[str, Callable[[Any, Inputs], int]] = {
     "ForSemanticSegmentation": _pixels,
     "ForQuestionAnswering": _spans,
     "ForCTC": _sequences,
+    "ForMultipleChoice": _tokens,
+    "ForNextSentencePrediction": _tokens,
+    "EncoderDecoderModel": _tokens,
 }

@@ -39,6 +39,8 @@ def model(loss: str | None, **config: Any) -> Any:
             {"labels": torch.tensor([[0, 255]])},
             1,
         ),
+        ("ForSemanticSegmentation", {"loss_ignore_index": 0}, {"labels": torch.tensor([[0, 255]])}, 1),
+        ("ForSemanticSegmentation", {"num_labels": 1}, {"labels": torch.tensor([[0, 255]])}, 2),
         ("ForCTC", {"ctc_loss_reduction": "mean"}, {"labels": LABELS}, 2),
     ],
 )
@@ -68,7 +70,7 @@ def test_an_answer_outside_of_the_inputs_does_not_count() -> None:
         (model(None), {}, "SimpleNamespace has no loss_type of transformers"),
         (model("ForObjectDetection"), {}, "SimpleNamespace has loss_type='ForObjectDetection'"),
         (model("ForMaskedLM"), {"input_ids": IDS}, r"a batch has no 'labels', only \['input_ids'\]"),
-        (model("ForCTC", ctc_loss_reduction="sum"), {"labels": LABELS}, 'ctc_loss_reduction is not "mean"'),
+        (model("ForCTC", ctc_loss_reduction="none"), {"labels": LABELS}, 'ctc_loss_reduction is not "mean"'),
     ],
 )
 def test_what_is_not_known_is_refused(given: Any, inputs: dict[str, Any], why: str) -> None:
@@ -82,3 +84,5 @@ def test_tokens_that_peft_adds_are_refused() -> None:
 
     with pytest.raises(InputError, match="PEFT puts tokens of its own before the prompt"):
         weigh(prompted, {"labels": LABELS})
+    prompted.loss_type = "ForSequenceClassification"
+    assert weigh(prompted, {"labels": torch.tensor([1, 0])}) == 2

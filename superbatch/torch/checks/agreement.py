@@ -12,6 +12,7 @@ from torch import Tensor
 from superbatch import normalize
 
 SURE = 30.0  # multiples of the measured rounding: beyond them, a difference is no rounding
+CANCELLED = 1e-14  # of the largest gradient of a parameter, in float64
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Difference:
         """
         if self.gradient is None or self.size is None or not bool(self.size.any()):
             return torch.tensor([-1] if self.loss > rounding.loss else [], dtype=torch.int64)
-        allowed = rounding.gradient * self.size
+        # A gradient that cancels, as a softmax's of a bias that all classes share, is rounding of its terms.
+        allowed = rounding.gradient * self.size + CANCELLED * self.size.max()
         if rounding.measured is not None:
             allowed = allowed + SURE * rounding.measured
         return (self.gradient > allowed).nonzero().flatten()
