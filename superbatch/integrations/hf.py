@@ -14,7 +14,7 @@ from ..torch.gradient import Gradient, WholeGradient
 from ..torch.virtual.block import virtual_batch
 from ..torch.window.joining import joined
 from ..window import Window
-from .hf_items import counted_by, divides_by_items
+from .hf_items import counted_by, divides_by_items, needs_items
 from .hf_weights import is_sum, weigh
 from .versions import check_version
 
@@ -162,14 +162,18 @@ class Exact(Trainer):
             with self.compute_loss_context_manager():
                 return self.compute_loss(self.model, self._as_inputs(samples), num_items_in_batch=items)
 
-        found = self._items is not None and divides_by_items(
-            self.model, loss_of, self._as_samples(self._prepare_inputs(inputs)), self._items
-        )
+        samples = self._as_samples(self._prepare_inputs(inputs))
+        found = self._items is not None and divides_by_items(self.model, loss_of, samples, self._items)
         if self.accelerator.num_processes > 1:
             ranks = self.accelerator.gather(torch.tensor([found], device=self.args.device))
             found = bool(ranks.all())
         if found:
             return True
+        if self._items is not None and needs_items(self.model, loss_of, samples):
+            raise InputError(
+                "The loss of this trainer needs num_items_in_batch, and is no sum that is divided by it. "
+                "Divide the sum over labels by it and add no other term, or return the mean where it is None."
+            )
         is_given = type(self).weight_of is not Exact.weight_of
         if self._has_own_loss() and self._has_single_samples() and not is_given:
             raise InputError(

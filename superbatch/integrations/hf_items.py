@@ -48,6 +48,29 @@ def divides_by_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch
     return False
 
 
+def needs_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch: Any) -> bool:
+    """Tell whether a loss fails without a number of items.
+
+    Args:
+        model: as for `divides_by_items`.
+        loss_of: likewise; it works with a number.
+        batch: likewise.
+
+    Examples:
+        >>> model, batch = nn.Linear(1, 1), torch.ones(3, 1)
+        >>> needs_items(model, lambda batch, items: model(batch).sum() / items + 1, batch)
+        True
+    """
+    with _evaluating(model), torch.no_grad(), torch.random.fork_rng():
+        try:
+            loss_of(split(batch, 1)[0], None)
+        except TypeError:
+            return True
+        except SplitError:
+            return False
+    return False
+
+
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     trained = [module for module in model.modules() if module.training]

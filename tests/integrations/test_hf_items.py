@@ -136,6 +136,15 @@ def test_labels_that_a_model_does_not_shift_are_an_error(tmp_path: Path) -> None
         train(ExactTrainer, Case(_bart, _text), 2, 4, tmp_path)
 
 
+def _penalized(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return _by_items(outputs, labels, num_items_in_batch) + outputs.logits.square().mean()
+
+
+def test_a_loss_that_needs_the_number_of_items_and_has_another_term_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="needs num_items_in_batch, and is no sum that is divided by it"):
+        train(ExactTrainer, CASES["tokens"], 2, 4, tmp_path, more={"compute_loss_func": _penalized})
+
+
 def test_an_optimizer_that_steps_in_the_backward_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
