@@ -113,10 +113,13 @@ class Exact(hf.Exact):
         owner = next(
             kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not Exact
         )
-        if owner is not host and type(self).weight_of is Exact.weight_of:
+        own = f"{owner.__name__}.compute_loss" if owner is not host else "compute_loss_func"
+        is_own = owner is not host or self.compute_loss_func is not None
+        if is_own and type(self).weight_of is Exact.weight_of:
             raise InputError(
-                f"{owner.__name__}.compute_loss is not TRL's, so what divides it is not known. Write `def "
-                "weight_of(self, microbatch)` beside it: return the number of tokens or pairs."
+                f"{own} is not TRL's, so what divides it is not known. Write `def weight_of(self, "
+                "microbatch)` in the trainer's class: return the number of tokens or pairs that it is a mean "
+                "over where num_items_in_batch is None."
             )
         unequal = [name for name in getattr(self, "loss_types", ()) if name in _COUPLED_LOSSES]
         if unequal and not self.coupled:

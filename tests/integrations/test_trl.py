@@ -166,3 +166,13 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
         train(_OfAnotherMixin, "sft", 2, 4, tmp_path)
     assert issubclass(Exact, Trainer)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:.*compute_loss_func.* is deprecated")
+def test_a_loss_function_of_ones_own_needs_a_weight(tmp_path: Path) -> None:
+    class WithFunction(ExactSFT):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, compute_loss_func=lambda *_: torch.zeros(()), **options)
+
+    with pytest.raises(InputError, match=r"compute_loss_func is not TRL's.*Write `def weight_of"):
+        train(WithFunction, "sft", 2, 2, tmp_path, rows=4)
