@@ -131,7 +131,7 @@ def _encode(forward: Any, size: int, features: dict[str, Any], **options: Any) -
 
     run = partial(checkpoint, embed, use_reentrant=False) if torch.is_grad_enabled() else embed
     whole = {"prompt_length"} & features.keys()  # of all samples, also as a tensor
-    outputs = [run(microbatch) for microbatch in split(features, size, whole=whole)]
+    outputs = [run(microbatch) for microbatch in split(features, size, unsplit=whole)]
     return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
 
 
