@@ -24,6 +24,7 @@ from tests import isolation
 # threads has no fixed order; a figure needs no screen.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests load nothing, and TRL's telemetry starts a thread
 
 # Times vary with the machine: no deadline, and no failure of a test whose examples are slow to make. In CI, a
 # red build must be red again when it is run again.
