@@ -3,18 +3,90 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..batch.split import split
-from ..errors import SplitError
+from ..errors import InputError, LossSpecError, SplitError
 from ..torch.checks.divisions import divisions_of
+from .hf_losses import HostLoss
 
 _MOST = 4  # samples that are tried: one may have no label
+
+
+def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> bool:
+    """Tell whether the loss of the batch is the sum of the losses of its parts, given the number of items.
+
+    Args:
+        loss: of the host.
+        samples: a micro-batch.
+        is_hidden: otherwise nothing shows what it is divided by.
+
+    Raises:
+        InputError: it is not, and what divides it is not known.
+    """
+
+    def loss_of(samples: Any, items: Any) -> Tensor:
+        return loss.of(samples, items, loss.model)
+
+    found = loss.items is not None and divides_by_items(loss.model, loss_of, samples, loss.items)
+    if loss.ranks > 1:  # a rank may have no labels
+        device = loss.trainer.args.device
+        found = bool(
+            torch.as_tensor(loss.trainer.accelerator.gather(torch.tensor([found], device=device))).all()
+        )
+    if found:
+        return True
+    if loss.items is not None and needs_items(loss.model, loss_of, samples):
+        raise InputError(
+            "The loss of this trainer needs num_items_in_batch, and is no sum that is divided by it. "
+            "Divide the sum over labels by it and add no other term, or return the mean where it is None."
+        )
+    if is_hidden:
+        raise InputError(
+            "This trainer has a loss of its own, and micro-batches of one sample do not show what it is "
+            "divided by. Write `def weight_of(self, microbatch)` in its class: return the number of "
+            "samples or tokens that the loss is a mean over."
+        )
+    return False
+
+
+class WeightCheck:
+    """Loss of a model, whose weight is compared once with the labels that the model counts.
+
+    Args:
+        loss: of the host.
+        weigh: returns the weight of a micro-batch.
+
+    Raises:
+        LossSpecError: from a call, where they differ.
+    """
+
+    def __init__(self, loss: HostLoss, weigh: Callable[[Any], float]) -> None:
+        self._loss, self._weigh, self._is_compared = loss, weigh, False
+
+    def __call__(self, microbatch: Mapping[str, Any]) -> Tensor:
+        """Return the loss of a micro-batch."""
+        loss, labels = self._loss.mean(microbatch), microbatch.get("labels")
+        # A model that shifts its labels, or does not, shows where their first one counts.
+        if self._is_compared or not isinstance(labels, Tensor) or not labels.ndim:
+            return loss
+        if (labels[..., 0] != -100).any():
+            self._compare(counted_by(loss), self._weigh(microbatch))
+            self._is_compared = True
+        return loss
+
+    def _compare(self, counted: float | None, weight: float) -> None:
+        if counted not in (None, weight):
+            raise LossSpecError(
+                f"The loss of {type(self._loss.model).__name__} is a mean over {counted:g} labels of a "
+                f"micro-batch, and superbatch counts {weight}. Write `def weight_of(self, microbatch)` in "
+                "the trainer's class: return the number of labels that the loss is a mean over."
+            )
 
 
 def divides_by_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch: Any, items: Any) -> bool:

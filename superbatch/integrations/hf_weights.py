@@ -29,9 +29,8 @@ def weigh(model: Any, microbatch: Inputs) -> int:
         >>> weigh(Model(), {"labels": torch.tensor([[1, 2, 3], [4, 5, -100]])})
         3
     """
-    kind = getattr(model, "loss_type", None)
-    kind = kind or next((name for name in _NAMED if name in type(model).__name__), None)
-    count = _COUNTS.get(kind) if isinstance(kind, str) else None
+    kind = kind_of(model)
+    count = _COUNTS.get(kind) if kind is not None else None
     if count is None:
         named = f"loss_type={kind!r}" if kind else "no loss_type of transformers"
         raise _unknown(f"{type(model).__name__} has {named}")
@@ -42,6 +41,17 @@ def weigh(model: Any, microbatch: Inputs) -> int:
         return count(getattr(model, "config", None), microbatch)
     except KeyError as error:
         raise _unknown(f"a batch has no {error}, only {list(microbatch)}") from error
+
+
+def kind_of(model: Any) -> str | None:
+    """Return the name of the loss of a model in transformers, or its class where it has none; None: unknown.
+
+    Args:
+        model: as for `weigh`.
+    """
+    kind = getattr(model, "loss_type", None)
+    kind = kind or next((name for name in _NAMED if name in type(model).__name__), None)
+    return kind if isinstance(kind, str) else None
 
 
 def is_sum(model: Any) -> bool:
@@ -92,14 +102,6 @@ def _pixels(config: Any, inputs: Inputs) -> int:
     return _labelled(labels, getattr(config, "semantic_loss_ignore_index", ignored))
 
 
-def _spans(config: Any, inputs: Inputs) -> int:
-    length = inputs["input_ids"].shape[-1]
-    counts = {int((inputs[name] < length).sum()) for name in ("start_positions", "end_positions")}
-    if len(counts) > 1:
-        raise _unknown("different numbers of starts and ends of answers lie within the inputs")
-    return counts.pop()
-
-
 def _sequences(config: Any, inputs: Inputs) -> int:
     if getattr(config, "ctc_loss_reduction", "mean") != "mean":
         raise _unknown('ctc_loss_reduction is not "mean"')
@@ -118,7 +120,6 @@ _COUNTS: dict[str, Callable[[Any, Inputs], int]] = {
     "ForVideoClassification": _classes,
     "ForAudioClassification": _classes,
     "ForSemanticSegmentation": _pixels,
-    "ForQuestionAnswering": _spans,
     "ForCTC": _sequences,
     "ForMultipleChoice": _tokens,
     "ForNextSentencePrediction": _tokens,

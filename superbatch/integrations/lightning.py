@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric import Fabric, is_wrapped
-from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 

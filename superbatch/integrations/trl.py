@@ -36,6 +36,9 @@ class Exact(hf.Exact):
 
     _checks = False
     _may_step = frozenset({"Trainer", "SFTTrainer", "DPOTrainer", "RewardTrainer"})
+    # Of the trainers of TRL, which this one is mixed into.
+    _metrics: dict[str, dict[str, list[Any]]]
+    router_aux_loss_coef: float
 
     def weight_of(self, microbatch: Mapping[str, Any]) -> int | float:
         """Return the tokens of a micro-batch for `SFTTrainer`, its pairs for the others."""
@@ -51,7 +54,7 @@ class Exact(hf.Exact):
     ) -> Any:
         """Return the loss of the host, and note the weights of the metrics that it appends."""
         found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.model.training:
+        if self.model is not None and self.model.training:
             self._metrics["train"][_WEIGHTS].append(self._weights_of(inputs))
         return found
 
@@ -62,14 +65,14 @@ class Exact(hf.Exact):
             return (weight,)
         return (weight, *(int(half[..., 1:].sum()) for half in inputs["completion_mask"].chunk(2)))
 
-    def _add_gradient(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> float:
+    def _add_gradient(self, model: nn.Module, microbatches: list[dict[str, Any]], items: Any) -> float:
         before, self._metrics["train"] = self._metrics["train"], defaultdict(list)
         try:
-            loss = super()._add_gradient(model, microbatches)
+            loss = super()._add_gradient(model, microbatches, items)
         finally:
             during, self._metrics["train"] = self._metrics["train"], before
         given = torch.tensor(during.pop(_WEIGHTS), dtype=torch.float64, device=self.args.device)
-        weights = self.accelerator.reduce(given, "sum")
+        weights: Any = self.accelerator.reduce(given, "sum")
         for name, values in during.items():
             if name == "num_tokens":  # since training has begun
                 before[name] = values

@@ -57,6 +57,7 @@ class Case:
     model: Callable[[], nn.Module]
     row: Callable[[torch.Generator, int], Row]
     equal: bool = False  # lengths
+    collate: Callable[[list[Row]], Row] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -265,7 +266,7 @@ def train(
         arguments,
         train_dataset=rows(case, 20) if data is None else data,
         eval_dataset=rows(case, 6),
-        data_collator=collate,
+        data_collator=case.collate or collate,
         callbacks=[events],
         **(more or {}),
     )

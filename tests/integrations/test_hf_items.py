@@ -36,6 +36,7 @@ from tests.integrations.hf_cases import (
     InThrees,
     Row,
     gap,
+    rows,
     train,
 )
 
@@ -157,3 +158,12 @@ def test_an_optimizer_that_steps_in_the_backward_is_refused(
     monkeypatch.setattr(ExactTrainer, "get_batch_samples", with_lomo)
     with pytest.raises(InputError, match=r"optim='lomo' steps inside of each backward"):
         train(ExactTrainer, CASES["classes"], 2, 4, tmp_path)
+
+
+def test_samples_of_unequal_lengths_one_by_one_raise_no_warning(tmp_path: Path) -> None:
+    data = rows(CASES["causal"], 8)
+    big = train(Trainer, CASES["causal"], 8, 1, tmp_path, data=data)
+    ours = train(ExactTrainer, CASES["causal"], 1, 8, tmp_path, data=data)  # the tests raise warnings
+
+    assert len({len(row["input_ids"]) for row in data}) > 4
+    assert gap(big, ours) <= 1e-5

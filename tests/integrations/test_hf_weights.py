@@ -50,20 +50,6 @@ def test_weight_is_what_the_loss_is_divided_by(
     assert weigh(model(loss, **config), inputs) == weight
 
 
-def spans(*ends: int) -> dict[str, Any]:
-    return {
-        "input_ids": IDS,
-        "start_positions": torch.tensor([1, 5]),
-        "end_positions": torch.tensor(ends),
-    }
-
-
-def test_an_answer_outside_of_the_inputs_does_not_count() -> None:
-    assert weigh(model("ForQuestionAnswering"), spans(2, 7)) == 1
-    with pytest.raises(InputError, match="different numbers of starts and ends"):
-        weigh(model("ForQuestionAnswering"), spans(2, 3))
-
-
 @pytest.mark.parametrize(
     ("given", "inputs", "why"),
     [

@@ -1,0 +1,198 @@
+"""Gradients of a window from the loss of a Trainer: of one mean, of several, of a sum, of coupled samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import Trainer
+
+from ..errors import InputError, SplitError
+from ..torch.gradient import Gradient, WholeGradient
+from ..torch.options import Split
+from ..torch.virtual.block import virtual_batch
+from ..torch.window.joining import joined
+from ..window import Window
+from .hf_terms import Terms, checked_terms
+
+Samples = Mapping[str, Any]
+WindowGradient = Callable[[list[dict[str, Any]]], float]
+"""From the micro-batches of a window to its loss; the gradient is in ``.grad`` then."""
+
+
+@dataclass
+class HostLoss:
+    """Loss that a Trainer computes for samples.
+
+    Attributes:
+        trainer: the host.
+        model: of the host, bare.
+        wrapped: the model as the host trains it.
+        as_inputs: returns the inputs of the host for samples.
+        items: number of items of the window, as the host counts them.
+    """
+
+    trainer: Trainer
+    model: nn.Module
+    wrapped: nn.Module
+    as_inputs: Callable[[Samples], dict[str, Any]]
+    items: Any = None
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return self.trainer.accelerator.num_processes
+
+    @property
+    def cuts(self) -> bool:
+        """Whether the batch comes from the host as one, and is cut here."""
+        return self.trainer.args.gradient_accumulation_steps == 1
+
+    def of(self, samples: Samples, items: Any = None, model: nn.Module | None = None) -> Tensor:
+        """Return the loss of samples: their mean, or their share of a number of items."""
+        with self.trainer.compute_loss_context_manager():
+            loss = self.trainer.compute_loss(
+                self.wrapped if model is None else model, self.as_inputs(samples), num_items_in_batch=items
+            )
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def mean(self, samples: Samples) -> Tensor:
+        """Return the mean over samples."""
+        return self.of(samples)
+
+    def part(self, samples: Samples) -> Tensor:
+        """Return the samples' part of the loss of the window."""
+        return self.of(samples, self.items)
+
+    def with_outputs(self, samples: Samples) -> tuple[Tensor, Any]:
+        """Return the mean over samples, and the outputs of the model."""
+        with self.trainer.compute_loss_context_manager():
+            loss, outputs = self.trainer.compute_loss(
+                self.wrapped, self.as_inputs(samples), return_outputs=True
+            )
+        return loss, outputs
+
+
+def weighted(loss: HostLoss, mean: Callable[[Any], Any], weight: Any, **options: Any) -> WindowGradient:
+    """Return the gradient of a mean over a window.
+
+    Args:
+        loss: of the host.
+        mean: its loss of a micro-batch.
+        weight: of a micro-batch.
+        options: of `Gradient`.
+    """
+    gradient_of = Gradient(loss.wrapped, mean, weight=weight, **options)
+    return lambda taken: gradient_of(_batch_of(loss, taken)).loss
+
+
+def separated(loss: HostLoss, terms: Terms, **options: Any) -> WindowGradient:
+    """Return the gradient of a sum of means over a window.
+
+    Args:
+        loss: of the host.
+        terms: of the model's loss.
+        options: of `Gradient`.
+    """
+
+    def losses(microbatch: Samples) -> dict[str, Tensor]:
+        mean, outputs = loss.with_outputs(microbatch)
+        return checked_terms(terms, loss.model, microbatch, mean, outputs)
+
+    config = getattr(loss.model, "config", None)
+    gradient_of = Gradient(loss.wrapped, losses, **terms.options(config), **options)
+    return lambda taken: gradient_of(_batch_of(loss, taken)).loss
+
+
+def summed(loss: HostLoss, **options: Any) -> WindowGradient:
+    """Return the gradient of a loss whose parts add up: a sum, divided by the number of items of the window.
+
+    Args:
+        loss: of the host.
+        options: of `Gradient`.
+    """
+
+    def share(microbatch: Samples) -> Tensor:  # the host takes the mean over ranks
+        return loss.part(microbatch) / loss.ranks
+
+    gradient_of = Gradient(loss.wrapped, share, reduction="total", **options)
+
+    def of_window(taken: list[dict[str, Any]]) -> float:
+        # Nothing is divided by zero. A rank without labels takes part if other ranks may have some.
+        alone = loss.ranks == 1 or loss.trainer.args.average_tokens_across_devices
+        if loss.items is not None and alone and not loss.items:
+            return 0.0
+        return gradient_of(_batch_of(loss, taken)).loss
+
+    return of_window
+
+
+def coupled(loss: HostLoss, microbatch_size: Any, **options: Any) -> WindowGradient:
+    """Return the gradient of a loss that couples the samples of a window.
+
+    Args:
+        loss: of the host.
+        microbatch_size: as `WholeGradient`'s.
+        options: of `WholeGradient`.
+    """
+    if loss.ranks == 1:
+        whole = WholeGradient(loss.wrapped, loss.part, microbatch_size=microbatch_size, **options)
+        return lambda taken: whole(_joined(taken)).loss
+
+    def of_this_rank(taken: list[dict[str, Any]]) -> float:  # as in the host
+        with virtual_batch(loss.wrapped, microbatch_size or "auto") as virtual:
+            found = loss.part(virtual(_joined(taken)))
+            loss.trainer.accelerator.backward(found)
+            return found.item()
+
+    return of_this_rank
+
+
+def split_of(samples: Samples) -> Split:
+    """Return which inputs are lists with an object for each sample, such as the boxes of an image.
+
+    Args:
+        samples: a micro-batch.
+
+    Examples:
+        >>> import torch
+        >>> split_of({"pixel_values": torch.zeros(1, 2), "labels": [{"boxes": torch.zeros(3, 4)}]})
+        Split(unsplit=(), per_sample=('labels',))
+    """
+    count = next((len(value) for value in samples.values() if isinstance(value, Tensor) and value.ndim), 0)
+
+    def is_per_sample(values: Any) -> bool:
+        if not isinstance(values, list | tuple) or len(values) != count:
+            return False
+        have_rows = all(isinstance(each, Tensor) and each.ndim and len(each) == count for each in values)
+        return count == 1 or not have_rows  # as feature maps have, of all samples
+
+    return Split(per_sample=[name for name, value in samples.items() if is_per_sample(value)])
+
+
+def _batch_of(loss: HostLoss, taken: list[dict[str, Any]]) -> Any:
+    return taken[0] if loss.cuts else Window(taken)
+
+
+def _joined(microbatches: list[dict[str, Any]]) -> Any:
+    """Return the batch of a window whose samples are coupled.
+
+    Raises:
+        InputError: the shapes of the micro-batches differ, or they have lists of objects.
+    """
+    if lists := split_of(microbatches[0]).per_sample:
+        raise InputError(
+            f"The samples of this batch are coupled, and {lists[0]!r} is a list with an object for each of "
+            "them. Let the collator make one padded tensor of it."
+        )
+    try:
+        return joined(microbatches)
+    except SplitError as error:
+        raise InputError(
+            "The samples of this batch are coupled, and its micro-batches have unequal shapes, so they make "
+            "no whole batch. Set gradient_accumulation_steps=1 and a larger per_device_train_batch_size: "
+            f"the batch is cut exactly. ({error})"
+        ) from error
