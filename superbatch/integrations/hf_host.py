@@ -1,4 +1,4 @@
-"""What the Trainer of Hugging Face does otherwise than to add up gradients that are whole on each rank."""
+"""Settings of the Trainer of Hugging Face that sums of gradients do not fit, and facts about its loss."""
 
 from __future__ import annotations
 
