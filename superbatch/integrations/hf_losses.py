@@ -47,7 +47,7 @@ class HostLoss:
 
     @property
     def cuts(self) -> bool:
-        """Whether the batch comes from the host as one, and is cut here."""
+        """True if the batch comes from the host as one, and is cut here."""
         return self.trainer.args.gradient_accumulation_steps == 1
 
     def of(self, samples: Samples, items: Any = None, model: nn.Module | None = None) -> Tensor:
