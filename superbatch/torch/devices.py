@@ -210,3 +210,16 @@ def where_float64_is(tensor: Tensor) -> Tensor:
         True
     """
     return tensor if has_float64(tensor.device) else tensor.cpu()
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, in the same memory; any other tensor as it is.
+
+    Operations on a DTensor may communicate, and refuse those of two meshes in one call.
+
+    Examples:
+        >>> local_part(torch.ones(2))
+        tensor([1., 1.])
+    """
+    part: Any = tensor
+    return part.to_local() if hasattr(part, "to_local") else tensor

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import InputError
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, WholeBatch, virtual_batch
 from superbatch.torch.gradcache.cached import cached_gradients
 from tests.torch.helpers import mlp, mse, rows
 
@@ -54,14 +54,18 @@ def test_fsdp1_is_refused_by_name(original: bool) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_fsdp2_is_refused_by_name() -> None:
+def test_fsdp2_is_refused_by_name_where_samples_are_coupled() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = mlp()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(InputError, match=r"sharded by fully_shard \(FSDP2\)"):
-        accumulator(model)
+    text = r"sharded by fully_shard \(FSDP2\), which only Accumulator and Gradient can work with"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=text):
+        WholeBatch(model, optimizer, lambda batch: mse(model, batch), microbatch_size=2)
+    with pytest.raises(InputError, match=text), virtual_batch(model, microbatch_size=2):
+        pass
 
 
 @pytest.mark.usefixtures("group")
@@ -72,7 +76,8 @@ def test_fully_shard_after_the_accumulator_is_refused_before_an_update() -> None
     model = mlp()
     accumulate = accumulator(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(InputError, match=r"sharded by fully_shard \(FSDP2\)"):
+    text = r"sharded by fully_shard \(FSDP2\), after the Accumulator was made. Shard the model first"
+    with pytest.raises(InputError, match=text):
         accumulate(rows(6)[0])
     assert accumulate.updates == 0
 
@@ -83,8 +88,9 @@ def test_tensor_parallel_is_not_called_fsdp() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model = parallelize_module(mlp(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(InputError, match=r"'0\.weight' is a DTensor \(tensor parallel\)"):
-        accumulator(model)
+        WholeBatch(model, optimizer, lambda batch: mse(model, batch), microbatch_size=2)
 
 
 @pytest.mark.usefixtures("group")
@@ -147,7 +153,7 @@ RANK = """
 import os, sys, warnings, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from superbatch.errors import WindowError
-from superbatch.torch import Accumulator
+from superbatch.torch import Accumulator, WholeBatch, virtual_batch
 from tests.torch.helpers import mlp, mse, rows
 
 rank, folder = int(sys.argv[1]), sys.argv[2]

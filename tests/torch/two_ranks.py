@@ -15,13 +15,14 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # seconds: a rank that waits for the other waits for ever
 
 
-def found_by_both(module: str, folder: Path, *, warnings: str = "error") -> list[Any]:
-    """Run a module as two ranks; return what each has written to ``RANK.json`` or ``RANK.pt`` of the folder.
+def found_by_both(module: str, folder: Path, *, warnings: str = "error", count: int = 2) -> list[Any]:
+    """Run a module as some ranks; return what each has written to ``RANK.json`` or ``RANK.pt`` of the folder.
 
     Args:
         module: its arguments are the rank and the folder.
         folder: an empty one.
         warnings: of Python, as ``-W`` takes them.
+        count: of the ranks.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", warnings, "-m", module]
@@ -34,7 +35,7 @@ def found_by_both(module: str, folder: Path, *, warnings: str = "error") -> list
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
         outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
@@ -43,7 +44,7 @@ def found_by_both(module: str, folder: Path, *, warnings: str = "error") -> list
             process.kill()
             process.wait()
     assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
-    return [_read(folder, rank) for rank in range(2)]
+    return [_read(folder, rank) for rank in range(count)]
 
 
 def _read(folder: Path, rank: int) -> Any:

@@ -39,10 +39,17 @@ def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
         yield problem
         return
     try:
-        yield replace(problem, announce=partial(sync.vote, raised=True))
+        yield replace(problem, announce=partial(_announce, sync))
     finally:  # after an error too: the other ranks still evaluate
         with prepared(problem) as (evaluation, _):
             while sync.vote(raised=False):
                 evaluation.begin()
+                sync.reshard()
                 with suppress(Exception):  # its loss is not used
                     evaluate(problem, microbatch)
+
+
+def _announce(sync: Sync) -> None:
+    """Announce a forward, from the sharded parameters: the modules' attributes may have been restored."""
+    sync.reshard()
+    sync.vote(raised=True)

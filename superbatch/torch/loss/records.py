@@ -30,6 +30,10 @@ class WindowWeights(Protocol):
         """Return whether a micro-batch is known to contribute nothing."""
         ...
 
+    def may_be_idle(self, index: int) -> bool:
+        """Return whether a micro-batch may have no weight, and so no loss to run a backward from."""
+        ...
+
     def adds(self, index: int) -> bool:
         """Return whether a micro-batch that has had its backward contributes."""
         ...

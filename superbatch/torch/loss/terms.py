@@ -87,6 +87,10 @@ class TermWeights:
         """Return whether a micro-batch contributes to no term."""
         return all(term.has_none(index) for term in self._terms.values())
 
+    def may_be_idle(self, index: int) -> bool:
+        """Return whether a micro-batch may have a term without weight."""
+        return any(term.may_be_idle(index) for term in self._terms.values())
+
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
         """Return the tensor to run backward on, with its factor: one sum of all terms.
 

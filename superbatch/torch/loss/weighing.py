@@ -72,6 +72,10 @@ class Weights:
             return False
         return not normalize.takes_part(weights[index], reduction=self.reduction)
 
+    def may_be_idle(self, index: int) -> bool:
+        """Return whether a micro-batch may have no weight, and so no loss to run a backward from."""
+        return self.ahead is None or not self.ahead[index]
+
     def scaled(self, index: int, loss: Any, weight: Any) -> list[tuple[Tensor, float]]:
         """Return the tensors to run backward on, each with its factor.
 

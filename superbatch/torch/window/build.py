@@ -114,7 +114,7 @@ def engine_of(
     if not given.steps and given.gradient_sum == "momentum":
         raise InputError('gradient_sum="momentum" needs SGD, and a gradient has no optimizer. Leave it out.')
     participants = _participants(given.participants)
-    sync = find_sync(models, no_sync=True)
+    sync = find_sync(models, no_sync=True, sharded=given.coupled is None)
     if given.steps:
         parameters = OwnedParameters(models, optimizers, masters)
     else:

@@ -70,10 +70,13 @@ def _backward_again(window: Transaction, index: int, terms: list[str], *, counts
     """Compute the gradient of a micro-batch that counts; add the terms whose gradients are not finite."""
     config = window.config
     assert config.loss_fn is not None
+    index = min(index, len(window.progress.microbatches) - 1)  # behind it are turns without weight
     with window.stream(index):
         microbatch = to_device(window.progress.microbatches.microbatches[index], config.device)
         loss = config.declared.arguments(config.loss_fn(microbatch))[0]
         parts = window.progress.weights.by_name(index, loss) if counts else {}
+        if not parts and config.sync.in_step:
+            config.sync.idle_backward()
         for number, (name, part) in enumerate(parts.items(), 1):
             run_backward(part, None, window.gradients.inputs, retain_graph=number < len(parts))
             if name and first_bad_parameter(config.owned, [entry.parameter.grad for entry in config.owned]):

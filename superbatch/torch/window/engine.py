@@ -143,6 +143,7 @@ class Engine:
         config.before_step.require_whole()
         if type(batch) not in PLAIN:
             refuse_no_batch(batch)
+        config.sync.reshard()
         self._parameters.refresh()
         if config.masters:
             take_over(config.owned, self._written)

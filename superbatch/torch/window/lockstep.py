@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from superbatch.batch.tree import plan as plan_of
 from superbatch.errors import InputError, OutOfMemoryError, SplitError
 
 from ..loss.weighing import NOT_ON_ANOTHER_RANK
@@ -23,11 +27,14 @@ from ..warn import warn
 from .microbatches import cut_large, even_out
 from .nonfinite import first_bad_parameter
 from .participants.gradient_sum import all_finite, clear
+from .progress import Progress
 from .retry import OpenWindow, backward_of, give_up, require_inputs, require_restorable
 from .sync.sync import Sync
 from .transaction import Transaction
+from .transfer import to_device
 
 _END = object()
+_MOST_TRIED = 4
 
 
 def work_in_step(window: OpenWindow) -> None:
@@ -44,8 +51,31 @@ def work_in_step(window: OpenWindow) -> None:
     while (failure := _until_failure(window, one)) is not None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
+        index = min(index, len(progress.microbatches) - 1)  # behind it are turns without weight
         window.end_iteration()
         _begin_again(window.transaction, index, failure)
+
+
+def with_backward(parts: list[tuple[Tensor, float]], sync: Sync) -> list[tuple[Tensor, float]]:
+    """Return the losses of a micro-batch that have a backward, each with its factor.
+
+    Where other ranks wait for a backward, one is run here for each loss that has none.
+
+    Args:
+        parts: losses with their factors; none where the micro-batch has no weight at all.
+        sync: the ranks.
+
+    Examples:
+        >>> from .sync.local import Local
+        >>> with_backward([(torch.ones(()), 0.5), (torch.tensor(torch.nan), 0.0)], Local())
+        [(tensor(1.), 0.5)]
+    """
+    # A mean without weight may be NaN, and 0 x NaN is NaN.
+    run = [each for each in parts if each[1] or (sync.in_step and bool(each[0].isfinite()))]
+    if sync.in_step:
+        for _ in range(max(1, len(parts)) - len(run)):
+            sync.idle_backward()
+    return run
 
 
 class _Failure(NamedTuple):
@@ -70,6 +100,8 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> _Failure |
             error = raised
         del microbatch  # which the iteration takes apart where memory is short
         here = error is not None and out_of_memory(error)
+        if error is not None:
+            _catch_up(window, error, tight=here)
         memory, others = sync.sum_numbers([here, error is not None and not here])
         if error is not None and not here:
             raise error
@@ -80,6 +112,34 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> _Failure |
             return _Failure(str(error) or type(error).__name__, here=True)
         if memory:
             return _Failure("on another rank", here=False)
+
+
+def _catch_up(window: OpenWindow, error: Exception, *, tight: bool) -> None:
+    """Let the other ranks come to the end of the turn in which this one has failed."""
+    config, progress = window.transaction.config, window.transaction.progress
+    if tight:
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()  # an exception and its frames may be a cycle
+        release_caches(*config.random.devices)
+    first = progress.next if progress.current is None else progress.current
+    config.sync.catch_up(partial(_forward_of_one, window, index) for index in _from(first, progress))
+
+
+def _from(first: int, progress: Progress) -> list[int]:
+    """Return a few micro-batches, that of the failure first."""
+    count = len(progress.microbatches)
+    return list(dict.fromkeys([min(first, count - 1), *range(count)]))[:_MOST_TRIED]
+
+
+def _forward_of_one(window: OpenWindow, index: int) -> Tensor:
+    """Run the loss on one sample of a micro-batch, or on all of it where it cannot be cut."""
+    config, pieces = window.transaction.config, window.transaction.progress.microbatches
+    assert config.loss_fn is not None
+    part = pieces.microbatches[index]
+    with suppress(SplitError):
+        part = plan_of(part, **pieces.paths).take(0, 1)
+    loss = config.declared.arguments(config.loss_fn(to_device(part, config.device)))[0]
+    return torch.stack(list(loss.values())).sum() if isinstance(loss, Mapping) else loss
 
 
 def _begin_again(window: Transaction, index: int, failure: _Failure) -> None:
@@ -153,9 +213,11 @@ def find_turn(window: Transaction, backward: Callable[[int], None]) -> int | Non
     """
     config = window.config
     parameters = [entry.parameter for entry in config.owned]
-    for turn in range(len(window.progress.microbatches)):
+    pieces = window.progress.microbatches
+    for turn in range(len(pieces) + pieces.idle):
         clear(config.owned)
         window.renew_sync()
+        config.sync.turn(last=True, idle=True)
         error = None
         try:
             backward(turn)
@@ -168,7 +230,7 @@ def find_turn(window: Transaction, backward: Callable[[int], None]) -> int | Non
         own = [parameter.grad for parameter in parameters]
         reduced = config.sync.reduce(own, parameters, window.gradients.zeros)
         if config.sync.vote(not all_finite([each for each in reduced if each is not None])):
-            return turn
+            return turn if turn < len(pieces) else None
     return None
 
 

@@ -41,6 +41,9 @@ class MicrobatchList:
         batch: the planned batch that they were cut from, if it may be cut differently.
         whole: the batch that they were cut from, if it was one.
 
+    Attributes:
+        idle: how often this rank runs a micro-batch once more, without weight: other ranks have more.
+
     Examples:
         >>> pieces = MicrobatchList(["abcd", "efg"], [4, 3], None, {"per_sample": ("",)})
         >>> len(pieces), pieces.samples
@@ -63,6 +66,7 @@ class MicrobatchList:
         self.paths = paths
         self._batch = batch
         self._whole = whole
+        self.idle = 0
         self.cut_from_one = whole is not None  # so that all have samples of the same shapes
 
     @property
@@ -221,7 +225,6 @@ def pieces_of(
 
     Raises:
         SplitError: the batch cannot be split, or its samples cannot be counted although they must be.
-        InputError: the ranks need as many micro-batches, and one of them has too few samples.
 
     Examples:
         >>> import torch
@@ -229,27 +232,32 @@ def pieces_of(
         >>> pieces_of((torch.zeros(5, 2),), Fixed(2), {}, Local(), need_samples=True).samples
         [2, 2, 1]
     """
-    pieces = _cut(batch, sizing, paths, sync, need_samples=need_samples or sync.in_step)
+    pieces = _cut(batch, sizing, paths, sync, need_samples=need_samples)
     if sync.in_step:
         even_out(pieces, sync)
     return pieces
 
 
 def even_out(pieces: MicrobatchList, sync: Sync) -> None:
-    """Cut micro-batches until each rank has as many; an update does not depend on where a batch is cut.
+    """Let each rank run as many micro-batches; an update does not depend on where a batch is cut.
+
+    A batch is cut into more of them as far as it can be; turns without weight make up what is missing then.
+    The micro-batches of a `Window` are not cut.
 
     Args:
         pieces: of this rank.
         sync: ranks whose forwards wait for each other.
-
-    Raises:
-        InputError: a rank has too few samples.
     """
-    samples, count = pieces.samples, len(pieces.microbatches)
-    for more in range(sync.turns(count, samples) - count):
-        assert samples is not None
-        largest = max(range(count + more), key=samples.__getitem__)
-        pieces.split(largest, (samples[largest] + 1) // 2)
+    turns = sync.turns(len(pieces), pieces.samples)
+    samples = pieces.samples if pieces.cut_from_one else None
+    while samples is not None and len(pieces) < turns:
+        largest = max(range(len(pieces)), key=samples.__getitem__)
+        try:
+            if samples[largest] < 2 or pieces.split(largest, (samples[largest] + 1) // 2) < 2:
+                break
+        except SplitError:
+            break
+    pieces.idle = turns - len(pieces)
 
 
 def _cut(

@@ -47,13 +47,13 @@ def finite_norm(gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
 
 
 def elements_of(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return the elements of each gradient that there is (of a sparse one its summed values).
+    """Return the elements of each gradient on this rank: of a sparse one its summed values.
 
     Examples:
         >>> elements_of([torch.ones(1), None])
         [tensor([1.])]
     """
-    return [values(each) if each.is_sparse else each for each in gradients if each is not None]
+    return [values(each) for each in gradients if each is not None]
 
 
 def _norms(elements: list[Tensor]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from ..memory.out_of_memory import out_of_memory
 from ..modes import Modes, interrupted
 from ..sizes.reserve import raise_if_out_of_memory
 from ..sizes.sizing import Sizing
-from . import dropping, misuse, retry, saving
+from . import dropping, lockstep, misuse, retry, saving
 from .config import Config
 from .ending import Ending
 from .microbatches import MicrobatchList
@@ -60,7 +60,7 @@ class OpenWindow(Generic[T]):
         started = time.perf_counter()
         self._config, self._resume = config, resume
         self._entered, self._left = entered, left
-        self._is_open = False
+        self._is_open = self._is_idle = False
         self._iterator: Generator[Any, None, None] | None = None
         self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
         self._progress = Progress(pieces, weights, weights.new_losses())
@@ -154,15 +154,18 @@ class OpenWindow(Generic[T]):
             raise misuse.outside_of_loop()
         if progress.broken is not None:
             raise misuse.after_failure(progress.broken)
+        if self._is_idle:
+            self._is_idle = bool(lockstep.with_backward([], config.sync))
+            return
         parts = progress.weights.scaled(index, loss, weight)
         skipping = config.nonfinite == "skip_microbatch"
         again, total = skipping and index in progress.losses, progress.losses.read(index, loss)
         progress.broken = index
         if self._pooled is not None:
             self._pooled.watching = False
-        for number, (part, factor) in enumerate(parts, 1):
-            if factor:  # a mean without weight may be NaN, and 0 x NaN is NaN
-                self._add(index, part, factor, retain_graph=retain_graph or number < len(parts))
+        run = lockstep.with_backward(parts, config.sync)
+        for number, (part, factor) in enumerate(run, 1):
+            self._add(index, part, factor, retain_graph=retain_graph or number < len(run))
         progress.arrived = True
         if self._pooled is not None:
             self._pooled.watching = True
@@ -181,7 +184,7 @@ class OpenWindow(Generic[T]):
         scaled = loss if scale is None else scale.scaled(loss)
         if seen is not None:
             seen.before_backward()
-        if in_grad is not None and loss.dtype in LOW_PRECISION:
+        if in_grad is not None and loss.dtype in LOW_PRECISION and factor:
             in_grad.backward_rounded(scaled, factor, retain_graph=retain_graph)
         else:
             self.transaction.gradients.backward(scaled, factor, retain_graph=retain_graph)
@@ -259,9 +262,12 @@ class OpenWindow(Generic[T]):
     def _iterate(self) -> Generator[Any, None, None]:
         config, window, progress = self._config, self.transaction, self._progress
         pieces, index = progress.microbatches, progress.next - 1
-        measures = window.sizing.measures
+        measures, in_step = window.sizing.measures, config.sync.in_step
         while (index := index + 1) < len(pieces.microbatches):
-            if progress.weights.has_none(index) and not config.sync.in_step:  # it adds nothing, no NaN either
+            if in_step:  # other ranks wait for this one's forward and backward, whatever its weight
+                last = index == len(pieces.microbatches) + pieces.idle - 1
+                config.sync.turn(last=last, idle=progress.weights.may_be_idle(index))
+            elif progress.weights.has_none(index):  # it adds nothing, no NaN either
                 continue
             progress.current = index
             window.savepoint()
@@ -277,6 +283,23 @@ class OpenWindow(Generic[T]):
             progress.current = None
             if measures and pieces.can_be_recut:
                 self._recut(index + 1)
+        if pieces.idle:
+            yield from self._idle_turns()
+
+    def _idle_turns(self) -> Generator[Any, None, None]:
+        """Hand a micro-batch out again in each turn that other ranks have more: its backward adds zeros."""
+        config, progress = self._config, self._progress
+        moved = config.state.twin()  # by forwards that no other split of the batch has
+        for left in range(progress.microbatches.idle, 0, -1):
+            config.sync.turn(last=left == 1, idle=True)
+            progress.current, self._is_idle = 0, True
+            moved.begin()
+            with self.transaction.stream(0):
+                yield self._taken(0)
+            moved.restore()
+            if self._is_idle:
+                raise misuse.without_backward(0)
+            progress.current = None
 
     def _taken(self, index: int) -> Any:
         """Return a micro-batch where the model is."""

@@ -16,7 +16,7 @@ from ..module_tables import children_of, parameters_of
 from ..warn import warn
 from .participants.gradient_sum import ManagedParameter
 from .validation import all_parameters, has_others, names_of, no_optimizer, own_parameters
-from .wrapped_models import refuse_sharded
+from .wrapped_models import sharded_part
 
 
 class Structure:
@@ -39,6 +39,7 @@ class Structure:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
+        self._sharded = sharded_part(models) is not None
         self._note()
 
     def changed(self) -> bool:
@@ -53,9 +54,14 @@ class Structure:
 
         Raises:
             InputError: one of them is no longer in the models, so that no optimizer updates what replaced it;
-                or the models are sharded now.
+                or the models were sharded in the meantime.
         """
-        refuse_sharded(self._models)
+        part = sharded_part(self._models)
+        if part is not None and not self._sharded:
+            raise InputError(
+                f"{part}, after the Accumulator was made. Shard the model first, then make the optimizer of "
+                "its parameters, and then the Accumulator."
+            )
         present = set(_parameters(self._models))
         for entry in owned:
             if entry.parameter in self._parameters and entry.parameter not in present:

@@ -6,6 +6,7 @@ from typing import Any
 
 from superbatch.errors import WindowError, explain
 
+from ..devices import local_part
 from . import saved_checks
 from .digest import digest_of
 from .transaction import Transaction
@@ -36,7 +37,7 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
     config = window.config
     expected = saved_checks.Expected(
         len(window.progress.microbatches),
-        {entry.name: entry.parameter.shape for entry in config.owned},
+        {entry.name: local_part(entry.parameter).shape for entry in config.owned},
         config.sync.index,
         config.sync.count,
     )

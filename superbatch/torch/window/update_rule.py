@@ -21,9 +21,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from superbatch.errors import OptimizerError, explain
 
 from .. import fastpaths
+from ..devices import local_part
 from .before_step import BeforeStep, not_made
 from .norm import elements_of
-from .participants.gradient_sum import GradientSum, ManagedParameter, clear
+from .participants.gradient_sum import GradientSum, ManagedParameter, clear, values
 from .participants.momentum_gradients import MomentumGradientSum
 from .sync.sync import Sync
 from .wrapped import reaches
@@ -62,7 +63,7 @@ def ready(
     if divisor != 1.0:
         present = [gradient for gradient in gradients if gradient is not None]
         if present:
-            fastpaths.divide(present, divisor)
+            fastpaths.divide(list(map(local_part, present)), divisor)
     _require_any(gradient_sum, gradients)
     if rule.scaling:
         # unscale_ works on `.grad` and remembers an overflow for the scaler's own step().
@@ -85,7 +86,7 @@ def clip(rule: UpdateRule, gradients: list[Tensor | None], norm: float) -> None:
         factor = rule.max_grad_norm / (norm + 1e-6)
         fastpaths.multiply(elements_of(gradients), factor)
     if rule.clip is not None:
-        rule.clip(elements_of(gradients))
+        rule.clip([values(each) if each.is_sparse else each for each in gradients if each is not None])
 
 
 def update(

@@ -10,24 +10,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import InputError
 
-_INSTEAD = "Wrap the model in DistributedDataParallel instead"
+INSTEAD = "Or wrap the model in DistributedDataParallel"
 
 
-def refuse_sharded(models: Iterable[nn.Module]) -> None:
-    """Check that no model is sharded over ranks.
+def sharded_part(models: Iterable[nn.Module]) -> str | None:
+    """Return a name of the first part of models that is sharded over ranks; None where all of it is whole.
 
     Args:
         models: of an accumulator.
 
     Raises:
-        InputError: a module is wrapped in FullyShardedDataParallel (FSDP1) or given to fully_shard (FSDP2),
-            or a parameter is a DTensor; the text names which, and where.
+        InputError: a module is of a kind whose gradients cannot be accumulated: FullyShardedDataParallel
+            (FSDP1), or a stage of a pipeline.
 
     Examples:
-        >>> refuse_sharded([nn.Linear(1, 1)])
+        >>> sharded_part([nn.Linear(1, 1)]) is None
+        True
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
+    found: str | None = None
     for model in models:
         for path, module in model.named_modules():
             where = f"at {path!r} " if path else ""
@@ -35,23 +37,15 @@ def refuse_sharded(models: Iterable[nn.Module]) -> None:
             names = {kind.__name__ for kind in type(module).__mro__}
             if "FullyShardedDataParallel" in names:
                 raise InputError(
-                    f"The model {where}is wrapped in FullyShardedDataParallel (FSDP1), whose flat "
-                    "parameters cannot "
-                    f"be accumulated here. {_INSTEAD}."
+                    f"The model {where}is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters "
+                    f"cannot be accumulated here. Use torch.distributed.fsdp.fully_shard (FSDP2). {INSTEAD}."
                 )
             if "FSDPModule" in names:
-                raise InputError(
-                    f"The model {where}is sharded by fully_shard (FSDP2), which this version does not "
-                    "support. "
-                    f"{_INSTEAD}."
-                )
+                found = found or f"The model {where}is sharded by fully_shard (FSDP2)"
         for name, parameter in model.named_parameters():
-            if type(parameter).__name__ == "DTensor":
-                raise InputError(
-                    f"The parameter {name!r} is a DTensor (tensor parallel), which this version does not "
-                    "support. "
-                    "Pass a model whose parameters are whole on each rank."
-                )
+            if hasattr(parameter, "device_mesh"):
+                found = found or f"The parameter {name!r} is a DTensor (tensor parallel)"
+    return found
 
 
 def refuse_comm_hooks(wrappers: Iterable[DistributedDataParallel]) -> None:

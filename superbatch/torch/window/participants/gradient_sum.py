@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from superbatch.errors import OptimizerError, WindowError, explain
 from superbatch.torch import fastpaths
-from superbatch.torch.devices import alike
+from superbatch.torch.devices import alike, local_part
 
 RunBackward = Callable[..., None]
 """``run(loss, gradient, inputs, retain_graph=...)``: `run_backward`, or what `host_backward` returns."""
@@ -350,5 +350,5 @@ def all_finite(tensors: list[Tensor]) -> bool:
 
 
 def values(tensor: Tensor) -> Tensor:
-    """Return a gradient's elements: the tensor itself, or the summed values of a sparse one."""
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
+    """Return a gradient's elements on this rank: the tensor itself, its shard, or its summed values."""
+    return tensor.coalesce().values() if tensor.is_sparse else local_part(tensor)

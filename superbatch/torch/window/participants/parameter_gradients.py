@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...devices import local_part
+from ..sync.local import Local
+from ..sync.sync import Sync
 from .gradient_sum import (
     ManagedParameter,
     RunBackward,
@@ -30,8 +33,10 @@ class ParameterGradientSum:
         only_owned: bool,
         whole: bool = False,
         run: RunBackward = run_backward,
+        sync: Sync | None = None,
     ) -> None:
         self._owned, self._run = owned, run
+        self._sync = Local() if sync is None else sync
         self._whole = whole
         # Restricting a backward to some leaves keeps the gradients of other optimizers' parameters as they
         # are,
@@ -73,6 +78,7 @@ class ParameterGradientSum:
             present = [gradient for gradient in self._marks.gradients if gradient is not None]
             for gradient in present:
                 gradient.mul_(self.yet / rest)
+            self._sync.scale(self.yet / rest)
             self.yet = rest
             if present:
                 self._marks.set()
@@ -102,6 +108,7 @@ class ParameterGradientSum:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(self.yet)
+            self._sync.scale(self.yet)
             self.yet = 1.0
         self._marks.clear()
         return gradients
@@ -133,8 +140,10 @@ class ParameterGradientSum:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far."""
+        self._sync.flush()
+        self._marks.set()
         gradients = {
-            entry.name: entry.parameter.grad.clone()
+            entry.name: local_part(entry.parameter.grad).clone()
             for entry in self._owned
             if entry.parameter.grad is not None
         }
@@ -145,9 +154,13 @@ class ParameterGradientSum:
         self.yet = state.get("yet", 1.0)
         for entry in self._owned:
             gradient = state["gradients"].get(entry.name)
-            entry.parameter.grad = (
-                None if gradient is None else gradient.to(entry.parameter.device, copy=True)
-            )
+            if gradient is None:
+                entry.parameter.grad = None
+            elif local_part(entry.parameter) is entry.parameter:
+                entry.parameter.grad = gradient.to(entry.parameter.device, copy=True)
+            else:
+                entry.parameter.grad = torch.zeros_like(entry.parameter, requires_grad=False)
+                local_part(entry.parameter.grad).copy_(gradient)
         self._marks.forget()
         self._marks.set()
 

@@ -43,14 +43,14 @@ class Placement:
         dtype = self._sum_dtype(microbatches)
         isolated = config.nonfinite == "skip_microbatch"
         if dtype is None and not isolated:
-            return ParameterGradientSum(config.owned, only_owned=only_owned, run=self._run)
+            return ParameterGradientSum(config.owned, only_owned=only_owned, run=self._run, sync=config.sync)
         return BufferGradientSum(config.owned, dtype, isolated=isolated, only_owned=only_owned, run=self._run)
 
     def _sum_dtype(self, microbatches: int) -> torch.dtype | None:
         """The dtype of the buffers that low-precision gradients are summed in, or None for no buffers."""
         config = self._config
-        if {entry.parameter.dtype for entry in config.owned}.isdisjoint(LOW_PRECISION):
-            return None
+        if config.sync.in_step or {e.parameter.dtype for e in config.owned}.isdisjoint(LOW_PRECISION):
+            return None  # shards are summed in the dtype of their own mixed-precision policy
         if not isinstance(self._option, str):
             return self._option
         if config.rule.masters_copied or config.weigh == "returned":

@@ -13,20 +13,23 @@ from torch.nn.parallel import DistributedDataParallel
 from superbatch.errors import InputError, explain
 
 from ...warn import warn
-from ..wrapped_models import refuse_comm_hooks, refuse_sharded, refuse_static_graphs
+from ..wrapped_models import INSTEAD, refuse_comm_hooks, refuse_static_graphs, sharded_part
 from .ddp import DDP
 from .local import Local
 from .manual import Manual
 from .sync import Sync
 
 
-def find_sync(models: Iterable[nn.Module], group: Any = None, *, no_sync: bool = False) -> Sync:
+def find_sync(
+    models: Iterable[nn.Module], group: Any = None, *, no_sync: bool = False, sharded: bool = False
+) -> Sync:
     """Return the ranks over which the models are replicated.
 
     Args:
         models: those that share a batch.
         group: the process group, where the models are not wrapped in DDP; None: that of their wrappers.
         no_sync: several backward passes will run under ``no_sync()``, which a static graph does not allow.
+        sharded: models whose parameters are sharded over the ranks can be worked with.
 
     Raises:
         InputError: the models' DDP wrappers use different process groups, a communication hook, or
@@ -52,15 +55,21 @@ def find_sync(models: Iterable[nn.Module], group: Any = None, *, no_sync: bool =
                 "use one process group, or one Accumulator per model",
             )
         )
-    refuse_sharded(models)
+    part = sharded_part(models)
+    if part is not None and not sharded:
+        raise InputError(f"{part}, which only Accumulator and Gradient can work with. {INSTEAD}.")
     refuse_comm_hooks(wrappers)
     if no_sync:
         refuse_static_graphs(wrappers)
+    first = next((parameter for model in wrappers or models for parameter in model.parameters()), None)
+    device = torch.device("cpu") if first is None else first.device
+    if part is not None:
+        from .sharded import Sharded  # here: it imports much of torch.distributed
+
+        return Sharded(models, device)
     if not groups:
         _warn_if_alone()
         return Local()
-    first = next((parameter for model in wrappers or models for parameter in model.parameters()), None)
-    device = torch.device("cpu") if first is None else first.device
     return DDP(wrappers, device) if wrappers else Manual(group, device)
 
 

@@ -27,6 +27,25 @@ class Local:
         """Return an empty context."""
         return ExitStack()
 
+    def reshard(self) -> None:
+        """No-op: parameters stay the same."""
+
+    def turn(self, *, last: bool, idle: bool = False) -> None:
+        """No-op: no rank waits for another one."""
+
+    def idle_backward(self) -> None:
+        """No-op: no rank waits for another one."""
+
+    def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:
+        """Return True: no rank waits for another one."""
+        return True
+
+    def flush(self) -> None:
+        """No-op: all sums are in ``.grad``."""
+
+    def scale(self, factor: float) -> None:
+        """No-op: all sums are in ``.grad``."""
+
     def broadcast_buffers(self) -> None:
         """No-op."""
 

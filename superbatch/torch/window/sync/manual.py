@@ -56,6 +56,25 @@ class Manual:
         """Return an empty context: the backward of bare models communicates nothing."""
         return ExitStack()
 
+    def reshard(self) -> None:
+        """No-op: parameters stay the same."""
+
+    def turn(self, *, last: bool, idle: bool = False) -> None:
+        """No-op: no rank waits for another one."""
+
+    def idle_backward(self) -> None:
+        """No-op: no rank waits for another one."""
+
+    def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:
+        """Return True: no rank waits for another one."""
+        return True
+
+    def flush(self) -> None:
+        """No-op: all sums are in ``.grad``."""
+
+    def scale(self, factor: float) -> None:
+        """No-op: all sums are in ``.grad``."""
+
     def broadcast_buffers(self) -> None:
         """No-op: the buffers of bare models stay each rank's own."""
 

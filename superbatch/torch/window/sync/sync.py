@@ -1,7 +1,6 @@
 """Protocol of the ranks that share a window: all that a window, a check or a cached gradient asks of them.
 
-`local`, `manual` and `ddp` implement it; `find` picks one for some models. Models whose parameters are
-sharded need one more implementation, and no change to the users of the protocol.
+`local`, `manual`, `ddp` and `sharded` implement it; `find` picks one for some models.
 """
 
 from __future__ import annotations
@@ -58,6 +57,46 @@ class Sync(Protocol):
         """Return a context in which no backward reduces gradients."""
         ...
 
+    def reshard(self) -> None:
+        """Give the models the parameters that optimizers update, where a forward has left others."""
+        ...
+
+    def turn(self, *, last: bool, idle: bool = False) -> None:
+        """Prepare for the forward and backward of a micro-batch.
+
+        Args:
+            last: it is the window's last one.
+            idle: it may have no weight, and so no loss to run a backward from.
+        """
+        ...
+
+    def idle_backward(self) -> None:
+        """Run a backward that adds nothing, where other ranks wait for that of a micro-batch without weight.
+
+        Raises:
+            InputError: the micro-batch has not gone through the models.
+        """
+        ...
+
+    def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:
+        """Take part in the rest of a turn in which this rank has failed, and other ranks wait for it.
+
+        Args:
+            forwards: ways to run a forward, tried until one comes through the models; each returns a loss.
+
+        Returns:
+            False if none did, so that the other ranks wait until their timeout.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Bring all that was summed so far into ``.grad``."""
+        ...
+
+    def scale(self, factor: float) -> None:
+        """Multiply what was summed beside ``.grad``."""
+        ...
+
     def broadcast_buffers(self) -> None:
         """Give every rank the buffers of rank 0, where the models' wrapper does so before a forward."""
         ...
@@ -85,14 +124,11 @@ class Sync(Protocol):
         ...
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
-        """Return the number of micro-batches that this rank has to cut its window into.
+        """Return the number of turns of this rank: of micro-batches, and of runs without weight after them.
 
         Args:
             microbatches: the number that the window has as it was cut.
             samples: of each of them, which it can be cut into; None: it cannot be cut differently.
-
-        Raises:
-            InputError: where all ranks need the same number, a rank cannot reach it; raised on every rank.
         """
         ...
 

@@ -1,0 +1,259 @@
+"""The state of modules that were given to `torch.distributed.fsdp.fully_shard` (FSDP2).
+
+FSDP2 has no public way to reduce gradients outside of a backward, to drop gradients that were not reduced, or
+to tell what it was set to. The private parts that this needs are all here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+Count = Callable[[list[float]], list[float]]
+
+
+class FSDP2:
+    """All modules of some models that are sharded by `fully_shard`.
+
+    Args:
+        models: of which each rank holds a part.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        # By name: importing the module takes longer than importing this library.
+        self._modules: list[Any] = [
+            module for model in models for module in model.modules() if is_fully_sharded(module)
+        ]
+
+    @property
+    def meshes(self) -> list[Any]:
+        """The data-parallel meshes: of one dimension, or of two with replicas first (HSDP)."""
+        return [group.mesh_info.mesh for group in self._groups()]
+
+    @property
+    def replicates(self) -> bool:
+        """True if some parameters are replicated over ranks beside being sharded (HSDP)."""
+        return any(mesh.ndim > 1 for mesh in self.meshes)
+
+    def managed(self) -> set[int]:
+        """Return the ids of the sharded parameters."""
+        return {id(each.sharded_param) for each in self._parameters()}
+
+    def unsharded_bytes(self) -> int:
+        """Return the bytes of the gradients of all parameters, in the dtype that they are summed in."""
+        total = 0
+        for group in self._groups():
+            policy = group.mp_policy
+            for each in group.fsdp_params:
+                local = each.sharded_param.to_local()
+                dtype = policy.reduce_dtype or policy.param_dtype or local.dtype
+                if each.sharded_param.requires_grad:
+                    total += each._orig_size.numel() * dtype.itemsize
+        return total
+
+    def reshard(self) -> None:
+        """Register the sharded parameters in the modules, where a forward has left whole ones."""
+        for group in self._groups():
+            if not group.is_sharded:
+                group._to_sharded()
+
+    def settings(self) -> ExitStack:
+        """Return a context that leaves everything that can be set as it was.
+
+        Inside, gradients are sums over the ranks, not means.
+        """
+        stack = ExitStack()
+        for group in self._groups():
+            for name in _SETTINGS:
+                if hasattr(group, name):
+                    stack.callback(setattr, group, name, getattr(group, name))
+        for context in {id(state._state_ctx): state._state_ctx for state in self._states()}.values():
+            stack.callback(setattr, context, "is_last_backward", context.is_last_backward)
+        for group in self._groups():
+            if self.sums:
+                group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True
+            else:
+                group.reduce_scatter_reduce_op = None
+        return stack
+
+    @property
+    def sums(self) -> bool:
+        """True if gradients can be summed over the ranks; False in torch 2.6, which takes their mean."""
+        return all(hasattr(group, "force_sum_reduction_for_comms") for group in self._groups())
+
+    def set(self, *, scatters: bool, reduces: bool) -> None:
+        """Set what a backward does with its gradients.
+
+        Args:
+            scatters: it reduces and scatters them.
+            reduces: it reduces them over replicas as well, where there are any.
+        """
+        for group in self._groups():
+            group.reduce_grads, group.all_reduce_grads = scatters, reduces
+
+    def flush(self, count: Count) -> None:
+        """Reduce and scatter the gradients that backward passes have left beside the shards.
+
+        Args:
+            count: sums numbers over the ranks; it tells of which parameters another rank has a gradient.
+        """
+        parameters = list(self._parameters())
+        held = count([float(_gradient_of(each) is not None) for each in parameters])
+        for each, ranks in zip(parameters, held, strict=True):
+            if ranks and _gradient_of(each) is None and hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
+        before = [(group, group.reduce_grads, group.all_reduce_grads) for group in self._groups()]
+        self.set(scatters=True, reduces=True)
+        for group in self._groups():
+            if all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
+                group.post_backward()
+        for state in self._roots():
+            state._state_ctx.is_last_backward = True
+            state._root_post_backward_final_callback()  # FSDP2's own end of the last backward
+        for group, scatters, reduces in before:
+            group.reduce_grads, group.all_reduce_grads = scatters, reduces
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients that were not reduced."""
+        for each in self._parameters():
+            gradient = _gradient_of(each)
+            if gradient is not None:
+                gradient.mul_(factor)
+        for group in self._groups():
+            if group._partial_reduce_output is not None:
+                group._partial_reduce_output.mul_(factor)
+
+    def discard(self) -> None:
+        """Drop gradients that were not reduced, and what a forward or backward that failed has left."""
+        for state in self._roots():
+            _reset(state)
+        for each in self._parameters():
+            each.unsharded_accumulated_grad = None
+            if hasattr(each, "_unsharded_param"):
+                each._unsharded_param.grad = None
+
+    def exchanges(self) -> dict[str, int]:
+        """Return how many exchanges there have been so far in each process group."""
+        groups = {pg.group_name: pg for group in self._groups() for pg in _process_groups(group)}
+        return {name: pg._get_sequence_number_for_group() for name, pg in groups.items()}
+
+    @contextmanager
+    def skipping(self, began: Mapping[str, int]) -> Iterator[None]:
+        """Leave out as many exchanges in the body as there have been since a turn began.
+
+        Args:
+            began: what `exchanges` returned then.
+        """
+        left = {name: number - began.get(name, 0) for name, number in self.exchanges().items()}
+        with ExitStack() as stack:
+            for name in _EXCHANGES:
+                if hasattr(dist, name):
+                    stack.callback(setattr, dist, name, getattr(dist, name))
+                    setattr(dist, name, _skipping(getattr(dist, name), left))
+            yield
+
+    def _states(self) -> list[Any]:
+        return [module._get_fsdp_state() for module in self._modules]
+
+    def _roots(self) -> list[Any]:
+        """The states that have run a forward as roots, each once."""
+        return list({id(state): state for state in self._states() if state._is_root}.values())
+
+    def _groups(self) -> Iterator[Any]:
+        seen: set[int] = set()
+        for state in self._states():
+            for group in _groups_of(state):
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+    def _parameters(self) -> Iterator[Any]:
+        for group in self._groups():
+            yield from group.fsdp_params
+
+
+_SETTINGS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_reduce_op",
+)
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether a module was given to `fully_shard`.
+
+    Examples:
+        >>> is_fully_sharded(nn.Linear(1, 1))
+        False
+    """
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+# What FSDP2 calls in torch.distributed, in any of its versions.
+_EXCHANGES = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_reduce",
+)
+
+
+def _skipping(exchange: Callable[..., Any], left: dict[str, int]) -> Callable[..., Any]:
+    def skip_or_call(*args: Any, **kwargs: Any) -> Any:
+        name = getattr(kwargs.get("group"), "group_name", "")
+        if not left.get(name):
+            return exchange(*args, **kwargs)
+        left[name] -= 1
+        return None
+
+    return skip_or_call
+
+
+def _process_groups(group: Any) -> list[Any]:
+    found = [group._all_gather_process_group, group._reduce_scatter_process_group]
+    return [*found, group._all_reduce_process_group] if group.mesh_info.mesh.ndim > 1 else found
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return several
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _gradient_of(parameter: Any) -> Tensor | None:
+    if parameter.unsharded_accumulated_grad is not None:
+        return parameter.unsharded_accumulated_grad
+    unsharded = getattr(parameter, "_unsharded_param", None)
+    return None if unsharded is None else unsharded.grad
+
+
+def _reset(root: Any) -> None:
+    """Bring a root and all below it into the state between two updates."""
+    if hasattr(root, "_reset_iter_state"):  # a recent torch
+        root._reset_iter_state()
+        return
+    context, exchange = root._state_ctx, root._comm_ctx
+    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+    exchange.all_gather_state = None
+    exchange.post_forward_order.clear()
+    for name, nothing in (("reduce_scatter_state", None), ("reduce_scatter_states", [])):
+        if hasattr(exchange, name):
+            setattr(exchange, name, nothing)
+    for state in context.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in _groups_of(state):
+            group.finalize_backward()  # waits for what is on its way
+            group._training_state = TrainingState.IDLE
+            group._partial_reduce_output = None
+            group._to_sharded()

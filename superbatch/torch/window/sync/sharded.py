@@ -1,0 +1,224 @@
+"""Models whose parameters are sharded over ranks: FSDP2, HSDP, tensor parallel, and FSDP2 beside it.
+
+Forward and backward are collective. Weights are summed over the data-parallel ranks alone: those of tensor
+parallel hold the same data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from superbatch.errors import InputError
+
+from ... import fastpaths
+from ...devices import local_part
+from ..norm import finite_norm
+from .fsdp2 import FSDP2
+from .manual import Manual
+
+
+class Sharded(Manual):
+    """The ranks of sharded models (a `Sync`).
+
+    Args:
+        models: with parameters that are sharded over the ranks.
+        device: where numbers are exchanged.
+        each_microbatch: gradients are reduced after each micro-batch, rather than once in a window.
+    """
+
+    in_step = True
+
+    def __init__(
+        self, models: Iterable[nn.Module], device: torch.device, *, each_microbatch: bool = False
+    ) -> None:
+        self._models = list(models)
+        self._fsdp = FSDP2(self._models)
+        self._fsdp.reshard()
+        self._each = each_microbatch
+        self._data, every = _ranks_of(self._models, self._fsdp)
+        super().__init__(_group_of(every), device)
+        self._copies = len(every) // len(self._data)
+        self._outputs: list[Tensor] = []
+        self._idle = False
+        self._began: dict[str, int] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of data-parallel ranks."""
+        return len(self._data)
+
+    @property
+    def index(self) -> int:
+        """Number of this rank among the data-parallel ones."""
+        return self._data.index(dist.get_rank())
+
+    @property
+    def shared(self) -> bool:
+        """True, also where this rank has all of the data: others have parts of the model."""
+        return True
+
+    # -- the models ----------------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Register the sharded parameters in the modules, where a forward has left whole ones."""
+        self._fsdp.reshard()
+
+    def no_sync(self) -> ExitStack:
+        """Return a context in which gradients add up beside the shards; its end drops them."""
+        stack = self._fsdp.settings()
+        stack.callback(self._fsdp.discard)
+        stack.callback(self._outputs.clear)
+        for model in self._models:
+            stack.callback(model.register_forward_hook(self._keep).remove)
+        self.turn(last=False)
+        return stack
+
+    def turn(self, *, last: bool, idle: bool = False) -> None:
+        """Prepare the forward and backward of a micro-batch."""
+        self._fsdp.set(scatters=self._each, reduces=self._each and last)
+        self._outputs.clear()
+        self._idle = idle
+        self._began = self._fsdp.exchanges()
+
+    def idle_backward(self) -> None:
+        """Run a backward of zeros from the outputs of the models."""
+        outputs = [each for each in self._outputs if each.requires_grad]
+        self._outputs.clear()
+        if not outputs:
+            raise InputError(
+                "A micro-batch without weight has no backward on this rank, and other ranks wait for it. Let "
+                "loss_fn call the model itself, and return a loss that depends on its output."
+            )
+        torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+
+    def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:
+        """Run a forward and a backward without the exchanges that this rank has made in the turn already.
+
+        Nothing is left of them: the window begins again, or is given up.
+        """
+        if self._copies > 1:  # those of tensor parallel have the sizes of the micro-batch that failed
+            return False
+        self._idle = True
+        for forward in forwards:
+            self._outputs.clear()
+            self._fsdp.discard()
+            with self._fsdp.skipping(self._began):
+                try:
+                    forward().backward()
+                except Exception:  # noqa: BLE001 - it may fail again, and behind the models that does not matter
+                    if not self._outputs:
+                        continue
+                    self.idle_backward()
+                return True
+        return False
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._idle:
+            self._outputs += [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+
+    # -- numbers -------------------------------------------------------------------------------------------
+
+    def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
+        """Return the sums over the data-parallel ranks, the same on all ranks."""
+        # One exchange among all ranks: those with the same data must hear of a failure too.
+        return [each / self._copies for each in super().sum_numbers(numbers)]
+
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
+        """Return the most micro-batches of any rank: each forward gathers from all of them."""
+        return self.max(microbatches)
+
+    def agree_size(self, samples: int) -> int:
+        """Return the smallest size that a rank has found."""
+        return int(min(self._of_each(samples)))
+
+    # -- tensors -------------------------------------------------------------------------------------------
+
+    def gather(self, message: Any) -> list[Any]:
+        """Return a message of each data-parallel rank: of equal ones the first that is not None."""
+        found: dict[int, Any] = {}
+        for index, each in super().gather((self.index, message)):
+            if found.get(index) is None:
+                found[index] = each
+        return [found[index] for index in sorted(found)]
+
+    def reduce(
+        self,
+        gradients: list[Tensor | None],
+        parameters: Sequence[Tensor],
+        zeros: Callable[[int], Tensor],
+    ) -> list[Tensor | None]:
+        """Return the shards of the summed gradients."""
+        self.flush()
+        reduced = [_laid_out(each.grad, each) for each in parameters]
+        if not self._fsdp.sums:
+            managed = self._fsdp.managed()
+            means = [
+                g for g, p in zip(reduced, parameters, strict=True) if g is not None and id(p) in managed
+            ]
+            fastpaths.multiply([local_part(each) for each in means], self.count)
+        return reduced
+
+    def flush(self) -> None:
+        """Reduce and scatter what has added up beside the shards into ``.grad``."""
+        self._fsdp.flush(self.sum_numbers)
+
+    def scale(self, factor: float) -> None:
+        """Multiply what has added up beside the shards."""
+        self._fsdp.scale(factor)
+
+    def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
+        """Return the 2-norm of the whole gradient, each element counted once, and whether it is finite."""
+        kinds: dict[int, list[Tensor]] = {}
+        for gradient in gradients:
+            if gradient is not None:
+                kinds.setdefault(self._holders(gradient), []).append(local_part(gradient))
+        square, finite = 0.0, True
+        for holders, shards in kinds.items():
+            norm, all_finite = finite_norm(shards)
+            finite = finite and all_finite
+            square += norm**2 / holders if all_finite else 0.0
+        square, broken = super().sum_numbers([square, not finite])
+        return math.sqrt(square), not broken
+
+    def _holders(self, gradient: Any) -> int:
+        """Return how many ranks hold the elements that this rank holds."""
+        every = self.count * self._copies
+        if not hasattr(gradient, "placements"):
+            return every
+        shards = math.prod(
+            gradient.device_mesh.size(dimension)
+            for dimension, placement in enumerate(gradient.placements)
+            if not placement.is_replicate()
+        )
+        return every // shards
+
+
+def _laid_out(gradient: Any, parameter: Any) -> Tensor | None:
+    """Return a gradient sharded as its parameter: where terms of a sum lie on several ranks, their sum."""
+    placements = getattr(gradient, "placements", None)
+    if gradient is None or placements is None or placements == parameter.placements:
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)
+
+
+def _ranks_of(models: Sequence[nn.Module], fsdp: FSDP2) -> tuple[list[int], list[int]]:
+    """Return the data-parallel ranks that this one is among, and all ranks that share the models."""
+    data = [sorted(mesh.mesh.flatten().tolist()) for mesh in fsdp.meshes]
+    parameters: list[Any] = [parameter for model in models for parameter in model.parameters()]
+    meshes = {each.device_mesh for each in parameters if hasattr(each, "device_mesh")}
+    every = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+    return max(data, key=len, default=[dist.get_rank()]), every
+
+
+def _group_of(ranks: list[int]) -> Any:
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(ranks, use_local_synchronization=True)

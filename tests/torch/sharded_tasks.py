@@ -1,0 +1,263 @@
+"""Trainings of models that are sharded over ranks, and the large batches that they are compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from superbatch.torch import count_tokens
+from superbatch.torch.options import PerSampleRandom
+from tests.torch.helpers import LargeBatch, large_batch, mse, rows, sgd, tiny_lm, token_mean, tokens
+
+SAMPLES = ((7, 4), (5, 6), (8, 1))
+"""Of each update, on each data-parallel rank: unequal, with tails, and one too few for as many turns."""
+
+
+class Block(nn.Module):
+    """Two layers, as a transformer's feed-forward; its activations may be computed again in the backward."""
+
+    def __init__(self, *, checkpointed: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.drop = nn.Dropout(dropout)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the layers make of the input."""
+        if self.checkpointed:
+            return checkpoint(self.mix, x, use_reentrant=False)
+        return self.mix(x)
+
+    def mix(self, x: Tensor) -> Tensor:
+        """Run the layers."""
+        return x + self.drop(self.down(torch.tanh(self.up(x))))
+
+
+class Fragile(nn.Module):
+    """The identity, which fails as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails: Callable[[Tensor, str], None] = lambda x, where: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input."""
+        self.fails(x, "forward")
+        return _Identity.apply(x, self)
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Fragile) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.module.fails(gradients[0], "backward")
+        return gradients[0], None
+
+
+class Net(nn.Module):
+    """Blocks between two layers; numbers of rows that several ranks do not divide."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList([Block(**options) for _ in range(2)])
+        self.fragile = Fragile()
+        self.spare = nn.Linear(3, 3)  # which no forward uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all but the spare layer."""
+        x = self.first(x)
+        x = self.blocks[0](x)
+        x = self.fragile(x)
+        return self.last(self.blocks[1](x))
+
+
+def net(**options: Any) -> nn.Module:
+    """Return the model of most tasks."""
+    torch.manual_seed(0)
+    return Net(**options).double()
+
+
+def samples(rank: int) -> list[Any]:
+    """Return one batch for each update."""
+    return [rows(counts[rank], 1, seed=10 * rank + update)[0] for update, counts in enumerate(SAMPLES)]
+
+
+LENGTHS = ([[5, 2, 7], [1, 4, 3], [2, 0, 0]], [[1, 4, 3], [0, 0, 0], [6, 6, 1]])
+"""Labels of the sequences of each rank: one rank has none in the second update, few in the third."""
+
+
+def sentences(rank: int) -> list[Any]:
+    """Return one batch of tokens for each update."""
+    return [labelled(lengths, seed=10 * rank + update) for update, lengths in enumerate(LENGTHS[rank])]
+
+
+def labelled(lengths: Sequence[int], *, seed: int) -> dict[str, Tensor]:
+    """Return sequences of which only as many tokens have a label."""
+    batch = tokens([max(1, length) for length in lengths], seed=seed)
+    for row, length in enumerate(lengths):
+        if not length:
+            batch["labels"][row] = -100
+    return batch
+
+
+def with_count(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return the mean over the labels, and how many there are."""
+    return token_mean(model, batch), (batch["labels"] != -100).sum()
+
+
+def marked(batch: Any) -> Tensor:
+    """Return the number of samples with a large first input."""
+    return (batch[0][:, 0] > 0.5).sum()
+
+
+def two_terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Return an error, and the mean size of the outputs of marked samples: NaN where there are none."""
+    outputs = model(batch[0])
+    size = outputs[batch[0][:, 0] > 0.5].square().sum() / marked(batch)
+    return {"error": (outputs - batch[1]).square().mean(), "size": size}
+
+
+def both_terms(model: nn.Module, batch: Any) -> Tensor:
+    """Return the sum of the terms of a large batch."""
+    return sum(two_terms(model, batch).values())
+
+
+class Forked(Net):
+    """A model that uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use the second layer for some inputs that one rank alone has."""
+        y = super().forward(x)
+        return torch.where(x[:, :1] > 1.5, self.only[1](y), y) if (x[:, 0] > 1.5).any() else y
+
+
+def forked() -> nn.Module:
+    """Return a model with a layer that only some micro-batches use."""
+    torch.manual_seed(0)
+    return Forked().double()
+
+
+def adamw(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """Return an optimizer whose steps depend on the scale of each element."""
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training.
+
+    Attributes:
+        make: makes the model.
+        loss: of a micro-batch.
+        data: batches of a rank.
+        objective: loss of a large batch; None: `loss`.
+        optimizer: from parameters.
+        options: of the `Accumulator`.
+        pieces: samples of each micro-batch of a `Window`; 0: batches are cut by the library.
+        alone: the reference is an `Accumulator` of one process, which draws the same random numbers.
+    """
+
+    make: Callable[[], nn.Module] = net
+    loss: Callable[[nn.Module, Any], Any] = mse
+    data: Callable[[int], list[Any]] = samples
+    objective: Callable[[nn.Module, Any], Tensor] | None = None
+    optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = sgd
+    options: dict[str, Any] = field(default_factory=lambda: {"microbatch_size": 2})
+    pieces: int = 0
+    alone: bool = False
+
+
+CLIP = {"microbatch_size": 2, "max_grad_norm": 0.05}
+
+TASKS: dict[str, Task] = {
+    "clipped": Task(options=CLIP, optimizer=adamw),
+    "windows": Task(pieces=2),
+    "tokens": Task(
+        make=tiny_lm,
+        loss=token_mean,
+        data=sentences,
+        options={"microbatch_size": 1, "weight": count_tokens("labels")},
+    ),
+    "returned": Task(
+        make=tiny_lm,
+        loss=with_count,
+        objective=token_mean,
+        data=sentences,
+        options={"microbatch_size": 1, "weight": "returned"},
+    ),
+    "dropout": Task(
+        make=lambda: net(dropout=0.5),
+        options={"microbatch_size": 2, "participants": [PerSampleRandom()]},
+        alone=True,
+    ),
+    "checkpointed": Task(make=lambda: net(checkpointed=True), options=CLIP),
+    "foreach": Task(optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, foreach=True), options=CLIP),
+    "fused": Task(optimizer=lambda p: torch.optim.AdamW(p, lr=0.05, fused=True), options=CLIP),
+    "terms": Task(
+        loss=two_terms,
+        objective=both_terms,
+        options={"microbatch_size": 2, "weight": {"error": None, "size": marked}},
+    ),
+    "forked": Task(make=forked),
+    "largest": Task(options={"microbatch_size": "largest"}),
+    "samples": Task(),
+    "checked": Task(options={"microbatch_size": 2, "check": True}),
+}
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Return one batch of the samples of several."""
+    if isinstance(batches[0], dict):
+        return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    return tuple(map(torch.cat, zip(*batches, strict=True)))
+
+
+def large_batches(task: Task, ranks: int) -> list[Any]:
+    """Return the batches of all ranks together, one for each update."""
+    return [joined(batches) for batches in zip(*(task.data(rank) for rank in range(ranks)), strict=True)]
+
+
+def reference(task: Task, ranks: int) -> tuple[nn.Module, LargeBatch]:
+    """Return the model that the large batches have trained, and what was seen."""
+    from superbatch.torch import Accumulator
+
+    model = task.make()
+    optimizer = task.optimizer(model.parameters())
+    objective = task.objective or task.loss
+    batches = large_batches(task, ranks)
+    if not task.alone:
+        clip = task.options.get("max_grad_norm")
+        return model, large_batch(optimizer, lambda b: objective(model, b), batches, max_grad_norm=clip)
+    options = {**task.options, "microbatch_size": None, "check": False}
+    torch.manual_seed(1)
+    accumulate = Accumulator(model, optimizer, lambda b: task.loss(model, b), **options)
+    updates = [accumulate(batch) for batch in batches]
+    norms = [u.grad_norm or math.nan for u in updates]
+    return model, LargeBatch([u.loss for u in updates], norms, [])
+
+
+def errors(parameters: dict[str, Tensor], trained: nn.Module, start: nn.Module) -> dict[str, float]:
+    """Return the error of each parameter, relative to how far the reference has moved: some must not move."""
+    before = start.state_dict()
+    found: dict[str, float] = {}
+    for name, value in trained.state_dict().items():
+        moved = (value - before[name]).norm()
+        error = (parameters[name].to(value.dtype) - value).norm()
+        found[name] = float(error / moved) if moved else math.inf if error else 0.0
+    assert len([each for each in found.values() if each]) > 2, "premise: most have moved, and are rounded"
+    return found

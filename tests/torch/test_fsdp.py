@@ -1,0 +1,140 @@
+"""Models sharded by `fully_shard` on two gloo ranks, beside the large batch over the data of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch import sharded_tasks as tasks
+from tests.torch.fsdp_ranks import MUTANTS
+from tests.torch.helpers import mse
+from tests.torch.sharded_tasks import TASKS
+from tests.torch.two_ranks import found_by_both
+
+Found = list[dict[str, Any]]
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each rank found."""
+    return found_by_both("tests.torch.fsdp_ranks", tmp_path_factory.mktemp("ranks"), warnings="default")
+
+
+def worst(one: dict[str, Any], task: str) -> float:
+    """The largest error of a parameter."""
+    reference, _ = tasks.reference(TASKS[task], 2)
+    return max(tasks.errors(one["parameters"], reference, TASKS[task].make()).values())
+
+
+CELLS = [
+    *TASKS,
+    "by hand/samples",
+    "resumed/clipped",
+    "resumed inside/clipped",
+    *(
+        f"{how} in the {where}/samples"
+        for how in ("memory", "error")
+        for where in ("loss", "forward", "backward")
+    ),
+]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_sharded_ranks_train_as_the_large_batch(cell: str, found: Found) -> None:
+    task = cell.split("/")[-1]
+    _, seen = tasks.reference(TASKS[task], 2)
+    sizes = [each[cell]["elements"] for each in found]
+    assert cell.startswith("by hand") or (found[0][cell]["sharded"] and sizes[0] != sizes[1]), "premise"
+    for each in found:
+        assert worst(each[cell], task) <= EXACT
+        assert each[cell]["losses"] == pytest.approx(seen.losses, rel=EXACT)
+        assert each[cell]["norms"] == pytest.approx(seen.norms, rel=EXACT)
+        assert each[cell]["gradients"] == 0
+    for name, value in found[0][cell]["parameters"].items():
+        assert torch.equal(value, found[1][cell]["parameters"][name])
+
+
+@pytest.mark.parametrize(("name", "task"), [(name, task) for name, (task, _) in MUTANTS.items()])
+def test_a_mutant_is_told_from_the_large_batch(name: str, task: str, found: Found) -> None:
+    assert worst(found[0][f"mutant: {name}/{task}"], task) > 1e-3
+
+
+def test_ranks_take_as_many_turns_whatever_they_have(found: Found) -> None:
+    one, other = (each["windows"] for each in found)
+    assert one["microbatches"] == [4, 3, 4]
+    assert other["microbatches"] == [2, 3, 1], "premise: this rank has fewer in two windows"
+    assert one["exchanges"] == other["exchanges"]
+
+
+def test_a_batch_is_cut_into_as_many_micro_batches_where_it_can_be(found: Found) -> None:
+    one, other = (each["samples"]["microbatches"] for each in found)
+    assert (one, other) == ([4, 3, 4], [4, 3, 1])
+
+
+def test_gradients_are_reduced_once_in_a_window(found: Found) -> None:
+    # The root and two blocks: all-gathers in a forward, of the blocks in a backward too, and a vote.
+    # At the end a reduction each. Five times numbers: turns, weights, losses, the gradients that exist, norm.
+    assert found[0]["samples"]["exchanges"] == [turns * 6 + 3 + 5 for turns in (4, 3, 4)]
+
+
+def test_gradients_add_up_without_a_step(found: Found) -> None:
+    task = TASKS["samples"]
+    model = task.make()
+    optimizer = task.optimizer(model.parameters())
+    losses = []
+    for batch in tasks.large_batches(task, 2):
+        loss = mse(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+    optimizer.step()
+    for each in found:
+        assert max(tasks.errors(each["gradient"]["parameters"], model, task.make()).values()) <= EXACT
+        assert each["gradient"]["losses"] == pytest.approx(losses, rel=EXACT)
+
+
+def test_a_window_leaves_fsdp2_as_it_was_set(found: Found) -> None:
+    for each in found:
+        assert each["as set"]["before"] == each["as set"]["after"]
+    model = tasks.net()
+    model.load_state_dict(found[0]["as set"]["parameters"])
+    for rank in range(2):
+        (mse(model, tasks.samples(rank)[0]) / 2).backward()
+    for name, gradient in found[0]["as set"]["own"].items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("where", ["loss", "forward", "backward"])
+def test_memory_that_runs_out_on_one_rank_begins_the_window_again_on_both(where: str, found: Found) -> None:
+    bad = len(where) % 2
+    failures = [each[f"memory in the {where}/samples"]["failures"] for each in found]
+    assert sum(failures[bad]) == 1, "smaller sizes are remembered"
+    assert failures[1 - bad] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("where", ["loss", "forward", "backward"])
+def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) -> None:
+    bad = len(where) % 2
+    ((kind, text, unchanged, gradients),) = found[bad][f"error in the {where}/samples"]["outcome"]
+    assert (kind, text, unchanged, gradients) == ("BrokenError", "no such label", True, 0)
+    ((kind, text, unchanged, gradients),) = found[1 - bad][f"error in the {where}/samples"]["outcome"]
+    assert (kind, unchanged, gradients) == ("InputError", True, 0)
+    assert text == "Another rank cannot make this window, so no rank does: see that rank's error."
+
+
+def test_both_ranks_refuse_what_is_not_finite_on_one(found: Found) -> None:
+    for case in ("nan", "bad gradient"):
+        for each in found:
+            kind, _, unchanged = each[case]["outcome"]
+            assert (kind, unchanged) == ("NonFiniteError", True)
+    assert "micro-batch 0 of 0..3 with loss nan" in found[1]["nan"]["outcome"][1]
+    assert "first parameter with such a gradient is 'first.weight'" in found[0]["bad gradient"]["outcome"][1]
+
+
+def test_the_first_window_finds_a_wrong_reduction(found: Found) -> None:
+    for each in found:
+        kind, text, unchanged = each["wrong reduction"]["outcome"]
+        assert (kind, unchanged) == ("LossSpecError", True)
+        assert 'Instead state reduction="mean"' in text
