@@ -119,7 +119,7 @@ class Exact(Trainer):
             "microbatch_size": self.microbatch_size if loss.cuts else None,
             "split": split_of(samples),
         }
-        own, is_given = has_own_loss(self), type(self).weight_of is not Exact.weight_of
+        own, is_given = has_own_loss(self), self._has_own_weight()
         # Samples that come one by one are not cut further, and their lengths differ: nothing to compare.
         check = self._checks and not has_single_samples(self)
         if self._adds_up(loss, samples, own=own, is_given=is_given):
@@ -138,6 +138,9 @@ class Exact(Trainer):
         if not self._checks or not (own or self._weight_is_unknown(samples)):
             return False
         return adds_up(loss, samples, is_hidden=own and has_single_samples(self) and not is_given)
+
+    def _has_own_weight(self) -> bool:
+        return type(self).weight_of is not Exact.weight_of
 
     def _weight_is_unknown(self, inputs: Mapping[str, Any]) -> bool:
         try:

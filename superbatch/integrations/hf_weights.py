@@ -12,12 +12,13 @@ from ..errors import InputError
 Inputs = Mapping[str, Any]
 
 
-def weigh(model: Any, microbatch: Inputs) -> int:
+def weigh(model: Any, microbatch: Inputs, kind: str | None = None) -> int:
     """Return the number of labels that the loss of a model is a mean over.
 
     Args:
         model: of transformers, or a PEFT model around one; it has a `loss_type`.
         microbatch: its inputs.
+        kind: of its loss; None: that of the model.
 
     Raises:
         InputError: the loss is not known; the text says what to write.
@@ -29,7 +30,7 @@ def weigh(model: Any, microbatch: Inputs) -> int:
         >>> weigh(Model(), {"labels": torch.tensor([[1, 2, 3], [4, 5, -100]])})
         3
     """
-    kind = kind_of(model)
+    kind = kind_of(model) if kind is None else kind
     count = _COUNTS.get(kind) if kind is not None else None
     if count is None:
         named = f"loss_type={kind!r}" if kind else "no loss_type of transformers"

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from . import hf
+from .hf_losses import HostLoss
+from .hf_weights import weigh
 from .versions import check_version
 
 # Rows of these belong to pairs: the chosen ones first, then the rejected ones.
@@ -42,7 +44,11 @@ class Exact(hf.Exact):
 
     def weight_of(self, microbatch: Mapping[str, Any]) -> int | float:
         """Return the tokens of a micro-batch for `SFTTrainer`, its pairs for the others."""
-        return len(microbatch["input_ids"]) if self._has_pairs() else super().weight_of(microbatch)
+        if self._has_pairs():
+            return len(microbatch["input_ids"])
+        return weigh(
+            self.model, microbatch, "ForCausalLM"
+        )  # TRL computes the loss, also where a model has one
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep a micro-batch, as the base class; activations are offloaded as the host does."""
@@ -81,6 +87,13 @@ class Exact(hf.Exact):
                 before[name].append(_averaged(name, values, weights[:, columns].sum(1).tolist()))
         return loss
 
+    def _adds_up(self, loss: HostLoss, samples: Mapping[str, Any], *, own: bool, is_given: bool) -> bool:
+        """Tell whether TRL divides a sum over tokens by the number of items: it counts those its own way."""
+        return not self._has_pairs() and loss.items is not None and not is_given
+
+    def _has_own_weight(self) -> bool:
+        return type(self).weight_of is not Exact.weight_of
+
     def _has_pairs(self) -> bool:
         return not any(kind.__name__ == "SFTTrainer" for kind in type(self).__mro__)
 
@@ -118,7 +131,7 @@ class Exact(hf.Exact):
         )
         own = f"{owner.__name__}.compute_loss" if owner is not host else "compute_loss_func"
         is_own = owner is not host or self.compute_loss_func is not None
-        if is_own and type(self).weight_of is Exact.weight_of:
+        if is_own and not self._has_own_weight():
             raise InputError(
                 f"{own} is not TRL's, so what divides it is not known. Write `def weight_of(self, "
                 "microbatch)` in the trainer's class: return the number of tokens or pairs that it is a mean "

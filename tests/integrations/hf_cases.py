@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from tqdm import tqdm
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -32,11 +31,10 @@ from transformers import (
 from transformers.utils import logging
 
 from superbatch.integrations.hf import Exact
+from tests.integrations.arguments import SMALL, arguments
 
 logging.disable_progress_bar()
-tqdm.monitor_interval = 0  # no thread that outlives a test
 Row = dict[str, Any]
-SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -243,27 +241,11 @@ def train(
 ) -> Run:
     """Train a model by a kind of Trainer, with micro-batches of so many samples, so many in an update."""
     model, events = model_of(case) if model is None else model, Events()
-    arguments = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=steps,
-        **{
-            "num_train_epochs": 1,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "max_grad_norm": 0.5,
-            "learning_rate": 0.1,
-            "lr_scheduler_type": "cosine",
-            **case.options,
-            **options,
-        },
-    )
+    defaults = {"max_grad_norm": 0.5, "learning_rate": 0.1, "lr_scheduler_type": "cosine", **case.options}
+    given = arguments(folder, size, steps, **{**defaults, **options})
     trainer = kind(
         model,
-        arguments,
+        TrainingArguments(**given),
         train_dataset=rows(case, 20) if data is None else data,
         eval_dataset=rows(case, 6),
         data_collator=case.collate or collate,

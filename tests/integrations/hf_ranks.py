@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,33 +15,60 @@ OPTIONS = {"optim": "sgd", "ddp_backend": "gloo"}
 ROWS = 24  # which both ranks share evenly
 
 
+def ways() -> dict[str, dict[str, tuple[Any, int, int]]]:
+    """Return the trainings of each case by name: a kind of trainer, micro-batch size, micro-batches."""
+    from transformers import Trainer
+
+    from tests.integrations.hf_cases import ExactTrainer, InThrees
+    from tests.integrations.hf_hooks import ExactHooked, Hooked
+
+    host = {"big": (Trainer, 4, 1), "stock": (Trainer, 2, 2)}
+    sums = {"big": (Trainer, 4, 1), "cut": (InThrees, 4, 1)}
+    return {
+        # Windows of 20 and 4 samples make the tail.
+        "classes": {
+            **host,
+            "cut": (InThrees, 4, 1),
+            "accumulated": (ExactTrainer, 2, 2),
+            "tail": (ExactTrainer, 2, 5),
+        },
+        # Coupled samples are those of a rank, and 2 x 2 samples would be dealt out in another way.
+        "router": {**host, "cut": (InThrees, 4, 1)},
+        "clip": {**host, "cut": (InThrees, 4, 1)},
+        "items": {**sums, "accumulated": (ExactTrainer, 2, 2), "singles": (ExactTrainer, 1, 4)},
+        "a function": {**sums, "accumulated": (ExactTrainer, 2, 2)},
+        "a sum": {**sums, "accumulated": (ExactTrainer, 2, 2)},
+        "hooks": {
+            "big": (Hooked, 4, 1),
+            "stock": (Hooked, 2, 2),
+            "cut": (type("HookedInThrees", (ExactHooked,), {"microbatch_size": 3}), 4, 1),
+            "accumulated": (ExactHooked, 2, 2),
+        },
+    }
+
+
 def main(rank: int, folder: Path) -> None:
     """Train the same models on two ranks in each way."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder / 'store'}")
     torch.set_num_threads(1)
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
-    from transformers import Trainer
-
-    from tests.integrations.hf_cases import CASES, ExactTrainer, InThrees, Run, rows, train
+    from tests.integrations.hf_cases import Run, rows, train
+    from tests.integrations.hf_hooks import RANK_CASES
 
     def kept(run: Run) -> dict[str, Any]:
-        return {"parameters": run.parameters, "loss": run.logged("loss"), "norm": run.logged("grad_norm")}
+        found = {"parameters": run.parameters, "loss": run.logged("loss"), "norm": run.logged("grad_norm")}
+        return {**found, "events": run.events.seen, "calls": getattr(run.trainer, "calls", [])}
 
     found: dict[str, Any] = {}
-    for name in ("classes", "router"):
-        case, place = CASES[name], folder / f"of {rank}"
-        options = {**OPTIONS, "data": rows(case, ROWS)}
-        found[name] = {
-            "big": kept(train(Trainer, case, 4, 1, place, **options)),
-            "stock": kept(train(Trainer, case, 2, 2, place, **options)),
-            "cut": kept(train(InThrees, case, 4, 1, place, **options)),
-        }
-        if name == "classes":  # coupled samples would be dealt out to the ranks in another way
-            found[name]["accumulated"] = kept(train(ExactTrainer, case, 2, 2, place, **options))
-            # Windows of 20 and 4 samples.
-            found[name]["tail"] = kept(train(ExactTrainer, case, 2, 5, place, **options))
+    for name, kinds in ways().items():
+        case, given = RANK_CASES[name]
+        options = {**OPTIONS, **given, "data": rows(case, ROWS)}
+        with patch.object(torch.Tensor, "float", torch.Tensor.double):
+            found[name] = {
+                way: kept(train(kind, case, size, steps, folder / f"of {rank}", **options))
+                for way, (kind, size, steps) in kinds.items()
+            }
     torch.save(found, folder / f"{rank}.pt")
 
 

@@ -13,11 +13,12 @@ pytest.importorskip("datasets", reason="datasets is not installed: pip install s
 
 from torch import Tensor
 from transformers import Trainer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
 
 from superbatch.errors import InputError
 from superbatch.integrations import hf
 from superbatch.integrations.trl import Exact
+from tests.integrations.arguments import arguments
 from tests.integrations.trl_cases import HOSTS, ExactDPO, ExactSFT, data, model, tokenizer, train
 from tests.torch.two_ranks import found_by_both
 
@@ -26,8 +27,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL's use of transformers
 ]
 
-EXACT = {"sft": 1e-6, "router": 1e-12, "dpo": 1e-6, "reward": 1e-12}  # sft and dpo: a head in float32
-STOCK_IS_OFF = {"router": 0.1, "dpo": 0.05, "reward": 0.1}
+# TRL computes the heads of sft and dpo in float32.
+EXACT = dict.fromkeys(HOSTS, 1e-12) | dict.fromkeys(("sft", "gpt2", "assistant", "dpo"), 1e-6)
+STOCK_IS_OFF = {"router": 0.1, "dpo": 0.05, "reward": 0.1, "margin": 0.1}
 
 
 def gap(name: str, right: dict[str, Tensor], found: dict[str, Tensor]) -> float:
@@ -150,13 +152,32 @@ def test_grpo_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+class _ExactKTO(Exact, KTOTrainer):
+    pass
+
+
+def test_kto_is_refused(tmp_path: Path) -> None:
+    """Its loss compares each answer with the mean over those of other prompts in the micro-batch."""
+    config = KTOConfig(**arguments(tmp_path, 2, 2, bf16=False, activation_checkpointing=False))
+    rows = data("dpo", 8).rename_column("chosen", "completion").remove_columns("rejected")
+    trainer = _ExactKTO(
+        model("sft").float(),
+        model("sft").float(),
+        args=config,
+        train_dataset=rows.add_column("label", [True, False] * 4),
+        processing_class=tokenizer(),
+    )
+
+    with pytest.raises(InputError, match=r"how KTOTrainer divides its loss\. Use SFTTrainer, DPOTrainer or"):
+        trainer.train()
+
+
 class _Own(ExactSFT):
     def compute_loss(self, *given: Any, **others: Any) -> Any:
         return 2 * super().compute_loss(*given, **others)
 
 
-class _OfAnotherMixin(hf.Exact, HOSTS["sft"][0]):  # type: ignore[misc]
-    pass
+_OfAnotherMixin = type("_OfAnotherMixin", (hf.Exact, HOSTS["sft"][0]), {})
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:

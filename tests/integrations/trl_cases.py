@@ -10,8 +10,9 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -22,11 +23,13 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from superbatch.integrations.trl import Exact
+from tests.integrations.arguments import SMALL, arguments
 
 disable_progress_bars()
-tqdm.monitor_interval = 0  # no thread that outlives a test
+CHAT = """{% for message in messages %}{% if message.role == "assistant" %}
+{% generation %}{{ message.content }} <eos>{% endgeneration %}
+{% else %}{{ message.content }}{% endif %} {% endfor %}"""
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(29))]
-SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 class ExactSFT(Exact, SFTTrainer):
@@ -43,9 +46,12 @@ class ExactReward(Exact, RewardTrainer):
 
 HOSTS: dict[str, tuple[Any, Any, Any]] = {
     "sft": (SFTTrainer, ExactSFT, SFTConfig),
+    "gpt2": (SFTTrainer, ExactSFT, SFTConfig),
+    "assistant": (SFTTrainer, ExactSFT, SFTConfig),
     "router": (SFTTrainer, ExactSFT, SFTConfig),
     "dpo": (DPOTrainer, ExactDPO, DPOConfig),
     "reward": (RewardTrainer, ExactReward, RewardConfig),
+    "margin": (RewardTrainer, ExactReward, RewardConfig),
 }
 
 
@@ -53,9 +59,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of a few words."""
     made = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHAT, **special)
 
 
 def model(name: str) -> nn.Module:
@@ -65,7 +70,11 @@ def model(name: str) -> nn.Module:
     if name == "router":
         experts = {"num_local_experts": 4, "experts_implementation": "eager", "output_router_logits": True}
         return MixtralForCausalLM(MixtralConfig(**sizes, **experts, router_aux_loss_coef=0.5)).double()
-    if name == "reward":
+    if name == "gpt2":
+        gpt2 = GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.0)
+        gpt2.embd_pdrop = gpt2.attn_pdrop = 0.0
+        return GPT2LMHeadModel(gpt2).double()
+    if name in ("reward", "margin"):
         return LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1)).double()
     return LlamaForCausalLM(LlamaConfig(**sizes)).double()
 
@@ -77,13 +86,21 @@ def data(name: str, count: int) -> Dataset:
     def words(fewest: int, most: int) -> str:
         return " ".join(draw.choices(WORDS[3:], k=8 if name == "router" else draw.randint(fewest, most)))
 
-    if name in ("sft", "router"):
+    if name in ("sft", "gpt2", "router"):
         return Dataset.from_list([{"text": words(3, 14)} for _ in range(count)])
     prompts = [words(2, 5) for _ in range(count)]
     rows = [(prompt, words(2, 9), words(2, 9)) for prompt in prompts]
+    if name == "assistant":
+        chats = [[("user", p), ("assistant", a), ("user", b), ("assistant", p)] for p, a, b in rows]
+        return Dataset.from_list(
+            [{"messages": [{"role": who, "content": text} for who, text in chat]} for chat in chats]
+        )
     if name == "dpo":
         return Dataset.from_list([{"prompt": p, "chosen": f" {a}", "rejected": f" {b}"} for p, a, b in rows])
-    return Dataset.from_list([{"chosen": f"{p} {a}", "rejected": f"{p} {b}"} for p, a, b in rows])
+    scored = [{"chosen": f"{p} {a}", "rejected": f"{p} {b}"} for p, a, b in rows]
+    if name == "margin":
+        scored = [{**each, "margin": draw.random() * 4} for each in scored]
+    return Dataset.from_list(scored)
 
 
 def train(
@@ -99,24 +116,9 @@ def train(
     **options: Any,
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """Train by a kind of trainer; return the parameters, and the logs of updates."""
-    config = HOSTS[name][2](
-        str(folder),
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=steps,
-        **{
-            "num_train_epochs": 1,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "bf16": False,
-            "activation_checkpointing": False,
-            "learning_rate": 0.5,
-            "optim": "sgd",
-            **options,
-        },
-    )
+    defaults = {"bf16": False, "activation_checkpointing": False, "learning_rate": 0.5, "optim": "sgd"}
+    defaults |= {"assistant_only_loss": True} if name == "assistant" else {}
+    config = HOSTS[name][2](**arguments(folder, size, steps, **{**defaults, **options}))
     trained = model(name)
     more: dict[str, Any] = {"ref_model": model(name)} if name == "dpo" else {}
     more |= {"eval_dataset": data(name, 6)} if evaluation else {}

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0  # seconds: a rank that waits for the other waits for ever
 
 
-def found_by_both(module: str, folder: Path, *, warnings: str = "error", count: int = 2) -> list[Any]:
+def found_by_both(
+    module: str, folder: Path, *, warnings: str = "error", count: int = 2, patience: float = PATIENCE
+) -> list[Any]:
     """Run a module as some ranks; return what each has written to ``RANK.json`` or ``RANK.pt`` of the folder.
 
     Args:
@@ -23,6 +25,7 @@ def found_by_both(module: str, folder: Path, *, warnings: str = "error", count: 
         folder: an empty one.
         warnings: of Python, as ``-W`` takes them.
         count: of the ranks.
+        patience: seconds.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-W", warnings, "-m", module]
@@ -38,7 +41,7 @@ def found_by_both(module: str, folder: Path, *, warnings: str = "error", count: 
         for rank in range(count)
     ]
     try:
-        outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+        outputs = [process.communicate(timeout=patience)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
