@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-import select
-import signal
 import struct
 import subprocess
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from superbatch.lab.cli import main
 from superbatch.lab.report.json import from_json
+from tests.forked import Forked
 from tests.studies import own_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,29 +37,23 @@ _TALKATIVE = (
 )
 
 
-def process(*arguments: str, talkative: bool = False, **options: object) -> subprocess.Popen[str]:
+def process(*arguments: str, talkative: bool = False, streams: Sequence[int] | None = None) -> Forked:
     """The command line as a process of its own, in a session of its own, that hears interrupts.
 
     Talkative, it says every 0.1 seconds how far it is, so that a test need not wait.
     """
-    # Tests that run in the background may ignore interrupts, and a child inherits that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     # A terminal says itself how wide it is; where tests run in several processes, these say 80.
-    surroundings = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    try:
-        return subprocess.Popen(
-            [sys.executable, *(("-c", _TALKATIVE) if talkative else ("-m", "superbatch")), *arguments],
-            env={**surroundings, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-            text=True,
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},  # pyright: ignore[reportArgumentType, reportCallIssue]  (keyword arguments by name)
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    return Forked(
+        [*(("-c", _TALKATIVE) if talkative else ("-m", "superbatch")), *arguments],
+        environment=environment,
+        streams=streams,
+        session=True,
+    )
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """A program of a few lines, run to its end."""
+    """A program of a few lines, run to its end in an interpreter of its own, which has loaded nothing."""
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -69,19 +65,21 @@ def on_a_terminal(columns: int, *arguments: str) -> tuple[int, str]:
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    started = process(*arguments, stdout=theirs, stderr=theirs, stdin=theirs)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(ours, 65536)
-        except OSError:  # how Linux says that the other end is closed
-            break
-        if not piece:
-            break
-        shown += piece
-    os.close(ours)
-    return started.wait(timeout=60), without_colours(shown.decode())
+    with process(*arguments, streams=(theirs, theirs, theirs)) as started:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # how Linux says that the other end is closed
+                break
+            if not piece:
+                break
+            shown += piece
+        os.close(ours)
+        code = started.wait(60)
+    assert code is not None
+    return code, without_colours(shown.decode())
 
 
 def without_colours(text: str) -> str:
@@ -89,12 +87,20 @@ def without_colours(text: str) -> str:
     return _COLOURS.sub("", text)
 
 
-def first_line(stream: IO[str] | None, *, seconds: float) -> str:
-    """The next line of a pipe, or a failure if none comes in time."""
-    assert stream is not None
-    ready, _, _ = select.select([stream], [], [], seconds)
-    assert ready, "nothing was said in time"
-    return stream.readline()
+def lines_told(started: Forked, *, seconds: float) -> Iterator[str]:
+    """Each line of its errors as it comes, or a failure if none comes in time."""
+    for number in itertools.count():
+        end = time.monotonic() + seconds
+        while len(lines := started.output()[1].split("\n")) < number + 2:
+            assert time.monotonic() < end, "nothing was said in time"
+            assert started.poll() is None, started.output()
+            time.sleep(0.01)
+        yield lines[number]
+
+
+def first_line(started: Forked, *, seconds: float) -> str:
+    """The first line of its errors, or a failure if none comes in time."""
+    return next(lines_told(started, seconds=seconds))
 
 
 def read(kind: type[Report], folder: Path) -> Report:

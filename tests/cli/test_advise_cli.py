@@ -13,7 +13,7 @@ import pytest
 from superbatch.lab.report.json import from_json
 from superbatch.results.advice import Advice
 from tests.cli import commands
-from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal
+from tests.cli.commands import PLANE, PNG, lines_told, on_a_terminal
 
 NUMBERS = {
     "--microbatch-size": 4,
@@ -118,15 +118,14 @@ def test_on_a_narrow_terminal_nothing_is_cut(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
     arguments = ("--microbatch-size", "5", "--updates", "1000000", "--threads", "1", "--out", str(tmp_path))
-    started = process(PLANE, *arguments, talkative=True)
-    try:
-        while "update" not in (line := first_line(started.stderr, seconds=60)):
+    with process(PLANE, *arguments, talkative=True) as started:
+        for line in lines_told(started, seconds=60):
+            if "update" in line:
+                break
             assert "%" in line
         os.kill(started.pid, signal.SIGINT)
-        _, told = started.communicate(timeout=60)
-    finally:
-        started.kill()
-    assert started.returncode == 130, told
+        _, told = started.finish(60)
+        assert started.returncode == 130, told
     assert "the report is partial" in told
     assert read(tmp_path).partial
 

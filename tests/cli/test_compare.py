@@ -273,9 +273,9 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 
 
 def test_no_traceback_from_a_process_of_its_own(tmp_path: Path) -> None:
-    done = process("--splits", "3x30,5x20", "--out", str(tmp_path / "out"))
-    out, err = done.communicate(timeout=60)
-    assert (done.returncode, out) == (2, "")
+    with process("--splits", "3x30,5x20", "--out", str(tmp_path / "out")) as started:
+        out, err = started.finish(60)
+    assert (started.returncode, out) == (2, "")
     assert err == (
         "superbatch: Given: the splits 3x30 and 5x20. Wrong: they make batches of 90 and 100 samples. "
         "Do: give splits of one batch: all arms must make the same update.\n"
@@ -318,14 +318,13 @@ def ended(group: int, *, seconds: float) -> bool:
 @pytest.mark.parametrize(("workers", "whole_group"), [("2", True), ("1", False)], ids=["terminal", "kill"])
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_group: bool) -> None:
     long = ("--updates", "40", "--runs", "5000", "--splits", "4x5", "--workers", workers)
-    started = process(PLANE, *long, "--out", str(tmp_path))
-    try:
-        assert first_line(started.stderr, seconds=60).startswith("compare own_recipe.py:plane: seed ")
+    with process(PLANE, *long, "--out", str(tmp_path)) as started:
+        assert first_line(started, seconds=60).startswith("compare own_recipe.py:plane: seed ")
         if whole_group:  # as a terminal does
             os.killpg(started.pid, signal.SIGINT)
         else:
-            started.send_signal(signal.SIGINT)
-        out, err = started.communicate(timeout=60)
+            os.kill(started.pid, signal.SIGINT)
+        out, err = started.finish(60)
         assert started.returncode == 130, err
         assert "Traceback" not in err
         assert "superbatch: interrupted, the report is partial" in err
@@ -336,9 +335,6 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path, workers: str, whole_grou
         assert "Partial:" in (tmp_path / "report.html").read_text(encoding="utf-8")
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
         assert ended(started.pid, seconds=10), "a worker process is left"
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------- terminal

@@ -144,12 +144,11 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
     # A plain line comes at once and then every five seconds: the first one says that work has begun.
     slow = ("--batch-size", "4000", "--seconds", "300", "--sizes", "1,2,3,4,5,6,7,8,9,10,11,12,4000")
-    started = process(PLANE, *slow, "--out", str(tmp_path))
-    try:
-        said = first_line(started.stderr, seconds=60)
+    with process(PLANE, *slow, "--out", str(tmp_path)) as started:
+        said = first_line(started, seconds=60)
         assert said.startswith("fit own_recipe.py:plane: predicted ")
         os.killpg(started.pid, signal.SIGINT)
-        out, err = started.communicate(timeout=60)
+        out, err = started.finish(60)
         assert started.returncode == 130, err
         assert "Traceback" not in err
         assert "superbatch: interrupted, the report is partial" in err
@@ -158,9 +157,6 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
         assert any(size.predicted for size in report.sizes)
         assert out.startswith("plane: a batch of 4000 samples")
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals are POSIX's")

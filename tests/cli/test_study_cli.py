@@ -114,11 +114,10 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 @pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
     long = ("--samples", "400", "--runs", "5000", "--workers", "1")
-    started = process("grow-batch", PLANE, *long, "--out", str(tmp_path))
-    try:
-        assert first_line(started.stderr, seconds=60).startswith("study grow-batch: seed ")
+    with process("grow-batch", PLANE, *long, "--out", str(tmp_path)) as started:
+        assert first_line(started, seconds=60).startswith("study grow-batch: seed ")
         os.killpg(started.pid, signal.SIGINT)
-        out, err = started.communicate(timeout=60)
+        out, err = started.finish(60)
         assert started.returncode == 130, err
         assert "Traceback" not in err
         assert "the report is partial" in err
@@ -126,6 +125,3 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
         assert report.partial
         assert 0 < len(report.arms[0].runs) < 5000
         assert out.splitlines()[0].startswith(f"grow-batch: plane, {len(report.arms[0].runs)} of 5000 seeds")
-    finally:
-        started.kill()
-        started.communicate()

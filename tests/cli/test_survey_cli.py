@@ -137,11 +137,10 @@ def test_wrong_input_is_one_line(
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of a terminal are POSIX's")
 def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
-    started = process(PLANE, *QUICK, "--repeats", "5000", "--out", str(tmp_path))
-    try:
-        assert first_line(started.stderr, seconds=60).startswith("survey own_recipe.py:plane: seed ")
-        started.send_signal(signal.SIGINT)
-        out, err = started.communicate(timeout=60)
+    with process(PLANE, *QUICK, "--repeats", "5000", "--out", str(tmp_path)) as started:
+        assert first_line(started, seconds=60).startswith("survey own_recipe.py:plane: seed ")
+        os.kill(started.pid, signal.SIGINT)
+        out, err = started.finish(60)
         assert started.returncode == 130, err
         assert "Traceback" not in err
         assert "superbatch: interrupted, the report is partial" in err
@@ -150,9 +149,6 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path: Path) -> None:
         assert 1 <= len(report.arms[0].runs) < 5000
         assert re.match(r"plane: \d+ of 5000 surveys", out)
         assert (tmp_path / "plot.png").read_bytes().startswith(PNG)
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.structures import ParameterSet  # what pytest.param returns has no public name
 
+from tests import forked
 from tests.docs import snippets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,15 +21,15 @@ KERAS_VARIABLES = "ignore:__array__ implementation doesn't accept a copy keyword
 
 
 def run(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a page in a fresh interpreter, with warnings as errors, in `folder`."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-W", KERAS_VARIABLES, "-m", RUNNER, page, folder],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT,
-    )
+    """Run a page in a process of its own, with warnings as errors, in `folder`."""
+    arguments = ["-W", "error", "-W", KERAS_VARIABLES, "-m", RUNNER, page, folder]
+    backends = {"jax", "tensorflow", "keras"}.intersection(snippets.needed_packages(page.read_text("utf-8")))
+    if backends:  # they start threads
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT,
+        )  # fmt: skip
+    return forked.run(arguments, seconds=LIMIT)
 
 
 def name_of(page: Path) -> str:

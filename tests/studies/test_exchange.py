@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from superbatch.errors import InputError
 from superbatch.lab.report.json import from_json
 from superbatch.lab.studies.exchange import ROUNDS, check_ranks, started_on
 from superbatch.results.advice import Advice
+from tests.forked import Forked
 from tests.studies import exchange_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -53,11 +57,23 @@ def test_the_time_is_that_of_the_gradients_which_are_exchanged(measured: list[di
 
 def test_the_advice_has_what_was_measured_and_is_given_once(tmp_path: Path) -> None:
     asked = ("digits", "--threads", "1", "--noise", "80", "--accumulation-steps", "4", "--out", str(tmp_path))
-    done = on_two_ranks("-m", "superbatch", "advise", *asked)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Accumulating") + done.stdout.count("Whether accumulating") == 1
-    assert "on each of 2 ranks" in done.stdout.splitlines()[0]
-    assert ", all-reduce " in done.stdout.splitlines()[0]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with ExitStack() as stack:  # as torchrun starts them
+        ranks = [
+            stack.enter_context(
+                Forked(["-m", "superbatch", "advise", *asked], environment={**shared, "RANK": str(rank)})
+            )
+            for rank in range(2)
+        ]
+        said = [rank.finish() for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+    printed = "".join(output for output, _ in said)
+    assert printed.count("Accumulating") + printed.count("Whether accumulating") == 1
+    assert "on each of 2 ranks" in printed.splitlines()[0]
+    assert ", all-reduce " in printed.splitlines()[0]
     report = from_json(Advice, (tmp_path / "report.json").read_text())
     assert report.ranks == 2
     assert 0 < report.all_reduce_seconds < 10

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,25 +19,22 @@ from torch import Tensor, nn
 from superbatch.torch import Accumulator, Window
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.options import PerSampleRandom
+from tests.forked import ROOT, Forked
 from tests.torch import ddp_worker as ranks
 from tests.torch.helpers import large_batch, mlp, sgd, tiny_lm
 
 PATIENCE = 55.0  # seconds without any case done by which a pair of ranks is given up
-ROOT = Path(__file__).parents[2]
 
 
 def start_ranks(folder: Path, names: list[str]) -> bool:
     """Run cases on two ranks; whether both came to their end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     (folder / "store").unlink(missing_ok=True)
-    outputs = [(folder / f"output{rank}").open("w") for rank in range(2)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.torch.ddp_worker", str(rank), str(folder), *names],
-            cwd=ROOT,
-            env=environment,
-            stdout=outputs[rank],
-            stderr=subprocess.STDOUT,
+        Forked(
+            ["-W", "error", "-m", "tests.torch.ddp_worker", rank, folder, *names],
+            environment=environment,
+            merged=True,
         )
         for rank in range(2)
     ]
@@ -54,11 +49,10 @@ def start_ranks(folder: Path, names: list[str]) -> bool:
             if time.monotonic() - last > PATIENCE or any(code for code in codes):
                 break
     finally:
-        for process in processes:
+        for rank, process in enumerate(processes):
             process.kill()
-            process.wait()
-        for output in outputs:
-            output.close()
+            (folder / f"output{rank}").write_text(process.output()[0])
+            process.end()
     return all(process.returncode == 0 for process in processes)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-import subprocess
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from superbatch.torch.memory.meter import peak_bytes
 from superbatch.torch.options import GhostBatchNorm
 from superbatch.torch.sizes.fake import PredictionError
 from superbatch.torch.sizes.predict import _on_device, predict_peak
+from tests import forked
 from tests.torch.sized_models import Checkpointed, Lstm, Own, Tied, Transformer, convnet, mlp, norms
 
 WITHIN = 0.01
@@ -458,9 +457,7 @@ def test_distributed_data_parallel_does_not_communicate(tmp_path: Path) -> None:
         assert all(p.grad is None for p in model.parameters())
         dist.destroy_process_group()
     """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    done = forked.run(["-c", textwrap.dedent(code), tmp_path / "store"])
     assert done.returncode == 0, done.stderr
 
 

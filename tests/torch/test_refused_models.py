@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from superbatch.errors import InputError
 from superbatch.torch import Accumulator, WholeBatch, virtual_batch
 from superbatch.torch.gradcache.cached import cached_gradients
+from tests.forked import ROOT, Forked
 from tests.torch.helpers import mlp, mse, rows
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -203,19 +201,14 @@ os._exit(0)  # without joining gloo's threads
 
 
 def test_a_saved_window_is_resumed_by_its_own_rank_only(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", RANK, str(rank), str(tmp_path)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ended = [(*process.communicate(timeout=120), process.returncode) for process in processes]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(Forked(["-W", "error", "-c", RANK, rank, tmp_path], environment=environment))
+            for rank in range(2)
+        ]
+        codes = [process.wait() for process in processes]
+        ended = [(*process.output(), code) for process, code in zip(processes, codes, strict=True)]
     for rank, (output, errors, code) in enumerate(ended):
         assert code == 0, errors
         first, second = output.splitlines()

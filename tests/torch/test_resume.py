@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,12 @@ from torch import Tensor, nn
 from superbatch.errors import InputError, SuperbatchError, WindowError
 from superbatch.torch import Accumulator, Update
 from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm, PerSampleRandom
+from tests import forked
 from tests.torch.helpers import rows
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 
 BATCHES = rows(10, updates=3)
 MICROBATCHES = 4  # of each batch: 3, 3, 2, 2
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -204,12 +202,8 @@ for batch in BATCHES[1:]:
 torch.save(task.model.state_dict(), sys.argv[2])
 """
     result = tmp_path / "result.pt"
-    subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "state.pt"), str(result)],
-        check=True,
-        cwd=ROOT,
-        timeout=60,
-    )
+    done = forked.run(["-c", program, tmp_path / "state.pt", result])
+    assert done.returncode == 0, done.stderr
     for name, value in torch.load(result, weights_only=True).items():
         assert torch.equal(value, straight.model.state_dict()[name]), name
 

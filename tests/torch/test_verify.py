@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -22,6 +21,7 @@ from superbatch.results.verification import GradientComparison, ParameterDiffere
 from superbatch.torch.memory.out_of_memory import out_of_memory
 from superbatch.torch.options import FrozenBatchNorm, PerSampleRandom, Split
 from superbatch.torch.verify import verify
+from tests import forked
 from tests.torch.verify_cases import (
     EXACT,
     NOT_EXACT,
@@ -272,9 +272,7 @@ def test_a_real_limit_of_memory() -> None:
         print(*report.notes, sep="; ")
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", child], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forked.run(["-c", child])
     assert done.stdout.startswith("True ['splits', 'splits']\nin float32 the whole batch does not"), (
         done.stderr
     )
@@ -395,13 +393,7 @@ def test_the_hooks_of_ddp_stay_on(tmp_path: Path) -> None:
         dist.destroy_process_group()
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", child, str(tmp_path / "rendezvous")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forked.run(["-c", child, tmp_path / "rendezvous"])
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stderr
     assert lines[0].startswith("True (")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -23,6 +21,7 @@ from superbatch.torch.sizes.predict import predict_peak
 from superbatch.torch.sizes.reserve import Reserve
 from superbatch.torch.window import wrapped
 from superbatch.torch.window.before_step import BeforeStep
+from tests import forked
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, start_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -387,6 +386,5 @@ def test_memory_is_made_sure_of_for_the_optimizer_inside() -> None:
 )
 def test_with_the_library_itself(name: str, size: str, library: str) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.torch.wrapped_peers", name, size]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
+    done = forked.run(["-W", "ignore", "-m", "tests.torch.wrapped_peers", name, size])
     assert done.returncode == 0 and "right" in done.stdout, done.stderr[-2000:]

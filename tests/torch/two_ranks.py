@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT, Forked
+
 PATIENCE = 120.0  # seconds: a rank that waits for the other waits for ever
 
 
@@ -27,26 +27,16 @@ def found_by_both(
         count: of the ranks.
         patience: seconds.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-W", warnings, "-m", module]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        outputs = [process.communicate(timeout=patience)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert all(process.returncode == 0 for process in processes), "\n".join(outputs)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                Forked(["-W", warnings, "-m", module, rank, folder], environment=environment, merged=True)
+            )
+            for rank in range(count)
+        ]
+        codes = [rank.wait(patience) for rank in ranks]
+        assert codes == [0] * count, "\n".join(rank.output()[0] for rank in ranks)
     return [_read(folder, rank) for rank in range(count)]
 
 

@@ -50,7 +50,9 @@ def of_rank(rank: int, ranks: int, file: str, size: Any) -> None:
 def by_ranks(ranks: int, size: Any) -> None:
     """ZeroRedundancyOptimizer in so many processes."""
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(of_rank, (ranks, f"{folder}/group", size), nprocs=ranks)  # pyright: ignore[reportPrivateImportUsage]
+        multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+            of_rank, (ranks, f"{folder}/group", size), nprocs=ranks, start_method="fork"
+        )
 
 
 def by_accelerate(size: Any) -> None:
