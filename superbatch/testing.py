@@ -13,7 +13,7 @@ from .normalize import Reduction
 from .results.verification import Verification
 from .torch.checks.probing.problem import WeightOption
 from .torch.options import NOT_DECLARED, Split
-from .torch.verify import verify
+from .torch.verify import verify_sizes
 
 
 def assert_split_invariant(
@@ -66,17 +66,10 @@ def assert_split_invariant(
         is ... of its norm away ... Do: state weight=count_tokens("labels"). ...
     """
     __tracebackhide__ = True  # pytest shows the line of the test instead
-    for size in _usable(sizes, count_samples(batch, **split.paths)):
-        report = verify(
-            models,
-            loss_fn,
-            batch,
-            microbatch_size=size,
-            weight=weight,
-            reduction=reduction,
-            participants=participants,
-            split=split,
-        )
+    usable = _usable(sizes, count_samples(batch, **split.paths))
+    options: dict[str, Any] = {"weight": weight, "reduction": reduction, "split": split}
+    reports = verify_sizes(models, loss_fn, batch, usable, participants=participants, **options)
+    for size, report in zip(usable, reports, strict=True):
         if not report.exact:
             raise AssertionError(_failure(report, size))
 

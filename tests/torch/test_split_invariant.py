@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from superbatch import InputError, normalize
 from superbatch.testing import assert_split_invariant
 from superbatch.torch import count_tokens
+from superbatch.torch.checks.probing import report
+from superbatch.torch.checks.probing.diagnose import judge
 from superbatch.torch.options import PerSampleRandom
 from tests.torch.verify_cases import Problem, flat_batch, mlp, token_batch, token_mean
 
@@ -165,3 +167,17 @@ def test_the_fixture_in_a_suite_with_warnings_as_errors(tmp_path: Path) -> None:
     assert f"AssertionError: {DEPENDS}" in done.stdout
     assert 'state reduction="sum"' in done.stdout
     assert "superbatch/testing.py" not in done.stdout, "the traceback shows the line of the test"
+
+
+def test_what_no_split_shows_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[int] = []
+
+    def counting(setting: Any, size: int) -> Any:
+        judged.append(size)
+        return judge(setting, size)
+
+    monkeypatch.setattr(report, "judge", counting)
+    net = nn.Linear(3, 2)
+    assert_split_invariant(lambda x: net(x).square().mean(), torch.randn(8, 3), models=net)
+
+    assert judged == [4]

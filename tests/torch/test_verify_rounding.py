@@ -65,7 +65,7 @@ def test_what_is_wrong_by_more_than_the_floor_is_found() -> None:
 
 
 def test_mutant_knows_one_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["superbatch.torch.verify"]
+    module = sys.modules["superbatch.torch.checks.probing.report"]
     monkeypatch.setattr(module, "measured_floor", lambda setting, reference: 0.0)
     assert not _verified(_Model()).exact
 

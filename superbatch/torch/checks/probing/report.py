@@ -1,0 +1,304 @@
+"""Report of `verify`: the two gradients in each dtype, their comparison, and what breaks exactness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from superbatch.batch.split import TokenBudget
+from superbatch.batch.tree import take
+from superbatch.errors import InputError, SuperbatchError, explain
+from superbatch.results.coupling import CouplingPoint
+from superbatch.results.verification import Finding, GradientComparison, Verification, united
+
+from ...memory.out_of_memory import out_of_memory
+from ...window.participants.moved_state import MovedState
+from ..coupling import probe_coupling
+from ..introspection import FloatingDtypes
+from ..measure import BatchNormChoice, Measured, Setting, accumulated, differences, largest, whole
+from .diagnose import Diagnosis, diagnose, judge
+from .meetings import find_meetings
+from .problem import Problem, by_term, evaluate
+from .rounding import ROUNDING, measured_floor, rounding_of
+from .separability import failure_of
+from .untouched import held_parameter, untouched
+
+Against = Literal["auto", "batch", "splits"]
+Dtype = Literal["both", "own", "float64"]
+
+MIXING = ("batchnorm", "coupled", "coupled_loss", "unknown")
+
+
+class _Outcome(NamedTuple):
+    """The two gradients in one dtype; `against` says what the reference is."""
+
+    dtype: torch.dtype
+    against: Literal["batch", "splits"]
+    measured: Measured
+    reference: Measured
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of `verify`, checked.
+
+    Attributes:
+        probes: where the gradients agree, look for what this split does not show.
+    """
+
+    problem: Problem
+    batch: Any
+    samples: int
+    microbatch_size: int | TokenBudget
+    sample_rng: bool
+    batchnorm: BatchNormChoice
+    against: Against
+    dtype: Dtype
+    tolerance: float
+    probes: bool = True
+
+    def setting(self, dtype: torch.dtype | None, reset: Any) -> Setting:
+        """Return what a gradient is measured with, in a dtype; None: the model's own.
+
+        Args:
+            dtype: of the parameters.
+            reset: restores the state before each pass.
+        """
+        problem = self.problem.in_dtype(dtype)
+        return Setting(problem, self.batch, reset, self.batchnorm, self.sample_rng)
+
+
+@contextmanager
+def _state_as_before(problem: Problem) -> Iterator[None]:
+    """Run the body, then restore the state that it has moved, large tensors that are no parameters aside."""
+    keeper = MovedState([problem.model], [problem.loss_fn])
+    keeper.begin()
+    try:
+        yield
+    finally:
+        keeper.restore()
+
+
+def verified(request: Request) -> Verification:
+    """Return the report of a request; everything is left as it was.
+
+    Args:
+        request: checked.
+    """
+    terms = by_term(request.problem)
+    with _state_as_before(request.problem):
+        reports = {name: _report(replace(request, problem=one)) for name, one in terms.items()}
+    return united(reports)
+
+
+def _report(request: Request) -> Verification:
+    notes: list[str] = []
+    outcomes = _measure(request, notes)
+    float64 = next((outcome for outcome in outcomes if outcome.dtype == torch.float64), None)
+    comparisons = [_compare(request, outcome, float64, notes) for outcome in outcomes]
+    structural = _index_of_judge(outcomes)
+    diagnosis = Diagnosis((), (), ())
+    if not comparisons[structural].exact:
+        diagnosis = _diagnose(request, outcomes[structural], comparisons[structural].tolerance)
+    elif request.probes:
+        diagnosis = Diagnosis(_by_chance(request, outcomes[structural]), *_coupling(request))
+    causes, exact = diagnosis.causes, all(comparison.exact for comparison in comparisons)
+    if not causes and not exact:
+        causes = (_precision(comparisons[0]),)
+    return Verification(
+        exact and not causes,
+        request.samples,
+        tuple(comparisons),
+        causes,
+        diagnosis.findings,
+        (*notes, *diagnosis.notes),
+        _meetings(request, causes),
+    )
+
+
+def _meetings(request: Request, causes: tuple[Finding, ...]) -> tuple[CouplingPoint, ...]:
+    """Of coupled samples, where they meet: a second opinion, which fails silently."""
+    problem = request.problem
+    if not any(cause.kind in MIXING for cause in causes) or problem.unsplit or problem.per_sample:
+        return ()
+    found: list[CouplingPoint] = []
+    failure_of(lambda: found.extend(find_meetings(problem, request.batch)))
+    return tuple(found)
+
+
+def _measure(request: Request, notes: list[str]) -> list[_Outcome]:
+    """Both gradients, in the model's own dtype first: an error of the user's code is to come as it is."""
+    own = _own_dtype(request.problem.model)
+    outcomes: list[_Outcome] = []
+    if request.dtype != "float64" or own == torch.float64:
+        outcomes.append(_pair(request, None, own, notes))
+    if request.dtype != "own" and own != torch.float64:
+        try:
+            outcomes.append(_pair(request, torch.float64, torch.float64, notes))
+        except SuperbatchError:
+            raise
+        except Exception as error:  # a model that is not made for float64 may raise anything
+            if request.dtype == "float64":
+                raise _no_float64(error) from error
+            notes.append(f"float64 was not measured: {type(error).__name__}: {error}")
+    return outcomes
+
+
+def _pair(request: Request, dtype: torch.dtype | None, name: torch.dtype, notes: list[str]) -> _Outcome:
+    if dtype is not None:
+        held = held_parameter(request.problem.model)
+        if held is not None:
+            raise RuntimeError(f"DistributedDataParallel, or an earlier loss, holds on to {held!r}")
+    with untouched(request.problem.model, dtype=dtype) as reset:
+        setting = request.setting(dtype, reset)
+        if request.against != "splits":
+            try:
+                reference = whole(setting)
+                return _Outcome(name, "batch", _accumulated(setting, request.microbatch_size), reference)
+            except (RuntimeError, MemoryError) as error:
+                if request.against == "batch" or not out_of_memory(error):
+                    raise
+        # Outside of the except block, whose traceback keeps the tensors of the failed pass alive.
+        if request.against == "auto":
+            notes.append(f"in {_text(name)} the whole batch does not fit in memory: two splits were compared")
+        measured = accumulated(setting, request.microbatch_size)
+        return _Outcome(name, "splits", measured, accumulated(setting, _other_size(request.microbatch_size)))
+
+
+def _accumulated(setting: Setting, size: int | TokenBudget) -> Measured:
+    try:
+        return accumulated(setting, size)
+    except SuperbatchError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise InputError(
+            explain(
+                f"microbatch_size={size!r}",
+                "the model runs on the whole batch but not on its micro-batches "
+                f"({type(error).__name__}: {error})",
+                "pass a larger microbatch_size, or change what refuses small batches, as BatchNorm does",
+            )
+        ) from error
+
+
+def _compare(
+    request: Request, outcome: _Outcome, float64: _Outcome | None, notes: list[str]
+) -> GradientComparison:
+    tolerance = request.tolerance
+    if outcome.dtype != torch.float64:
+        tolerance, most = rounding_of(outcome.dtype, request.problem.model)
+        if float64 is not None:
+            tolerance = min(max(tolerance, 8 * largest(outcome.reference, float64.reference)), most)
+        elif outcome.against == "batch" and largest(outcome.measured, outcome.reference) > tolerance:
+            with untouched(request.problem.model) as reset:
+                floor = measured_floor(request.setting(None, reset), outcome.reference)
+            tolerance = min(max(tolerance, floor), most)
+    elif tolerance < largest(outcome.measured, outcome.reference) < 1e-2:
+        tolerance = max(tolerance, _inner_rounding(request, notes))
+    return GradientComparison(
+        dtype=_text(outcome.dtype),
+        against=outcome.against,
+        split=outcome.measured.split,
+        reference_split=outcome.reference.split,
+        loss=outcome.measured.loss,
+        reference_loss=outcome.reference.loss,
+        parameters=differences(outcome.measured, outcome.reference),
+        tolerance=tolerance,
+    )
+
+
+def _index_of_judge(outcomes: list[_Outcome]) -> int:
+    """The comparison that tells the structure of the problem from rounding: that in the widest dtype."""
+    return max(range(len(outcomes)), key=lambda index: outcomes[index].dtype == torch.float64)
+
+
+def _coupling(request: Request) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    with untouched(request.problem.model) as reset:
+        request.setting(None, reset).begin()
+        return probe_coupling(request.problem, request.batch)
+
+
+def _by_chance(request: Request, outcome: _Outcome) -> tuple[Finding, ...]:
+    """A wrong statement that this batch does not show, cut as it is: the check cuts it otherwise too."""
+    batch, size = _in_memory(request, outcome)
+    with untouched(request.problem.model) as reset:
+        return judge(request.setting(None, reset).but(batch=batch), size)
+
+
+def _diagnose(request: Request, outcome: _Outcome, tolerance: float) -> Diagnosis:
+    """In the dtype that showed the difference; on as much of the batch as fits in memory."""
+    dtype = None if outcome.dtype == _own_dtype(request.problem.model) else outcome.dtype
+    batch, size = _in_memory(request, outcome)
+    with untouched(request.problem.model, dtype=dtype) as reset:
+        return diagnose(request.setting(dtype, reset).but(batch=batch), size, tolerance=tolerance)
+
+
+def _in_memory(request: Request, outcome: _Outcome) -> tuple[Any, int | TokenBudget]:
+    """As much of the batch as fits in memory, and the size of its micro-batches."""
+    size, problem = request.microbatch_size, request.problem
+    if outcome.against == "batch" or not isinstance(size, int):
+        return request.batch, size
+    batch = take(request.batch, 0, max(size, 2), unsplit=problem.unsplit, per_sample=problem.per_sample)
+    return batch, max(1, size // 2)
+
+
+def _precision(comparison: GradientComparison) -> Finding:
+    return Finding(
+        "precision",
+        "loss_fn",
+        comparison.largest,
+        "comparison with float64",
+        f"exact in float64, but {comparison.dtype} loses more by adding up micro-batches than in one pass",
+        "pass gradient_sum=torch.float32, or keep the parameters in float32 and compute under autocast",
+    )
+
+
+def _inner_rounding(request: Request, notes: list[str]) -> float:
+    """The rounding of operations that the model does in a lower precision than it was given."""
+    problem = request.problem
+    pair = take(request.batch, 0, 2, unsplit=problem.unsplit, per_sample=problem.per_sample)
+    with untouched(problem.model, dtype=torch.float64) as reset:
+        setting = request.setting(torch.float64, reset)
+        setting.begin()
+        with FloatingDtypes() as dtypes:
+            evaluate(setting.problem, pair)
+    lower = {dtype: ROUNDING[dtype][0] for dtype in dtypes.seen if dtype in ROUNDING}
+    if not lower:
+        return 0.0
+    coarsest = max(lower, key=lower.__getitem__)
+    notes.append(f"parts of the model compute in {_text(coarsest)} whatever they are given")
+    return lower[coarsest]
+
+
+def _own_dtype(model: nn.Module) -> torch.dtype:
+    """The lowest floating-point precision of the trainable parameters."""
+    dtypes = [p.dtype for p in model.parameters() if p.requires_grad and p.dtype.is_floating_point]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _other_size(size: int | TokenBudget) -> int:
+    """A split that is not the one under test."""
+    if isinstance(size, TokenBudget):
+        return 1
+    return size // 2 if size > 1 else 2
+
+
+def _no_float64(error: Exception) -> InputError:
+    return InputError(
+        explain(
+            'dtype="float64"',
+            f"the model or the loss does not run in float64 ({type(error).__name__}: {error})",
+            'pass dtype="own"',
+        )
+    )
