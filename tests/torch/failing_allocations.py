@@ -98,8 +98,10 @@ class Found:
     wrong: list[str] = field(default_factory=list[str])
 
 
-def sweep(cell: Cell, *, on: bool, stride: int = 1, most: int | None = None) -> Found:
-    """Let the n-th allocation of the second window fail, for each n."""
+def sweep(
+    cell: Cell, *, on: bool, stride: int = 1, most: int | None = None, until: str | None = None
+) -> Found:
+    """Let the n-th allocation of the second window fail, for each n, or until that is found wrong."""
     with _quiet():
         whole = _Run(cell)
         count = whole.second(None, on=False)[1].count
@@ -109,6 +111,8 @@ def sweep(cell: Cell, *, on: bool, stride: int = 1, most: int | None = None) -> 
         found = Found(count)
         for at in range(0, count, stride)[:most]:
             _one(cell, whole, at, on, found)
+            if until is not None and any(until in each for each in found.wrong):
+                break
     return found
 
 

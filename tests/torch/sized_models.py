@@ -27,11 +27,11 @@ def convnet() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(1024, 128)
         layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
         self.head = nn.Linear(128, 1024)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -103,14 +103,14 @@ CASES: dict[str, tuple[Any, ...]] = {
     "convnet, momentum": (convnet, images(3, 32, 32), cross_entropy, momentum),
     "norms, adamw": (norms, images(3, 8, 8), cross_entropy, adamw()),
     "transformer, adamw fused": (Transformer, text(1024), cross_entropy, adamw(fused=True)),
-    "transformer, autocast": (Transformer, text(1024), autocast, adamw()),
+    "transformer, autocast": (lambda: Transformer(2), text(1024), autocast, adamw()),
     "tied gru, momentum": (Tied, text(200), cross_entropy, momentum),
     "lstm in float64": (lambda: Lstm().double(), images(12, 64), in_double, momentum),
     "checkpoint": (lambda: Checkpointed(use_reentrant=False), images(64), cross_entropy, momentum),
     "reentrant checkpoint": (lambda: Checkpointed(use_reentrant=True), images(64), cross_entropy, momentum),
     "own function": (Own, images(512), cross_entropy, momentum),
     "closure over weights": (mlp, images(64), with_weight_decay, momentum),
-    "bfloat16": (lambda: Transformer().bfloat16(), text(1024), cross_entropy, adamw()),
+    "bfloat16": (lambda: Transformer(2).bfloat16(), text(1024), cross_entropy, adamw()),
 }
 
 
@@ -334,7 +334,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_accumulation_in_float32_costs_its_buffers() -> None:
-    model, batch = Transformer().bfloat16(), text(1024)(SAMPLES)
+    model, batch = Transformer(2).bfloat16(), text(1024)(SAMPLES)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer, loss_fn = adamw()(model), cross_entropy(model)
     own = predict_peak(loss_fn, batch, models=model, optimizers=optimizer)
@@ -349,7 +349,7 @@ def test_accumulation_in_float32_costs_its_buffers() -> None:
 
 
 def test_masters() -> None:
-    model, batch = Transformer().bfloat16(), text(1024)(SAMPLES)
+    model, batch = Transformer(2).bfloat16(), text(1024)(SAMPLES)
     masters = fp32_masters(model)
     optimizer, loss_fn = torch.optim.AdamW(masters.values(), lr=1e-3), cross_entropy(model)
     half = {name: leaf[: SAMPLES // 2] for name, leaf in batch.items()}

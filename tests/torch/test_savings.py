@@ -49,15 +49,15 @@ def most_alive(accumulate: Any, batch: Any) -> int:
 
 
 def test_gradient_checkpoints() -> None:
-    model, batch = Transformer(), text(64)
-    half = {name: leaf[:32] for name, leaf in batch.items()}
+    model, batch = Transformer(), text(32)
+    half = {name: leaf[:16] for name, leaf in batch.items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = savings(loss_of(model), half, models=model, optimizers=optimizer)
     assert [saving.name for saving in found] == ["gradient checkpoints"]
     assert "4 blocks (TransformerEncoderLayer)" in found[0].how
 
     def most() -> int:
-        accumulate = Accumulator(model, optimizer, loss_of(model), microbatch_size=32, check=False)
+        accumulate = Accumulator(model, optimizer, loss_of(model), microbatch_size=16, check=False)
         return most_alive(accumulate, batch)
 
     plain = most()
@@ -72,13 +72,13 @@ def test_gradient_checkpoints() -> None:
 
 
 def test_prediction_leaves_no_checkpoint_behind() -> None:
-    model = Transformer()
+    model = Transformer(2)
     savings(loss_of(model), text(4), models=model)
     assert not [module for module in model.modules() if "forward" in vars(module)]
 
 
 def test_sums_in_the_parameters_own_dtype() -> None:
-    model, batch = Transformer().bfloat16(), text(8)
+    model, batch = Transformer(2).bfloat16(), text(8)
     half = {name: leaf[:4] for name, leaf in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters())
     options = {"models": model, "optimizers": optimizer, "gradient_sum": torch.float32}
@@ -112,7 +112,7 @@ def test_sums_in_the_momentum_save_nothing_on_the_cpu() -> None:
 
 
 def test_state_of_the_optimizer() -> None:
-    model, half = Transformer(), text(4)
+    model, half = Transformer(2), text(4)
     size = sum(parameter.nbytes for parameter in model.parameters())
     optimizer, loss_fn = torch.optim.AdamW(model.parameters()), loss_of(model)
     new = named(savings(loss_fn, half, models=model, optimizers=optimizer), "optimizer state")
@@ -124,7 +124,7 @@ def test_state_of_the_optimizer() -> None:
 
 
 def test_an_update_of_one_parameter_at_a_time() -> None:
-    model, half = Transformer(), text(1)
+    model, half = Transformer(2), text(1)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     found = savings(loss_of(model), half, models=model, optimizers=optimizer)
     promised = named(found, "an update with fused=True")
