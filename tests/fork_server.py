@@ -35,6 +35,8 @@ PRELOADED = (
     "matplotlib.pyplot",
     "superbatch.lab.cli",
 )
+# sklearn.datasets imports pandas, which imports pyarrow where it is installed, which starts threads.
+THREADED = {"sklearn.datasets": "pyarrow"}
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,17 @@ def main() -> None:
 
 def _preload() -> None:
     for name in PRELOADED:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+        if _is_installed(name) and not _is_installed(THREADED.get(name, "")):
             importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork has one of them, and the locks of all"
     gc.collect()
     gc.freeze()  # no collection of a fork looks through it, and copies its pages
+
+
+def _is_installed(name: str) -> bool:
+    package = name.partition(".")[0]
+    return bool(package) and importlib.util.find_spec(package) is not None
 
 
 def _serve(channel: socket.socket) -> Request | None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from datasets import Dataset
+from sentence_transformers import (
+    MultiVectorEncoder,
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+    SparseEncoder,
+)
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, BertModel, BertTokenizer
+
+from tests.integrations.arguments import arguments
 
 WORDS = ["red", "green", "blue", "big", "small", "cat", "dog", "bird", "tree", "house", "runs"]
 WORDS += ["sleeps", "eats", "sees", "a", "the"]
@@ -93,3 +104,30 @@ def apart(found: dict[str, Tensor], real: dict[str, Tensor]) -> float:
         float((found[name] - real[name]).norm() / real[name].norm().clamp(min=1e-3 * largest))
         for name in real
     )
+
+
+def rows_seen(model: nn.Module) -> list[int]:
+    """The numbers of samples that the model will be given at a time."""
+    seen: list[int] = []
+    model[0].register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0]["input_ids"])))
+    return seen
+
+
+def updates(
+    folder: Path, model: Any, make: Callable[[Any], nn.Module], size: int, steps: int = 1
+) -> tuple[Any, Any]:
+    """Make two updates in the Trainer, with a copy; return the parameters' movement and the norms logged."""
+    model = copy.deepcopy(model)
+    before = copy.deepcopy(dict(model.named_parameters()))
+    data = Dataset.from_dict({"anchor": sentences(24, 1), "positive": sentences(24, 2)})
+    options = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.5}
+    given = arguments(folder / "out", size, steps, lr_scheduler_type="constant", **options)
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=SentenceTransformerTrainingArguments(**given),
+        train_dataset=data,
+        loss=make(model),
+    )
+    trainer.train()
+    moved = {name: (each - before[name]).detach() for name, each in model.named_parameters()}
+    return moved, [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 pytest.importorskip("datasets", reason="datasets is not installed")
 
-from datasets import Dataset
-from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.multi_vector_encoder import losses as multi_vector_losses
 from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sparse_encoder import losses as sparse_losses
@@ -24,7 +21,16 @@ from superbatch import CoupledSamplesError, InputError
 from superbatch.integrations import sentence_transformers as integration
 from superbatch.integrations.sentence_transformers import cached
 from superbatch.torch.memory.meter import peak_bytes
-from tests.integrations.encoders import apart, columns, dense, gradients, multi_vector, sentences, sparse
+from tests.integrations.encoders import (
+    apart,
+    columns,
+    dense,
+    gradients,
+    multi_vector,
+    rows_seen,
+    sparse,
+    updates,
+)
 from tests.torch.two_ranks import found_by_both
 
 pytestmark = [
@@ -52,19 +58,6 @@ DENSE: dict[str, tuple[Callable[[Any], nn.Module], int, Tensor | None]] = {
     "several terms": (losses.GlobalOrthogonalRegularizationLoss, 2, None),
     "two copies of the model": (losses.ContrastiveTensionLossInBatchNegatives, 1, None),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread that watches progress bars, which would outlive the test."""
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
-
-
-def rows_seen(model: nn.Module) -> list[int]:
-    """The numbers of samples that the model will be given at a time."""
-    seen: list[int] = []
-    model[0].register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0]["input_ids"])))
-    return seen
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -224,43 +217,19 @@ def test_the_memory_is_that_of_a_microbatch(tmp_path: Path) -> None:
     assert ours < large / 4
 
 
-def updates(folder: Path, make: Callable[[Any], nn.Module], size: int, steps: int) -> tuple[Any, Any]:
-    """Two updates in the Trainer, from one start; return the parameters' movement and what was logged."""
-    model = dense(folder / "model")
-    before = copy.deepcopy(dict(model.named_parameters()))
-    data = Dataset.from_dict({"anchor": sentences(24, 1), "positive": sentences(24, 2)})
-    arguments = SentenceTransformerTrainingArguments(
-        output_dir=str(folder / "out"),
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=steps,
-        max_steps=2,
-        optim="sgd",
-        learning_rate=1.0,
-        max_grad_norm=0.5,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, loss=make(model))
-    trainer.train()
-    moved = {name: (each - before[name]).detach() for name, each in model.named_parameters()}
-    return moved, [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
-
-
 @pytest.mark.filterwarnings("ignore")  # of the host's Trainer, several kinds
 def test_in_the_trainer(tmp_path: Path) -> None:
-    real, norms = updates(tmp_path, Ranking, 12, 1)
-    found, found_norms = updates(tmp_path, lambda m: cached(Ranking(m), microbatch_size=4), 12, 1)
+    model = dense(tmp_path / "model")
+    real, norms = updates(tmp_path, model, Ranking, 12)
+    found, found_norms = updates(tmp_path, model, lambda m: cached(Ranking(m), microbatch_size=4), 12)
     assert apart(found, real) < 1e-12
     assert found_norms == pytest.approx(norms, rel=1e-12)
     assert len(norms) == 2 and min(norms) > 0
-    stock, _ = updates(tmp_path, Ranking, 4, 3)
+    stock, _ = updates(tmp_path, model, Ranking, 4, 3)
     assert apart(stock, real) > 0.05, "accumulated by the Trainer it is another loss"
 
 
+@pytest.mark.filterwarnings("ignore")  # likewise
 def test_two_ranks(tmp_path: Path) -> None:
     """In DistributedDataParallel, negatives gathered: as the large batch in one process."""
     ranks = found_by_both("tests.integrations.encoder_ranks", tmp_path, warnings="ignore")
@@ -269,6 +238,15 @@ def test_two_ranks(tmp_path: Path) -> None:
     for found in ranks:
         assert apart(found["plain"], real) < 1e-12, "the premise: the host's own loss is exact on ranks"
         assert apart(found["cached"], real) < 1e-12
+    # Two updates by the Trainer on each rank, of the batch of both.
+    moved, norms = updates(tmp_path, model, Ranking, 12)
+    for rank in ranks:
+        for gathered in ("gathered", "gathered, cached"):
+            assert apart(rank[gathered][0], moved) < 1e-12, gathered
+            assert rank[gathered][1] == pytest.approx(norms, rel=1e-10)
+        assert apart(rank["own"][0], moved) > 0.05, "the premise: a rank's own negatives are fewer"
+        assert apart(rank["own, cached"][0], rank["own"][0]) < 1e-12
+        assert max(rank["rows"]) == 2, "the model sees micro-batches alone"
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
