@@ -14,6 +14,7 @@ from ..batch.split import TokenBudget
 from ..noise.meter import NoiseMeter
 from ..results.memory import MemoryReport
 from ..results.noise import Noise
+from ..results.ranks import RanksReport
 from ..results.update import Update
 from ..window import Window
 from .loss.declared import WeightOption
@@ -24,6 +25,7 @@ from .window.config import NonFinite
 from .window.engine import Engine
 from .window.open_window import OpenWindow
 from .window.slips import name_unknown_options
+from .window.sync.sync import SyncOption
 from .window.update_rule import Clip
 
 T = TypeVar("T")
@@ -68,6 +70,11 @@ class Accumulator:
         check: compare losses of micro-batches with losses of their parts on the first window, and on a later
             one that shows something new (the first loss that is not 0, the first unequal counts of labels),
             and raise before an update with a wrong `reduction` or `weight`. It calls `loss_fn` a few times.
+        sync: how ranks share a window. ``"auto"``: as the model is wrapped or sharded; an error where several
+            ranks are initialised and nothing wraps it. ``"all_reduce"`` sums the gradients of a model that
+            nothing wraps over all ranks, once in a window; None: this rank trains alone. For `fully_shard`:
+            ``"window"`` reduces gradients once, and keeps those that are not sharded until then;
+            ``"microbatch"`` reduces them after each micro-batch. The attribute `sync` tells what was chosen.
 
     Attributes:
         engine: what opens the windows, for tools that make updates of their own.
@@ -109,6 +116,7 @@ class Accumulator:
         observers: Sequence[NoiseMeter] = (),
         split: Split = NOT_DECLARED,
         check: bool = True,
+        sync: SyncOption = "auto",
     ) -> None:
         options = Options(
             microbatch_size=microbatch_size,
@@ -125,6 +133,7 @@ class Accumulator:
             observers=observers,
             split=split,
             check=check,
+            sync=sync,
         )
         self.engine: Engine = engine_of(model, optimizer, loss_fn, options)
 
@@ -132,6 +141,11 @@ class Accumulator:
     def updates(self) -> int:
         """Number of updates made."""
         return self.engine.updates
+
+    @property
+    def sync(self) -> RanksReport:
+        """Report on the ranks that share a window: what was chosen, and the bytes that it takes."""
+        return self.engine.config.sync.report
 
     @property
     def memory(self) -> MemoryReport | None:

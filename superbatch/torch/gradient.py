@@ -14,6 +14,7 @@ from ..noise.meter import NoiseMeter
 from ..results.coupling import CouplingReport
 from ..results.memory import MemoryReport
 from ..results.noise import Noise
+from ..results.ranks import RanksReport
 from ..results.update import Update
 from ..window import Window
 from .coupled_options import check_coupled
@@ -25,6 +26,7 @@ from .window.coupled_work import Coupled, Rng
 from .window.engine import Engine
 from .window.open_window import OpenWindow
 from .window.slips import name_unknown_options
+from .window.sync.sync import SyncOption
 
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ class Gradient:
         models: the model, or a list of models; the gradients of all their trainable parameters are added.
         loss_fn: ``loss_fn(microbatch) -> loss``, a closure over the models; None: `window` alone is used.
         microbatch_size: as the `Accumulator`'s; so are `reduction`, `weight`, `nonfinite`, `device`,
-            `gradient_sum` (but for ``"momentum"``), `participants`, `observers`, `split` and `check`.
+            `gradient_sum` (but for ``"momentum"``), `participants`, `observers`, `split`, `check` and `sync`.
         scaler: a `torch.amp.GradScaler` that scales each loss. The gradient stays scaled, as after
             ``scaler.scale(loss).backward()``, and an overflow stays in it for ``scaler.step()`` to find.
         backward: a host's own backward, such as ``accelerator.backward``, called with each scaled loss in
@@ -82,6 +84,7 @@ class Gradient:
         observers: Sequence[NoiseMeter] = (),
         split: Split = NOT_DECLARED,
         check: bool = True,
+        sync: SyncOption = "auto",
     ) -> None:
         options = Options(
             microbatch_size=_size(microbatch_size, loss_fn),
@@ -96,9 +99,15 @@ class Gradient:
             observers=observers,
             split=split,
             check=check,
+            sync=sync,
             steps=False,
         )
         self.engine: Engine = engine_of(models, None, loss_fn, options)
+
+    @property
+    def sync(self) -> RanksReport:
+        """Report on the ranks that share a window: what was chosen, and the bytes that it takes."""
+        return self.engine.config.sync.report
 
     @property
     def memory(self) -> MemoryReport | None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import datetime
-import math
-import os
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -16,255 +11,35 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from superbatch.torch import Accumulator, Gradient, Window
+from superbatch.errors import InputError
+from superbatch.torch import Accumulator
 from superbatch.torch.window.norm import finite_norm
 from superbatch.torch.window.sync.fsdp2 import FSDP2
 from superbatch.torch.window.sync.sharded import Sharded
-from tests.torch.helpers import mse
-from tests.torch.sharded_tasks import TASKS, Task
-
-Found = dict[str, Any]
-
-
-def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """Shard each module that has layers of its own, and the model."""
-    for module in list(model.modules())[:0:-1]:
-        if list(module.children()) and not isinstance(module, nn.ModuleList):
-            fully_shard(module, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def full(tensor: Tensor) -> Tensor:
-    """Return all of a tensor."""
-    every = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return every.detach().clone()
-
-
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters."""
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
-
-
-def batches(task: Task, rank: int) -> list[Any]:
-    """Return the batches of a rank, or windows over them."""
-    found = task.data(rank)
-    if not task.pieces:
-        return found
-    return [Window(list(zip(*(t.split(task.pieces) for t in batch), strict=True))) for batch in found]
-
-
-class Training:
-    """A sharded model with its optimizer and `Accumulator`."""
-
-    def __init__(self, task: Task, mesh: DeviceMesh, loss: Any = None, **options: Any) -> None:
-        self.model = shard(task.make(), mesh)
-        self.optimizer = task.optimizer(self.model.parameters())
-        self.accumulate = Accumulator(
-            self.model,
-            self.optimizer,
-            loss or partial(task.loss, self.model),
-            **{"check": False, **task.options, **options},
-        )
-        self.updates: list[Any] = []
-        self.exchanges: list[int] = []  # of each update
-        torch.manual_seed(1)
-
-    def run(self, batch: Any) -> None:
-        """Make an update."""
-        before = exchanges(self.model)
-        self.updates.append(self.accumulate(batch))
-        self.exchanges.append(exchanges(self.model) - before)
-
-    def found(self) -> Found:
-        """Return what the test compares."""
-        return {
-            "parameters": whole(self.model),
-            "losses": [u.loss for u in self.updates],
-            "norms": [u.grad_norm for u in self.updates],
-            "microbatches": [u.microbatches for u in self.updates],
-            "failures": [u.failures for u in self.updates],
-            "exchanges": self.exchanges,
-            "sharded": all(isinstance(p, DTensor) for p in self.model.parameters()),
-            "elements": sum(local(p).numel() for p in self.model.parameters()),
-            "gradients": sum(p.grad is not None for p in self.model.parameters()),
-        }
-
-
-def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def exchanges(model: nn.Module) -> int:
-    """Return how many exchanges there have been among the ranks that share parameters."""
-    return sum(FSDP2([model]).exchanges().values())
-
-
-def trained(task: Task, mesh: DeviceMesh, rank: int, **options: Any) -> Found:
-    """Train through an `Accumulator`."""
-    training = Training(task, mesh, **options)
-    for batch in batches(task, rank):
-        training.run(batch)
-    return training.found()
-
-
-def by_hand(task: Task, mesh: DeviceMesh, rank: int) -> Found:
-    """Train in a loop of one's own, with a forward without gradient after each update."""
-    training = Training(task, mesh)
-    for batch in batches(task, rank):
-        with training.accumulate.window(batch) as window:
-            for microbatch in window:
-                window.backward(task.loss(training.model, microbatch))
-        training.updates.append(window.update)
-        with torch.no_grad():
-            training.model(batch[0])
-    return training.found()
-
-
-def of_gradient(task: Task, mesh: DeviceMesh, rank: int) -> Found:
-    """Add up the gradients of all batches, and make one step."""
-    model = shard(task.make(), mesh)
-    optimizer = task.optimizer(model.parameters())
-    gradient_of = Gradient(model, partial(task.loss, model), microbatch_size=2, check=False)
-    records = [gradient_of(batch) for batch in batches(task, rank)]
-    norms = [record.grad_norm for record in records]
-    optimizer.step()
-    return {"parameters": whole(model), "losses": [r.loss for r in records], "norms": norms}
-
-
-def resumed(task: Task, mesh: DeviceMesh, rank: int, *, inside: bool) -> Found:
-    """Save after the first update, or inside the second, and resume with a new model."""
-    first, data = Training(task, mesh), batches(task, rank)
-    first.run(data[0])
-    if inside:
-        with first.accumulate.window(data[1]) as window:
-            for index, microbatch in enumerate(window):
-                window.backward(task.loss(first.model, microbatch))
-                if index == 1:
-                    state = copy.deepcopy(first.accumulate.state_dict())
-                    break
-    else:
-        state = first.accumulate.state_dict()
-    models, steps = first.model.state_dict(), first.optimizer.state_dict()
-    second = Training(task, mesh)
-    second.model.load_state_dict(models)
-    second.optimizer.load_state_dict(steps)
-    second.accumulate.load_state_dict(state)
-    second.updates = first.updates
-    if inside:
-        with second.accumulate.window(data[1]) as window:
-            for microbatch in window:
-                window.backward(task.loss(second.model, microbatch))
-        second.updates.append(window.update)
-        second.run(data[2])
-        return second.found()
-    for batch in data[1:]:
-        second.run(batch)
-    return second.found()
-
-
-class BrokenError(Exception):
-    """An error of the user's program."""
-
-
-class Fails:
-    """Lets one rank fail where it has more than two samples.
-
-    Args:
-        where: ``"loss"``, ``"forward"`` or ``"backward"``, the latter two in the middle of the model.
-        how: ``"memory"`` or ``"error"``.
-        here: this is the rank.
-    """
-
-    def __init__(self, where: str, how: str, *, here: bool) -> None:
-        self.where, self.how, self.armed = where, how, here
-        self.inside = 0  # how often the model has come there
-
-    def __call__(self, x: Tensor, where: str) -> None:
-        """Fail there."""
-        self.inside += where == self.where
-        if self.armed and where == self.where and len(x) > 2:
-            raise (
-                torch.OutOfMemoryError("out of memory")
-                if self.how == "memory"
-                else BrokenError("no such label")
-            )
-
-
-def failing(mesh: DeviceMesh, rank: int, where: str, how: str, bad: int, **options: Any) -> Found:
-    """Train, and go on after one rank has failed in the first window."""
-    task, fails = Task(options={"microbatch_size": 4}), Fails(where, how, here=rank == bad)
-
-    def loss(batch: Any) -> Tensor:
-        output = training.model(batch[0])
-        fails(batch[0], "loss")
-        return nn.functional.mse_loss(output, batch[1])
-
-    training = Training(task, mesh, loss, **options)
-    model: Any = training.model
-    model.fragile.fails = fails
-    outcome = []
-    for batch in batches(task, rank):
-        before = whole(model)
-        try:
-            training.run(batch)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            same = all(torch.equal(value, before[name]) for name, value in whole(model).items())
-            outcome.append((type(error).__name__, str(error), same, training.found()["gradients"]))
-            fails.armed = False
-            training.run(batch)
-    return {**training.found(), "outcome": outcome}
-
-
-def stopped(mesh: DeviceMesh, rank: int, loss: Any, **options: Any) -> Found:
-    """Return the error of a training's first update, and whether everything is as before."""
-    task = Task(options={"microbatch_size": 2})
-    model = shard(task.make(), mesh)
-    optimizer = task.optimizer(model.parameters())
-    accumulate = Accumulator(model, optimizer, partial(loss, model), **{**task.options, **options})
-    before = whole(model)
-    try:
-        accumulate(batches(task, rank)[0])
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        same = all(torch.equal(value, before[name]) for name, value in whole(model).items())
-        return {"outcome": (type(error).__name__, str(error), same)}
-    return {"outcome": None}
-
-
-def not_finite(model: nn.Module, batch: Any, *, gradient: bool, rank: int) -> Tensor:
-    """Return a loss that is not finite on one rank, or whose gradient alone is not."""
-    value = mse(model, batch)
-    if rank:
-        return value + (value * 0).sqrt() if gradient else value * math.nan
-    return value
-
-
-def left_as_set(mesh: DeviceMesh, rank: int) -> Found:
-    """Return what FSDP2 is set to before and after a window, and how it computes without one."""
-    training = Training(Task(), mesh)
-
-    def settings() -> list[Any]:
-        groups = [group for module in training.model.modules() for group in _groups(module)]
-        return [
-            (g.reduce_grads, g.all_reduce_grads, g.gradient_divide_factor, g.force_sum_reduction_for_comms)
-            for g in groups
-        ]
-
-    before, batch = settings(), batches(Task(), rank)[0]
-    training.run(batch)
-    mse(training.model, batch).backward()  # as FSDP2 does it: the mean over the ranks
-    gradients = {name: full(p.grad) for name, p in training.model.named_parameters() if p.grad is not None}
-    return {"before": before, "after": settings(), "parameters": whole(training.model), "own": gradients}
-
-
-def _groups(module: Any) -> list[Any]:
-    return module._get_fsdp_state()._fsdp_param_groups if hasattr(module, "_get_fsdp_state") else []
+from tests.torch.helpers import mse, sgd
+from tests.torch.sharded_tasks import TASKS, Task, large_batches, net
+from tests.torch.sharded_training import (
+    Found,
+    Place,
+    by_hand,
+    failing,
+    fully,
+    join,
+    leave,
+    left_as_set,
+    local,
+    not_finite,
+    of_gradient,
+    resumed,
+    run,
+    stopped,
+    trained,
+    whole,
+)
 
 
 def left_alone(self: FSDP2) -> ExitStack:
@@ -277,7 +52,7 @@ def own_norm(self: Sharded, gradients: Any) -> tuple[float, bool]:
     return finite_norm([None if g is None else local(g) for g in gradients])
 
 
-def idle_adds(self: Sharded) -> None:
+def idle_adds(self: Sharded, *, again: bool) -> None:
     """Run a backward that adds something: a mutant."""
     torch.autograd.backward(self._outputs, [torch.ones_like(each) for each in self._outputs])
 
@@ -289,68 +64,134 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-def mutated(name: str, mesh: DeviceMesh, rank: int) -> Found:
+def mutated(name: str, place: Place) -> Found:
     """Train with something wrong."""
     task, change = MUTANTS[name]
     with change():
-        return trained(TASKS[task], mesh, rank)
+        return trained(TASKS[task], place)
 
 
-def cells(mesh: DeviceMesh, rank: int) -> dict[str, Callable[[], Found]]:
-    """Return all cells by name; behind a slash stands the task that the reference trains."""
-    found = {name: partial(trained, task, mesh, rank) for name, task in TASKS.items()}
-    found |= {
-        "by hand/samples": partial(by_hand, TASKS["samples"], mesh, rank),
-        "gradient": partial(of_gradient, TASKS["samples"], mesh, rank),
-        "resumed/clipped": partial(resumed, TASKS["clipped"], mesh, rank, inside=False),
-        "resumed inside/clipped": partial(resumed, TASKS["clipped"], mesh, rank, inside=True),
-        "as set": partial(left_as_set, mesh, rank),
-        "nan": partial(stopped, mesh, rank, partial(not_finite, gradient=False, rank=rank), check=False),
-        "bad gradient": partial(
-            stopped, mesh, rank, partial(not_finite, gradient=True, rank=rank), check=False
-        ),
-        "wrong reduction": partial(stopped, mesh, rank, mse, reduction="sum"),
-    }
-    for how in ("memory", "error"):
-        for where in ("loss", "forward", "backward"):
-            name = f"{how} in the {where}/samples"
-            found[name] = partial(failing, mesh, rank, where, how, bad=len(where) % 2)
+def compiled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Compile each block, and shard the model."""
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return fully(model, mesh)
+
+
+def kept_gathered(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard a model whose parameters stay gathered until the end of a window."""
+    fully(model, mesh, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    return model
+
+
+BF16 = torch.bfloat16
+POLICIES = {
+    "float32": MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64),
+    "bfloat16": MixedPrecisionPolicy(
+        param_dtype=BF16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    ),
+    "bfloat16 loss": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32),
+}
+
+
+def with_policies(mesh: DeviceMesh, rank: int) -> dict[str, Callable[[], Found]]:
+    """Return the cells of sharded models with other options, by name."""
+    found: dict[str, Callable[[], Found]] = {}
+    for name, policy in POLICIES.items():
+        place = Place(partial(fully, mesh=mesh, mp_policy=policy), rank)
+        for reduced in ("window", "microbatch"):
+            found[f"{name} policy, {reduced}/in float32"] = partial(
+                trained, TASKS["in float32"], place, sync=reduced
+            )
+        found[f"{name} policy, large batch/in float32"] = partial(by_fsdp2, TASKS["in float32"], place)
+    offload = partial(fully, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     return found | {
-        f"mutant: {name}/{task}": partial(mutated, name, mesh, rank) for name, (task, _) in MUTANTS.items()
+        "offloaded/clipped": partial(trained, TASKS["clipped"], Place(offload, rank)),
+        "kept gathered/clipped": partial(
+            trained, TASKS["clipped"], Place(partial(kept_gathered, mesh=mesh), rank)
+        ),
+        "compiled/clipped": partial(trained, TASKS["clipped"], Place(partial(compiled, mesh=mesh), rank)),
     }
 
 
-def run(cells: dict[str, Callable[[], Found]], chosen: list[str]) -> dict[str, Found]:
-    """Return what each cell found, and the warnings that it gave."""
-    found: dict[str, Found] = {}
-    for name, cell in cells.items():
-        if not chosen or name in chosen:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                found[name] = cell()
-            texts = [str(one.message) for one in caught]
-            found[name]["warned"] = [text for text in texts if "returned a view tensor" not in text]
+def bare(rank: int) -> dict[str, Callable[[], Found]]:
+    """Return the cells of models that nothing wraps, by name."""
+    place = Place(lambda model: model, rank)
+    found: dict[str, Callable[[], Found]] = {
+        f"all_reduce/{task}": partial(trained, TASKS[task], place, sync="all_reduce")
+        for task in ("clipped", "windows", "tokens", "forked", "checked")
+    }
+    found["apart"] = partial(trained, TASKS["samples"], place, sync=None)
+    found["not stated"] = partial(refused, place, "auto")
+    found["unlike"] = partial(refused, place, "all_reduce", seed=rank)
     return found
 
 
-def join(rank: int, folder: Path, count: int) -> None:
-    """Make a process group."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=count,
-        timeout=datetime.timedelta(seconds=30),
+def refused(place: Place, sync: Any, *, seed: int = 0) -> Found:
+    """Return the text of the error for an Accumulator that cannot be made."""
+    model = place.shard(net())
+    with torch.no_grad():
+        model.first.bias += seed
+    try:
+        Accumulator(model, sgd(model.parameters()), partial(mse, model), sync=sync)
+    except InputError as error:
+        return {"text": str(error)}
+    return {"text": ""}
+
+
+def by_fsdp2(task: Task, place: Place) -> Found:
+    """Train with the large batch, the same on both ranks, by FSDP2 itself."""
+    model = place.shard(task.make())
+    optimizer = task.optimizer(model.parameters())
+    for batch in large_batches(task, 2):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+    return {"parameters": whole(model)}
+
+
+def cells(place: Place) -> dict[str, Callable[[], Found]]:
+    """Return all cells by name; behind a slash stands the task that the reference trains."""
+    found = {name: partial(trained, task, place) for name, task in TASKS.items()}
+    found |= {
+        "by hand/samples": partial(by_hand, TASKS["samples"], place),
+        "gradient": partial(of_gradient, TASKS["samples"], place),
+        "resumed/clipped": partial(resumed, TASKS["clipped"], place, inside=False),
+        "resumed inside/clipped": partial(resumed, TASKS["clipped"], place, inside=True),
+        "as set": partial(left_as_set, place),
+        "nan": partial(stopped, place, partial(not_finite, gradient=False, rank=place.rank), check=False),
+        "bad gradient": partial(
+            stopped, place, partial(not_finite, gradient=True, rank=place.rank), check=False
+        ),
+        "wrong reduction": partial(stopped, place, mse, reduction="sum"),
+    }
+    for task in ("clipped", "windows", "tokens", "forked", "bfloat16 loss"):
+        found[f"each micro-batch/{task}"] = partial(trained, TASKS[task], place, sync="microbatch")
+    for how in ("memory", "error"):
+        for where in ("loss", "forward", "backward"):
+            name = f"{how} in the {where}/samples"
+            found[name] = partial(failing, place, where, how, bad=len(where) % 2)
+        name = f"{how} in the backward of each micro-batch/samples"
+        found[name] = partial(failing, place, "backward", how, bad=0, sync="microbatch")
+    for size in ("auto", "largest"):
+        found[f"{size} with little memory/samples"] = partial(
+            failing, place, "forward", "memory", bad=0, microbatch_size=size
+        )
+    found["resumed inside, each micro-batch/clipped"] = partial(
+        resumed, TASKS["clipped"], place, inside=True, sync="microbatch"
     )
+    return found | {
+        f"mutant: {name}/{task}": partial(mutated, name, place) for name, (task, _) in MUTANTS.items()
+    }
 
 
 def main(rank: int, folder: Path, chosen: list[str]) -> None:
     """Run all cells, and leave what came out in the folder."""
     join(rank, folder, 2)
-    torch.save(run(cells(init_device_mesh("cpu", (2,)), rank), chosen), folder / f"{rank}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # without joining gloo's threads, which may end the process with an error
+    mesh = init_device_mesh("cpu", (2,))
+    every = cells(Place(partial(fully, mesh=mesh), rank)) | with_policies(mesh, rank) | bare(rank)
+    leave(run(every, chosen), rank, folder)
 
 
 if __name__ == "__main__":

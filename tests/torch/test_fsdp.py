@@ -29,25 +29,30 @@ def worst(one: dict[str, Any], task: str) -> float:
     return max(tasks.errors(one["parameters"], reference, TASKS[task].make()).values())
 
 
+IN_FLOAT32 = ("in float32", "bfloat16 loss")
 CELLS = [
-    *TASKS,
+    *(task for task in TASKS if task not in IN_FLOAT32),
+    *(f"each micro-batch/{task}" for task in ("clipped", "windows", "tokens", "forked")),
+    *(f"all_reduce/{task}" for task in ("clipped", "windows", "tokens", "forked", "checked")),
+    *(f"{how}/clipped" for how in ("offloaded", "kept gathered", "compiled", "resumed", "resumed inside")),
+    "resumed inside, each micro-batch/clipped",
     "by hand/samples",
-    "resumed/clipped",
-    "resumed inside/clipped",
     *(
         f"{how} in the {where}/samples"
         for how in ("memory", "error")
-        for where in ("loss", "forward", "backward")
+        for where in ("loss", "forward", "backward", "backward of each micro-batch")
     ),
+    *(f"{size} with little memory/samples" for size in ("auto", "largest")),
 ]
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_sharded_ranks_train_as_the_large_batch(cell: str, found: Found) -> None:
+def test_ranks_train_as_the_large_batch(cell: str, found: Found) -> None:
     task = cell.split("/")[-1]
     _, seen = tasks.reference(TASKS[task], 2)
-    sizes = [each[cell]["elements"] for each in found]
-    assert cell.startswith("by hand") or (found[0][cell]["sharded"] and sizes[0] != sizes[1]), "premise"
+    if not cell.startswith(("by hand", "all_reduce")):
+        assert found[0][cell]["sharded"], "premise"
+        assert found[0][cell]["elements"] != found[1][cell]["elements"], "premise"
     for each in found:
         assert worst(each[cell], task) <= EXACT
         assert each[cell]["losses"] == pytest.approx(seen.losses, rel=EXACT)
@@ -55,6 +60,20 @@ def test_sharded_ranks_train_as_the_large_batch(cell: str, found: Found) -> None
         assert each[cell]["gradients"] == 0
     for name, value in found[0][cell]["parameters"].items():
         assert torch.equal(value, found[1][cell]["parameters"][name])
+
+
+@pytest.mark.parametrize("way", ["", "each micro-batch/"])
+def test_a_loss_in_bfloat16_does_not_round_the_weights(way: str, found: Found) -> None:
+    assert worst(found[0][f"{way}bfloat16 loss"], "bfloat16 loss") <= 2e-6
+
+
+@pytest.mark.parametrize("reduced", ["window", "microbatch"])
+def test_a_policy_computes_as_the_large_batch_under_the_same_policy(reduced: str, found: Found) -> None:
+    assert worst(found[0][f"float32 policy, {reduced}/in float32"], "in float32") <= 2e-6
+    for policy in ("bfloat16", "bfloat16 loss"):
+        ours = worst(found[0][f"{policy} policy, {reduced}/in float32"], "in float32")
+        theirs = worst(found[0][f"{policy} policy, large batch/in float32"], "in float32")
+        assert 1e-3 < ours < 2 * theirs < 0.1
 
 
 @pytest.mark.parametrize(("name", "task"), [(name, task) for name, (task, _) in MUTANTS.items()])
@@ -104,6 +123,31 @@ def test_a_window_leaves_fsdp2_as_it_was_set(found: Found) -> None:
         (mse(model, tasks.samples(rank)[0]) / 2).backward()
     for name, gradient in found[0]["as set"]["own"].items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_choice_is_told_with_its_bytes(found: Found) -> None:
+    one, other = (found[0][way]["report"] for way in ("clipped", "each micro-batch/clipped"))
+    assert one.startswith(
+        "FSDP2 over 2 ranks: gradients are reduced once in a window (less than a tenth of a rank"
+    )
+    assert one.endswith("; 2.21 KiB of them until then, 1.15 KiB if reduced after each micro-batch")
+    assert "are reduced after each micro-batch (stated); 1.15 KiB of them until the end" in other
+    assert found[0]["all_reduce/clipped"]["report"] == "all_reduce over 2 ranks"
+
+
+def test_ranks_whose_model_nothing_wraps_must_be_stated(found: Found) -> None:
+    for each in found:
+        assert each["not stated"]["text"].startswith(
+            "2 ranks are initialised, and nothing wraps or shards the model, so each rank would train apart."
+        )
+        assert 'state sync="all_reduce"' in each["not stated"]["text"]
+        assert each["apart"]["report"] == "alone"
+    assert found[0]["apart"]["losses"] != found[1]["apart"]["losses"]
+
+
+def test_replicas_that_differ_are_refused(found: Found) -> None:
+    for each in found:
+        assert each["unlike"]["text"].startswith("The parameter 'first.bias' differs between ranks")
 
 
 @pytest.mark.parametrize("where", ["loss", "forward", "backward"])

@@ -148,7 +148,7 @@ def test_a_plain_wrapper_passes() -> None:
 
 
 RANK = """
-import os, sys, warnings, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from superbatch.errors import WindowError
 from superbatch.torch import Accumulator, WholeBatch, virtual_batch
@@ -182,10 +182,8 @@ with mine.window(batch) as window:
 assert window.update.made
 # The same state among another number of ranks: a window of this process alone.
 single = mlp()
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # ranks are initialised, and the model is not wrapped
-    alone = Accumulator(single, torch.optim.SGD(single.parameters(), lr=0.1), lambda b: mse(single, b),
-                        microbatch_size=2, check=False)
+alone = Accumulator(single, torch.optim.SGD(single.parameters(), lr=0.1), lambda b: mse(single, b),
+                    microbatch_size=2, check=False, sync=None)
 bare = lambda names: {name.removeprefix("module."): value for name, value in names.items()}
 window = both[rank]["window"]
 changed = {"place": list(bare(dict.fromkeys(window["place"]))), "gradients": bare(window["gradients"]),

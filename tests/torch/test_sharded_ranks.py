@@ -83,9 +83,9 @@ def test_all_ranks_take_as_many_turns_whatever_their_samples(found: Found) -> No
 
 
 def test_found_sizes_are_agreed_on(found: Found) -> None:
-    # Alone, each would take its batch in one piece; the smaller one is the size of both.
+    # Each takes its batch in one piece: that one rank has fewer samples does not limit the other.
     for each in found:
-        assert [u.microbatches for u in each["largest"]["updates"]] == [2, 2, 2]
+        assert [u.microbatches for u in each["largest"]["updates"]] == [1, 1, 1]
     lengths = [[u.microbatches for u in each["auto"]["updates"]] for each in found]
     assert lengths[0] == lengths[1]
 
@@ -172,6 +172,12 @@ class InStep(Local):
             {"observers": [NoiseMeter()]},
             "observers=[NoiseMeter()] measures the gradient of each micro-batch, and parameters sharded over "
             "ranks have none of the whole model. Leave it out.",
+        ),
+        (
+            {"gradient_sum": torch.float32},
+            "gradient_sum=torch.float32 is not possible for parameters sharded over ranks, whose gradients "
+            "fully_shard sums. Leave it out, and choose the dtype of the sum there: fully_shard(..., "
+            "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)).",
         ),
         (
             {"nonfinite": "skip_microbatch"},

@@ -16,13 +16,19 @@ PATIENCE = 120.0  # seconds: a rank that waits for the other waits for ever
 
 
 def found_by_both(
-    module: str, folder: Path, *, warnings: str = "error", count: int = 2, patience: float = PATIENCE
+    module: str,
+    folder: Path,
+    *arguments: str,
+    warnings: str = "error",
+    count: int = 2,
+    patience: float = PATIENCE,
 ) -> list[Any]:
     """Run a module as some ranks; return what each has written to ``RANK.json`` or ``RANK.pt`` of the folder.
 
     Args:
-        module: its arguments are the rank and the folder.
+        module: its arguments are the rank and the folder, and those that follow.
         folder: an empty one.
+        arguments: further ones.
         warnings: of Python, as ``-W`` takes them.
         count: of the ranks.
         patience: seconds.
@@ -31,7 +37,11 @@ def found_by_both(
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
-                Forked(["-W", warnings, "-m", module, rank, folder], environment=environment, merged=True)
+                Forked(
+                    ["-W", warnings, "-m", module, rank, folder, *arguments],
+                    environment=environment,
+                    merged=True,
+                )
             )
             for rank in range(count)
         ]

@@ -34,7 +34,7 @@ from .instruments import Instruments, instruments_for, is_compiled
 from .predict import predict_peak
 from .room import Room
 from .shapes import Signature, covers, signature, volume
-from .sizing import Smaller
+from .sizing import Smaller, agreed
 from .trials import Known, known_from, known_of, state_of
 
 Mode = Literal["fastest", "largest"]
@@ -146,8 +146,8 @@ class AutoSize:
         self._samples, self._place = samples, 0
         self._planned = self._sizes(samples)
         if agree is not None:
-            first, *others = self._planned  # a trial may come first
-            self._planned = _begin_with(min(agree(first), samples), samples, agree(max(others or [first])))
+            first, rest = agreed(self._planned, samples, agree)
+            self._planned = _begin_with(first, samples, rest)
         return list(self._planned)
 
     def rest(self, left: int) -> list[int] | None:

@@ -5,7 +5,7 @@ An update does not depend on it; memory and time do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -208,3 +208,27 @@ def load_sizing(state: Mapping[str, Any], sizing: Sizing) -> Fixed:
             )
         ) from None
     return of_windows
+
+
+def agreed(planned: Sequence[int], samples: int, agree: Callable[[int], int]) -> tuple[int, int]:
+    """Return the sizes that all ranks use: of the first micro-batch, which may be a trial, and of the others.
+
+    A rank whose whole batch is one micro-batch does not limit the others.
+
+    Args:
+        planned: that this rank has found.
+        samples: of its batch.
+        agree: returns the least of the ranks' sizes.
+
+    Examples:
+        >>> least = lambda mine: min(mine, 3)  # another rank has found 3
+        >>> agreed([2, 4, 4], 10, least), agreed([1], 1, least)
+        ((2, 3), (1, 1))
+    """
+    first, *others = planned
+    mine = (first, max(others or [first]))
+    one, other = (min(agree(size if size < samples else _ANY), samples) for size in mine)
+    return one, other
+
+
+_ANY = 1 << 40

@@ -47,7 +47,7 @@ from .participants.placement import Placement
 from .participants.snapshot import RandomKeeper
 from .slip_watch import SlipWatch
 from .sync.find import find_sync
-from .sync.sync import Sync
+from .sync.sync import Sync, SyncOption
 from .transfer import Transfer
 from .update_rule import Clip, UpdateRule
 from .work import ByMicrobatch, Work
@@ -76,6 +76,7 @@ class Options:
     observers: Sequence[NoiseMeter] = ()
     split: Split = NOT_DECLARED
     check: bool = True
+    sync: SyncOption = "auto"
     backward: Callable[..., Any] | None = None
     coupled: Rng | None = None
     steps: bool = True
@@ -114,7 +115,8 @@ def engine_of(
     if not given.steps and given.gradient_sum == "momentum":
         raise InputError('gradient_sum="momentum" needs SGD, and a gradient has no optimizer. Leave it out.')
     participants = _participants(given.participants)
-    sync = find_sync(models, no_sync=True, sharded=given.coupled is None)
+    separate = given.coupled is None
+    sync = find_sync(models, no_sync=True, sharded=separate, sync=given.sync if separate else "warn")
     if given.steps:
         parameters = OwnedParameters(models, optimizers, masters)
     else:
@@ -142,7 +144,7 @@ def engine_of(
         assert loss_fn is not None
         assert not isinstance(size, TokenBudget)
         work = Coupled(config, loss_fn, "auto" if isinstance(size, str) else size, whole)
-    options.check_combinations(config, momentum=given.gradient_sum == "momentum")
+    options.check_combinations(config, gradient_sum=given.gradient_sum)
     if isinstance(work.sizing, Fixed):
         # A size that is looked for goes to the limit: there all is handed back.
         fastpaths.keep_freed_memory(entry.parameter.device for entry in parameters.entries)

@@ -76,7 +76,7 @@ def _backward_again(window: Transaction, index: int, terms: list[str], *, counts
         loss = config.declared.arguments(config.loss_fn(microbatch))[0]
         parts = window.progress.weights.by_name(index, loss) if counts else {}
         if not parts and config.sync.in_step:
-            config.sync.idle_backward()
+            config.sync.idle_backward(again=False)
         for number, (name, part) in enumerate(parts.items(), 1):
             run_backward(part, None, window.gradients.inputs, retain_graph=number < len(parts))
             if name and first_bad_parameter(config.owned, [entry.parameter.grad for entry in config.owned]):

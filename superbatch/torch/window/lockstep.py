@@ -73,8 +73,9 @@ def with_backward(parts: list[tuple[Tensor, float]], sync: Sync) -> list[tuple[T
     # A mean without weight may be NaN, and 0 x NaN is NaN.
     run = [each for each in parts if each[1] or (sync.in_step and bool(each[0].isfinite()))]
     if sync.in_step:
-        for _ in range(max(1, len(parts)) - len(run)):
-            sync.idle_backward()
+        missing = max(1, len(parts)) - len(run)
+        for number in range(1, missing + 1):
+            sync.idle_backward(again=bool(run) or number < missing)
     return run
 
 

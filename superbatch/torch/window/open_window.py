@@ -155,7 +155,7 @@ class OpenWindow(Generic[T]):
         if progress.broken is not None:
             raise misuse.after_failure(progress.broken)
         if self._is_idle:
-            self._is_idle = bool(lockstep.with_backward([], config.sync))
+            self._is_idle = bool(self._with_backward([]))
             return
         parts = progress.weights.scaled(index, loss, weight)
         skipping = config.nonfinite == "skip_microbatch"
@@ -163,7 +163,7 @@ class OpenWindow(Generic[T]):
         progress.broken = index
         if self._pooled is not None:
             self._pooled.watching = False
-        run = lockstep.with_backward(parts, config.sync)
+        run = self._with_backward(parts)
         for number, (part, factor) in enumerate(run, 1):
             self._add(index, part, factor, retain_graph=retain_graph or number < len(run))
         progress.arrived = True
@@ -177,6 +177,13 @@ class OpenWindow(Generic[T]):
         progress.broken, progress.next = None, index + 1
         if config.transfer is not None:
             config.transfer.launched(progress.microbatches.microbatches, index)
+
+    def _with_backward(self, parts: list[tuple[Tensor, float]]) -> list[tuple[Tensor, float]]:
+        """Return the losses that have a backward; for each other one other ranks may wait."""
+        run = lockstep.with_backward(parts, self._config.sync)
+        if self._in_grad is not None and self._config.sync.in_step:
+            self._in_grad.took()  # a backward of zeros here reduces what other ranks have
+        return run
 
     def _add(self, index: int, loss: Tensor, factor: float, *, retain_graph: bool) -> None:
         in_grad, seen = self._in_grad, None if self._noise is None else self._noise.seen

@@ -269,19 +269,26 @@ def check_state(state: object) -> Mapping[str, Any]:
     )
 
 
-def check_combinations(config: Config, *, momentum: bool) -> None:
+def check_combinations(config: Config, *, gradient_sum: object) -> None:
     """Check options that may exclude each other.
 
     Args:
         config: of the accumulator.
-        momentum: gradients are summed into the momentum buffer.
+        gradient_sum: as given; ``"momentum"``: gradients are summed into the momentum buffer.
 
     Raises:
         OptimizerError, InputError: two of them do.
     """
     step, terms = config.rule, config.declared.terms
+    momentum = gradient_sum == "momentum"
     if config.sync.in_step:
         _check_in_step(config)
+        if gradient_sum not in ("auto", None):
+            raise InputError(
+                f"gradient_sum={gradient_sum!r} is not possible for parameters sharded over ranks, whose "
+                "gradients fully_shard sums. Leave it out, and choose the dtype of the sum there: "
+                "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))."
+            )
     if terms and config.noise is not None:
         raise InputError(
             "A NoiseMeter needs one loss with one weight, and this one has the terms "

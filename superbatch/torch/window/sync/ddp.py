@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from superbatch.results.ranks import RanksReport
+
 from ..wrapped_models import refuse_comm_hooks
 from .manual import Manual
 
@@ -28,6 +30,11 @@ class DDP(Manual):
     def __init__(self, wrappers: Sequence[DistributedDataParallel], device: torch.device) -> None:
         super().__init__(wrappers[0].process_group, device)
         self._wrappers = tuple(wrappers)
+
+    @property
+    def report(self) -> RanksReport:
+        """Report on the ranks that share a window."""
+        return RanksReport("DDP", self.count, "window")
 
     @property
     def reduces(self) -> bool:

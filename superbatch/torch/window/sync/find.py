@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,23 +17,30 @@ from ..wrapped_models import INSTEAD, refuse_comm_hooks, refuse_static_graphs, s
 from .ddp import DDP
 from .local import Local
 from .manual import Manual
-from .sync import Sync
+from .sync import Sync, SyncOption
 
 
 def find_sync(
-    models: Iterable[nn.Module], group: Any = None, *, no_sync: bool = False, sharded: bool = False
+    models: Iterable[nn.Module],
+    group: Any = None,
+    *,
+    no_sync: bool = False,
+    sharded: bool = False,
+    sync: SyncOption | Literal["warn"] = "warn",
 ) -> Sync:
-    """Return the ranks over which the models are replicated.
+    """Return the ranks that share a batch of the models.
 
     Args:
         models: those that share a batch.
         group: the process group, where the models are not wrapped in DDP; None: that of their wrappers.
         no_sync: several backward passes will run under ``no_sync()``, which a static graph does not allow.
         sharded: models whose parameters are sharded over the ranks can be worked with.
+        sync: the option of an accumulator; ``"warn"``: ``"auto"``, but models that nothing wraps train apart
+            with a warning.
 
     Raises:
-        InputError: the models' DDP wrappers use different process groups, a communication hook, or
-            parameters are sharded.
+        InputError: the models' DDP wrappers use different process groups, or a communication hook; parameters
+            are sharded, or differ between ranks; `sync` does not fit the models.
 
     Examples:
         >>> find_sync([nn.Linear(2, 1)]).count
@@ -58,6 +65,7 @@ def find_sync(
     part = sharded_part(models)
     if part is not None and not sharded:
         raise InputError(f"{part}, which only Accumulator and Gradient can work with. {INSTEAD}.")
+    _check_option(sync, wrapped=bool(wrappers), part=part)
     refuse_comm_hooks(wrappers)
     if no_sync:
         refuse_static_graphs(wrappers)
@@ -66,17 +74,75 @@ def find_sync(
     if part is not None:
         from .sharded import Sharded  # here: it imports much of torch.distributed
 
-        return Sharded(models, device)
+        return Sharded(models, reduced=sync if sync in ("window", "microbatch") else "auto")
+    if sync == "all_reduce":
+        return _replicas(models, device)
     if not groups:
-        _warn_if_alone()
-        return Local()
+        return _alone(sync)
     return DDP(wrappers, device) if wrappers else Manual(group, device)
 
 
-def _warn_if_alone() -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+def _check_option(sync: object, *, wrapped: bool, part: str | None) -> None:
+    """Check that a choice of `sync` fits the models.
+
+    Raises:
+        InputError: it does not.
+    """
+    if sync in ("auto", "warn") or (sync == "window" and (wrapped or part)):
+        return
+    if sync == "microbatch" and part is not None:
+        return
+    if sync in (None, "all_reduce") and not wrapped and part is None:
+        return
+    if sync not in (None, "all_reduce", "window", "microbatch"):
+        raise InputError(f'sync={sync!r} is not "auto", "window", "microbatch", "all_reduce" or None.')
+    what = part or (
+        "The model is in DistributedDataParallel" if wrapped else "Nothing wraps or shards the model"
+    )
+    fits = '"window" or "microbatch"' if part else '"window"' if wrapped else '"all_reduce" or None'
+    raise InputError(f"{what}, so sync={sync!r} is not possible. Leave it out, or pass {fits}.")
+
+
+def _replicas(models: list[nn.Module], device: torch.device) -> Sync:
+    """Return all ranks, each with a replica of models that nothing wraps.
+
+    Raises:
+        InputError: there is no process group, or a parameter differs between ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InputError(
+            'sync="all_reduce" needs a process group. Call torch.distributed.init_process_group() before.'
+        )
+    ranks = Manual(dist.group.WORLD, device)
+    named = [each for model in models for each in model.named_parameters()]
+    of_each = ranks.gather([(name, tuple(p.shape), float(p.detach().double().sum())) for name, p in named])
+    for mine, *others in zip(*of_each, strict=False):
+        if any(other != mine for other in others) or len(set(map(len, of_each))) > 1:
+            raise InputError(
+                f'The parameter {mine[0]!r} differs between ranks, and sync="all_reduce" sums gradients '
+                "alone. Let all ranks begin with the same ones: seed them alike, or load one checkpoint."
+            )
+    return ranks
+
+
+def _alone(sync: object) -> Sync:
+    """Return this process alone.
+
+    Raises:
+        InputError: there are other ranks, and nothing says that they train apart.
+    """
+    count = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if count > 1 and sync == "auto":
+        raise InputError(
+            f"{count} ranks are initialised, and nothing wraps or shards the model, so each rank would train "
+            "apart. Pass the model in DistributedDataParallel (not its .module) or given to fully_shard, or "
+            'state sync="all_reduce" to sum the gradients of this model over the ranks, or sync=None to let '
+            "each rank train apart."
+        )
+    if count > 1 and sync == "warn":
         warn(
-            f"{dist.get_world_size()} ranks are initialised, but no model given is wrapped in "
+            f"{count} ranks are initialised, but no model given is wrapped in "
             "DistributedDataParallel: each rank makes updates of its own. Pass the wrapped model (not "
             "its .module) to share a batch over the ranks."
         )
+    return Local()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from ...devices import local_part
 
 Count = Callable[[list[float]], list[float]]
 
@@ -30,6 +33,7 @@ class FSDP2:
         self._modules: list[Any] = [
             module for model in models for module in model.modules() if is_fully_sharded(module)
         ]
+        self._used: set[int] | None = None  # by position; None: nothing is watched
 
     @property
     def meshes(self) -> list[Any]:
@@ -45,17 +49,18 @@ class FSDP2:
         """Return the ids of the sharded parameters."""
         return {id(each.sharded_param) for each in self._parameters()}
 
-    def unsharded_bytes(self) -> int:
-        """Return the bytes of the gradients of all parameters, in the dtype that they are summed in."""
-        total = 0
+    def bytes(self) -> tuple[int, int]:
+        """Return the bytes of all gradients of a rank: as a backward leaves them, and those of its shards."""
+        kept, shards = 0, 0
         for group in self._groups():
             policy = group.mp_policy
             for each in group.fsdp_params:
-                local = each.sharded_param.to_local()
-                dtype = policy.reduce_dtype or policy.param_dtype or local.dtype
                 if each.sharded_param.requires_grad:
-                    total += each._orig_size.numel() * dtype.itemsize
-        return total
+                    local = local_part(each.sharded_param)
+                    dtype = policy.reduce_dtype or policy.param_dtype or local.dtype
+                    kept += each._orig_size.numel() * dtype.itemsize
+                    shards += local.nbytes
+        return kept, shards
 
     def reshard(self) -> None:
         """Register the sharded parameters in the modules, where a forward has left whole ones."""
@@ -96,6 +101,37 @@ class FSDP2:
         """
         for group in self._groups():
             group.reduce_grads, group.all_reduce_grads = scatters, reduces
+
+    def watch(self, stack: ExitStack) -> None:
+        """Note the parameters that get a gradient, until the stack is closed; others reduce zeros meanwhile.
+
+        Ranks that use other parameters would reduce other gradients in one exchange.
+        """
+        self._used = set()
+        for module in self._modules:
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # a recent torch
+                module.set_reduce_scatter_unused_params(True)
+        for group in self._groups():
+            if not all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
+                group.lazy_init()
+                group.unshard()  # makes the whole parameters, which have the hooks
+                group.wait_for_unshard()
+                group._to_sharded()
+        for index, each in enumerate(self._parameters()):
+            if each.sharded_param.requires_grad:
+                note = partial(_note, self._used, index)
+                stack.callback(each._unsharded_param.register_post_accumulate_grad_hook(note).remove)
+
+    def forget_unused(self, count: Count) -> None:
+        """Drop the zeros of parameters that got a gradient on no rank since `watch`."""
+        if self._used is None:
+            return
+        parameters = list(self._parameters())
+        held = count([float(index in self._used) for index in range(len(parameters))])
+        for each, ranks in zip(parameters, held, strict=True):
+            if not ranks:
+                each.sharded_param.grad = None
+        self._used = None
 
     def flush(self, count: Count) -> None:
         """Reduce and scatter the gradients that backward passes have left beside the shards.
@@ -184,6 +220,7 @@ _SETTINGS = (
     "gradient_divide_factor",
     "force_sum_reduction_for_comms",
     "reduce_scatter_reduce_op",
+    "reduce_scatter_unused_params",
 )
 
 
@@ -228,6 +265,10 @@ def _groups_of(state: Any) -> Sequence[Any]:
     if several is not None:
         return several
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _note(used: set[int], index: int, parameter: Tensor) -> None:
+    used.add(index)
 
 
 def _gradient_of(parameter: Any) -> Tensor | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from superbatch.results.ranks import RanksReport
+
 from ..norm import finite_norm
 
 
@@ -22,6 +24,7 @@ class Local:
     group: Any = None
     count, index = 1, 0
     shared, in_step, reduces = False, False, True
+    report = RanksReport("alone", 1, "never")
 
     def no_sync(self) -> ExitStack:
         """Return an empty context."""
@@ -33,7 +36,7 @@ class Local:
     def turn(self, *, last: bool, idle: bool = False) -> None:
         """No-op: no rank waits for another one."""
 
-    def idle_backward(self) -> None:
+    def idle_backward(self, *, again: bool) -> None:
         """No-op: no rank waits for another one."""
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from superbatch.results.ranks import RanksReport
+
 from ..norm import finite_norm
 
 BUCKET_BYTES = 25 << 20  # as DDP's default: large enough for bandwidth, small enough for memory
@@ -48,6 +50,11 @@ class Manual:
         return self.count > 1
 
     @property
+    def report(self) -> RanksReport:
+        """Report on the ranks that share a window."""
+        return RanksReport("all_reduce", self.count, "window")
+
+    @property
     def reduces(self) -> bool:
         """True: nothing but the window reduces the gradients of bare models."""
         return True
@@ -62,7 +69,7 @@ class Manual:
     def turn(self, *, last: bool, idle: bool = False) -> None:
         """No-op: no rank waits for another one."""
 
-    def idle_backward(self) -> None:
+    def idle_backward(self, *, again: bool) -> None:
         """No-op: no rank waits for another one."""
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from superbatch.errors import InputError
+from superbatch.results.ranks import RanksReport
 
 from ... import fastpaths
-from ...devices import local_part
+from ...devices import local_part, resolved
+from ...memory.limits import memory_limit
 from ..norm import finite_norm
 from .fsdp2 import FSDP2
 from .manual import Manual
@@ -30,22 +32,24 @@ class Sharded(Manual):
 
     Args:
         models: with parameters that are sharded over the ranks.
-        device: where numbers are exchanged.
-        each_microbatch: gradients are reduced after each micro-batch, rather than once in a window.
+        reduced: gradients are reduced once in a ``"window"``, or after each ``"microbatch"`` (over replicas,
+            which HSDP has, once); ``"auto"``: once, unless those that are kept until then take a tenth of a
+            rank's memory.
     """
 
     in_step = True
 
     def __init__(
-        self, models: Iterable[nn.Module], device: torch.device, *, each_microbatch: bool = False
+        self, models: Iterable[nn.Module], reduced: Literal["auto", "window", "microbatch"] = "auto"
     ) -> None:
         self._models = list(models)
         self._fsdp = FSDP2(self._models)
         self._fsdp.reshard()
-        self._each = each_microbatch
-        self._data, every = _ranks_of(self._models, self._fsdp)
-        super().__init__(_group_of(every), device)
+        self._data, every, kind = _ranks_of(self._models, self._fsdp)
+        super().__init__(_group_of(every), kind)
         self._copies = len(every) // len(self._data)
+        self._why = "stated"
+        self._each = reduced == "microbatch" or (reduced == "auto" and self._is_short())
         self._outputs: list[Tensor] = []
         self._idle = False
         self._began: dict[str, int] = {}
@@ -65,6 +69,33 @@ class Sharded(Manual):
         """True, also where this rank has all of the data: others have parts of the model."""
         return True
 
+    @property
+    def report(self) -> RanksReport:
+        """Report on the ranks that share a window, and what that costs."""
+        kept, shards = self._fsdp.bytes()
+        kind = ("HSDP" if self._fsdp.replicates else "FSDP2") if kept else ""
+        kind = " x ".join(filter(None, [kind, "tensor parallel" if self._copies > 1 else ""]))
+        return RanksReport(
+            kind,
+            self.count,
+            "microbatch" if self._each else "window",
+            kept=kept,
+            shards=shards,
+            why=self._why,
+        )
+
+    def _is_short(self) -> bool:
+        """Return whether gradients that are not sharded would take a tenth of a rank's memory."""
+        kept, _ = self._fsdp.bytes()
+        try:
+            free = memory_limit(self.device)
+        except InputError:
+            self._why = "the memory of the device is not known"
+            return False
+        short = self.vote(10 * kept > free.bytes)
+        self._why = f"{'more' if short else 'less'} than a tenth of a rank's memory, here {free}"
+        return short
+
     # -- the models ----------------------------------------------------------------------------------------
 
     def reshard(self) -> None:
@@ -76,6 +107,8 @@ class Sharded(Manual):
         stack = self._fsdp.settings()
         stack.callback(self._fsdp.discard)
         stack.callback(self._outputs.clear)
+        if self._each:
+            self._fsdp.watch(stack)
         for model in self._models:
             stack.callback(model.register_forward_hook(self._keep).remove)
         self.turn(last=False)
@@ -88,16 +121,16 @@ class Sharded(Manual):
         self._idle = idle
         self._began = self._fsdp.exchanges()
 
-    def idle_backward(self) -> None:
+    def idle_backward(self, *, again: bool) -> None:
         """Run a backward of zeros from the outputs of the models."""
         outputs = [each for each in self._outputs if each.requires_grad]
-        self._outputs.clear()
         if not outputs:
             raise InputError(
                 "A micro-batch without weight has no backward on this rank, and other ranks wait for it. Let "
                 "loss_fn call the model itself, and return a loss that depends on its output."
             )
-        torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+        # Retained only where it must be: compiled modules refuse it.
+        torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs], retain_graph=again)
 
     def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:
         """Run a forward and a backward without the exchanges that this rank has made in the turn already.
@@ -116,7 +149,7 @@ class Sharded(Manual):
                 except Exception:  # noqa: BLE001 - it may fail again, and behind the models that does not matter
                     if not self._outputs:
                         continue
-                    self.idle_backward()
+                    self.idle_backward(again=False)
                 return True
         return False
 
@@ -143,8 +176,10 @@ class Sharded(Manual):
 
     def gather(self, message: Any) -> list[Any]:
         """Return a message of each data-parallel rank: of equal ones the first that is not None."""
+        every: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, (self.index, message), group=self.group)
         found: dict[int, Any] = {}
-        for index, each in super().gather((self.index, message)):
+        for index, each in every:
             if found.get(index) is None:
                 found[index] = each
         return [found[index] for index in sorted(found)]
@@ -157,6 +192,7 @@ class Sharded(Manual):
     ) -> list[Tensor | None]:
         """Return the shards of the summed gradients."""
         self.flush()
+        self._fsdp.forget_unused(self.sum_numbers)
         reduced = [_laid_out(each.grad, each) for each in parameters]
         if not self._fsdp.sums:
             managed = self._fsdp.managed()
@@ -209,13 +245,15 @@ def _laid_out(gradient: Any, parameter: Any) -> Tensor | None:
     return gradient.redistribute(placements=parameter.placements)
 
 
-def _ranks_of(models: Sequence[nn.Module], fsdp: FSDP2) -> tuple[list[int], list[int]]:
-    """Return the data-parallel ranks that this one is among, and all ranks that share the models."""
+def _ranks_of(models: Sequence[nn.Module], fsdp: FSDP2) -> tuple[list[int], list[int], torch.device]:
+    """Return the data-parallel ranks with this one, all ranks that share the models, and their device."""
     data = [sorted(mesh.mesh.flatten().tolist()) for mesh in fsdp.meshes]
     parameters: list[Any] = [parameter for model in models for parameter in model.parameters()]
     meshes = {each.device_mesh for each in parameters if hasattr(each, "device_mesh")}
     every = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
-    return max(data, key=len, default=[dist.get_rank()]), every
+    # Not that of the parameters, which may be offloaded.
+    kind = resolved(torch.device(next(iter(meshes)).device_type))
+    return max(data, key=len, default=[dist.get_rank()]), every, kind
 
 
 def _group_of(ranks: list[int]) -> Any:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
+
+from superbatch.results.ranks import RanksReport
+
+SyncOption = Literal["auto", "window", "microbatch", "all_reduce"] | None
 
 
 class Sync(Protocol):
@@ -35,6 +39,11 @@ class Sync(Protocol):
     @property
     def shared(self) -> bool:
         """True if there are several ranks."""
+        ...
+
+    @property
+    def report(self) -> RanksReport:
+        """Report on the ranks that share a window, and what that costs."""
         ...
 
     @property
@@ -70,8 +79,11 @@ class Sync(Protocol):
         """
         ...
 
-    def idle_backward(self) -> None:
+    def idle_backward(self, *, again: bool) -> None:
         """Run a backward that adds nothing, where other ranks wait for that of a micro-batch without weight.
+
+        Args:
+            again: another backward of the same micro-batch follows.
 
         Raises:
             InputError: the micro-batch has not gone through the models.

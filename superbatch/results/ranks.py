@@ -1,0 +1,50 @@
+"""Report on the ranks of a window."""
+
+from __future__ import annotations
+
+# pyright: strict
+from dataclasses import dataclass
+from typing import Literal
+
+from .memory import binary_text
+
+Reduction = Literal["never", "window", "microbatch"]
+
+
+@dataclass(frozen=True)
+class RanksReport:
+    """Report on the ranks that share a window, and what that costs.
+
+    Attributes:
+        kind: what the ranks share: nothing (``"alone"``), replicas (``"all_reduce"``, ``"DDP"``), or parts of
+            the parameters (``"FSDP2"``, ``"HSDP"``, ``"tensor parallel"``, ``"FSDP2 x tensor parallel"``).
+        ranks: those whose data makes one batch.
+        reduced: when gradients are reduced: once in a ``"window"``, or after each ``"microbatch"``.
+        kept: bytes of gradients that this rank keeps until the end of a window because they are not reduced.
+        shards: bytes of them where they are reduced after each micro-batch.
+        why: the reason of the choice.
+
+    Examples:
+        >>> print(RanksReport("FSDP2", 8, "window", kept=2**30, shards=2**27, why="stated"))
+        FSDP2 over 8 ranks: gradients are reduced once in a window (stated); 1.00 GiB of them until then...
+    """
+
+    kind: str
+    ranks: int
+    reduced: Reduction
+    kept: int = 0
+    shards: int = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        over = f"{self.kind} over {self.ranks} ranks"
+        if not self.kept:
+            return over if self.ranks > 1 else self.kind
+        kept, shards = binary_text(self.kept), binary_text(self.shards)
+        if self.reduced == "window":
+            when = "once in a window"
+            bytes_ = f"{kept} of them until then, {shards} if reduced after each micro-batch"
+        else:
+            when = "after each micro-batch"
+            bytes_ = f"{shards} of them until the end of a window, {kept} if reduced once in a window"
+        return f"{over}: gradients are reduced {when} ({self.why}); {bytes_}"

@@ -1,0 +1,85 @@
+"""HSDP, tensor parallel, and both FSDP2 and tensor parallel on four gloo ranks, beside the large batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.torch import sharded_tasks as tasks
+from tests.torch.mesh_ranks import MUTANTS, QUICK
+from tests.torch.sharded_tasks import TASKS
+from tests.torch.two_ranks import found_by_both
+
+Found = list[dict[str, Any]]
+EXACT = 1e-12
+DATA_RANKS = {"HSDP": 4, "TP": 1, "FSDP2 x TP": 2}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each rank found in the quick cells."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return found_by_both("tests.torch.mesh_ranks", folder, "quick", warnings="default", count=4)
+
+
+@pytest.fixture(scope="module")
+def found_in_all(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each rank found in every cell."""
+    return found_by_both(
+        "tests.torch.mesh_ranks", tmp_path_factory.mktemp("ranks"), warnings="default", count=4
+    )
+
+
+def check(cell: str, found: Found) -> None:
+    """Compare a cell with the large batch, and the ranks with each other."""
+    task = cell.split("/")[-1]
+    kind = cell.split("/")[0].split(",")[0]
+    reference, seen = tasks.reference(TASKS[task], DATA_RANKS[kind])
+    whole = sum(parameter.numel() for parameter in reference.parameters())
+    for each in found:
+        compared = tasks.errors(each[cell]["parameters"], reference, TASKS[task].make())
+        assert max(compared.values()) <= EXACT
+        assert each[cell]["losses"] == pytest.approx(seen.losses, rel=EXACT)
+        assert each[cell]["norms"] == pytest.approx(seen.norms, rel=EXACT)
+        assert each[cell]["elements"] < 0.6 * whole, "premise: a rank holds a part"
+        for name, value in found[0][cell]["parameters"].items():
+            assert torch.equal(value, each[cell]["parameters"][name])
+
+
+@pytest.mark.parametrize("cell", QUICK)
+def test_ranks_train_as_the_large_batch(cell: str, found: Found) -> None:
+    check(cell, found)
+
+
+@pytest.mark.slow
+def test_ranks_train_as_the_large_batch_in_every_cell(found_in_all: Found) -> None:
+    every = [name for name in found_in_all[0] if not name.startswith("mutant")]
+    assert len(every) > 30
+    for cell in every:
+        check(cell, found_in_all)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_told_from_the_large_batch(name: str, found: Found) -> None:
+    kind, task = MUTANTS[name][0].split("/")
+    reference, _ = tasks.reference(TASKS[task], DATA_RANKS[kind])
+    one = found[0][f"mutant: {name}/{task}"]
+    assert max(tasks.errors(one["parameters"], reference, TASKS[task].make()).values()) > 1e-3
+
+
+@pytest.mark.parametrize("cell", ["HSDP/windows", "FSDP2 x TP/windows"])
+def test_all_ranks_take_as_many_turns(cell: str, found: Found) -> None:
+    turns = [each[cell]["microbatches"] for each in found]
+    assert len(set(map(tuple, turns))) > 1, "premise: their windows are unequal"
+    assert len({tuple(each[cell]["exchanges"]) for each in found}) == 1
+
+
+def test_what_is_shared_is_named(found: Found) -> None:
+    one = found[0]
+    assert one["HSDP/clipped"]["report"].startswith(
+        "HSDP over 4 ranks: gradients are reduced once in a window"
+    )
+    assert one["TP/clipped"]["report"] == "tensor parallel"
+    assert one["FSDP2 x TP/clipped"]["report"].startswith("FSDP2 x tensor parallel over 2 ranks: gradients")
