@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -21,6 +22,7 @@ import sys
 import types
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 LARGEST = 1 << 18  # bytes of a request
 FORKS = sys.platform == "linux"  # elsewhere libraries start threads, and a program is started anew
@@ -122,16 +124,17 @@ def _watched(request: Request, *descriptors: int) -> Request:
 def _become(request: Request) -> None:
     """Run the program, as `python` with these arguments would."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # pyright: ignore[reportAttributeAccessIssue]
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # pyright: ignore[reportAttributeAccessIssue]  (TextIO has none, what it is here has)
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.folder)
     if not FORKS:
         os.execv(sys.executable, [sys.executable, *request.arguments])
-    rest = list(request.arguments)
+    rest, options = list(request.arguments), list[str]()
     while rest[0] == "-W":
-        _filter(rest[1])
+        options.append(rest[1])
         del rest[:2]
+    _filter_as_told(options)
     if rest[0] == "-m":
         sys.argv, sys.path[0] = rest[1:], request.folder
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
@@ -145,15 +148,30 @@ def _become(request: Request) -> None:
         runpy.run_path(rest[0], run_name="__main__")
 
 
+def _filter_as_told(options: list[str]) -> None:
+    """Put the options -W where this process has its own: before Python's filters, behind those of imports."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for option in options:
+            _filter(option)
+        told = list(warnings.filters)
+    filters: Any = warnings.filters
+    (own,) = [place for place, (action, text, *_) in enumerate(filters) if (action, text) == ("error", None)]
+    filters[own : own + 1] = told
+    sys.warnoptions[:] = options  # for processes that the program starts
+    with warnings.catch_warnings():
+        pass  # which forgets what was looked up with the filters of before
+
+
 def _filter(option: str) -> None:
-    """What Python's option -W does: ACTION or ACTION:TEXT:CATEGORY, both literal."""
-    sys.warnoptions.append(option)  # for processes that the program starts
+    """Python's option -W: ACTION or ACTION:TEXT:CATEGORY, both literal."""
+    action: Any
     action, _, more = option.partition(":")
     if not more:
-        warnings.simplefilter(action)  # pyright: ignore[reportArgumentType]  (an action by its name)
+        warnings.simplefilter(action)
         return
     text, _, category = more.rpartition(":")
-    warnings.filterwarnings(action, text.replace("(", r"\("), getattr(builtins, category))  # pyright: ignore[reportArgumentType]
+    warnings.filterwarnings(action, re.escape(text), getattr(builtins, category))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 pytestmark = pytest.mark.benchmarks
 ROOT = Path(__file__).parents[2]
@@ -14,10 +15,9 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / program), *arguments]
     search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    environment = {**os.environ, "PYTHONPATH": search}
+    return forked.run([BENCHMARKS / program, *arguments], environment=environment, seconds=300)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_a_window_of_ours_holds_no_more_memory_than_the_best_loop_by_hand(tmp_pa
         "from workloads import workloads\n"
         "loops = [row for row in entries(choose('none')) if row.name in "
         "('by hand', 'by hand, usual', 'by hand, cuts the batch', 'superbatch', 'superbatch, whole batch')]\n"
-        "rows = measure_memory(workloads()['transformer'], loops, rss=False)\n"
+        "rows = measure_memory(workloads()['small-transformer'], loops, rss=False)\n"
         "print(json.dumps({row.name: row.bytes for row in rows}))\n"
     )
     result = run(str(program))
@@ -174,7 +174,16 @@ def test_noise_is_measured_against_plain_accumulation(tmp_path):
     rows = json.loads(path.read_text())
     names = ["plain", "plain, again", "each window", "plain", "plain, again", "one window in 2"]
     assert [row["name"] for row in rows] == names
-    options = ("--work", "transformer", "--rounds", "2", "--every", "1", "--also", "proxy,preconditioned")
+    options = (
+        "--work",
+        "small-transformer",
+        "--rounds",
+        "2",
+        "--every",
+        "1",
+        "--also",
+        "proxy,preconditioned",
+    )
     result = run("noise.py", *options, "--json", str(path))
     assert result.returncode == 0, result.stderr
     also = [row["name"] for row in json.loads(path.read_text())][3:]

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from superbatch.torch import fastpaths
+from tests import forked
 
 pytestmark = pytest.mark.benchmarks
-ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "fastpaths.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": search},
-        check=False,
-    )
+    return forked.run(["benchmarks/fastpaths.py", *arguments], seconds=300)
 
 
 def test_every_path_is_measured_where_it_is_called(tmp_path: Path) -> None:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import forked
+
 pytestmark = pytest.mark.benchmarks
 
 
 def gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return forked.run(["benchmarks/gpu.py", *arguments], seconds=300)
 
 
 def test_every_section_runs(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ def test_modules_and_files_are_run_by_their_names(tmp_path: Path) -> None:
 def test_warnings_are_filtered_as_python_does() -> None:
     code = "import warnings; warnings.warn('old: x', DeprecationWarning); print('on')"
     assert forked.run(["-W", "error", "-c", code]).stderr.endswith("DeprecationWarning: old: x\n")
+    assert forked.run(["-c", code]).stderr.startswith("<string>:1: DeprecationWarning: old: x\n"), (
+        "by default"
+    )
     spared = forked.run(["-W", "error", "-W", "ignore:old:DeprecationWarning", "-c", code])
     assert (spared.returncode, spared.stdout, spared.stderr) == (0, "on\n", "")
 
