@@ -10,11 +10,9 @@ Set-up, the check of the loss on the first window, validation, logs and checkpoi
 """
 
 import argparse
-import gc
 import importlib
 import importlib.util
 import json
-import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +21,7 @@ from pathlib import Path
 import hosts
 import torch
 from peers.work import TrainerWindow, Window
+from rounds import in_rounds
 from tables import print_table
 
 WARM_UP = 5
@@ -52,20 +51,13 @@ def measure(host: str, training: str, rounds: int, seed: int = 0) -> list[Result
         "its own, again": make(training, exact=False),
         "superbatch": make(training, exact=True),
     }
-    order, generator = list(contestants), random.Random(seed)
-    times: dict[str, list[float]] = {name: [] for name in order}
-    for name in order:
-        _turn(contestants[name], WARM_UP)
-    gc.collect()
-    gc.disable()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for contestant in contestants.values():
+        _turn(contestant, WARM_UP)
     try:
-        for _ in range(rounds):
-            generator.shuffle(order)
-            for name in order:
-                times[name] += _turn(contestants[name], UNTIMED + TIMED)[UNTIMED:]
-            gc.collect()
+        for name in in_rounds(contestants, rounds, seed=seed):
+            times[name] += _turn(contestants[name], UNTIMED + TIMED)[UNTIMED:]
     finally:
-        gc.enable()
         for contestant in contestants.values():
             contestant.close()
     return [_result(host, training, name, times[name], times[BASE]) for name in contestants]

@@ -10,9 +10,7 @@ accumulator's first window, is in neither: the loop that came before has made it
 """
 
 import argparse
-import gc
 import json
-import random
 import statistics
 import sys
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 
 import torch
 from peers.work import Work, loss_of
+from rounds import in_rounds
 from tables import print_table
 from workloads import works_named
 
@@ -71,21 +70,12 @@ def measure(work: Work, updates: int, rounds: int) -> Result:
 
     contestants: dict[str, Callable[[], None]] = {"loop": loop, "again": loop, "survey": survey}
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    order, generator = list(contestants), random.Random(0)
     for run in (loop, survey):
         run()
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            generator.shuffle(order)
-            for name in order:
-                start = time.process_time()
-                contestants[name]()
-                times[name].append(time.process_time() - start)
-            gc.collect()
-    finally:
-        gc.enable()
+    for name in in_rounds(contestants, rounds):
+        start = time.process_time()
+        contestants[name]()
+        times[name].append(time.process_time() - start)
     low, _, high = statistics.quantiles(
         [a / b for a, b in zip(times["survey"], times["loop"], strict=True)], n=4
     )

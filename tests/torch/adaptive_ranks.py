@@ -65,7 +65,7 @@ def main(rank: int, folder: Path) -> None:
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=20),
     )
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 1, bias=False).double())

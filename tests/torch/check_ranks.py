@@ -91,7 +91,7 @@ def main(rank: int, folder: Path) -> None:
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=30),
     )
     found = {"wrong": train(rank), "right": train(rank, weight=count_tokens("labels"))}
     for case in ("labels", "lengths", "labels of samples", "lengths of samples"):

@@ -95,7 +95,7 @@ def main(rank: int, folder: Path) -> None:
     """Write what was said."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]  (documented)
-    timeout = datetime.timedelta(seconds=60)
+    timeout = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     said = {
         f"{where}, every {every}": case(rank, every, where)

@@ -59,7 +59,7 @@ def main() -> None:
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=20),
     )
     found = {"plain": survey(rank), "far": survey(rank, high=1e6), "spoiled": survey(rank, spoil=True)}
     if rank == 1:

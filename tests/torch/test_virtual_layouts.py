@@ -122,11 +122,11 @@ def in_one_of_several(case: OperatorCase) -> int:
 
 def test_samples_in_the_gradients_alone() -> None:
     """Every eighth operator; all of them in `test_samples_in_some_places_alone`, which is slow."""
-    assert sum(in_gradients_alone(case) for case in ALL_OPERATORS[::8]) > 50
+    assert sum(in_gradients_alone(case) for case in ALL_OPERATORS[::8]) > 400
 
 
 def test_samples_in_one_input_alone() -> None:
-    assert sum(in_one_of_several(case) for case in ALL_OPERATORS[::2]) > 50
+    assert sum(in_one_of_several(case) for case in ALL_OPERATORS[::2]) > 150
 
 
 @pytest.mark.slow
@@ -139,7 +139,8 @@ def test_samples_in_some_places_alone(case: OperatorCase) -> None:
 @pytest.mark.parametrize("samples", ALIKE)
 def test_as_many_samples_as_features(samples: int) -> None:
     """Every eighth operator; all of them in `test_samples_in_each_dimension`, which is slow."""
-    assert sum(hold(case, "first", samples) for case in ALL_OPERATORS[samples::8]) > 50
+    cases = ALL_OPERATORS[samples::8]
+    assert sum(hold(case, "first", samples) for case in cases) > 0.95 * len(cases) > 90
 
 
 @pytest.mark.slow
