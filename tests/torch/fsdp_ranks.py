@@ -111,8 +111,14 @@ def with_policies(mesh: DeviceMesh, rank: int) -> dict[str, Callable[[], Found]]
         "kept gathered/clipped": partial(
             trained, TASKS["clipped"], Place(partial(kept_gathered, mesh=mesh), rank)
         ),
+        "ignored/clipped": partial(trained, TASKS["clipped"], Place(partial(with_ignored, mesh=mesh), rank)),
         "compiled/clipped": partial(trained, TASKS["clipped"], Place(partial(compiled, mesh=mesh), rank)),
     }
+
+
+def with_ignored(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard all but two parameters, which each rank has whole."""
+    return fully(model, mesh, ignored_params={model.last.weight, model.first.bias})
 
 
 def bare(rank: int) -> dict[str, Callable[[], Found]]:
@@ -174,6 +180,12 @@ def cells(place: Place) -> dict[str, Callable[[], Found]]:
             found[name] = partial(failing, place, where, how, bad=len(where) % 2)
         name = f"{how} in the backward of each micro-batch/samples"
         found[name] = partial(failing, place, "backward", how, bad=0, sync="microbatch")
+    for where in ("loss", "forward"):
+        name = f"error in the {where} of the check/samples"
+        found[name] = partial(failing, place, where, "error", bad=1, check=True)
+    found["memory in the forward of the check/samples"] = partial(
+        failing, place, "forward", "memory", bad=0, check=True
+    )
     for size in ("auto", "largest"):
         found[f"{size} with little memory/samples"] = partial(
             failing, place, "forward", "memory", bad=0, microbatch_size=size

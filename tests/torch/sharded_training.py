@@ -278,7 +278,10 @@ def left_as_set(place: Place) -> Found:
 
 
 def _groups(module: Any) -> list[Any]:
-    return module._get_fsdp_state()._fsdp_param_groups if hasattr(module, "_get_fsdp_state") else []
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    state = module._get_fsdp_state()  # of an older torch with one group
+    return state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
 
 
 def run(cells: dict[str, Callable[[], Found]], chosen: list[str]) -> dict[str, Found]:

@@ -92,6 +92,50 @@ def test_tensor_parallel_is_not_called_fsdp() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_tensor_parallel_in_ddp_is_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = parallelize_module(mlp(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(InputError, match=r"is wrapped in DistributedDataParallel as well. Replicate it by"):
+        accumulator(nn.Sequential(DistributedDataParallel(mlp()), model))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_pipeline_is_refused_by_name() -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    stage = PipelineStage(mlp(), 0, 1, torch.device("cpu"))
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    given: Any
+    for given in (stage, ScheduleGPipe(stage, 1)):
+        with pytest.raises(InputError, match=f"{type(given).__name__} is part of a pipeline, whose schedule"):
+            Accumulator(given, optimizer, lambda batch: batch)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("sync", "text"),
+    [
+        (
+            "microbatch",
+            "Nothing wraps or shards the model, so sync='microbatch' is not possible. Leave it out, or",
+        ),
+        ("each", 'sync=\'each\' is not "auto", "window", "microbatch", "all_reduce" or None'),
+    ],
+)
+def test_a_sync_that_does_not_fit_the_model_is_refused(sync: Any, text: str) -> None:
+    model = mlp()
+    with pytest.raises(InputError, match=text):
+        Accumulator(model, torch.optim.SGD(model.parameters()), lambda b: mse(model, b), sync=sync)
+    wrapped = DistributedDataParallel(model)
+    assert Accumulator(wrapped, torch.optim.SGD(model.parameters()), lambda b: b).sync.kind == "DDP"
+    with pytest.raises(InputError, match="DistributedDataParallel, so sync=None is not possible"):
+        Accumulator(wrapped, torch.optim.SGD(model.parameters()), lambda b: b, sync=None)
+
+
+@pytest.mark.usefixtures("group")
 def test_a_comm_hook_is_refused_by_its_name() -> None:
     model = DistributedDataParallel(mlp())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)

@@ -7,15 +7,21 @@ those that other ranks announce.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from superbatch.batch.tree import plan
+from superbatch.errors import SplitError
+
+from ..memory.out_of_memory import out_of_memory
 from ..window.sync.sync import Sync
 from .declared_loss import prepared
 from .probing.problem import Problem, evaluate
+from .probing.resample import converted
 
 
 @contextmanager
@@ -38,18 +44,29 @@ def in_step(problem: Problem, microbatch: Any, sync: Sync) -> Iterator[Problem]:
     if not sync.in_step:
         yield problem
         return
+    guarded = replace(problem, loss_fn=partial(_in_turn, problem, microbatch, sync))
     try:
-        yield replace(problem, announce=partial(_announce, sync))
+        yield replace(guarded, announce=partial(sync.vote, raised=True))
     finally:  # after an error too: the other ranks still evaluate
         with prepared(problem) as (evaluation, _):
             while sync.vote(raised=False):
                 evaluation.begin()
-                sync.reshard()
                 with suppress(Exception):  # its loss is not used
-                    evaluate(problem, microbatch)
+                    evaluate(guarded, microbatch)
 
 
-def _announce(sync: Sync) -> None:
-    """Announce a forward, from the sharded parameters: the modules' attributes may have been restored."""
-    sync.reshard()
-    sync.vote(raised=True)
+def _in_turn(problem: Problem, spare: Any, sync: Sync, microbatch: Any) -> Any:
+    """Return the loss of a micro-batch; where it fails, take part in what other ranks' forwards wait for."""
+    sync.reshard()  # the modules' attributes may have been restored
+    sync.turn(last=False, idle=True)
+    try:
+        return problem.loss_fn(microbatch)
+    except Exception as error:
+        if out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)
+        part = spare
+        with suppress(SplitError):
+            part = plan(spare, unsplit=problem.unsplit, per_sample=problem.per_sample).take(0, 1)
+        forward = partial(problem.loss_fn, converted(part, problem.dtype, problem.device))
+        sync.catch_up([forward], backward=False)
+        raise

@@ -15,6 +15,7 @@ from superbatch.errors import InputError, OptimizerError, explain
 
 from .participant import no_savepoint
 from .participants.gradient_sum import LOW_PRECISION, ManagedParameter, steps_in_backward
+from .wrapped_models import pipelined
 
 
 def as_models(model: object) -> tuple[nn.Module, ...]:
@@ -28,6 +29,9 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
         2
     """
     models: tuple[Any, ...] = tuple(model) if isinstance(model, list | tuple) else (model,)
+    for each in models:
+        if type(each).__module__.startswith("torch.distributed.pipelining"):
+            raise pipelined(each)
     if not models or not all(isinstance(m, nn.Module) for m in models):
         raise InputError(
             explain(

@@ -40,12 +40,23 @@ def sharded_part(models: Iterable[nn.Module]) -> str | None:
                     f"The model {where}is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters "
                     f"cannot be accumulated here. Use torch.distributed.fsdp.fully_shard (FSDP2). {INSTEAD}."
                 )
+            if type(module).__module__.startswith("torch.distributed.pipelining"):
+                raise pipelined(module)
             if "FSDPModule" in names:
                 found = found or f"The model {where}is sharded by fully_shard (FSDP2)"
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "device_mesh"):
                 found = found or f"The parameter {name!r} is a DTensor (tensor parallel)"
     return found
+
+
+def pipelined(model: object) -> InputError:
+    """Return the error for a stage of a pipeline, or its schedule."""
+    return InputError(
+        f"{type(model).__name__} is part of a pipeline, whose schedule cuts each batch into micro-batches "
+        "itself and runs their backward passes. Call its step() with the whole batch, or shard the model by "
+        "fully_shard or tensor parallel."
+    )
 
 
 def refuse_comm_hooks(wrappers: Iterable[DistributedDataParallel]) -> None:

@@ -65,6 +65,11 @@ def find_sync(
     part = sharded_part(models)
     if part is not None and not sharded:
         raise InputError(f"{part}, which only Accumulator and Gradient can work with. {INSTEAD}.")
+    if part is not None and wrappers:
+        raise InputError(
+            f"{part}, and is wrapped in DistributedDataParallel as well. Replicate it by fully_shard over a "
+            "mesh of two dimensions (HSDP) instead."
+        )
     _check_option(sync, wrapped=bool(wrappers), part=part)
     refuse_comm_hooks(wrappers)
     if no_sync:

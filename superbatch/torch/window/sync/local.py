@@ -39,7 +39,7 @@ class Local:
     def idle_backward(self, *, again: bool) -> None:
         """No-op: no rank waits for another one."""
 
-    def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:
+    def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
         """Return True: no rank waits for another one."""
         return True
 

@@ -72,7 +72,7 @@ class Manual:
     def idle_backward(self, *, again: bool) -> None:
         """No-op: no rank waits for another one."""
 
-    def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:
+    def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
         """Return True: no rank waits for another one."""
         return True
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -132,7 +133,7 @@ class Sharded(Manual):
         # Retained only where it must be: compiled modules refuse it.
         torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs], retain_graph=again)
 
-    def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:
+    def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
         """Run a forward and a backward without the exchanges that this rank has made in the turn already.
 
         Nothing is left of them: the window begins again, or is given up.
@@ -145,11 +146,14 @@ class Sharded(Manual):
             self._fsdp.discard()
             with self._fsdp.skipping(self._began):
                 try:
-                    forward().backward()
+                    loss = forward()
+                    if backward:
+                        loss.backward()
                 except Exception:  # noqa: BLE001 - it may fail again, and behind the models that does not matter
                     if not self._outputs:
                         continue
-                    self.idle_backward(again=False)
+                    if backward:
+                        self.idle_backward(again=False)
                 return True
         return False
 
@@ -194,13 +198,33 @@ class Sharded(Manual):
         self.flush()
         self._fsdp.forget_unused(self.sum_numbers)
         reduced = [_laid_out(each.grad, each) for each in parameters]
+        managed = self._fsdp.managed()
+        if self.count > 1:
+            self._reduce_others(reduced, [id(each) not in managed for each in parameters], parameters, zeros)
         if not self._fsdp.sums:
-            managed = self._fsdp.managed()
             means = [
                 g for g, p in zip(reduced, parameters, strict=True) if g is not None and id(p) in managed
             ]
             fastpaths.multiply([local_part(each) for each in means], self.count)
         return reduced
+
+    def _reduce_others(
+        self,
+        reduced: list[Tensor | None],
+        others: list[bool],
+        parameters: Sequence[Tensor],
+        zeros: Callable[[int], Tensor],
+    ) -> None:
+        """Sum the gradients of parameters that `fully_shard` leaves alone, such as its ``ignored_params``."""
+        places = [index for index, other in enumerate(others) if other]
+        if not places:
+            return
+        gradients = [reduced[index] for index in places]
+        summed = super().reduce(
+            gradients, [parameters[index] for index in places], lambda place: zeros(places[place])
+        )
+        for index, gradient in zip(places, summed, strict=True):
+            reduced[index] = gradient if gradient is None else gradient.div_(self._copies)
 
     def flush(self) -> None:
         """Reduce and scatter what has added up beside the shards into ``.grad``."""
@@ -257,6 +281,14 @@ def _ranks_of(models: Sequence[nn.Module], fsdp: FSDP2) -> tuple[list[int], list
 
 
 def _group_of(ranks: list[int]) -> Any:
+    """Return the process group of some ranks; it is made once for each of torch's default groups."""
+    everyone = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)
+        return everyone
+    made = _GROUPS.setdefault(everyone, {})
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+    return made[tuple(ranks)]
+
+
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

@@ -90,11 +90,12 @@ class Sync(Protocol):
         """
         ...
 
-    def catch_up(self, forwards: Iterable[Callable[[], Tensor]]) -> bool:
+    def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
         """Take part in the rest of a turn in which this rank has failed, and other ranks wait for it.
 
         Args:
             forwards: ways to run a forward, tried until one comes through the models; each returns a loss.
+            backward: the turn has a backward.
 
         Returns:
             False if none did, so that the other ranks wait until their timeout.
