@@ -24,15 +24,13 @@ def window(training: str, exact: bool) -> TrainerWindow:
     model, microbatches = _model(training), [_microbatch(training, seed) for seed in range(STEPS)]
 
     def fit(loader: Any) -> None:
-        class Endless(*((Exact,) if exact else ()), Trainer):  # type: ignore[misc]
-            def get_train_dataloader(self) -> Any:
-                return loader
-
+        kinds = (Exact, Trainer) if exact else (Trainer,)
+        endless: Any = type("Endless", kinds, {"get_train_dataloader": lambda self: loader})
         with tempfile.TemporaryDirectory() as folder:
             arguments = arguments_for(
                 folder=folder, accumulation_steps=STEPS, max_steps=10**9, max_grad_norm=1.0
             )
-            trainer = Endless(model=model, args=arguments)
+            trainer = endless(model=model, args=arguments)
             trainer.remove_callback(PrinterCallback)
             trainer.train()
 

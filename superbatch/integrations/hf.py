@@ -15,6 +15,7 @@ from .hf_items import WeightCheck, adds_up
 from .hf_losses import HostLoss, WindowGradient, coupled, separated, split_of, summed, weighted
 from .hf_terms import terms_of
 from .hf_weights import is_sum, weigh
+from .scaled import skip_without_gradient
 from .versions import check_version
 
 
@@ -98,18 +99,22 @@ class Exact(Trainer):
             self._gradient = self._gradient_of(self._loss, microbatches[0])
         self._loss.items = items
         try:
-            return self._gradient(microbatches)
+            found = 0.0 if self._gradient is None else self._gradient(microbatches)
         except CoupledSamplesError as error:
             raise CoupledSamplesError(
                 f"{error} In a Trainer: write `coupled = True` in the class, where samples are coupled."
             ) from error
+        skip_without_gradient(self.accelerator.scaler, model.parameters())
+        return found
 
-    def _gradient_of(self, loss: HostLoss, samples: dict[str, Any]) -> WindowGradient:
-        """Return the gradient of windows, by what the loss is divided by.
+    def _gradient_of(self, loss: HostLoss, samples: dict[str, Any]) -> WindowGradient | None:
+        """Return the gradient of windows, by what the loss is divided by; None: no label tells it yet.
 
         Raises:
             InputError: that is not known.
         """
+        if loss.has_no_items and self._weight_is_unknown(samples):
+            return None
         accelerator = self.accelerator
         options: dict[str, Any] = {"scaler": accelerator.scaler, "backward": accelerator.backward}
         if self._is_coupled(samples):

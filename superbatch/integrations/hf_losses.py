@@ -50,6 +50,12 @@ class HostLoss:
         """True if the batch comes from the host as one, and is cut here."""
         return self.trainer.args.gradient_accumulation_steps == 1
 
+    @property
+    def has_no_items(self) -> bool:
+        """True if no rank has labels in the window; False where only the host of another rank knows."""
+        known = self.ranks == 1 or self.trainer.args.average_tokens_across_devices
+        return self.items is not None and known and not bool(self.items)
+
     def of(self, samples: Samples, items: Any = None, model: nn.Module | None = None) -> Tensor:
         """Return the loss of samples: their mean, or their share of a number of items."""
         with self.trainer.compute_loss_context_manager():
@@ -121,9 +127,7 @@ def summed(loss: HostLoss, **options: Any) -> WindowGradient:
     gradient_of = Gradient(loss.wrapped, share, reduction="total", **options)
 
     def of_window(taken: list[dict[str, Any]]) -> float:
-        # Nothing is divided by zero. A rank without labels takes part if other ranks may have some.
-        alone = loss.ranks == 1 or loss.trainer.args.average_tokens_across_devices
-        if loss.items is not None and alone and not loss.items:
+        if loss.has_no_items:  # nothing is divided by zero
             return 0.0
         return gradient_of(_batch_of(loss, taken)).loss
 

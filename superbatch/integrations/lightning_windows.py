@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..torch import Gradient, WholeGradient, Window
 from .logged_values import LoggedValues
+from .scaled import skip_without_gradient
 from .versions import check_version
 
 
@@ -42,7 +43,7 @@ class LightningWindows:
         self._module, self._trainer, self._step = module, module.trainer, step
         self._takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         self._batches: dict[int, Any] = {}  # by their number in the epoch
-        self._is_last = False
+        self._is_last = self._has_run = False
         self._is_read = is_overridden("on_after_backward", module) or any(
             is_overridden("on_after_backward", each, Callback) for each in module.trainer.callbacks
         )
@@ -104,7 +105,14 @@ class LightningWindows:
             parameter.grad = None
         # Lightning runs training_step in autocast, and the backward does not belong in it.
         with torch.autocast(self._module.device.type, enabled=False), self._logged.collected():
+            self._has_run = False
             update = self._gradient_of(batches[0] if len(batches) == 1 else Window(batches))
+            if update.weight and not self._has_run:
+                # This rank has no weight. Other ranks wait for the values that it logs, to average them.
+                self._logged.savepoint()
+                with torch.no_grad():
+                    self._loss(batches[-1])
+        skip_without_gradient(getattr(self._trainer.precision_plugin, "scaler", None), parameters)
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         for parameter in parameters:  # until Lightning has zeroed, and runs the backward
             parameter.grad = None
@@ -152,6 +160,7 @@ class LightningWindows:
                 "that does not count, let weight_of return 0."
             )
         if counts:
+            self._has_run = True
             self._loss_like = loss.detach()
             extra = returned if isinstance(returned, Mapping) else {}
             self._returned = recursive_detach({key: extra[key] for key in extra if key != "loss"})

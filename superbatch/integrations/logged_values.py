@@ -126,6 +126,11 @@ def _mean(entries: list[Any], over_ranks: Callable[[Tensor], Tensor] | None) -> 
     total = normalize.total_weight(weights)
     if over_ranks is not None:
         total = over_ranks(torch.tensor(float(total), dtype=torch.float64, device=values[0].device)).item()
-    factors = [normalize.scale(weight, total, reduction="mean") for weight in weights]
-    mean = torch.stack([value * factor for value, factor in zip(values, factors, strict=True)]).sum()
+    # A value without weight has no share, and may be the NaN of a mean over nothing.
+    shares = [
+        value * normalize.scale(weight, total, reduction="mean")
+        for value, weight in zip(values, weights, strict=True)
+        if weight
+    ]
+    mean = torch.stack(shares or [torch.zeros_like(values[0])]).sum()
     return mean if over_ranks is None else over_ranks(mean)

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import lightning.pytorch as lightning
+import pytest
 import torch
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
@@ -13,6 +14,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from superbatch.integrations.lightning import ExactAccumulation
 
+MARKS = [
+    pytest.mark.integrations,
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*Lightning was unable to|.*litlogger|.*isinstance.treespec"),
+]
 SAMPLES, WORDS, LENGTH = 44, 11, 7  # three batches of 16: the last is a tail of 12
 TAIL = 12
 
@@ -59,11 +65,38 @@ def count(batch: Any) -> int:
     return int((batch[1] != -100).sum())
 
 
-class Exact(ExactAccumulation, Tokens):
-    """The same, exactly accumulated."""
+class ByTokens(ExactAccumulation):
+    """Mixin before a module of tokens: the diff of a user."""
 
     def weight_of(self, batch: Any) -> int:
         return count(batch)
+
+
+class Exact(ByTokens, Tokens):
+    """Tokens, exactly accumulated."""
+
+
+class Unchecked(ExactAccumulation):
+    """Mixin whose `training_step` runs for micro-batches of a window alone."""
+
+    def gradient_options(self) -> dict[str, Any]:
+        return {"check": False}
+
+
+class Halved(Tokens):
+    """Halves its gradient in a hook after the backward, and trebles its loss in a backward of its own."""
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        (3 * loss).backward(**kwargs)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+
+
+class ExactHalved(ByTokens, Halved):
+    """The same, exactly accumulated."""
 
 
 class Rows(Logger):
@@ -82,20 +115,22 @@ class Rows(Logger):
         """No-op."""
 
 
-def samples() -> tuple[Tensor, Tensor]:
-    """Sequences of 1 to 7 tokens; the first ones are short."""
+def samples(ignored: slice | None = None) -> tuple[Tensor, Tensor]:
+    """Sequences of 1 to 7 tokens; the first ones are short, and some may have no label."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
     y = torch.randint(WORDS, (SAMPLES, LENGTH), generator=generator)
     lengths = torch.randint(1, LENGTH + 1, (SAMPLES,), generator=generator)
     lengths[:4] = 1
     y[torch.arange(LENGTH)[None] >= lengths[:, None]] = -100
+    if ignored is not None:
+        y[ignored] = -100
     return x, y
 
 
-def loader(size: int, rank: int | None = None) -> DataLoader[Any]:
+def loader(size: int, rank: int | None = None, ignored: slice | None = None) -> DataLoader[Any]:
     """Return a loader of the samples; of every other one for one of two ranks."""
-    given = TensorDataset(*samples())
+    given = TensorDataset(*samples(ignored))
     sampler = None if rank is None else DistributedSampler(given, 2, rank, shuffle=False)
     return DataLoader(given, batch_size=size, sampler=sampler)
 
@@ -107,10 +142,11 @@ def train(module: lightning.LightningModule, size: int, batches: int, **options:
         module: in place.
         size: of the loader's batches.
         batches: that make one update.
-        options: of the Trainer, or `ckpt_path`, or the `rank` of two.
+        options: of the Trainer, or `ckpt_path`, the `rank` of two, samples that are `ignored`.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     start, rank = options.pop("ckpt_path", None), options.pop("rank", None)
+    ignored = options.pop("ignored", None)
     defaults: dict[str, Any] = {
         "max_epochs": 2,
         "accelerator": "cpu",
@@ -122,7 +158,7 @@ def train(module: lightning.LightningModule, size: int, batches: int, **options:
         "enable_model_summary": False,
     }
     trainer = lightning.Trainer(accumulate_grad_batches=batches, **{**defaults, **options})
-    trainer.fit(module, loader(size, rank), loader(SAMPLES, rank), ckpt_path=start)
+    trainer.fit(module, loader(size, rank, ignored), loader(SAMPLES, rank), ckpt_path=start)
     return trainer
 
 

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from tests.integrations.lightning_models import Exact, Rows, Tokens, train
+from tests.integrations.lightning_models import Exact, ExactHalved, Rows, Tokens, train
+
+IGNORED = slice(1, 16, 2)  # what one of two ranks has in the first update of 16 samples
 
 
-def trained(kind: type[Tokens], size: int, batches: int) -> dict[str, Any]:
+def trained(kind: type[Tokens], size: int, batches: int, ignored: slice | None = None) -> dict[str, Any]:
     """Train on two ranks, return what is left on this one."""
     module = kind()
     trainer = train(
@@ -27,6 +29,7 @@ def trained(kind: type[Tokens], size: int, batches: int) -> dict[str, Any]:
         devices=2,
         rank=int(os.environ["RANK"]),
         use_distributed_sampler=False,
+        ignored=ignored,
     )
     assert isinstance(trainer.logger, Rows)
     return {
@@ -46,7 +49,13 @@ def main(rank: int, folder: Path) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (folder / "port").read_text()}
     torch.set_num_threads(1)
-    found = {"large": trained(Tokens, 8, 1), "stock": trained(Tokens, 2, 4), "exact": trained(Exact, 2, 4)}
+    found = {
+        "large": trained(Tokens, 8, 1),
+        "stock": trained(Tokens, 2, 4),
+        "exact": trained(Exact, 2, 4),
+        "idle": trained(Exact, 2, 4, IGNORED),
+        "hooks": trained(ExactHalved, 2, 4),
+    }
     torch.save(found, folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 

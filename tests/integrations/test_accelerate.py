@@ -124,13 +124,13 @@ def test_a_call_inside_of_an_accumulation_that_does_not_step_is_refused() -> Non
     loop = Loop("exact", fresh())
     gradient_of = make_gradient(loop.accelerator, loop.model, loop.loss, weight=count, microbatch_size=None)
     batches = list(loop.loader)
-    loop.accelerator.gradient_state._set_sync_gradients(False)  # noqa: FBT003
+    loop.accelerator.gradient_state._set_sync_gradients(sync_gradients=False)
     with pytest.raises(
         InputError, match=r"sync_gradients is False, so the prepared optimizer would leave its"
     ):
         gradient_of(Window(batches[:4]))
     assert all(parameter.grad is None for parameter in loop.bare.parameters())
-    loop.accelerator.gradient_state._set_sync_gradients(True)  # noqa: FBT003
+    loop.accelerator.gradient_state._set_sync_gradients(sync_gradients=True)
     assert gradient_of(Window(batches[:4])).microbatches == 4
     loop.accelerator.gradient_accumulation_steps = 2
     with pytest.raises(InputError, match="gradient_accumulation_steps=2 divides each loss"):

@@ -73,3 +73,27 @@ def test_samples_of_unequal_lengths_one_by_one_raise_no_warning(tmp_path: Path) 
 
     assert len({len(row["input_ids"]) for row in data}) > 4
     assert gap(big, ours) <= 1e-5
+
+
+class _Scaled(ExactTrainer):
+    """With the scaler that Accelerate has for float16 on a GPU."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9)
+
+
+@pytest.mark.parametrize("name", ["causal", "no loss_type"])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first update is skipped
+def test_a_scaler_skips_an_update_without_labels(name: str, tmp_path: Path) -> None:
+    case = CASES[name] if name in CASES else RUNS[name][0]
+    data = rows(case, 16)
+    # Accelerate unscales before it clips for float16 alone.
+    options = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    ignored = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in data[:8]]
+    once = train(_Scaled, case, 2, 4, tmp_path, data=data[8:], **options)
+    sequential = {**options, "train_sampling_strategy": "sequential"}
+    ours = train(_Scaled, case, 2, 4, tmp_path, data=[*ignored, *data[8:]], **sequential)
+
+    assert ours.trainer.state.global_step == 2
+    assert gap(once, ours) <= 1e-6

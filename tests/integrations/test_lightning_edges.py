@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -11,14 +13,20 @@ import torch
 pytest.importorskip("lightning", reason="lightning is not installed")
 
 import lightning.pytorch as lightning
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from superbatch.errors import InputError, LossSpecError
 from superbatch.integrations import versions
 from superbatch.integrations.lightning import ExactAccumulation
 from tests.integrations.lightning_models import (
+    MARKS,
     SAMPLES,
+    ByTokens,
     Exact,
+    ExactHalved,
+    Halved,
     Tokens,
+    Unchecked,
     apart,
     count,
     loader,
@@ -26,11 +34,20 @@ from tests.integrations.lightning_models import (
     train,
 )
 
-pytestmark = [
-    pytest.mark.integrations,
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*Lightning was unable to|.*litlogger|.*isinstance.treespec"),
-]
+pytestmark = MARKS
+
+
+def train_by_hand(module: Tokens, batches: Sequence[tuple[int, int]], *, schedule: bool = False) -> None:
+    """Make an update of each batch, from a first sample up to a last one."""
+    rows = torch.utils.data.TensorDataset(*samples())
+    made = module.configure_optimizers()
+    optimizer = made["optimizer"]
+    for start, stop in batches:
+        optimizer.zero_grad()
+        module.loss(rows[start:stop]).backward()
+        optimizer.step()
+        if schedule:
+            made["lr_scheduler"]["scheduler"].step()
 
 
 def test_accumulation_may_grow_and_an_epoch_may_be_left_in_the_middle_of_an_update() -> None:
@@ -48,23 +65,15 @@ def test_accumulation_may_grow_and_an_epoch_may_be_left_in_the_middle_of_an_upda
         def configure_optimizers(self) -> Any:  # Lightning's schedule counts an update that is left
             return torch.optim.SGD(self.parameters(), lr=0.5)
 
-    class Leaves(ExactAccumulation, Constant):
+    class Leaves(ByTokens, Constant):
         """Leaves the first epoch at its sixth batch, when one of the third update is collected."""
-
-        def weight_of(self, batch: Any) -> int:
-            return count(batch)
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if self.trainer.current_epoch == 0 and batch_idx == 5 else None
 
     exact, by_hand = Leaves(), Tokens()
     train(exact, 4, 2, callbacks=[Growing(accumulates=True)])
-    rows = torch.utils.data.TensorDataset(*samples())
-    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
-    for start, stop in ((0, 8), (8, 16), (0, 16), (16, 32), (32, 44)):
-        optimizer.zero_grad()
-        by_hand.loss(rows[start:stop]).backward()
-        optimizer.step()
+    train_by_hand(by_hand, ((0, 8), (8, 16), (0, 16), (16, 32), (32, 44)))
     assert exact.trainer.global_step == 5
     assert apart(exact, by_hand) <= 1e-12
 
@@ -107,9 +116,7 @@ def test_hooks_of_the_users_own_are_called() -> None:
         def on_fit_start(self) -> None:
             self.called.append("start")
 
-    class ExactHooked(ExactAccumulation, Hooked):
-        def weight_of(self, batch: Any) -> int:
-            return count(batch)
+    class ExactHooked(ByTokens, Hooked): ...
 
     large, exact = Hooked(), ExactHooked()
     train(large, 16, 1, max_steps=1, gradient_clip_val=9.0)
@@ -130,7 +137,7 @@ def test_each_batch_keeps_its_number_and_a_step_may_leave_the_number_out() -> No
             return self.loss(batch)
 
     class Bare(Tokens):
-        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override] - Lightning looks at the names
             return self.loss(batch)
 
     options: dict[str, Any] = {
@@ -194,7 +201,7 @@ def test_a_compiled_module_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"was given to torch\.compile, which would compile the accumulation"
     ):
-        train(torch.compile(Exact(), backend="eager"), 4, 4)  # type: ignore[arg-type]
+        train(torch.compile(Exact(), backend="eager"), 4, 4)  # type: ignore[arg-type] - it is no module
 
 
 def test_a_wrong_weight_is_an_error_before_the_first_step() -> None:
@@ -208,11 +215,7 @@ def test_a_wrong_weight_is_an_error_before_the_first_step() -> None:
 
 
 def test_a_wrong_weight_that_is_not_checked_is_another_update() -> None:
-    class Unchecked(ExactAccumulation, Tokens):
-        def gradient_options(self) -> dict[str, Any]:
-            return {"check": False}
-
-    large, wrong = Tokens(), Unchecked()
+    large, wrong = Tokens(), type("BySamples", (Unchecked, Tokens), {})()
     train(large, 16, 1)
     train(wrong, 4, 4)
     assert apart(large, wrong) > 0.01
@@ -277,18 +280,61 @@ def test_a_module_is_an_ordinary_one_outside_of_fit() -> None:
 
 
 def test_a_hook_after_the_backward_finds_gradients_after_each_batch() -> None:
-    class Halved(Tokens):
-        def on_after_backward(self) -> None:
-            for parameter in self.parameters():
-                assert parameter.grad is not None
-                parameter.grad.mul_(0.5)
-
-    class ExactHalved(ExactAccumulation, Halved):
-        def weight_of(self, batch: Any) -> int:
-            return count(batch)
-
     whole, large, exact = Tokens(), Halved(), ExactHalved()
     for module, size, batches in ((whole, 16, 1), (large, 16, 1), (exact, 4, 4)):
         train(module, size, batches)
     assert apart(large, whole) > 0.01
+    assert apart(large, exact) <= 1e-12
+
+
+class _Untouched(Exact):
+    """Notes its parameters before each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[Any] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.before.append(self.net[2].weight.detach().clone())
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the first update is skipped
+def test_an_update_without_weight_changes_nothing(scaled: bool) -> None:
+    module, options = _Untouched().float(), {}
+    if scaled:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**9)
+        options = {"plugins": MixedPrecision("16-mixed", "cpu", scaler)}
+    trainer = train(module, 4, 4, max_epochs=1, ignored=slice(0, 16), **options)
+
+    assert trainer.global_step == 3
+    assert torch.equal(module.before[0], module.before[1])
+    assert not torch.equal(module.before[1], module.before[2])
+    assert math.isfinite(float(trainer.callback_metrics["loss_epoch"]))
+
+
+def test_a_batch_without_weight_beside_others_is_no_part_of_the_update() -> None:
+    large, exact = Tokens(), Exact()
+    trainer = train(large, 16, 1, ignored=slice(4, 8))
+    ours = train(exact, 4, 4, ignored=slice(4, 8))
+    assert apart(large, exact) <= 1e-12
+    assert float(ours.callback_metrics["loss_epoch"]) == pytest.approx(
+        float(trainer.callback_metrics["loss_epoch"]), rel=1e-12
+    )
+
+
+def test_a_loader_that_drops_its_last_batch_keeps_the_short_window_as_lightning_does() -> None:
+    def fit(module: Tokens, size: int, batches: int, rows: int) -> Any:
+        given = torch.utils.data.TensorDataset(*(each[:rows] for each in samples()))
+        loader = torch.utils.data.DataLoader(given, batch_size=size, drop_last=True)
+        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "max_epochs": 1}
+        options |= {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        trainer = lightning.Trainer(accumulate_grad_batches=batches, **options)
+        trainer.fit(module, loader, loader)
+        return trainer.global_step
+
+    stock, exact, large = Tokens(), Exact(), Tokens()
+    # Of 43 samples, 40 are in batches of 4, of which the last two make the third update.
+    assert fit(stock, 4, 4, 43) == fit(exact, 4, 4, 43) == 3
+    train_by_hand(large, ((0, 16), (16, 32), (32, 40)), schedule=True)
     assert apart(large, exact) <= 1e-12
