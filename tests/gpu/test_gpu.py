@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forked
 from tests.gpu import __main__ as runner
 from tests.gpu.check import Check, Run, Skip
 from tests.gpu.checks import CHECKS
 
-ROOT = Path(__file__).resolve().parents[2]
 IN_PROCESSES = {"expandable_segments", "ordinary_tests", "compiled", "compiled_virtual"}
 
 
@@ -44,13 +43,7 @@ def test_dry_run(check: Check) -> None:
 
 
 def supervised(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--small", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return forked.run(["-m", "tests.gpu", "--device", "cpu", "--small", *arguments])
 
 
 def test_the_runner_writes_each_result(tmp_path: Path) -> None:
@@ -70,9 +63,7 @@ def test_the_runner_stops_in_time(tmp_path: Path) -> None:
 def test_the_runner_without_a_gpu_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU is there")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = forked.run(["-m", "tests.gpu"])
     assert done.returncode == 2
     assert "no CUDA device is available" in done.stderr
 

@@ -7,9 +7,9 @@ import gc
 import pytest
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """For files that collect garbage hundreds of times: what was there before them is looked at once.
+    """Let a collection of garbage look at what this file makes, not at all that was loaded before it.
 
     After a failure superbatch collects garbage, which takes the longer the more libraries are loaded: a
     quarter of a second with all of them, beside a millisecond for a window of a test's model.

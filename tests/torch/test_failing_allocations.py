@@ -18,8 +18,6 @@ from superbatch.torch.window.transaction import Transaction, restore_each
 from tests.torch.failing_allocations import TEXT, sweep
 from tests.torch.fault_cells import MODES, cell, cells
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 _MODELS = ("mlp", "losses", "convolutions", "transformer")
 FEW = {
     mode: next(m for m in [*_MODELS[n % 4 :], *_MODELS] if m not in MODES[mode].not_for)

@@ -289,8 +289,7 @@ def test_terms_with_weights_of_their_own() -> None:
     assert record.losses.keys() == {"tokens", "samples"}
 
 
-def test_memory_that_runs_out_changes_nothing_in_the_sum(small_heap: None) -> None:
-    del small_heap
+def test_memory_that_runs_out_changes_nothing_in_the_sum() -> None:
     model, batch, earlier = small_mlp(), one(8), one(8, seed=4)
     expected = large(model, mse, batch)
     for name, each in large(model, mse, earlier).items():

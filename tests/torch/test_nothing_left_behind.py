@@ -22,8 +22,6 @@ from superbatch.torch.options import ClipValue, FrozenBatchNorm, GhostBatchNorm,
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, sgd, start_of
 from tests.torch.states import assert_unchanged, draw_everywhere, fingerprint
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 BATCHES = rows(9, updates=3)
 
 

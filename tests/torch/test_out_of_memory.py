@@ -31,8 +31,6 @@ from tests.torch.helpers import (
     tokens,
 )
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 TEXT = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 
 

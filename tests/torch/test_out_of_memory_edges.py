@@ -16,8 +16,6 @@ from superbatch.torch.options import GhostBatchNorm
 from tests.torch.helpers import assert_same_parameters, mlp, mse, rows, sgd, start_of
 from tests.torch.test_out_of_memory import TEXT, FailAt, quiet
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 
 def make(model: nn.Module, **options: Any) -> Accumulator:
     return Accumulator(

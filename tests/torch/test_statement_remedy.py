@@ -142,7 +142,7 @@ COUPLED: dict[str, tuple[Loss, str]] = {
 
 @pytest.mark.parametrize("weight", [None, count_tokens("labels")], ids=["samples", "tokens"])
 @pytest.mark.parametrize("case", COUPLED)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_no_weight_is_advised_where_none_explains_the_loss(case: str, weight: Any) -> None:
     loss, kind = COUPLED[case]
     for dtype in (torch.float64, torch.float32):
@@ -424,7 +424,7 @@ MEANS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[], Any], str, An
 
 
 @pytest.mark.parametrize("case", MEANS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_the_named_weight_passes_the_check_and_verify(case: str) -> None:
     make, loss, given, text, weight = MEANS[case]
     wrong: list[tuple[torch.dtype, dict[str, Any]]] = [

@@ -24,9 +24,6 @@ from superbatch.torch.window.before_step import BeforeStep
 from tests import forked
 from tests.torch.helpers import assert_same_parameters, large_batch, mlp, mse, rows, start_of
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
-
 _Base: Any = Optimizer  # whose attributes are properties of what is wrapped, as the libraries do
 
 
