@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Sharded(nn.Module):
         super().__init__()
         self.group = group
         self.unsharded: dict[str, Tensor] = {}
+        self.gathers = 0
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         shards = {name.replace(".", "/"): self.shard(p.detach()) for name, p in model.named_parameters()}
         self.shards = nn.ParameterDict({name: nn.Parameter(shard) for name, shard in shards.items()})
@@ -46,6 +47,7 @@ class Sharded(nn.Module):
 
     def gather(self, name: str) -> Tensor:
         """The parameter of all ranks' parts."""
+        self.gathers += 1
         shard = self.shards[name.replace(".", "/")].detach()
         parts = [torch.empty_like(shard) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(parts, shard, group=self.group)
@@ -81,6 +83,7 @@ class ShardedSync(Manual):
         super().__init__(module.group, torch.device("cpu"))
         self.module, self.reductions = module, 0
         self.own: list[float] = []  # norms of this rank's shards
+        self.began = 0
         self.raised = 0  # how often this rank has raised its hand
 
     def vote(self, raised: bool) -> bool:
@@ -93,6 +96,17 @@ class ShardedSync(Manual):
         stack = ExitStack()
         stack.callback(self.module.unsharded.clear)
         return stack
+
+    def turn(self, *, last: bool, idle: bool = False) -> None:
+        """Note how many gathers there were before."""
+        self.began = self.module.gathers
+
+    def catch_up(self, forwards: Iterable[Callable[[], Tensor]], *, backward: bool = True) -> bool:
+        """Run a forward in a turn that has had none here; a backward gathers nothing."""
+        if self.module.gathers == self.began:
+            with suppress(Exception):
+                next(iter(forwards))()
+        return True
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
         """Return the most micro-batches of any rank: each forward gathers from all of them."""

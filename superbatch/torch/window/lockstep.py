@@ -1,9 +1,8 @@
 """Windows of ranks whose forwards wait for each other, as those of sharded models do (`Sync.in_step`).
 
-After each micro-batch every rank hears how it went on the others. Where memory ran out, all ranks begin the
-window again, in as many smaller micro-batches each; after another error all ranks leave it. A rank that fails
-inside a forward that others have entered cannot tell them: they wait for its parameters until the process
-group's timeout.
+After the last turn every rank hears how the window went on the others. Where memory ran out, all ranks begin
+it again, in as many smaller micro-batches each; after another error all ranks leave it. Until then a rank
+that has failed takes part in what the others wait for (`Sync.catch_up`), with one sample in each turn.
 """
 
 from __future__ import annotations
@@ -87,43 +86,59 @@ class _Failure(NamedTuple):
 
 
 def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> _Failure | None:
-    """Return how memory ran out on any rank, None at the end of the window."""
+    """Run all turns; return how memory ran out on any rank, None where it did not.
+
+    Raises:
+        Exception: of this rank; on the others `InputError`.
+    """
     sync, microbatches = window.transaction.config.sync, iter(window)
-    while True:
-        error: Exception | None = None
+    error: Exception | None = None
+    turns = 0  # that have begun
+    while error is None:
         microbatch = None
         try:
             microbatch = next(microbatches, _END)
             if microbatch is _END:
-                return None
+                break
+            turns += 1
             one(microbatch)
         except Exception as raised:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
             error = raised
         del microbatch  # which the iteration takes apart where memory is short
-        here = error is not None and out_of_memory(error)
-        if error is not None:
-            _catch_up(window, error, tight=here)
-        memory, others = sync.sum_numbers([here, error is not None and not here])
-        if error is not None and not here:
-            raise error
-        if others:
-            raise InputError(NOT_ON_ANOTHER_RANK)
-        if error is not None:
-            traceback.clear_frames(error.__traceback__)
-            return _Failure(str(error) or type(error).__name__, here=True)
-        if memory:
-            return _Failure("on another rank", here=False)
+    here = error is not None and out_of_memory(error)
+    if error is not None:
+        _catch_up(window, error, turns, tight=here)
+    memory, others = sync.sum_numbers([here, error is not None and not here])
+    if error is not None and not here:
+        raise error
+    if others:
+        raise InputError(NOT_ON_ANOTHER_RANK)
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+        return _Failure(str(error) or type(error).__name__, here=True)
+    return _Failure("on another rank", here=False) if memory else None
 
 
-def _catch_up(window: OpenWindow, error: Exception, *, tight: bool) -> None:
-    """Let the other ranks come to the end of the turn in which this one has failed."""
+def _catch_up(window: OpenWindow, error: Exception, turns: int, *, tight: bool) -> None:
+    """Let the other ranks come to the end of the window in which this one has failed.
+
+    Args:
+        window: open.
+        error: of this rank.
+        turns: those that had begun.
+        tight: memory is short.
+    """
     config, progress = window.transaction.config, window.transaction.progress
     if tight:
         traceback.clear_frames(error.__traceback__)
         gc.collect()  # an exception and its frames may be a cycle
         release_caches(*config.random.devices)
     first = progress.next if progress.current is None else progress.current
-    config.sync.catch_up(partial(_forward_of_one, window, index) for index in _from(first, progress))
+    forwards = [partial(_forward_of_one, window, index) for index in _from(first, progress)]
+    left = len(progress.microbatches) + progress.microbatches.idle - turns
+    while config.sync.catch_up(forwards) and left:
+        config.sync.turn(last=left == 1, idle=True)
+        left -= 1
 
 
 def _from(first: int, progress: Progress) -> list[int]:

@@ -50,7 +50,7 @@ class Sync(Protocol):
     def in_step(self) -> bool:
         """True if a forward or a backward under `no_sync` communicates.
 
-        All ranks then run as many micro-batches (`turns`, `agree_size`), hear after each of them whether one
+        All ranks then run as many micro-batches (`turns`, `agree_size`), hear after the last one whether one
         has failed (`lockstep`), and join in each other's evaluations of a check (`checks.in_step`).
         """
         ...
