@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.errors import InputError
+from superbatch.errors import InputError, OptimizerError
 from superbatch.torch import Accumulator, WholeBatch, virtual_batch
 from superbatch.torch.gradcache.cached import cached_gradients
 from tests.forked import ROOT, Forked
@@ -133,6 +133,26 @@ def test_a_sync_that_does_not_fit_the_model_is_refused(sync: Any, text: str) -> 
     assert Accumulator(wrapped, torch.optim.SGD(model.parameters()), lambda b: b).sync.kind == "DDP"
     with pytest.raises(InputError, match="DistributedDataParallel, so sync=None is not possible"):
         Accumulator(wrapped, torch.optim.SGD(model.parameters()), lambda b: b, sync=None)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("way", [{}, {"foreach": True}], ids=["each", "foreach"])
+def test_a_step_of_shards_that_breaks_is_not_taken_for_one_that_did_not_begin(way: dict[str, bool]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def breaks(*_: Any) -> None:
+        raise ValueError("no space left on device")
+
+    model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **way)
+    accumulate = Accumulator(model, optimizer, lambda batch: mse(model, batch), microbatch_size=2)
+    accumulate(rows(6)[0])
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    optimizer.register_step_post_hook(breaks)
+    with pytest.raises(OptimizerError, match="parameters and optimizer state are torn"):
+        accumulate(rows(6)[0])
+    assert not torch.equal(before[0], next(iter(model.parameters())).to_local()), "premise: it has stepped"
 
 
 @pytest.mark.usefixtures("group")

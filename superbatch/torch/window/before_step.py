@@ -141,8 +141,11 @@ class BeforeStep:
     def _is_hidden(self) -> bool:
         """Return whether part of an update may not show.
 
-        A fused step does not move versions: it does not show if a second one fails, or a hook after it.
+        A fused step does not move versions: it does not show if a second one fails, or a hook after it. Nor
+        does a step of lists of DTensors.
         """
+        if any(entry.group.get("foreach") and hasattr(entry.target, "device_mesh") for entry in self._owned):
+            return True
         steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in self._owned}
         hooks = any(getattr(each, "_optimizer_step_post_hooks", None) for each in self._optimizers)
         return (len(steps) > 1 or hooks) and any(entry.group.get("fused") for entry in self._owned)
