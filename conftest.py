@@ -24,6 +24,7 @@ from tests import isolation
 # threads has no fixed order; a figure needs no screen.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # to compile takes longer than to run
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests load nothing, and TRL's telemetry starts a thread
 
 # Times vary with the machine: no deadline, and no failure of a test whose examples are slow to make. In CI, a
@@ -93,28 +94,35 @@ collect_ignore += [
 # here costs seconds, nothing else: `./run test --durations=100` shows which are long.
 LONGEST = (
     "test_snippets.py",
-    "test_statement_remedy.py",
-    "test_statement_found.py",
-    "test_verify.py",
-    "test_failing_allocations.py",
-    "test_virtual_compile.py",
-    "test_virtual_batch.py",
-    "test_virtual_operators.py",
-    "test_lr_survey_restore.py",
-    "test_moved_state.py",
-    "test_virtual_paranoid.py",
-    "test_exactness.py",
-    "test_models.py",
-    "test_masters.py",
-    "test_ddp.py",
-    "test_virtual_layouts.py",
-    "test_check_schedule.py",
-    "test_coupled_exact.py",
-    "test_virtual_ranks.py",
     "test_compare.py",
-    "test_snippets.py",
-    "test_advise.py",
+    "test_studies.py",
+    "test_fit.py",
+    "test_failing_allocations.py",
+    "test_verify.py",
+    "test_statement_remedy.py",
+    "test_predict.py",
+    "test_quick.py",
+    "test_statement_found.py",
+    "test_virtual_compile.py",
+    "test_statement_draws.py",
+    "test_virtual_operators.py",
+    "test_survey_study.py",
+    "test_statement_language_models.py",
+    "test_statement.py",
+    "test_virtual_batch.py",
+    "test_check_routine.py",
+    "test_statement_matrix.py",
+    "test_site.py",
+    "test_layers.py",
     "test_distribution.py",
+    "test_coupled_exact.py",
+    "test_virtual_paranoid.py",
+    "test_virtual_layouts.py",
+    "test_masters.py",
+    "test_gpu.py",
+    "test_savings.py",
+    "test_moved_state.py",
+    "test_exchange.py",
 )
 
 TORCH_DEFAULT = {
