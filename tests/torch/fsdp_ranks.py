@@ -165,6 +165,9 @@ def cells(place: Place) -> dict[str, Callable[[], Found]]:
         "gradient": partial(of_gradient, TASKS["samples"], place),
         "resumed/clipped": partial(resumed, TASKS["clipped"], place, inside=False),
         "resumed inside/clipped": partial(resumed, TASKS["clipped"], place, inside=True),
+        "resumed in a turn without weight/windows": partial(
+            resumed, TASKS["windows"], place, inside=True, at=2
+        ),
         "as set": partial(left_as_set, place),
         "nan": partial(stopped, place, partial(not_finite, gradient=False, rank=place.rank), check=False),
         "bad gradient": partial(

@@ -152,33 +152,34 @@ def of_gradient(task: Task, place: Place) -> Found:
     return {"parameters": whole(model), "losses": [r.loss for r in records], "norms": norms}
 
 
-def resumed(task: Task, place: Place, *, inside: bool, **options: Any) -> Found:
-    """Save after the first update, or inside the second, and resume with a new model."""
+def resumed(task: Task, place: Place, *, inside: bool, at: int = 1, **options: Any) -> Found:
+    """Save before an update, or inside it after two turns, and resume with a new model.
+
+    Args:
+        task: the training.
+        place: of the model.
+        inside: whether the window has begun.
+        at: the update.
+        options: of the `Accumulator`.
+    """
     first, data = Training(task, place, **options), batches(task, place.rank)
-    first.run(data[0])
+    for batch in data[:at]:
+        first.run(batch)
+    state = first.accumulate.state_dict()
     if inside:
-        with first.accumulate.window(data[1]) as window:
+        with first.accumulate.window(data[at]) as window:
             for index, microbatch in enumerate(window):
                 window.backward(task.loss(first.model, microbatch))
                 if index == 1:
                     state = copy.deepcopy(first.accumulate.state_dict())
                     break
-    else:
-        state = first.accumulate.state_dict()
     models, steps = first.model.state_dict(), first.optimizer.state_dict()
     second = Training(task, place, **options)
     second.model.load_state_dict(models)
     second.optimizer.load_state_dict(steps)
     second.accumulate.load_state_dict(state)
     second.updates = first.updates
-    if inside:
-        with second.accumulate.window(data[1]) as window:
-            for microbatch in window:
-                window.backward(task.loss(second.model, microbatch))
-        second.updates.append(window.update)
-        second.run(data[2])
-        return second.found()
-    for batch in data[1:]:
+    for batch in data[at:]:
         second.run(batch)
     return second.found()
 

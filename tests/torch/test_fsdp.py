@@ -37,6 +37,7 @@ CELLS = [
     *(f"{how}/clipped" for how in ("offloaded", "kept gathered", "ignored", "compiled")),
     *(f"{how}/clipped" for how in ("resumed", "resumed inside")),
     "resumed inside, each micro-batch/clipped",
+    "resumed in a turn without weight/windows",
     "by hand/samples",
     *(
         f"{how} in the {where}/samples"

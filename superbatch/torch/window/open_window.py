@@ -156,6 +156,7 @@ class OpenWindow(Generic[T]):
             raise misuse.after_failure(progress.broken)
         if self._is_idle:
             self._is_idle = bool(self._with_backward([]))
+            progress.idle_done += 1
             return
         parts = progress.weights.scaled(index, loss, weight)
         skipping = config.nonfinite == "skip_microbatch"
@@ -297,7 +298,7 @@ class OpenWindow(Generic[T]):
         """Hand a micro-batch out again in each turn that other ranks have more: its backward adds zeros."""
         config, progress = self._config, self._progress
         moved = config.state.twin()  # by forwards that no other split of the batch has
-        for left in range(progress.microbatches.idle, 0, -1):
+        while (left := progress.microbatches.idle - progress.idle_done) > 0:
             config.sync.turn(last=left == 1, idle=True)
             progress.current, self._is_idle = 0, True
             moved.begin()

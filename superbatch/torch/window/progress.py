@@ -28,6 +28,7 @@ class Progress:
         arrived: whether a backward of the current one has come to its end.
         broken: the one whose backward raised, or None.
         failures: how often memory ran out.
+        idle_done: turns without weight that are over.
     """
 
     def __init__(self, microbatches: MicrobatchList, weights: WindowWeights, losses: WindowLosses) -> None:
@@ -38,6 +39,7 @@ class Progress:
         self.arrived = False
         self.broken: int | None = None
         self.failures = 0
+        self.idle_done = 0
         self._versions: dict[int, list[int]] = {}  # of the tensors of micro-batches that were handed out
 
     def begin(self) -> None:
@@ -61,7 +63,7 @@ class Progress:
     def restart(self) -> None:
         """Begin at the first micro-batch again."""
         self.losses, self.dropped = self.losses.empty(), []
-        self.next, self.broken = 0, None
+        self.next, self.broken, self.idle_done = 0, None, 0
         self._versions.clear()
         self.weights.returned.clear()
 
@@ -82,6 +84,7 @@ class Progress:
             "returned": dict(self.weights.returned),
             "losses": self.losses.state(),
             "dropped": list(self.dropped),
+            "idle": [self.idle_done, self.microbatches.idle],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -90,11 +93,12 @@ class Progress:
         self.weights.returned = dict(state["returned"])
         self.losses.load_state(state["losses"])
         self.dropped = list(state["dropped"])
+        self.idle_done, self.microbatches.idle = state.get("idle", (0, self.microbatches.idle))
 
     @property
     def complete(self) -> bool:
         """Return whether every micro-batch that counts has had its backward."""
-        if self.broken is not None:
+        if self.broken is not None or self.idle_done < self.microbatches.idle:
             return False
         count = len(self.microbatches.microbatches)
         if len(self.losses) == count:

@@ -59,6 +59,7 @@ def check_structure(state: Mapping[str, Any]) -> None:
         "losses": (lambda v: _by_index(v, _is_number_or_mapping), "a dict from index to loss"),
         "returned": (lambda v: _by_index(v, _is_number_or_mapping), "a dict from index to weight"),
         "dropped": (lambda v: _all(v, _is_index), "a list of indices"),
+        "idle": (lambda v: _all(v, _is_index) and len(v) == 2, "two numbers of turns"),
         "gradients": (lambda v: isinstance(v, Mapping), "a dict of tensors"),
         "random": (_is_random, "the states of the random generators"),
         "random_before": (_is_random, "the states of the random generators"),
