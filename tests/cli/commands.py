@@ -46,6 +46,7 @@ def process(*arguments: str, talkative: bool = False, streams: Sequence[int] | N
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return Forked(
         [*(("-c", _TALKATIVE) if talkative else ("-m", "superbatch")), *arguments],
+        folder=Path.cwd(),
         environment=environment,
         streams=streams,
         session=True,
