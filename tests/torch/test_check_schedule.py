@@ -144,6 +144,7 @@ def accumulator(case: str, **options: Any) -> tuple[nn.Module, torch.optim.Optim
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 4])
 @pytest.mark.parametrize("case", WRONG)
+@pytest.mark.sampled(2)
 def test_a_wrong_declaration_is_found_in_the_first_window_that_shows_it(
     case: str, microbatch_size: int
 ) -> None:
@@ -204,6 +205,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Data, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize("case", RIGHT)
+@pytest.mark.sampled(3)
 def test_a_right_declaration_is_checked_once_more_at_little_cost(case: str, measured: bool) -> None:
     make, loss, data, declared = RIGHT[case]
 

@@ -150,6 +150,7 @@ class Run:
 
 @pytest.mark.parametrize("updates", [0, 1, 2, 4])
 @pytest.mark.parametrize("name", MOVES)
+@pytest.mark.sampled(3)
 def test_what_is_bound_anew_for_the_first_time_is_restored(name: str, updates: int) -> None:
     run = Run()
     for _ in range(updates):

