@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,6 @@ from superbatch.torch import count_tokens
 from superbatch.torch.checks.probing import report
 from superbatch.torch.checks.probing.diagnose import judge
 from superbatch.torch.options import PerSampleRandom
-from tests import forked
 from tests.torch.verify_cases import Problem, flat_batch, mlp, token_batch, token_mean
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,8 +155,14 @@ def test_a_sum(assert_split_invariant):
 def test_the_fixture_in_a_suite_with_warnings_as_errors(tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(textwrap.dedent(SUITE), encoding="utf-8")
     plain = ["-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "-p", "superbatch.pytest_plugin"]
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = forked.run([*plain, "--rootdir", tmp_path, tmp_path], environment=environment)
+    done = subprocess.run(
+        [sys.executable, *plain, "--rootdir", tmp_path, tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert f"AssertionError: {DEPENDS}" in done.stdout
     assert 'state reduction="sum"' in done.stdout
