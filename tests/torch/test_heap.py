@@ -71,6 +71,7 @@ def faults_of(training: str, *sizes: str) -> list[int]:
 def test_memory_that_was_freed_is_not_fetched_again(training: str, to_the_limit: str):
     pages = BLOCKS * 2**20 // resource.getpagesize()
     # Some processes are lucky: something that stays lies behind what is freed.
+    before = largest = 0
     for _ in range(8):
         before, largest, after = faults_of(training, to_the_limit, "8")
         assert after < pages / 10, "at times a block or two"
