@@ -7,13 +7,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from superbatch.errors import InputError
 from superbatch.torch import Accumulator
@@ -73,16 +73,16 @@ def mutated(name: str, place: Place) -> Found:
 
 def compiled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Compile each block, and shard the model."""
-    for block in model.blocks:
+    for block in cast(nn.ModuleList, model.blocks):
         block.compile(backend="aot_eager")
     return fully(model, mesh)
 
 
 def kept_gathered(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard a model whose parameters stay gathered until the end of a window."""
-    fully(model, mesh, reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    return model
+    sharded = fully(model, mesh, reshard_after_forward=False)
+    cast(FSDPModule, sharded).set_reshard_after_backward(False)
+    return sharded
 
 
 BF16 = torch.bfloat16
@@ -118,7 +118,8 @@ def with_policies(mesh: DeviceMesh, rank: int) -> dict[str, Callable[[], Found]]
 
 def with_ignored(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard all but two parameters, which each rank has whole."""
-    return fully(model, mesh, ignored_params={model.last.weight, model.first.bias})
+    ignored = {model.get_parameter(name) for name in ("last.weight", "first.bias")}
+    return fully(model, mesh, ignored_params=ignored)
 
 
 def bare(rank: int) -> dict[str, Callable[[], Found]]:
@@ -138,7 +139,7 @@ def refused(place: Place, sync: Any, *, seed: int = 0) -> Found:
     """Return the text of the error for an Accumulator that cannot be made."""
     model = place.shard(net())
     with torch.no_grad():
-        model.first.bias += seed
+        model.get_parameter("first.bias").add_(seed)
     try:
         Accumulator(model, sgd(model.parameters()), partial(mse, model), sync=sync)
     except InputError as error:

@@ -50,7 +50,8 @@ def fully(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for module in list(model.modules())[:0:-1]:
         if list(module.children()) and not isinstance(module, nn.ModuleList):
             fully_shard(module, mesh=mesh, **inner)
-    return fully_shard(model, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)  # in place
+    return model
 
 
 def full(tensor: Tensor) -> Tensor:

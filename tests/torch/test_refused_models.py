@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -140,19 +140,22 @@ def test_a_sync_that_does_not_fit_the_model_is_refused(sync: Any, text: str) -> 
 def test_a_step_of_shards_that_breaks_is_not_taken_for_one_that_did_not_begin(way: dict[str, bool]) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
     def breaks(*_: Any) -> None:
         raise ValueError("no space left on device")
 
-    model = fully_shard(mlp(), mesh=init_device_mesh("cpu", (1,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **way)
+    model = mlp()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    shards = cast("list[DTensor]", list(model.parameters()))
+    optimizer = torch.optim.SGD(shards, lr=0.1, momentum=0.9, **way)
     accumulate = Accumulator(model, optimizer, lambda batch: mse(model, batch), microbatch_size=2)
     accumulate(rows(6)[0])
-    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    before = [shard.to_local().clone() for shard in shards]
     optimizer.register_step_post_hook(breaks)
     with pytest.raises(OptimizerError, match="parameters and optimizer state are torn"):
         accumulate(rows(6)[0])
-    assert not torch.equal(before[0], next(iter(model.parameters())).to_local()), "premise: it has stepped"
+    assert not torch.equal(before[0], shards[0].to_local()), "premise: it has stepped"
 
 
 @pytest.mark.usefixtures("group")
