@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # to compile takes longer than to run
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests load nothing, and TRL's telemetry starts a thread
+
+# A shell ignores Ctrl-C for what it runs in the background, and Python does as it was started.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Times vary with the machine: no deadline, and no failure of a test whose examples are slow to make. In CI, a
 # red build must be red again when it is run again.

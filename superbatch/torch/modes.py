@@ -1,4 +1,4 @@
-"""torch's modes that are in force, restored after an interrupt that cut torch's own bookkeeping in two."""
+"""torch's modes that are in force, restored after a failure that cut torch's own bookkeeping in two."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch._C import _pop_torch_function_stack  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import (
     _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
@@ -17,13 +18,14 @@ from torch.utils import _python_dispatch as dispatch
 class Modes:
     """The modes that are in force now, outermost first.
 
-    torch enters and leaves a mode, and takes it off while the mode handles a function, in lines of Python:
-    an interrupt between two of them leaves a mode in force for ever, or takes one off that is still in use.
-    There is no public way to see the modes, hence the private names.
+    torch enters and leaves a mode, and takes it off while the mode handles a function, in lines of Python: an
+    interrupt, or a lack of memory, between two of them leaves a mode in force for ever, or takes one off that
+    is still in use. There is no public way to see the modes, hence the private names.
 
     Attributes:
         functions: modes of functions (`torch.overrides.TorchFunctionMode`).
         dispatch: modes of operators (`torch.utils._python_dispatch.TorchDispatchMode`).
+        grad: whether autograd records.
 
     Examples:
         >>> import torch
@@ -38,15 +40,19 @@ class Modes:
         self.functions = _get_current_function_mode_stack()
         self.dispatch = dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
 
+        self.grad = torch.is_grad_enabled()
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Modes):
             return NotImplemented
-        return _same(self.functions, other.functions) and _same(self.dispatch, other.dispatch)
+        alike = _same(self.functions, other.functions) and _same(self.dispatch, other.dispatch)
+        return alike and self.grad == other.grad
 
     __hash__ = None  # type: ignore[assignment]
 
     def restore(self) -> None:
         """Bring into force the modes that were in force when this object was made."""
+        torch.set_grad_enabled(self.grad)
         now = Modes()
         _become(self.functions, now.functions, _pop_torch_function_stack, _push_mode)
         _become(
@@ -67,8 +73,9 @@ def without_modes() -> Iterator[None]:
         ...     torch.zeros(1).device
         device(type='cpu')
     """
-    modes = Modes()
-    _NONE.restore()
+    modes, none = Modes(), Modes()
+    none.functions, none.dispatch = [], []
+    none.restore()
     try:
         yield
     finally:
@@ -76,27 +83,14 @@ def without_modes() -> Iterator[None]:
 
 
 @contextmanager
-def restored_after_interrupt() -> Iterator[None]:
-    """Restore the modes where an interrupt, or another exception that is no error, leaves the block."""
+def restored_after_failure() -> Iterator[None]:
+    """Restore the modes where an exception leaves the block."""
     modes = Modes()
     try:
         yield
-    except BaseException as error:
-        if interrupted(error):
-            modes.restore()
+    except BaseException:
+        modes.restore()
         raise
-
-
-def interrupted(error: BaseException | None) -> bool:
-    """Return whether an exception is no error, such as KeyboardInterrupt, or came while one was handled.
-
-    Examples:
-        >>> interrupted(KeyboardInterrupt()), interrupted(ValueError())
-        (True, False)
-    """
-    while isinstance(error, Exception):
-        error = error.__context__
-    return error is not None
 
 
 def _become(
@@ -111,14 +105,5 @@ def _become(
         push(mode)
 
 
-def _none() -> Modes:
-    modes = Modes()
-    modes.functions, modes.dispatch = [], []
-    return modes
-
-
 def _same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-_NONE = _none()

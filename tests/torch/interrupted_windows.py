@@ -1,4 +1,4 @@
-"""Windows that SIGINT interrupts at the n-th line of the library that they run, in several modes."""
+"""Windows in several modes, and something that happens at the n-th line of the library that they run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import superbatch.torch
+import superbatch
 from superbatch.noise.meter import NoiseMeter
 from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.masters import MasterWeights, fp32_masters
@@ -23,8 +23,7 @@ from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm, PerSampleR
 from tests.torch.helpers import mse, rows
 from tests.torch.states import fingerprint
 
-HERE = Path(superbatch.torch.__file__).parent
-LIBRARY = (str(HERE / "accumulator.py"), str(HERE / "whole_batch.py"), str(HERE / "window"))
+LIBRARY = str(Path(superbatch.__file__).parent)
 BATCHES = rows(7, 3)
 
 
@@ -93,21 +92,23 @@ MODES: dict[str, Mode] = {
     "scaler": Mode(
         {**_POOLED, "scaler": lambda: torch.amp.GradScaler("cpu", init_scale=64.0)}, dtype=torch.float32
     ),
-    "whole batch": Mode(draws=False, whole=True),
+    "whole batch": Mode(draws=False, whole=True, optimizers=_momentum),
 }
 
 
 class Run:
     """A training in one mode, made the same each time."""
 
-    def __init__(self, name: str) -> None:
-        mode = MODES[name]
+    def __init__(self, name: str, *, draws: bool = True) -> None:
+        mode = MODES[name] if draws else replace(MODES[name], draws=False)
+        self.breaks: BaseException | None = None  # raised once, by the second loss of a window
+        self._losses = 0
         self.reseed()
         self.model = Model(norm=mode.norm, draws=mode.draws, counts=mode.counts).to(mode.dtype)
         self.masters = fp32_masters(self.model) if mode.masters else None
         trained = list(self.model.parameters() if self.masters is None else self.masters.values())
         self.optimizers = mode.optimizers(trained)
-        self.owned, self.dtype = mode.owned, mode.dtype
+        self.owned, self.whole, self.dtype = mode.owned, mode.whole, mode.dtype
         self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in self.optimizers]
         options = {"microbatch_size": 3, "scheduler": self.schedulers, **mode.options}
         for made in ("observers", "scaler"):
@@ -124,8 +125,13 @@ class Run:
             self.accumulate = Accumulator(self.model, stepped, loss_fn, **{"check": False, **options})
 
     def loss(self, batch: Any) -> Tensor:
-        """Of a micro-batch, or of the whole batch."""
-        return mse(self.model, batch)
+        """Return the loss of a micro-batch, or of the whole batch."""
+        loss = mse(self.model, batch)
+        self._losses += 1
+        if self.breaks is not None and (self._losses == 2 or self.whole):
+            error, self.breaks = self.breaks, None
+            raise error
+        return loss
 
     def reseed(self) -> None:
         """Set all random generators."""
@@ -135,6 +141,7 @@ class Run:
 
     def update(self, number: int) -> None:
         """Make the update of a batch."""
+        self._losses = 0
         batch = tuple(each.to(self.dtype) for each in BATCHES[number])
         if not self.owned:
             self.accumulate(batch)
@@ -142,7 +149,7 @@ class Run:
         assert isinstance(self.accumulate, Accumulator)
         with self.accumulate.window(batch) as window:
             for microbatch in window:
-                window.backward(mse(self.model, microbatch))
+                window.backward(self.loss(microbatch))
 
     def state(self) -> dict[str, Any]:
         """Describe everything, apart from where it lies in memory; copies."""
@@ -155,18 +162,24 @@ class Run:
         return {key: value.clone() if isinstance(value, Tensor) else value for key, value in found.items()}
 
 
-class Interrupt:
-    """SIGINT at the n-th line of the library that runs inside the block; 0: count the lines alone.
+def interrupt() -> None:
+    """Press Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
+class AtLine:
+    """Something that happens at the n-th line of the library that runs inside the block.
 
     Attributes:
         lines: that ran.
-        place: where it was interrupted.
+        place: where it happened.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number, self.lines, self.place = number, 0, ""
+    def __init__(self, number: int, happens: Callable[[], None] = interrupt) -> None:
+        """Count the lines, and let it happen at one of them; 0: at none."""
+        self.number, self.happens, self.lines, self.place = number, happens, 0, ""
 
-    def __enter__(self) -> Interrupt:
+    def __enter__(self) -> AtLine:
         self._before = sys.gettrace()
         sys.settrace(self._called)
         return self
@@ -185,5 +198,5 @@ class Interrupt:
                 self.place = (
                     f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
                 )
-                signal.raise_signal(signal.SIGINT)
+                self.happens()
         return self._line

@@ -14,7 +14,7 @@ import pytest
 from superbatch.torch.window.participants.buffer_gradients import BufferGradientSum
 from superbatch.torch.window.participants.momentum_gradients import MomentumGradientSum
 from superbatch.torch.window.participants.parameter_gradients import GradientVersions, _versions
-from superbatch.torch.window.transaction import Transaction, restore_each
+from superbatch.torch.window.transaction import Transaction, take_each
 from tests.torch.failing_allocations import TEXT, sweep
 from tests.torch.fault_cells import MODES, cell, cells
 
@@ -106,8 +106,8 @@ def test_everything_is_restored_although_one_step_fails() -> None:
         raise KeyError("broken")
 
     with pytest.raises(KeyError, match="broken"):
-        restore_each(lambda: done.append("first"), broken, scarce, lambda: done.append("last"))
-    assert done == ["first", "scarce", "scarce", "last"]
+        take_each(lambda: done.append("first"), broken, scarce, lambda: done.append("last"))
+    assert done == ["first", "first", "scarce", "scarce", "last"]
 
 
 # -- a real allocator --------------------------------------------------------------------------------------

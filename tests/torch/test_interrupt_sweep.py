@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from superbatch.errors import SuperbatchError
-from tests.torch.interrupted_windows import MODES, Interrupt, Run
+from tests.torch.interrupted_windows import MODES, AtLine, Run
 from tests.torch.states import assert_unchanged
 
 POINTS = 6  # lines of a window, in the default suite
@@ -21,7 +21,7 @@ def wrong_at(mode: str, windows: int, number: int) -> str | None:
     run = trained(mode, windows)
     before = run.state()
     lost = False
-    with Interrupt(number) as interrupt, suppress(KeyboardInterrupt):
+    with AtLine(number) as interrupt, suppress(KeyboardInterrupt):
         run.update(windows)
         lost = bool(interrupt.place)
     if lost:
@@ -64,7 +64,7 @@ def undisturbed(mode: str, windows: int) -> tuple[Any, Any]:
 def sweep(mode: str, windows: int, points: int | None) -> None:
     trained(mode, windows + 1)  # what is cached once per process is cached
     counted = trained(mode, windows)
-    with Interrupt(0) as interrupt:
+    with AtLine(0) as interrupt:
         counted.update(windows)
     assert interrupt.lines > 300, "the premise: lines of the library ran"
     stride = max(1, interrupt.lines // (points or MOST))

@@ -207,27 +207,20 @@ def zero_grad_forgotten(patch: Patch) -> None:
 
 
 def scheduler_per_microbatch(patch: Patch) -> None:
-    update = update_rule.update
-
-    def thrice(step: Any, *arguments: Any) -> None:
-        update(step, *arguments)
-        for _ in range(2):
-            for scheduler in step.schedulers:
-                scheduler.step()
-
-    patch.setattr(update_rule, "update", thrice)
+    steps = update_rule.scheduler_steps
+    patch.setattr(update_rule, "scheduler_steps", lambda *of: [*steps(*of), *steps(*of), *steps(*of)])
     patch.setattr("superbatch.torch.window.slip_watch.warn", lambda *args, **kwargs: None)  # it is seen
 
 
 def optimizer_twice(patch: Patch) -> None:
-    update = update_rule.update
+    steps_of = update_rule.OptimizerSteps.__init__
 
-    def twice(step: Any, *arguments: Any) -> None:
-        for optimizer in step.optimizers:
+    def twice(self: Any, rule: Any, *arguments: Any) -> None:
+        steps_of(self, rule, *arguments)
+        for optimizer in rule.optimizers:
             optimizer.step()
-        update(step, *arguments)
 
-    patch.setattr(update_rule, "update", twice)
+    patch.setattr(update_rule.OptimizerSteps, "__init__", twice)
 
 
 def last_microbatch_only(patch: Patch) -> None:

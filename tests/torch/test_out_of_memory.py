@@ -116,7 +116,10 @@ def check_every_operation(case: Case, batches: list[Any], *, stride: int = 1) ->
             half_made += 1
             continue
         assert_same_parameters(reference, model, 1e-12, start=start)
-        if error is None:
+        if error is None and not updates[1].failures:  # between the parameters that momentum buffers move
+            assert fail.failed == ["aten.add_.Tensor"] and updates[1].grad_norm is None
+            at_the_update += 1
+        elif error is None:
             assert updates[1].failures == 1, fail.failed
             recovered += 1
         elif "an update that needs memory" in error:

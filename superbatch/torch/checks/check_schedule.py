@@ -181,7 +181,7 @@ class CheckSchedule:
         """End a window: what it has shown counts if its update was made."""
         if made:
             self._before = self._now
-            self._microbatches += self._pending
+            self._microbatches, self._pending = self._microbatches + self._pending, 0
         elif self._now is not self._before:
             self._now = self._before
             self._open(self._known)

@@ -61,7 +61,7 @@ class Reserve:
         Raises:
             OutOfMemoryError: there is not.
         """
-        states = self._states()
+        states = sum([len(leaf.state) for leaf in self._leaves])
         if states == min(len(self._owned), self._share) and not self.tight:
             return
         if sum([entry.target.nbytes for entry in self._owned]) < LEAST_BYTES:
@@ -101,9 +101,6 @@ class Reserve:
         if self._owned:
             return self._owned[0].target.device
         return next(parameter.device for model in self._models for parameter in model.parameters())
-
-    def _states(self) -> int:
-        return sum([len(leaf.state) for leaf in self._leaves])
 
     def _allocate(self, needed: int) -> None:
         """Allocate in pieces no larger than the step's own, so that gaps between blocks serve as well."""

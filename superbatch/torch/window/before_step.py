@@ -103,6 +103,28 @@ class BeforeStep:
         pairs = zip(self._owned, self._versions, strict=True)
         return all(e.target._version == version for e, version in pairs if e.optimizer is optimizer)
 
+    def not_made(self, idle: Sequence[torch.optim.Optimizer], count: int) -> str | None:
+        """Return why no update was made although all optimizers were called; None if it was made.
+
+        Args:
+            idle: optimizers that have left out their work; if all have, what can be restored is restored.
+            count: of all optimizers.
+
+        Raises:
+            OptimizerError: some have stepped and some have not.
+        """
+        if not idle:
+            return None
+        names = ", ".join(map(describe, idle))
+        if len(idle) < count:
+            self.tear()
+            raise OptimizerError(
+                f"{names}, but another optimizer stepped: half of the update was made. "
+                "Load a checkpoint, and pass optimizers that step at every call."
+            )
+        self.put_back()
+        return f"the optimizer did not step: {names}"
+
     def forget(self) -> None:
         """Free what was noted, but for where the tensors of the states stand."""
         self._groups, self._is_noted = [], False
@@ -149,34 +171,6 @@ class BeforeStep:
         steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in self._owned}
         hooks = any(getattr(each, "_optimizer_step_post_hooks", None) for each in self._optimizers)
         return (len(steps) > 1 or hooks) and any(entry.group.get("fused") for entry in self._owned)
-
-
-def not_made(idle: Sequence[torch.optim.Optimizer], before: BeforeStep, count: int) -> str | None:
-    """Return why no update was made although all optimizers were called; None if it was made.
-
-    Args:
-        idle: optimizers of which no step was seen.
-        before: noted before the step; what it can restore is restored if none has stepped.
-        count: of all optimizers.
-
-    Raises:
-        OptimizerError: some have stepped and some have not.
-
-    Examples:
-        >>> not_made([], BeforeStep([], []), 1)
-    """
-    idle = [optimizer for optimizer in idle if before.still(optimizer)]
-    if not idle:  # or a step that no hook sees, such as a compiled one, has moved its parameters
-        return None
-    names = ", ".join(map(describe, idle))
-    if len(idle) < count:
-        before.tear()
-        raise OptimizerError(
-            f"{names}, but another optimizer stepped: half of the update was made. "
-            "Load a checkpoint, and pass optimizers that step at every call."
-        )
-    before.put_back()
-    return f"the optimizer did not step: {names}"
 
 
 class _States:

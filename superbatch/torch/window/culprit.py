@@ -40,7 +40,7 @@ def by_gradient(window: Transaction, losses: Any, gradients: list[Tensor | None]
         return Culprit(0, losses[0], parameter, whole=True)
     if config.loss_fn is None:  # an owned loop cannot be run again
         return Culprit(parameter=parameter, droppable=_can_drop(window))
-    config.random.restore()
+    config.random.restart()  # the window is not over: it is restored once more
     config.state.restore()
     took_part = window.progress.weights.took_part(window.progress.dropped)
     terms: list[str] = []

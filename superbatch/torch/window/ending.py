@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from superbatch.errors import NonFiniteError
@@ -18,9 +20,11 @@ from ..loss.losses import Sum, WindowLoss, over_ranks
 from . import culprit, update_rule
 from .microbatches import Shown
 from .nonfinite import Culprit
+from .participants.gradient_sum import clear
 from .participants.momentum_gradients import MomentumGradientSum
 from .participants.noise.windows import Summed
-from .transaction import Transaction
+from .transaction import Transaction, take_each
+from .update_rule import Once, OptimizerSteps
 
 
 class Ending:
@@ -33,14 +37,25 @@ class Ending:
 
     Attributes:
         update: the record; None before the end.
-        passed: whether the point of no return is passed: the optimizer has stepped, or the gradient is in
-            ``.grad``.
     """
 
     def __init__(self, window: Transaction, looks: CheckSchedule | None, started: float) -> None:
         self.update: Update | None = None
-        self.passed = False
         self._window, self._looks, self._started = window, looks, started
+        self._point: Once | OptimizerSteps | None = None  # of no return
+        self._rest: list[Callable[[], Any]] = []
+        # Where autocast encloses the whole training loop, it would continue with copies of the parameters as
+        # they were.
+        self._after_step: list[Callable[[], Any]] = [torch.clear_autocast_cache]
+        if window.config.rule.masters_copied:
+            self._after_step.append(partial(update_rule.copy_masters, window.config.owned))
+
+    @property
+    def passed(self) -> bool:
+        """True from the point of no return: the optimizers have stepped, or the gradient is in ``.grad``."""
+        if isinstance(self._point, Once):
+            return bool(self._point.returned)
+        return self._point is not None and self._point.made
 
     def finish(self) -> None:
         """Combine the sums of all micro-batches and ranks, and end the window with them.
@@ -71,7 +86,8 @@ class Ending:
             return
         if look and shown is not None:
             self._look_again(shown)
-        window.require_scale()
+        if window.scale is not None:
+            window.scale.require()
         gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, found.divisor)
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
@@ -83,12 +99,11 @@ class Ending:
             return
         if norm is not None and finite and noise is not None:
             noise.measure(gradients, norm, self._summed(sums[0].weight, found.divisor))
-        if config.earlier is not None:
-            self._keep(found, gradients, norm)
-        elif finite:
-            self._apply(found, rates, gradients, norm)
-        else:
+        if not finite and config.earlier is None:
             self._overflow(found, rates, norm)
+            return
+        end = self._apply if config.earlier is None else self._keep
+        end(found, rates, gradients, norm)
 
     def leave_early(self) -> None:
         """Record that the window was left before its last micro-batch, and restored."""
@@ -96,6 +111,20 @@ class Ending:
         reason = f"left after {len(progress.losses)} of {len(progress.microbatches)} micro-batches"
         rates = update_rule.learning_rates(self._window.config.rule)
         self._record(WindowLoss(math.nan, 0), rates, skipped=reason)
+
+    def complete(self) -> None:
+        """Finish a window that has passed the point of no return; may be called again.
+
+        Raises:
+            BaseException: that of a scheduler or a participant; all else is finished.
+        """
+        take_each(*self._rest)
+
+    def abort(self) -> None:
+        """Leave an update that broke inside the step of an optimizer: it is neither made nor undone."""
+        window, config = self._window, self._window.config
+        scale = [] if window.scale is None else [window.scale.restore]
+        take_each(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
 
     def _apply(
         self,
@@ -111,25 +140,57 @@ class Ending:
             update_rule.clip(rule, gradients, norm)
         config.reserve.require()
         self._prepare_commit()
-        reason = update_rule.update(rule, window.gradients, config.owned, gradients, config.before_step)
+        window.gradients.attach(gradients)
+        self._rest = [
+            *self._after_step,
+            partial(self._record, found, rates, norm=norm),
+            *(update_rule.scheduler_steps(rule, found.loss) if rule.schedulers else ()),
+            partial(update_rule.zero_grad, config.owned, config.until_next),
+            *window.commits(),
+        ]
+        self._point = steps = OptimizerSteps(rule, window.gradients, config.before_step)
+        reason = steps.take()
         if reason:
             window.restore()
             self._record(found, rates, norm=norm, skipped=reason)
-            return
-        self.passed = True
-        self._record(found, rates, norm=norm)
-        update_rule.advance(rule, found.loss)
-        update_rule.zero_grad(config.owned, config.until_next)
-        window.commit()
+        else:
+            take_each(*self._rest)
 
-    def _keep(self, found: WindowLoss, gradients: list[Tensor | None], norm: float | None) -> None:
+    def _keep(
+        self,
+        found: WindowLoss,
+        rates: tuple[float, ...],
+        gradients: list[Tensor | None],
+        norm: float | None,
+    ) -> None:
         """Leave the gradient in ``.grad``: scaled, where losses are scaled."""
         window = self._window
-        window.gradients.attach(gradients)
+        norm = None if norm is None else norm / (window.scaled_by or 1.0)
         self._prepare_commit()
-        self.passed = True
-        self._record(found, (), norm=None if norm is None else norm / (window.scaled_by or 1.0))
-        window.commit()
+        self._pass(
+            partial(window.gradients.attach, gradients),
+            partial(self._record, found, rates, norm=norm),
+            *window.commits(),
+        )
+
+    def _overflow(self, found: WindowLoss, rates: tuple[float, ...], norm: float | None) -> None:
+        """Lower the scale: the gradient of the scaled loss is not finite, so no optimizer steps."""
+        window, config = self._window, self._window.config
+        scaler: Any = config.rule.scaler  # unscale_ has told it of each optimizer
+        self._prepare_commit()
+        self._pass(
+            scaler.update,
+            partial(clear, config.owned),
+            partial(self._record, found, rates, norm=norm, skipped=_OVERFLOW),
+            *window.commits(),
+        )
+
+    def _pass(self, point: Callable[[], object], *rest: Callable[[], object]) -> None:
+        """Pass the point of no return, and finish."""
+        self._rest = list(rest)
+        self._point = Once(point)
+        self._point.take()
+        self.complete()
 
     def _prepare_commit(self) -> None:
         """Run what the commit of a participant needs and what may fail, such as pooling of statistics."""
@@ -137,14 +198,6 @@ class Ending:
         for participant in (config.norms, config.earlier):
             if participant is not None:
                 participant.prepare()
-
-    def _overflow(self, found: WindowLoss, rates: tuple[float, ...], norm: float | None) -> None:
-        """Lower the scale: the gradient of the scaled loss is not finite."""
-        window, config = self._window, self._window.config
-        self._prepare_commit()
-        reason = update_rule.overflow(config.rule, config.owned)
-        self._record(found, rates, norm=norm, skipped=reason)
-        window.commit()
 
     def _refuse(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
         progress, skipping = self._window.progress, self._window.config.nonfinite == "skip_update"
@@ -196,3 +249,6 @@ class Ending:
             losses=found.losses,
             weights=found.weights,
         )
+
+
+_OVERFLOW = "overflow: the gradient of the scaled loss is not finite"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from superbatch.errors import InputError, WindowError
@@ -20,7 +22,7 @@ from ..loss.records import WindowWeights
 from ..loss.terms import TermWeights, returned_weights
 from ..loss.weighing import NOT_ON_ANOTHER_RANK, Weights
 from ..masters import masters_at_first, masters_loader, masters_state, masters_written, take_over
-from ..modes import restored_after_interrupt
+from ..modes import restored_after_failure
 from ..sizes.sizing import Sizing
 from . import misuse, options, validation
 from .config import Config
@@ -31,6 +33,7 @@ from .owned_parameters import ModelParameters, OwnedParameters
 from .participants.placement import Placement
 from .slip_watch import SlipWatch
 from .slips import PLAIN, refuse_no_batch
+from .update_rule import Once
 from .work import Work
 
 
@@ -64,6 +67,7 @@ class Engine:
     ) -> None:
         self.config, self.work = config, work
         self.updates, self.checked = 0, False
+        self._number = 1  # of the window that is open, if it makes an update
         self._parameters, self._placement = parameters, placement
         self._schedule, self._slips = schedule, slips
         self._window: OpenWindow[Any] | None = None
@@ -122,7 +126,7 @@ class Engine:
         if self._slips.watches:
             self._slips.open(microbatches.samples if sizing is self.work.watched else None)
         if schedule is not None:
-            with restored_after_interrupt():
+            with restored_after_failure() if first else nullcontext():
                 schedule.open(microbatches, check_first_window if first else None, self.updates)
         return OpenWindow(
             config,
@@ -134,7 +138,8 @@ class Engine:
             watch=validation.BackwardWatch(config.owned) if first else None,
             looks=schedule,
             entered=self._entered,
-            left=self._left,
+            resumed=self._resumed,
+            leaving=self._leaving,
         )
 
     def _cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
@@ -229,23 +234,41 @@ class Engine:
     def _entered(self, window: OpenWindow[Any]) -> None:
         if self._window is not None:
             raise misuse.second_window()
-        window.require_resume(self._resume)
-        self._window, self._resume = window, None
+        if window.resume is not self._resume:
+            raise misuse.gone_on_from()
+        self._number = self.updates + 1
+        self._window, window.is_open = window, True  # on one line: nothing fails between the two
 
-    def _left(self, made: bool) -> None:
-        self._window = None
+    def _resumed(self) -> None:
+        self._resume = None
+
+    def _leaving(self, window: OpenWindow[Any], made: bool) -> list[Callable[[], None]]:
+        """Return the steps that close a window, for `take_each`."""
+        config, sizing = self.config, window.transaction.sizing
+        steps: list[Callable[[], None]] = []
         if self._slips.watches:
-            self._slips.close()
-        config = self.config
+            steps.append(self._slips.close)
         if config.masters:
-            self._written = masters_written(config.owned)
+            steps.append(self._note_masters)
         if config.noise is not None:
-            config.noise.left(made=made)
+            steps.append(partial(config.noise.left, made=made))
         if not self._schedule.idle:
-            self._schedule.left(made=made)
+            steps.append(partial(self._schedule.left, made=made))
+        if sizing.learns:
+            steps.append(Once(partial(sizing.closed, made=made)).take)
         if made:
-            self.checked = True
-            self.updates += 1
+            steps.append(self._count)
+        steps.append(partial(self._close, window))
+        return steps
+
+    def _count(self) -> None:
+        self.checked, self.updates = True, self._number
+
+    def _close(self, window: OpenWindow[Any]) -> None:
+        self._window, window.is_open = None, False
+
+    def _note_masters(self) -> None:
+        self._written = masters_written(self.config.owned)
 
 
 def _weights_in(config: Config, microbatches: list[Any], samples: list[int] | None) -> WindowWeights:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -17,17 +16,17 @@ from ..checks.check_schedule import CheckSchedule
 from ..interrupts import DeferredInterrupts
 from ..loss.records import WindowWeights
 from ..memory.out_of_memory import out_of_memory
-from ..modes import Modes, interrupted
+from ..modes import Modes
 from ..sizes.reserve import raise_if_out_of_memory
 from ..sizes.sizing import Sizing
 from . import dropping, lockstep, misuse, retry, saving
 from .config import Config
 from .ending import Ending
 from .microbatches import MicrobatchList
-from .participants.gradient_sum import LOW_PRECISION, GradientSum, clear
+from .participants.gradient_sum import LOW_PRECISION, GradientSum
 from .participants.parameter_gradients import ParameterGradientSum
 from .progress import Progress
-from .transaction import Transaction, restore_each
+from .transaction import Transaction, take_each
 from .validation import BackwardWatch
 
 T = TypeVar("T")
@@ -41,6 +40,8 @@ class OpenWindow(Generic[T]):
 
     Attributes:
         transaction: everything that the window may change.
+        resume: the saved state that it resumes; None: it begins anew.
+        is_open: whether its block was entered and not left; set by what opens windows.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class OpenWindow(Generic[T]):
         watch: BackwardWatch | None,
         looks: CheckSchedule | None,
         entered: Callable[[OpenWindow[Any]], None],
-        left: Callable[[bool], None],
+        resumed: Callable[[], None],
+        leaving: Callable[[OpenWindow[Any], bool], list[Callable[[], None]]],
     ) -> None:
         started = time.perf_counter()
-        self._config, self._resume = config, resume
-        self._entered, self._left = entered, left
-        self._is_open = self._is_idle = False
+        self._config, self.resume = config, resume
+        self._entered, self._resumed, self._leaving = entered, resumed, leaving
+        self.is_open = self._is_idle = False
         self._iterator: Generator[Any, None, None] | None = None
         self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
         self._progress = Progress(pieces, weights, weights.new_losses())
@@ -78,11 +80,11 @@ class OpenWindow(Generic[T]):
             with DeferredInterrupts():
                 self._modes = Modes()
                 self._entered(self)
-                self._is_open = True
                 self._config.until_next.clear()
                 self.transaction.begin()
-                if self._resume is not None:
-                    self.transaction.load_state_dict(self._resume)
+                if self.resume is not None:
+                    self._resumed()
+                    self.transaction.load_state_dict(self.resume)
             return self
         except BaseException as error:
             self.abandon(error)
@@ -110,20 +112,19 @@ class OpenWindow(Generic[T]):
         Args:
             error: the reason, if it is an exception.
         """
-        if self._is_open:
+        if self.is_open:
             with DeferredInterrupts():
                 try:
-                    self._discard(error)
+                    self._modes.restore()
+                    if self._ending.passed:
+                        self._ending.complete()
+                    else:
+                        self._discard(error)
                 finally:  # or no other window could ever be opened
                     self._forget()
 
-    def require_resume(self, state: dict[str, Any] | None) -> None:
-        """Check that the saved state that this window resumes is still waiting."""
-        if self._resume is not state:
-            raise misuse.gone_on_from()
-
     def __iter__(self) -> Iterator[T]:
-        if not self._is_open:
+        if not self.is_open:
             raise misuse.not_open()
         self._iterator = self._iterate()
         return self._iterator
@@ -181,8 +182,10 @@ class OpenWindow(Generic[T]):
 
     def _with_backward(self, parts: list[tuple[Tensor, float]]) -> list[tuple[Tensor, float]]:
         """Return the losses that have a backward; for each other one other ranks may wait."""
+        if not self._config.sync.in_step:
+            return [each for each in parts if each[1]]  # a mean without weight may be NaN, and 0 x NaN is NaN
         run = lockstep.with_backward(parts, self._config.sync)
-        if self._in_grad is not None and self._config.sync.in_step:
+        if self._in_grad is not None:
             self._in_grad.took()  # a backward of zeros here reduces what other ranks have
         return run
 
@@ -211,7 +214,7 @@ class OpenWindow(Generic[T]):
             raise
 
     def _close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
-        if not self._is_open:
+        if not self.is_open:
             return
         try:
             self._config.before_step.note()
@@ -230,7 +233,7 @@ class OpenWindow(Generic[T]):
             self._forget()
 
     def _settle(self, raised: BaseException, *, left: bool) -> None:
-        """Restore everything after an error, or finish the update where parameters have moved.
+        """Restore everything after an error, or finish the update where the optimizers have stepped.
 
         Args:
             raised: the error.
@@ -239,33 +242,32 @@ class OpenWindow(Generic[T]):
         Raises:
             OutOfMemoryError, OptimizerError: the error, explained.
         """
+        self._modes.restore()
+        if self._ending.passed:
+            self._ending.complete()
+            return
         before = self._config.before_step
-        as_before = not self._ending.passed and before.put_back()
+        as_before = before.put_back()
         if as_before:
             self._discard(raised)
-        else:  # what raised came inside the step, or after the update, which stands
-            transaction = self.transaction
-            scale = [] if transaction.scale is None else [transaction.scale.restore]
-            restore_each(partial(clear, self._config.owned), *scale, transaction.commit)
-        if left and not self._ending.passed:
+        else:
+            self._ending.abort()
+        if left:
             raise_if_out_of_memory(raised, torn=None if as_before else before.tear)
             if not as_before:
                 before.raise_torn(raised)
 
     def _forget(self) -> None:
-        """Let go of everything, and let the accumulator open another window."""
+        """Free everything, and let the accumulator open another window."""
         update = self._ending.update
         made = update is not None and update.skipped is None
-        self._is_open = False
-        try:
-            self._config.before_step.forget()
-            self._progress.microbatches.clear()
-            if self._config.transfer is not None:
-                self._config.transfer.forget()
-            if self.transaction.sizing.learns:
-                self.transaction.sizing.closed(made=made)
-        finally:
-            self._left(made)
+        transfer = self._config.transfer
+        take_each(
+            self._config.before_step.forget,
+            self._progress.microbatches.clear,
+            *([] if transfer is None else [transfer.forget]),
+            *self._leaving(self, made),
+        )
 
     def _iterate(self) -> Generator[Any, None, None]:
         config, window, progress = self._config, self.transaction, self._progress
@@ -328,7 +330,7 @@ class OpenWindow(Generic[T]):
         try:
             self.end_iteration()
         finally:
-            if interrupted(error):
+            if error is not None:
                 self._modes.restore()
             self.transaction.restore()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from ..memory.out_of_memory import out_of_memory, release_caches
@@ -34,6 +35,7 @@ class Transaction:
         scale: of the losses; None: they are not scaled.
         streams: random streams of samples; None: micro-batches draw from the global generators.
         norms: BatchNorms that are frozen or pooled; None: there are none.
+        pooled: those whose statistics are pooled, which smaller micro-batches would change.
         noise: of the gradient, where this window measures it.
     """
 
@@ -50,6 +52,7 @@ class Transaction:
         samples = sum(progress.microbatches.samples or ())
         self.streams = SampleStreams(config.sync, samples) if config.sample_rng else None
         self.norms: Frozen | Pooled | None = config.norms
+        self.pooled = self.norms if isinstance(self.norms, Pooled) else None
         self.noise: NoiseOfWindows | None = config.noise
         self.watch = watch
         if self.noise is not None:
@@ -72,23 +75,14 @@ class Transaction:
         self._participants: list[Participant] = [each for each in found if each is not None]
         # Called for each micro-batch, where each call shows in a window of a small model.
         self._savepoints = [each.savepoint for each in self._participants if has_savepoint(type(each))]
+        self._commits = [each.commit for each in self._participants]
         self._begun = 0  # how many of them, from the first
         self._unsynchronised = ExitStack()
-
-    @property
-    def pooled(self) -> Pooled | None:
-        """BatchNorms whose statistics are pooled, which smaller micro-batches would change."""
-        return self.norms if isinstance(self.norms, Pooled) else None
 
     @property
     def scaled_by(self) -> float | None:
         """Scale of the losses since the window began; None: they are not scaled."""
         return None if self.scale is None else self.scale.value
-
-    def require_scale(self) -> None:
-        """Check that all losses of the window were scaled alike, where they are scaled."""
-        if self.scale is not None:
-            self.scale.require()
 
     def begin(self) -> None:
         """Begin; what fails is followed by `restore`."""
@@ -130,20 +124,14 @@ class Transaction:
         Raises:
             BaseException: the last that a participant raised.
         """
-        restore_each(
+        take_each(
             self._unsynchronised.close,
             *(participant.restore for participant in reversed(self._participants[: self._begun])),
         )
 
-    def commit(self) -> None:
-        """Keep what the window did; where a participant fails, the others commit all the same."""
-        self._unsynchronised.close()
-        try:
-            for participant in self._participants:
-                participant.commit()
-        except BaseException:
-            restore_each(*(participant.commit for participant in self._participants))
-            raise
+    def commits(self) -> list[Callable[[], None]]:
+        """Return the steps that keep what the window did, for `take_each`."""
+        return [self._unsynchronised.close, *self._commits]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all participants in one mapping."""
@@ -158,8 +146,7 @@ class Transaction:
         """Resume from the states of all participants."""
         if self.scale is None:
             require_scale(None, state)
-        for participant in self._participants:
-            participant.load_state_dict(state)
+        take_each(*(partial(each.load_state_dict, state) for each in self._participants))
 
     def stream(self, index: int) -> AbstractContextManager[None]:
         """Return a context in which the samples of a micro-batch have random streams of their own."""
@@ -174,27 +161,35 @@ def _scale_of(config: Config) -> LossScale:
     return LossScale(config.rule.scaler, device, scaled_by_host=by_host, unscaled=unscaled)
 
 
-def restore_each(*steps: Callable[[], None]) -> None:
-    """Take each step in turn, also after one that failed; one that ran out of memory is taken once more.
+def take_each(*steps: Callable[[], Any]) -> None:
+    """Take each step in turn; where one fails, take all of them once more, also those after one that fails.
 
     Args:
-        steps: each restores something, and may be taken twice.
+        steps: each may be taken twice.
 
     Raises:
-        BaseException: that of the last step that failed.
+        BaseException: the error of the first time; of the second time, where a step fails again. Lack of
+            memory that is over the second time is not raised.
 
     Examples:
         >>> done = []
-        >>> restore_each(lambda: done.append(1), lambda: done.append(2))
+        >>> take_each(lambda: done.append(1), lambda: done.append(2))
         >>> done
         [1, 2]
     """
-    with ExitStack() as stack:  # which takes the step that was put in last first
-        for step in reversed(steps):
-            stack.callback(_restore, step)
+    try:
+        for step in steps:
+            step()
+    except BaseException as error:
+        no_memory = out_of_memory(error)
+        with ExitStack() as stack:  # which takes the step that was put in last first
+            for step in reversed(steps):
+                stack.callback(_with_memory, step)
+        if not no_memory:
+            raise
 
 
-def _restore(step: Callable[[], None]) -> None:
+def _with_memory(step: Callable[[], Any]) -> None:
     try:
         step()
     except BaseException as error:

@@ -22,12 +22,13 @@ from superbatch.errors import OptimizerError, explain
 
 from .. import fastpaths
 from ..devices import local_part
-from .before_step import BeforeStep, not_made
+from ..memory.out_of_memory import out_of_memory, release_caches
+from .before_step import BeforeStep
 from .norm import elements_of
 from .participants.gradient_sum import GradientSum, ManagedParameter, clear, values
 from .participants.momentum_gradients import MomentumGradientSum
 from .sync.sync import Sync
-from .wrapped import reaches
+from .wrapped import WatchedStep
 
 Clip = Callable[[Sequence[Tensor]], None]
 
@@ -89,56 +90,141 @@ def clip(rule: UpdateRule, gradients: list[Tensor | None], norm: float) -> None:
         rule.clip([values(each) if each.is_sparse else each for each in gradients if each is not None])
 
 
-def update(
-    rule: UpdateRule,
-    gradient_sum: GradientSum,
-    owned: list[ManagedParameter],
-    gradients: list[Tensor | None],
-    before: BeforeStep,
-) -> str | None:
-    """Make the update: optimizer, scaler, master copies; return why it was not made, None if it was."""
-    before.begin()
-    if isinstance(gradient_sum, MomentumGradientSum):
-        gradient_sum.apply()
-    gradient_sum.attach(gradients)
-    try:
-        if rule.scaling:
-            idle = _scaled_step(rule)
-        else:
-            # After momentum accumulation no target has a gradient: this runs the optimizer's hooks and
-            # counters.
-            idle = [each for each in rule.optimizers if not (_steps(each) or reaches(each, each.step))]
-    finally:  # a hook may fail after the step
-        # Where autocast encloses the whole training loop, it would continue with copies of the parameters as
-        # they were.
-        torch.clear_autocast_cache()
-        if rule.masters_copied:
-            _copy_masters(owned)
-    return not_made(idle, before, len(rule.optimizers)) if idle else None
+class Once:
+    """Call that is made once, however often `take` is called.
+
+    Args:
+        call: of the user's code, such as the step of an optimizer or a scheduler.
+
+    Attributes:
+        returned: what the call returned, in a list; empty until then.
+        broken: the call raised inside, so that half of its work may be done; it is not made again.
+
+    Examples:
+        >>> done = []
+        >>> step = Once(lambda: done.append(1))
+        >>> step.take()
+        >>> step.take()
+        >>> step.returned, done
+        ([None], [1])
+    """
+
+    __slots__ = ("_call", "broken", "returned")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call, self.broken = call, False
+        self.returned: list[Any] = []
+
+    def take(self) -> None:
+        """Make the call, unless it was made or is broken."""
+        if self.returned or self.broken:
+            return
+        try:
+            self.returned.append(self._call())  # on one line: nothing of ours fails between the two
+        except BaseException as error:
+            # Without a frame below this one the call has not begun: there was no memory for it.
+            self.broken = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            raise
 
 
-def _steps(optimizer: torch.optim.Optimizer) -> bool:
-    """Step one of torch's own optimizers, which leaves out nothing; return whether it is one."""
-    if not type(optimizer).__module__.startswith("torch.optim.") or "step" in vars(optimizer):
+class OptimizerSteps:
+    """All steps of one update, in their order: momentum buffers', each optimizer's, the scaler's.
+
+    An error between two of them, such as a lack of memory, is raised once the others are made: an update of
+    half of the optimizers would be neither as before the window nor as after it.
+
+    Args:
+        rule: whose optimizers step.
+        gradients: of the window, in ``.grad``.
+        before: state of the optimizers before the step.
+    """
+
+    def __init__(self, rule: UpdateRule, gradients: GradientSum, before: BeforeStep) -> None:
+        self._before, self._count = before, len(rule.optimizers)
+        self._calls: list[Callable[[], None]] = []
+        self._steps: list[Once] = []
+        self._watched: list[WatchedStep] = []
+        if isinstance(gradients, MomentumGradientSum):
+            self._calls.append(gradients.apply)
+        # After momentum accumulation no target has a gradient: a step runs the hooks and counters.
+        scaler: Any = rule.scaler if rule.scaling else None
+        for each in rule.optimizers if scaler is None else _with_gradient(rule.optimizers):
+            step = Once(each.step if scaler is None else partial(scaler.step, each))
+            self._steps.append(step)
+            if scaler is None and _leaves_out_nothing(each):
+                self._calls.append(step.take)
+            else:
+                self._watched.append(WatchedStep(each, step.take, always=scaler is not None))
+                self._calls.append(self._watched[-1].take)
+        if scaler is not None:
+            self._steps.append(Once(scaler.update))
+            self._calls.append(self._steps[-1].take)
+
+    def take(self) -> str | None:
+        """Make the steps that were not made.
+
+        Returns:
+            Why no update was made although all optimizers were called; None if it was made.
+
+        Raises:
+            BaseException: an optimizer broke inside its step, or something between two steps.
+            OptimizerError: some have stepped and some have not.
+        """
+        self._before.begin()
+        try:
+            for call in self._calls:
+                call()
+        except BaseException as error:
+            if any(step.broken for step in self._steps):
+                raise
+            no_memory = out_of_memory(error)
+            if no_memory:
+                release_caches()
+            for call in self._calls:
+                call()
+            if not no_memory:
+                raise
+        idle = self._idle() if self._watched else []
+        return self._before.not_made(idle, self._count) if idle else None
+
+    @property
+    def made(self) -> bool:
+        """True once all steps were made, and at least one has done its work."""
+        return all(step.returned for step in self._steps) and not self._idle()
+
+    def _idle(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers of which no step was seen, and whose parameters have not moved."""
+        # A step that no hook sees, such as a compiled one, may have moved them.
+        return [
+            each.optimizer for each in self._watched if each.is_idle and self._before.still(each.optimizer)
+        ]
+
+
+def _leaves_out_nothing(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's own, with the step of its class.
+
+    Torch's schedulers wrap that step to count it.
+    """
+    kind, step = type(optimizer), vars(optimizer).get("step")
+    if not kind.__module__.startswith("torch.optim."):
         return False
-    optimizer.step()
-    return True
+    return step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is kind.step)
 
 
-def _copy_masters(owned: list[ManagedParameter]) -> None:
+def copy_masters(owned: list[ManagedParameter]) -> None:
+    """Set parameters to their master copies; a second call sets the same."""
     with torch.no_grad():
         for entry in owned:
             if entry.target is not entry.parameter:
                 entry.parameter.copy_(entry.target)
 
 
-def advance(rule: UpdateRule, loss: float) -> None:
-    """Step the schedulers: they count updates that were made."""
-    for scheduler in rule.schedulers:
-        if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(loss)
-        else:
-            scheduler.step()
+def scheduler_steps(rule: UpdateRule, loss: float) -> list[Callable[[], None]]:
+    """Return the steps of the schedulers, which count updates that were made; each is made once."""
+    return [
+        Once(partial(each.step, loss) if isinstance(each, ReduceLROnPlateau) else each.step).take
+        for each in rule.schedulers
+    ]
 
 
 def zero_grad(owned: list[ManagedParameter], until_next: list[Tensor]) -> None:
@@ -152,31 +238,8 @@ def zero_grad(owned: list[ManagedParameter], until_next: list[Tensor]) -> None:
     clear(owned)
 
 
-def overflow(rule: UpdateRule, owned: list[ManagedParameter]) -> str:
-    """Lower the scaler's scale after an overflow; no optimizer steps, not even one without an infinity.
-
-    Returns:
-        Why no update was made.
-    """
-    assert rule.scaler is not None
-    rule.scaler.update()  # unscale_ has told it of each optimizer
-    clear(owned)
-    return "overflow: the gradient of the scaled loss is not finite"
-
-
-def _scaled_step(rule: UpdateRule) -> list[torch.optim.Optimizer]:
-    assert rule.scaler is not None
-    idle = [
-        optimizer
-        for optimizer in _with_gradient(rule.optimizers)
-        if not reaches(optimizer, partial(rule.scaler.step, optimizer), always=True)
-    ]
-    rule.scaler.update()
-    return idle
-
-
 def _with_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """The optimizers that have a gradient: a scaler refuses one that has none."""
+    """Return the optimizers that have a gradient: a scaler refuses one that has none."""
     return [
         optimizer
         for optimizer in optimizers

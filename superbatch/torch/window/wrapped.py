@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 # What is not looked into at each update: it is as long as the list of parameters, or holds hooks alone.
 _OF_EACH = {
@@ -73,41 +74,61 @@ def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def reaches(optimizer: Optimizer, step: Callable[[], object], *, always: bool = False) -> bool:
-    """Make a step; return whether it reached an optimizer that does the work, as far as that is seen.
+class WatchedStep:
+    """Step of an optimizer, and whether it reached an optimizer that does the work, as far as that is seen.
 
     Args:
         optimizer: whose step it is.
-        step: makes it.
-        always: look also where the optimizer wraps nothing, because `step` may leave it out.
+        step: makes it; once, however often it is called.
+        always: watch also where the optimizer wraps nothing, because `step` may leave it out.
 
-    Returns:
-        True where an optimizer inside ran its ``step``, and where nothing can be checked.
+    Attributes:
+        optimizer: whose step it is.
 
     Examples:
         >>> import torch
         >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-        >>> reaches(sgd, sgd.step), reaches(sgd, lambda: None, always=True)
-        (True, False)
+        >>> made, left_out = WatchedStep(sgd, sgd.step), WatchedStep(sgd, lambda: None, always=True)
+        >>> made.take(), left_out.take()
+        (None, None)
+        >>> made.is_idle, left_out.is_idle
+        (False, True)
     """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[], object], *, always: bool = False) -> None:
+        self.optimizer = optimizer
+        self._step, self._always, self._watching = step, always, False
+        self._ran: list[bool] = []
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """True where no optimizer has seen the step; False where nothing can be checked."""
+        return self._watching and not self._ran
+
+    def take(self) -> None:
+        """Make the step, if it was not made."""
+        try:
+            for leaf in _watched(self.optimizer, always=self._always):
+                self._watching = True
+                if not _is_hidden(leaf):
+                    self._handles.append(leaf.register_step_post_hook(self._note))
+            self._step()
+        finally:
+            while self._handles:
+                self._handles.pop().remove()
+
+    def _note(self, *_: Any) -> None:
+        self._ran.append(True)
+
+
+def _watched(optimizer: Optimizer, *, always: bool) -> list[Optimizer]:
+    """Return the optimizers that a step should reach; none where it need not be watched."""
     hides = "step" in vars(optimizer) or _is_hidden(optimizer)
     if not (always or hides or _held(optimizer)):  # mostly
-        step()
-        return True
+        return []
     leaves = leaves_of(optimizer)
-    if leaves == [optimizer] and not (always or hides):
-        step()
-        return True
-    ran: list[bool] = []
-    handles = [
-        leaf.register_step_post_hook(lambda *_: ran.append(True)) for leaf in leaves if not _is_hidden(leaf)
-    ]
-    try:
-        step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return bool(ran)
+    return [] if leaves == [optimizer] and not (always or hides) else leaves
 
 
 def _is_hidden(optimizer: Optimizer) -> bool:

@@ -240,13 +240,13 @@ class Pooled:
 
     def commit(self) -> None:
         """Move the running statistics once, by those that `prepare` has computed."""
-        moved, self._moved, self._pools = self._moved, None, {}
         self.restore()
         with torch.no_grad():
-            for module, (mean, var, batches) in (moved or {}).items():
+            for module, (mean, var, batches) in (self._moved or {}).items():
                 _set(module.running_mean, mean)
                 _set(module.running_var, var)
                 _set(module.num_batches_tracked, batches)
+        self._moved, self._pools = None, {}  # last: until then a second commit sets the same
 
     def restore(self) -> None:
         """Leave the modules as they were given, running statistics aside."""

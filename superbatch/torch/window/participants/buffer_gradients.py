@@ -64,7 +64,7 @@ class BufferGradientSum:
         self._buffers.clear()
         self.savepoint()
         if not self._isolated:
-            self._hooks = add_after_gradient(self._owned, self._add)
+            add_after_gradient(self._owned, self._add, self._hooks)
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""

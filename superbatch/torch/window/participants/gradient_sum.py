@@ -309,9 +309,15 @@ def attach(owned: list[ManagedParameter], gradients: list[Tensor | None]) -> Non
 
 
 def add_after_gradient(
-    owned: list[ManagedParameter], add: Callable[[ManagedParameter], None]
-) -> list[RemovableHandle]:
-    """Call ``add(entry)`` each time autograd has put a gradient into ``entry.parameter.grad``."""
+    owned: list[ManagedParameter], add: Callable[[ManagedParameter], None], hooks: list[RemovableHandle]
+) -> None:
+    """Call ``add(entry)`` each time autograd has put a gradient into ``entry.parameter.grad``.
+
+    Args:
+        owned: whose gradients they are.
+        add: takes one.
+        hooks: each is added to it once it is on, to be taken off by `remove`.
+    """
 
     def hook_of(entry: ManagedParameter) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
@@ -320,7 +326,8 @@ def add_after_gradient(
 
         return hook
 
-    return [entry.parameter.register_post_accumulate_grad_hook(hook_of(entry)) for entry in owned]
+    # Each is in the list as soon as it is on.
+    hooks.extend(entry.parameter.register_post_accumulate_grad_hook(hook_of(entry)) for entry in owned)
 
 
 def remove(hooks: list[RemovableHandle]) -> None:
@@ -351,4 +358,6 @@ def all_finite(tensors: list[Tensor]) -> bool:
 
 def values(tensor: Tensor) -> Tensor:
     """Return a gradient's elements on this rank: the tensor itself, its shard, or its summed values."""
+    if type(tensor) is Tensor and not tensor.is_sparse:  # mostly
+        return tensor
     return tensor.coalesce().values() if tensor.is_sparse else local_part(tensor)

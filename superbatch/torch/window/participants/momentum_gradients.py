@@ -35,6 +35,7 @@ class MomentumGradientSum:
         self.inputs = [entry.parameter for entry in owned] if only_owned else None
         self._state: dict[Any, dict[str, Any]] = optimizer.state
         self._before: dict[str, Tensor | None] = {}
+        self._moved: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._factor = 1.0
         self._inside = False
@@ -45,7 +46,7 @@ class MomentumGradientSum:
         clear(self._owned)
         self._before.clear()
         self.savepoint()
-        self._hooks = add_after_gradient(self._owned, self._add)
+        add_after_gradient(self._owned, self._add, self._hooks)
 
     def backward(self, loss: Tensor, factor: float, *, retain_graph: bool = False) -> None:
         """Add ``factor * d loss / d parameters``."""
@@ -88,13 +89,13 @@ class MomentumGradientSum:
         ]
 
     def apply(self) -> None:
-        """Move the parameters: ``p -= lr v`` for each that had a gradient."""
+        """Move the parameters: ``p -= lr v`` for each that had a gradient; a second call continues."""
+        touched = self._touched()
         with torch.no_grad():
-            for entry in self._touched():
-                entry.target.add_(
-                    self._state[entry.target]["momentum_buffer"], alpha=-float(entry.group["lr"])
-                )
-        self._before.clear()
+            while len(self._moved) < len(touched):
+                entry = touched[len(self._moved)]
+                buffer, rate = self._state[entry.target]["momentum_buffer"], float(entry.group["lr"])
+                self._moved.append(entry.target.add_(buffer, alpha=-rate))
 
     def restore(self) -> None:
         """Forget the window: everything is as before it."""
@@ -115,7 +116,9 @@ class MomentumGradientSum:
         self.begin()
 
     def commit(self) -> None:
-        """No-op: the update rule frees the gradients."""
+        """Forget the copies; the update rule frees the gradients."""
+        self._before.clear()
+        self._moved.clear()
 
     def describe(self) -> str:
         """Return the kind and dtype of the sum: a window resumes only into the same."""

@@ -80,15 +80,17 @@ class RandomKeeper:
         return True
 
     def restore(self) -> None:
-        """Restore the states that `begin` copied."""
+        """Restore the states that `begin` copied, once: a later window may fail before it begins."""
         restore_random_state(self.taken)
+        self.taken = {}
 
     def restart(self) -> None:
         """Restore the states; the copies stay valid."""
-        self.restore()
+        restore_random_state(self.taken)
 
     def commit(self) -> None:
-        """No-op: the copies are small, and used again."""
+        """Forget the copies."""
+        self.taken = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states now, and those before the window, as tensors and plain containers."""

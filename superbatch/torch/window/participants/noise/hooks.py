@@ -81,23 +81,28 @@ class SeenGradients:
         """Put the hooks on."""
         measured = [] if self.alone else zip(self._parameters, self._slots, strict=True)
         for place, (parameter, slot) in enumerate(measured):
-            had_none = parameter._backward_hooks is None
             kept = self._kept is not None and self._kept[place]
-            handle = parameter.register_hook(slot.append if kept else self._measuring(slot, place))
-            self._undo.append(_taking_off(parameter, handle.remove, had_none=had_none))
+            self._put_on(parameter, slot.append if kept else self._measuring(slot, place))
         if self._samples is None:
             return
-        self._undo += self._samples.open()
+        self._samples.open(self._undo)
         for parameter in self._samples.parameters():
-            had_none = parameter._backward_hooks is None
-            handle = parameter.register_hook(partial(self._samples.whole, parameter))
-            self._undo.append(_taking_off(parameter, handle.remove, had_none=had_none))
+            self._put_on(parameter, partial(self._samples.whole, parameter))
+
+    def _put_on(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
+        if parameter._backward_hooks is None:
+            self._undo.append(partial(_without_hooks, parameter))
+        self._undo.append(parameter.register_hook(hook).remove)
+
+    def _take_off(self) -> None:
+        while self._undo:  # from the last one
+            self._undo[-1]()
+            self._undo.pop()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Take the hooks off for a while; what they saw stays."""
-        while self._undo:
-            self._undo.pop()()
+        self._take_off()
         try:
             yield
         finally:
@@ -105,8 +110,7 @@ class SeenGradients:
 
     def close(self) -> None:
         """Take the hooks off again, so that a model is left as it was given, and forget what they saw."""
-        while self._undo:
-            self._undo.pop()()
+        self._take_off()
         self._take()
         self.restart()
 
@@ -229,13 +233,10 @@ class SeenGradients:
         return hook if metric is None else by_metric
 
 
-def _taking_off(parameter: Tensor, remove: Callable[[], None], *, had_none: bool) -> Callable[[], None]:
-    def take_off() -> None:
-        remove()
-        if had_none and not parameter._backward_hooks:
-            parameter._backward_hooks = None  # an empty dictionary would be called in each backward
-
-    return take_off
+def _without_hooks(parameter: Tensor) -> None:
+    """Drop an empty dictionary of hooks, which would be called in each backward."""
+    if not parameter._backward_hooks:
+        parameter._backward_hooks = None
 
 
 def _sum(parts: Sequence[Norms | Tensor]) -> Tensor:

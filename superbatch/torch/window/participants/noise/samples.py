@@ -65,9 +65,14 @@ class SeenSamples:
         self._whole: dict[Tensor, Tensor] = {}  # gradients as the parameters get them
         self._new_whole: dict[Tensor, Tensor] = {}
 
-    def open(self) -> list[Callable[[], None]]:
-        """Put hooks on the layers; return what takes them off again."""
-        return [layer.register_forward_hook(self._hook, with_kwargs=True).remove for layer in self._layers]
+    def open(self, undo: list[Callable[[], None]]) -> None:
+        """Put hooks on the layers.
+
+        Args:
+            undo: what takes each off again is added to it.
+        """
+        hooks = (layer.register_forward_hook(self._hook, with_kwargs=True) for layer in self._layers)
+        undo.extend(hook.remove for hook in hooks)  # each is in the list as soon as it is on
 
     def parameters(self) -> list[Tensor]:
         """The trained scales and shifts, each once."""

@@ -117,6 +117,7 @@ class NoiseOfWindows:
         self._names: list[str] = []
         self._groups: list[int] = []
         self._found: _Found | None = None
+        self._before: dict[str, Any] | None = None  # the meter without the window that is over
         self._count: Callable[[int], int] = int
         self._alone = False
         self.seen: SeenGradients | None = None
@@ -133,7 +134,7 @@ class NoiseOfWindows:
 
     def begin(self) -> None:
         """Put hooks on if the window is to be measured."""
-        self._found = self.seen = None
+        self._found = self._before = self.seen = None
         if not self.meter.due:
             return
         if self._alone and not self.meter.proxy:
@@ -241,20 +242,26 @@ class NoiseOfWindows:
             self._found = _Found(self._found.groups, self._found.samples, beside, no_proxy)
 
     def left(self, *, made: bool) -> None:
-        """The window is over: what was taken down counts if its update was made."""
-        found, self._found = self._found, None
-        if made:
-            self.meter.passed += 1
-        if not made or found is None:
+        """End a window: what was measured counts if its update was made. A second call changes nothing."""
+        found, meter = self._found, self.meter
+        if not made:
+            self._found = None
+            return
+        if self._before is None:
+            self._before = meter.state_dict()
+        else:  # the first call may have failed half way
+            meter.load_state_dict(self._before)
+        meter.passed += 1
+        if found is None:
             return
         if isinstance(found.groups, str):
-            self.meter.leave_out(found.groups)
+            meter.leave_out(found.groups)
         else:
-            self.meter.add(found.groups, samples=found.samples)
+            meter.add(found.groups, samples=found.samples)
         for name, one in found.beside.items():
-            self.meter.add_beside(name, one, samples=found.samples)
-        if found.no_proxy is not None and self.meter.proxy:
-            self.meter.leave_out(found.no_proxy, proxy=True)
+            meter.add_beside(name, one, samples=found.samples)
+        if found.no_proxy is not None and meter.proxy:
+            meter.leave_out(found.no_proxy, proxy=True)
 
     def _judged(self, a2: list[float], b2: list[float], q: float, q_per_sample: float) -> _Found:
         samples = 1 / q_per_sample

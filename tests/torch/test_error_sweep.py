@@ -1,0 +1,197 @@
+"""An error at any line of the library: all is as before the window or as after it, and the next one is right.
+
+It is raised in windows that go well, in those that an error of the user's loss ends, and in those that run
+out of memory. The one exception is a line that calls the user's own optimizer, scheduler or hook: an error
+there cannot be told from one inside, which is announced.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+from superbatch.errors import OptimizerError
+from superbatch.torch.window.update_rule import Once
+from tests.torch.interrupted_windows import MODES, AtLine, Run
+from tests.torch.states import assert_unchanged
+
+POINTS = 5  # lines of a window, in the default suite
+MOST = 2500  # lines of a window that are all tried; of more, such as those of the check, every n-th
+ERRORS: dict[str, type[Exception]] = {"error": ValueError, "no memory": MemoryError}
+WINDOWS = {
+    "goes well": None,
+    "ends in an error": ZeroDivisionError,
+    "runs out of memory": torch.OutOfMemoryError,
+}
+CALLS = ("update_rule.py", "_note")  # lines that call the user's code, and the one that it calls
+# Depend on the split, which is finer once memory has run out.
+OF_SPLIT = (".sizing.", ".noise.", ".check.")
+ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+def breaks(window: str) -> BaseException | None:
+    """Return what the second loss of a window raises."""
+    kind = WINDOWS[window]
+    return None if kind is None else kind("CUDA out of memory.")
+
+
+def same(one: Any, other: Any, rounding: float) -> bool:
+    """Compare within rounding."""
+    if not isinstance(one, Tensor) or not one.is_floating_point():
+        return bool(torch.equal(one, other) if isinstance(one, Tensor) else one == other)
+    a, b = one.double(), other.double()
+    return float((a - b).norm()) <= rounding * (1 + float(b.norm()))
+
+
+def assert_same(before: Mapping[str, Any], after: Mapping[str, Any], rounding: float) -> None:
+    """Compare what does not depend on the split."""
+    names = [name for name in before if not any(part in name for part in OF_SPLIT)]
+    assert set(names) <= after.keys()
+    changed = [name for name in names if not same(before[name], after[name], rounding)]
+    assert not changed, changed[:12]
+
+
+class Cell:
+    """Windows of one mode in which one kind of error is raised.
+
+    Args:
+        mode: of `MODES`.
+        error: of `ERRORS`.
+        window: of `WINDOWS`.
+        windows: that are over when the one begins.
+    """
+
+    def __init__(self, mode: str, error: str, window: str, windows: int) -> None:
+        self.mode, self.error, self.window, self.windows = mode, ERRORS[error], window, windows
+        # Numbers that are drawn depend on the split.
+        self.draws = error != "no memory" and window != "runs out of memory"
+        self.rounding = ROUNDING[MODES[mode].dtype]
+        self.undisturbed = lru_cache(self._undisturbed)
+        self.found: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def trained(self, windows: int) -> Run:
+        """Return a training after some windows."""
+        run = Run(self.mode, draws=self.draws)
+        for number in range(windows):
+            run.update(number)
+        return run
+
+    def _undisturbed(self, windows: int) -> tuple[Any, Any]:
+        """Return the state after some windows, and that after one more, with the numbers drawn anew."""
+        run = self.trained(windows)
+        state = run.state()
+        run.reseed()
+        run.update(2)
+        return state, run.state()
+
+    def kept(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state without what a lack of memory teaches for good."""
+        return {name: each for name, each in state.items() if self.draws or ".sizing." not in name}
+
+    def lines(self) -> int:
+        """Return how many lines the window runs."""
+        self.trained(self.windows + 1)  # what is cached once per process is cached
+        run = self.trained(self.windows)
+        run.breaks = breaks(self.window)
+        with AtLine(0) as counted:
+            outcome(run, self.windows)
+        return counted.lines
+
+    def at(self, number: int) -> None:
+        """Raise the error at a line, and compare."""
+        run = self.trained(self.windows)
+        before = run.state()
+        run.breaks = breaks(self.window)
+
+        def raises() -> NoReturn:
+            raise self.error("planted")
+
+        with AtLine(number, raises) as planted:
+            raised = outcome(run, self.windows)
+        if not planted.place:  # a line fewer than when they were counted
+            return
+        run.breaks = None
+        made, after = run.accumulate.updates - self.windows, run.state()
+        run.reseed()
+        try:
+            again = outcome(run, 2)
+            if isinstance(again, OptimizerError) and "torn" in str(again) and raised is not None:
+                assert any(part in planted.place for part in CALLS), "torn, and no optimizer was at work"
+                self.found["announced"] += 1
+                return
+            assert again is None, again
+            expected, following = self.undisturbed(self.windows + made)
+            if not made:
+                assert_unchanged(self.kept(before), self.kept(after))
+            elif raised is not None and "(take)" in planted.place:  # as if a scheduler had failed
+                self.found["announced"] += 1
+                return
+            else:
+                assert_same(expected, after, self.rounding)
+            assert_same(following, run.state(), self.rounding)
+            self.found["as after" if made else "as before"] += 1
+        except AssertionError as error:
+            self.wrong.append(f"line {number}, {planted.place}, {type(raised).__name__}: {str(error)[:300]}")
+
+    def sweep(self, most: int) -> None:
+        """Raise it at each line, or at every n-th."""
+        lines = self.lines()
+        assert lines > 300, "premise: lines of the library ran"
+        stride = max(1, lines // most)
+        for number in range(1 + stride // 2, lines + 1, stride):
+            self.at(number)
+        assert not self.wrong, f"{len(self.wrong)} of {lines // stride}:\n" + "\n".join(self.wrong[:30])
+        assert self.found["as before"], "premise"
+
+
+def outcome(run: Run, number: int) -> Exception | None:
+    """Make an update; return its error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that memory ran out
+        try:
+            run.update(number)
+        except Exception as error:  # noqa: BLE001  (it is returned)
+            return error
+    return None
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(2)
+def test_an_error_at_some_lines(mode: str, error: str) -> None:
+    Cell(mode, error, "goes well", 1).sweep(POINTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [0, 1])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_at_every_line(mode: str, error: str, window: str, windows: int) -> None:
+    cell = Cell(mode, error, window, windows)
+    cell.sweep(MOST)
+    print(f"{mode}, {error}, a window that {window}: {dict(cell.found)}")  # shown by -s
+
+
+def test_a_call_that_has_not_begun_is_made_again() -> None:
+    """A function of C raises without a frame of its own, as a call that there is no memory for."""
+    numbers = iter([0, 1])
+    call = Once(lambda: 1 / next(numbers))
+    with pytest.raises(ZeroDivisionError):
+        call.take()
+    assert call.broken, "premise: a function of Python had begun"
+    call.take()
+    assert not call.returned
+    not_begun = Once(iter([]).__next__)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            not_begun.take()
+    assert not not_begun.broken and not not_begun.returned
