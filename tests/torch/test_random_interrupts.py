@@ -37,15 +37,21 @@ def wrong_after(mode: str, delay: float) -> tuple[str | None, bool]:
     """Interrupt a window after so many seconds; return what is wrong, and if the window was left early."""
     run = trained(mode, WINDOWS)
     before = run.state()
-    sender = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
-    finished, swallowed = False, list[object]()
+    finished, swallowed, sent = False, list[object](), list[bool]()
+
+    def send() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        sent.append(True)
+
+    sender = threading.Timer(delay, send)
     hook, sys.unraisablehook = sys.unraisablehook, lambda args: swallowed.append(args.exc_value)
     try:
         with suppress(KeyboardInterrupt):
             sender.start()
             run.update(WINDOWS)
             finished = True
-            sender.join()
+            while not sent:  # an interrupt inside join() may be a RuntimeError of Python's
+                time.sleep(0.001)
             end = time.monotonic() + 1.0
             while not swallowed and time.monotonic() < end:
                 time.sleep(0.01)
