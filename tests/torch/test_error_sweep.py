@@ -119,6 +119,8 @@ class Cell:
         if not planted.place:  # a line fewer than when they were counted
             return
         run.breaks = None
+        if run.owned and "(__exit__)" in planted.place:
+            run.accumulate.discard()  # the end of the block had not begun; the next window says to call this
         made, after = run.accumulate.updates - self.windows, run.state()
         run.reseed()
         try:

@@ -79,13 +79,14 @@ class Held:
     """
 
     def __init__(self, store: Store, nbytes: int) -> None:
-        self._store, self._nbytes = store, nbytes
-        store.whole += nbytes
+        self._store, self._nbytes = store, 0
+        store.whole, self._nbytes = store.whole + nbytes, nbytes  # on one line: counted once, and off once
         store.most_whole = max(store.most_whole, store.whole)
 
     def __del__(self) -> None:
         """Count it no longer."""
-        self._store.whole -= self._nbytes
+        if hasattr(self, "_nbytes"):  # not where its making failed
+            self._store.whole -= self._nbytes
 
 
 class RowStore:
@@ -115,5 +116,5 @@ class RowStore:
 
     def __del__(self) -> None:
         """Subtract the bytes that are freed with the value."""
-        for kept in self._pieces.values():
+        for kept in vars(self).get("_pieces", {}).values():  # none where its making failed
             self._store.forget(*kept)
