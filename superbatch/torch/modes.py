@@ -83,14 +83,13 @@ def without_modes() -> Iterator[None]:
 
 
 @contextmanager
-def restored_after_failure() -> Iterator[None]:
-    """Restore the modes where an exception leaves the block."""
+def kept_modes() -> Iterator[None]:
+    """Leave the block with the modes that it was entered with, whatever failed inside."""
     modes = Modes()
     try:
         yield
-    except BaseException:
+    finally:
         modes.restore()
-        raise
 
 
 def _become(

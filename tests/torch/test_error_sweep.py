@@ -189,11 +189,29 @@ def test_a_call_that_has_not_begun_is_made_again() -> None:
     call = Once(lambda: 1 / next(numbers))
     with pytest.raises(ZeroDivisionError):
         call.take()
-    assert call.broken, "premise: a function of Python had begun"
-    call.take()
+    assert call.broken is not None, "premise: a function of Python had begun"
+    with pytest.raises(ZeroDivisionError):
+        call.take()
     assert not call.returned
     not_begun = Once(iter([]).__next__)
     for _ in range(2):
         with pytest.raises(StopIteration):
             not_begun.take()
-    assert not not_begun.broken and not not_begun.returned
+    assert not_begun.broken is None and not not_begun.returned
+
+
+def test_a_scheduler_that_runs_out_of_memory_is_announced() -> None:
+    """Its step is not made again, and not left out in silence."""
+    run = Run("two optimizers")
+    first, second = run.schedulers
+    steps = first.step
+
+    def fails() -> None:
+        steps()
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    first.step = fails
+    with pytest.raises(torch.OutOfMemoryError):
+        run.update(0)
+    assert run.accumulate.updates == 1
+    assert first.last_epoch == second.last_epoch == 1

@@ -141,6 +141,7 @@ class Coupled:
         except BaseException as error:
             if not out_of_memory(error):
                 raise
+            window.restore_modes()
             traceback.clear_frames(error.__traceback__)
             return str(error) or type(error).__name__
         return None

@@ -17,6 +17,7 @@ from superbatch.results.update import Update
 
 from ..checks.check_schedule import CheckSchedule
 from ..loss.losses import Sum, WindowLoss, over_ranks
+from ..modes import kept_modes
 from . import culprit, update_rule
 from .microbatches import Shown
 from .nonfinite import Culprit
@@ -222,7 +223,7 @@ class Ending:
         if window.pooled is not None:
             window.pooled.watching = False
         unchanged = progress.written(0, len(progress.microbatches) - 1) is None
-        with nullcontext() if window.noise is None else window.noise.lifted():
+        with kept_modes(), nullcontext() if window.noise is None else window.noise.lifted():
             self._looks.look(shown, unchanged=unchanged)
 
     def _record(

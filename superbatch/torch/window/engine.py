@@ -22,7 +22,7 @@ from ..loss.records import WindowWeights
 from ..loss.terms import TermWeights, returned_weights
 from ..loss.weighing import NOT_ON_ANOTHER_RANK, Weights
 from ..masters import masters_at_first, masters_loader, masters_state, masters_written, take_over
-from ..modes import restored_after_failure
+from ..modes import kept_modes
 from ..sizes.sizing import Sizing
 from . import misuse, options, validation
 from .config import Config
@@ -126,7 +126,7 @@ class Engine:
         if self._slips.watches:
             self._slips.open(microbatches.samples if sizing is self.work.watched else None)
         if schedule is not None:
-            with restored_after_failure() if first else nullcontext():
+            with kept_modes() if first else nullcontext():
                 schedule.open(microbatches, check_first_window if first else None, self.updates)
         return OpenWindow(
             config,

@@ -51,7 +51,7 @@ def work_in_step(window: OpenWindow) -> None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
         index = min(index, len(progress.microbatches) - 1)  # behind it are turns without weight
-        window.end_iteration()
+        window.recover()
         _begin_again(window.transaction, index, failure)
 
 

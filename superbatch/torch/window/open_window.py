@@ -129,6 +129,15 @@ class OpenWindow(Generic[T]):
         self._iterator = self._iterate()
         return self._iterator
 
+    def recover(self) -> None:
+        """Close the iteration after a failure, with torch's modes as they were when the window began."""
+        self.end_iteration()
+        self.restore_modes()
+
+    def restore_modes(self) -> None:
+        """Bring torch's modes back as they were when the window began."""
+        self._modes.restore()
+
     def end_iteration(self) -> None:
         """Close the iteration, so that it holds no micro-batch."""
         if self._iterator is not None and self._progress.current is not None:

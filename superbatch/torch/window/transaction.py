@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..sizes.sizing import Sizing
 from .config import Config
@@ -177,11 +179,13 @@ def take_each(*steps: Callable[[], Any]) -> None:
         >>> done
         [1, 2]
     """
+    grad = torch.is_grad_enabled()
     try:
         for step in steps:
             step()
     except BaseException as error:
         no_memory = out_of_memory(error)
+        torch.set_grad_enabled(grad)  # no_grad() may not have been left
         with ExitStack() as stack:  # which takes the step that was put in last first
             for step in reversed(steps):
                 stack.callback(_with_memory, step)

@@ -98,7 +98,8 @@ class Once:
 
     Attributes:
         returned: what the call returned, in a list; empty until then.
-        broken: the call raised inside, so that half of its work may be done; it is not made again.
+        broken: the error that the call raised inside: half of its work may be done, so it is not made again, and
+            `take` raises this again; None: it raised none.
 
     Examples:
         >>> done = []
@@ -112,18 +113,22 @@ class Once:
     __slots__ = ("_call", "broken", "returned")
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call, self.broken = call, False
+        self._call = call
+        self.broken: BaseException | None = None
         self.returned: list[Any] = []
 
     def take(self) -> None:
-        """Make the call, unless it was made or is broken."""
-        if self.returned or self.broken:
+        """Make the call, unless it was made."""
+        if self.broken is not None:
+            raise self.broken
+        if self.returned:
             return
         try:
             self.returned.append(self._call())  # on one line: nothing of ours fails between the two
         except BaseException as error:
             # Without a frame below this one the call has not begun: there was no memory for it.
-            self.broken = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                self.broken = error
             raise
 
 
@@ -171,12 +176,14 @@ class OptimizerSteps:
             OptimizerError: some have stepped and some have not.
         """
         self._before.begin()
+        grad = torch.is_grad_enabled()
         try:
             for call in self._calls:
                 call()
         except BaseException as error:
-            if any(step.broken for step in self._steps):
+            if any(step.broken is not None for step in self._steps):
                 raise
+            torch.set_grad_enabled(grad)  # no_grad() may not have been left
             no_memory = out_of_memory(error)
             if no_memory:
                 release_caches()
