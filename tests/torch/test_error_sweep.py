@@ -200,7 +200,7 @@ def test_a_call_that_has_not_begun_is_made_again() -> None:
     assert not_begun.broken is None and not not_begun.returned
 
 
-def test_a_scheduler_that_runs_out_of_memory_is_announced() -> None:
+def test_a_scheduler_that_runs_out_of_memory_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step is not made again, and not left out in silence."""
     run = Run("two optimizers")
     first, second = run.schedulers
@@ -210,7 +210,7 @@ def test_a_scheduler_that_runs_out_of_memory_is_announced() -> None:
         steps()
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    first.step = fails
+    monkeypatch.setattr(first, "step", fails)
     with pytest.raises(torch.OutOfMemoryError):
         run.update(0)
     assert run.accumulate.updates == 1

@@ -98,8 +98,8 @@ class Once:
 
     Attributes:
         returned: what the call returned, in a list; empty until then.
-        broken: the error that the call raised inside: half of its work may be done, so it is not made again, and
-            `take` raises this again; None: it raised none.
+        broken: the error that the call raised inside; None: none. Half of its work may be done, so it is not
+            made again: `take` raises this error.
 
     Examples:
         >>> done = []
