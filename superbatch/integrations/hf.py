@@ -129,7 +129,7 @@ class Exact(Trainer):
         check = self._checks and not has_single_samples(self)
         if self._adds_up(loss, samples, own=own, is_given=is_given):
             return summed(loss, check=check, **options)
-        terms = None if own or is_given else terms_of(loss.model, loss.ranks)
+        terms = None if own or is_given else terms_of(loss.model, samples, loss.ranks)
         if terms is not None:
             return separated(loss, terms, check=check, **options)
         if own or is_given:
@@ -151,7 +151,7 @@ class Exact(Trainer):
         try:
             self.weight_of(inputs)
         except InputError:
-            return terms_of(self.model) is None
+            return terms_of(self.model, inputs) is None
         return False
 
     def _as_samples(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
