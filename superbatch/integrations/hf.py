@@ -87,6 +87,12 @@ class Exact(Trainer):
             loss = self._add_gradient(model, [self._as_samples(each) for each in ready], num_items_in_batch)
         return torch.tensor(loss, device=self.args.device)
 
+    def log(self, logs: dict[str, float], *given: Any, **others: Any) -> None:
+        """Log as the host, but not what a loss of the user's own logs while it is checked."""
+        loss: HostLoss | None = vars(self).get("_loss")
+        if loss is None or not loss.calls.is_trial:
+            super().log(logs, *given, **others)
+
     def _add_gradient(self, model: nn.Module, microbatches: list[dict[str, Any]], items: Any) -> float:
         model.train()
         optimizer: Any = self.optimizer
@@ -117,6 +123,7 @@ class Exact(Trainer):
             return None
         accelerator = self.accelerator
         options: dict[str, Any] = {"scaler": accelerator.scaler, "backward": accelerator.backward}
+        options["participants"] = [loss.calls]
         if self._is_coupled(samples):
             size = self.microbatch_size if loss.cuts else self.args.per_device_train_batch_size
             return coupled(loss, size, **options)
