@@ -87,6 +87,12 @@ class Exact(Trainer):
             loss = self._add_gradient(model, [self._as_samples(each) for each in ready], num_items_in_batch)
         return torch.tensor(loss, device=self.args.device)
 
+    def log(self, logs: dict[str, float], *given: Any, **others: Any) -> None:
+        """Log as the host, but not what a loss of the user's own logs while it is checked."""
+        loss: HostLoss | None = vars(self).get("_loss")
+        if loss is None or not loss.calls.is_trial:
+            super().log(logs, *given, **others)
+
     def _add_gradient(self, model: nn.Module, microbatches: list[dict[str, Any]], items: Any) -> float:
         model.train()
         optimizer: Any = self.optimizer
@@ -117,6 +123,7 @@ class Exact(Trainer):
             return None
         accelerator = self.accelerator
         options: dict[str, Any] = {"scaler": accelerator.scaler, "backward": accelerator.backward}
+        options["participants"] = [loss.calls]
         if self._is_coupled(samples):
             size = self.microbatch_size if loss.cuts else self.args.per_device_train_batch_size
             return coupled(loss, size, **options)
@@ -129,7 +136,7 @@ class Exact(Trainer):
         check = self._checks and not has_single_samples(self)
         if self._adds_up(loss, samples, own=own, is_given=is_given):
             return summed(loss, check=check, **options)
-        terms = None if own or is_given else terms_of(loss.model, loss.ranks)
+        terms = None if own or is_given else terms_of(loss.model, samples, loss.ranks)
         if terms is not None:
             return separated(loss, terms, check=check, **options)
         if own or is_given:
@@ -151,7 +158,7 @@ class Exact(Trainer):
         try:
             self.weight_of(inputs)
         except InputError:
-            return terms_of(self.model) is None
+            return terms_of(self.model, inputs) is None
         return False
 
     def _as_samples(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from transformers import Trainer
+from transformers.training_args import OptimizerNames
 
 from ..errors import InputError
 
@@ -33,10 +34,10 @@ def refuse_host(trainer: Trainer, known: Collection[type], named: Collection[str
             f"The Trainer would use torch.nn.DataParallel on {arguments.n_gpu} GPUs. Start it with "
             "torchrun, or set CUDA_VISIBLE_DEVICES to one of them."
         )
-    if arguments.optim in ("lomo", "adalomo"):
+    if "lomo" in arguments.optim or "layerwise" in arguments.optim:
         raise InputError(
-            f"optim={arguments.optim!r} steps inside of each backward, so gradients cannot be added up. "
-            "Choose an optimizer that steps once for each batch."
+            f"optim={OptimizerNames(arguments.optim).value!r} steps inside of each backward, so gradients "
+            "cannot be added up. Choose an optimizer that steps once for each batch."
         )
     for kind in type(trainer).__mro__:
         if "training_step" not in vars(kind) or kind in known or kind.__name__ in named:
@@ -80,6 +81,6 @@ def couples_samples(model: Any, inputs: Mapping[str, Any]) -> bool:
     read_text = getattr(config, "get_text_config", None)
     config = read_text() if read_text else config
     router = inputs.get("output_router_logits", getattr(config, "output_router_logits", False))
-    names = ("router_aux_loss_coef", "aux_loss_coef")
-    share = next((getattr(config, name) for name in names if hasattr(config, name)), 0)
-    return bool(inputs.get("return_loss")) or bool(router and share)
+    names = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
+    has_share = any(getattr(config, name, 0) for name in names)
+    return bool(inputs.get("return_loss")) or bool(router and has_share)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..batch.split import split
 from ..errors import InputError, LossSpecError, SplitError
-from ..torch.checks.divisions import divisions_of
+from ..torch.checks.divisions import Division, divisions_of
 from .hf_losses import HostLoss
 
 _MOST = 4  # samples that are tried: one may have no label
@@ -56,7 +56,10 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
 
 
 class WeightCheck:
-    """Loss of a model, whose weight is compared once with the labels that the model counts.
+    """Loss of a model, whose means are compared with the weight: they show in its graph.
+
+    Each cross entropy must count the labels that the weight counts, and each other mean beside one must count
+    in proportion to it. So terms with divisors of their own are found where samples come one by one, too.
 
     Args:
         loss: of the host.
@@ -67,7 +70,9 @@ class WeightCheck:
     """
 
     def __init__(self, loss: HostLoss, weigh: Callable[[Any], float]) -> None:
-        self._loss, self._weigh, self._is_compared = loss, weigh, False
+        self._loss, self._weigh = loss, weigh
+        self._first: tuple[float, list[Division]] | None = None
+        self._is_compared = False
 
     def __call__(self, microbatch: Mapping[str, Any]) -> Tensor:
         """Return the loss of a micro-batch."""
@@ -75,18 +80,36 @@ class WeightCheck:
         # A model that shifts its labels, or does not, shows where their first one counts.
         if self._is_compared or not isinstance(labels, Tensor) or not labels.ndim:
             return loss
-        if (labels[..., 0] != -100).any():
-            self._compare(counted_by(loss), self._weigh(microbatch))
-            self._is_compared = True
+        if weight := self._weigh(microbatch):
+            means = [each for each in divisions_of(loss) if each.sure]
+            self._compare(means, weight)
+            self._is_compared = self._shows_enough(means, weight, labels)
         return loss
 
-    def _compare(self, counted: float | None, weight: float) -> None:
-        if counted not in (None, weight):
-            raise LossSpecError(
-                f"The loss of {type(self._loss.model).__name__} is a mean over {counted:g} labels of a "
-                f"micro-batch, and superbatch counts {weight}. Write `def weight_of(self, microbatch)` in "
-                "the trainer's class: return the number of labels that the loss is a mean over."
-            )
+    def _shows_enough(self, means: list[Division], weight: float, labels: Tensor) -> bool:
+        """Compare the means with those of the first micro-batch; return whether another one shows no more."""
+        if not any(each.counted is not None for each in means):
+            return True
+        if self._first is None:
+            self._first = weight, means
+        first_weight, first = self._first
+        if len(means) == len(first):
+            for one, other in zip(first, means, strict=True):
+                if not math.isclose(one.divisor * weight, other.divisor * first_weight):
+                    raise self._unequal(f"{other.divisor:g} entries", weight)
+        return weight != first_weight and bool((labels[..., 0] != -100).any())
+
+    def _compare(self, means: list[Division], weight: float) -> None:
+        for each in means:
+            if each.counted not in (None, weight):
+                raise self._unequal(f"{each.counted:g} labels", weight)
+
+    def _unequal(self, counted: str, weight: float) -> LossSpecError:
+        return LossSpecError(
+            f"The loss of {type(self._loss.model).__name__} is a mean over {counted} of a "
+            f"micro-batch, and superbatch counts {weight}. Write `def weight_of(self, microbatch)` in "
+            "the trainer's class: return the number of labels that the loss is a mean over."
+        )
 
 
 def divides_by_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch: Any, items: Any) -> bool:
@@ -153,20 +176,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
-
-
-def counted_by(loss: Any) -> float | None:
-    """Return the labels that a mean cross entropy counts, read from the graph of a loss; None: not shown.
-
-    Args:
-        loss: of a micro-batch.
-
-    Examples:
-        >>> logits = torch.zeros(3, 2, requires_grad=True)
-        >>> counted_by(nn.functional.cross_entropy(logits, torch.tensor([1, -100, 0])))
-        2.0
-        >>> counted_by(logits.mean()) is None
-        True
-    """
-    found = [each.counted for each in divisions_of(loss) if each.counted is not None]
-    return found[0] if len(found) == 1 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ..torch.options import Split
 from ..torch.virtual.block import virtual_batch
 from ..torch.window.joining import joined
 from ..window import Window
+from .hf_calls import LossCalls
 from .hf_terms import Terms, checked_terms
 
 Samples = Mapping[str, Any]
@@ -32,6 +33,7 @@ class HostLoss:
         wrapped: the model as the host trains it.
         as_inputs: returns the inputs of the host for samples.
         items: number of items of the window, as the host counts them.
+        calls: of the loss, a participant of the windows.
     """
 
     trainer: Trainer
@@ -39,6 +41,7 @@ class HostLoss:
     wrapped: nn.Module
     as_inputs: Callable[[Samples], dict[str, Any]]
     items: Any = None
+    calls: LossCalls = field(default_factory=LossCalls)
 
     @property
     def ranks(self) -> int:
@@ -58,7 +61,7 @@ class HostLoss:
 
     def of(self, samples: Samples, items: Any = None, model: nn.Module | None = None) -> Tensor:
         """Return the loss of samples: their mean, or their share of a number of items."""
-        with self.trainer.compute_loss_context_manager():
+        with self.calls.one_of(self.trainer), self.trainer.compute_loss_context_manager():
             loss = self.trainer.compute_loss(
                 self.wrapped if model is None else model, self.as_inputs(samples), num_items_in_batch=items
             )
@@ -75,7 +78,7 @@ class HostLoss:
 
     def with_outputs(self, samples: Samples) -> tuple[Tensor, Any]:
         """Return the mean over samples, and the outputs of the model."""
-        with self.trainer.compute_loss_context_manager():
+        with self.calls.one_of(self.trainer), self.trainer.compute_loss_context_manager():
             loss, outputs = self.trainer.compute_loss(
                 self.wrapped, self.as_inputs(samples), return_outputs=True
             )
@@ -147,6 +150,7 @@ def coupled(loss: HostLoss, microbatch_size: Any, **options: Any) -> WindowGradi
         return lambda taken: whole(_joined(taken)).loss
 
     def of_this_rank(taken: list[dict[str, Any]]) -> float:  # as in the host
+        loss.calls.begin()
         with virtual_batch(loss.wrapped, microbatch_size or "auto") as virtual:
             found = loss.part(virtual(_joined(taken)))
             loss.trainer.accelerator.backward(found)

@@ -36,6 +36,15 @@ class Terms:
     reductions: dict[str, Literal["mean", "sum"]]
     ranks: bool = True
 
+    def can_weigh(self, config: Any, inputs: Inputs) -> bool:
+        """Tell whether the inputs have what the weights are counted from."""
+        try:
+            for weigh in self.weights.values():
+                weigh(config, inputs)
+        except (KeyError, TypeError):  # a tensor has no names of labels
+            return False
+        return True
+
     def options(self, config: Any) -> dict[str, Any]:
         """Return `weight` and `reduction` as `Gradient` takes them."""
 
@@ -46,17 +55,20 @@ class Terms:
         return {"weight": {name: bound(name) for name in self.weights}, "reduction": self.reductions}
 
 
-def terms_of(model: Any, ranks: int = 1) -> Terms | None:
-    """Return the terms of the loss of a model; None: its loss is one mean.
+def terms_of(model: Any, inputs: Inputs, ranks: int = 1) -> Terms | None:
+    """Return the terms of the loss of a model; None: one mean, or its inputs are others.
 
     Args:
         model: of transformers.
+        inputs: of a micro-batch.
         ranks: number of processes.
 
     Raises:
         InputError: the loss has them, and counts over the ranks in each forward.
     """
     terms = TERMS.get(kind_of(model) or "")
+    if terms is not None and not terms.can_weigh(getattr(model, "config", None), inputs):
+        return None
     if terms is not None and ranks > 1 and not terms.ranks:
         raise InputError(
             f"{type(model).__name__} divides its loss by the mean number of boxes of all ranks in each "

@@ -14,13 +14,17 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     JetMoeConfig,
+    LukeConfig,
+    LukeForMaskedLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
 )
 from transformers import JetMoeForCausalLM as JetMoe
 
 from tests.integrations.arguments import SMALL
-from tests.integrations.hf_cases import CASES, NO_DROPOUT, Case, Row
+from tests.integrations.hf_cases import CASES, NO_DROPOUT, Case, Row, collate
 
 
 def _gpt2() -> nn.Module:
@@ -47,6 +51,46 @@ def _wav2vec2() -> nn.Module:
     options |= {"num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 1, "pad_token_id": 0}
     config = Wav2Vec2Config(vocab_size=20, ctc_loss_reduction="sum", **sizes, **options, **SMALL)
     return Wav2Vec2ForCTC(config)
+
+
+def _switch() -> nn.Module:
+    """Return experts whose router has a loss of its logits alone: a mean over tokens, padding included."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+    sizes |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2}
+    losses = {"router_z_loss_coef": 0.5, "router_aux_loss_coef": 0.0, "output_router_logits": True}
+    options = {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "decoder_start_token_id": 0}
+    model = SwitchTransformersForConditionalGeneration(
+        SwitchTransformersConfig(vocab_size=40, **sizes, **losses, **options)
+    )
+    for module in model.modules():
+        if type(module).__name__ == "SwitchTransformersTop1Router":
+            module.dtype = torch.float64  # which its config does not allow
+    return model
+
+
+def luke() -> nn.Module:
+    """Return a model that predicts words and entities: two means, each over its own labels."""
+    sizes = {"entity_vocab_size": 10, "entity_emb_size": 8, "max_position_embeddings": 32}
+    return LukeForMaskedLM(LukeConfig(vocab_size=40, **sizes, **SMALL, **NO_DROPOUT))
+
+
+def named(generator: torch.Generator, length: int) -> Row:
+    """Return a row for `luke`: 1 to 4 of its entities have a label."""
+    ids = torch.randint(1, 39, (length,), generator=generator)
+    entities = torch.randint(1, 9, (4,), generator=generator)
+    places = {
+        "entity_attention_mask": torch.ones_like(entities),
+        "entity_position_ids": torch.zeros(4, 5).long(),
+    }
+    labels = {"labels": ids.masked_fill(torch.arange(length) > length // 2, -100)}
+    labels |= {"entity_labels": entities.masked_fill(torch.arange(4) > length % 4, -100)}
+    return {"input_ids": ids, "entity_ids": entities, **places, **labels}
+
+
+def named_together(rows: list[Row]) -> Row:
+    """Collate rows for `luke`."""
+    text = collate([{name: row[name] for name in ("input_ids", "labels")} for row in rows])
+    return text | {name: torch.stack([row[name] for row in rows]) for name in rows[0] if "entity" in name}
 
 
 def _choices() -> nn.Module:
@@ -91,4 +135,5 @@ RUNS: dict[str, tuple[Case, dict[str, Any]]] = {
     "a sum": (Case(_Speech, _spoken), {}),
     "a choice": (Case(_choices, _chosen), {}),
     "another name of the router's share": (Case(_jetmoe, text, equal=True), {}),
+    "a router without a loss of balance": (Case(_switch, text, equal=True), {}),
 }

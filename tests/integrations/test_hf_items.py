@@ -11,11 +11,27 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed: pip install superbatch[hf]")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install superbatch[hf]")
 
-from transformers import Trainer
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, Trainer, ViltConfig, ViltForQuestionAnswering
+from transformers.training_args import OptimizerNames
 
 from superbatch.errors import InputError, LossSpecError
-from tests.integrations.hf_cases import CASES, Case, ExactTrainer, InThrees, gap, rows, train
-from tests.integrations.hf_sums import RUNS, bart, by_items, text
+from superbatch.integrations import hf_weights
+from tests.integrations.arguments import SMALL
+from tests.integrations.hf_cases import (
+    CASES,
+    NO_DROPOUT,
+    Case,
+    ExactTrainer,
+    InThrees,
+    Row,
+    copies,
+    gap,
+    model_of,
+    rows,
+    train,
+)
+from tests.integrations.hf_sums import RUNS, bart, by_items, luke, named, named_together, text
 
 pytestmark = pytest.mark.integrations
 
@@ -43,6 +59,83 @@ def test_labels_that_a_model_does_not_shift_are_an_error(tmp_path: Path) -> None
         train(ExactTrainer, Case(bart, text), 2, 4, tmp_path)
 
 
+class PenalizedForMaskedLM(BertForMaskedLM):
+    """Adds a mean over all tokens to one over those that are masked; transformers reads its name."""
+
+    def forward(self, *given: Any, **inputs: Any) -> Any:
+        outputs = super().forward(*given, **inputs)
+        outputs["loss"] = outputs["loss"] + 5 * outputs["logits"].square().mean()
+        return outputs
+
+
+def _bert() -> nn.Module:
+    return PenalizedForMaskedLM(BertConfig(vocab_size=40, max_position_embeddings=32, **SMALL, **NO_DROPOUT))
+
+
+class _WithoutLook(ExactTrainer):
+    """Counts the same labels, and declares them: nothing is compared."""
+
+    _checks = False
+
+    def weight_of(self, microbatch: Any) -> int | float:
+        return hf_weights.weigh(self.model, microbatch)
+
+
+SEVERAL = {
+    "two cross entropies": Case(luke, named, collate=named_together),
+    "a mean beside one": Case(_bert, CASES["masked"].row),
+}
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", SEVERAL)
+def test_means_with_divisors_of_their_own_are_an_error_sample_by_sample(name: str, tmp_path: Path) -> None:
+    case, options = SEVERAL[name], {"optim": "sgd", "remove_unused_columns": False}
+    big = train(Trainer, case, 8, 1, tmp_path, **options)
+
+    assert gap(big, train(_WithoutLook, case, 1, 8, tmp_path, **options)) > 1e-2
+    for size, steps in ((1, 8), (2, 4)):
+        model = model_of(case)
+        before = copies(model)
+        with pytest.raises(LossSpecError, match=r"is a mean over .* of a micro-batch, and superbatch counts"):
+            train(ExactTrainer, case, size, steps, tmp_path, model=model, **options)
+        assert all(torch.equal(value, before[each]) for each, value in copies(model).items())
+
+
+def test_a_name_of_a_loss_whose_inputs_are_others_is_refused(tmp_path: Path) -> None:
+    def answered(generator: torch.Generator, length: int) -> Row:
+        pixels = torch.randn(3, 8, 8, generator=generator).double()
+        return {**text(generator, 6), "pixel_values": pixels, "labels": torch.rand(3).double()}
+
+    def model() -> nn.Module:
+        sizes = {"image_size": 8, "patch_size": 4, "max_image_length": 4, "num_labels": 3}
+        return ViltForQuestionAnswering(ViltConfig(vocab_size=40, **sizes, **SMALL, **NO_DROPOUT))
+
+    def together(rows: list[Row]) -> Row:
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    with pytest.raises(
+        InputError, match=r"ViltForQuestionAnswering has loss_type='ForQuestionAnswering'\. Wr"
+    ):
+        train(ExactTrainer, Case(model, answered, collate=together), 2, 4, tmp_path)
+
+
+def test_a_loader_that_drops_its_last_batch_keeps_the_short_window_as_the_trainer_does(
+    tmp_path: Path,
+) -> None:
+    case, options = CASES["masked"], {"optim": "sgd", "train_sampling_strategy": "sequential"}
+    data = rows(case, 19)
+    big = train(Trainer, case, 8, 1, tmp_path, data=data[:18], **options)
+    ours, stock = (
+        train(kind, case, 2, 4, tmp_path, data=data, dataloader_drop_last=True, **options)
+        for kind in (ExactTrainer, Trainer)
+    )
+
+    assert ours.trainer.state.global_step == stock.trainer.state.global_step == 3  # of 8, 8 and 2 samples
+    assert gap(big, ours) <= 1e-6  # the head of masked tokens is in float64, its losses in float32
+    assert gap(big, stock) > 0.05
+
+
 def _penalized(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return by_items(outputs, labels, num_items_in_batch) + outputs.logits.square().mean()
 
@@ -52,17 +145,18 @@ def test_a_loss_that_needs_the_number_of_items_and_has_another_term_is_refused(t
         train(ExactTrainer, CASES["tokens"], 2, 4, tmp_path, more={"compute_loss_func": _penalized})
 
 
+@pytest.mark.parametrize("name", ["lomo", "galore_adamw_layerwise"])
 def test_an_optimizer_that_steps_in_the_backward_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = ExactTrainer.get_batch_samples
 
-    def with_lomo(self: Any, *given: Any) -> Any:  # which is not installed here
-        self.args.optim = "lomo"
+    def with_it(self: Any, *given: Any) -> Any:  # none is installed here
+        self.args.optim = OptimizerNames(name)
         return take(self, *given)
 
-    monkeypatch.setattr(ExactTrainer, "get_batch_samples", with_lomo)
-    with pytest.raises(InputError, match=r"optim='lomo' steps inside of each backward"):
+    monkeypatch.setattr(ExactTrainer, "get_batch_samples", with_it)
+    with pytest.raises(InputError, match=rf"optim='{name}' steps inside of each backward"):
         train(ExactTrainer, CASES["classes"], 2, 4, tmp_path)
 
 

@@ -161,11 +161,11 @@ def test_a_loss_that_is_not_made_of_the_terms_is_an_error(tmp_path: Path) -> Non
 
 
 def test_boxes_that_are_counted_over_ranks_are_refused() -> None:
-    model = _detr()
+    model, inputs = _detr(), _pictures([_boxed(torch.Generator().manual_seed(0), 6)])
 
-    assert hf_terms.terms_of(model) is not None
+    assert hf_terms.terms_of(model, inputs) is not None
     with pytest.raises(InputError, match=r"DetrForObjectDetection divides its loss by the mean number of"):
-        hf_terms.terms_of(model, ranks=2)
+        hf_terms.terms_of(model, inputs, ranks=2)
 
 
 def test_coupled_samples_in_lists_are_refused(tmp_path: Path) -> None:
