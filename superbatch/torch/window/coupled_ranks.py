@@ -175,7 +175,7 @@ def failure_of_any(
         return Failure("on another rank", here=False)
     if squares[0] and not Parts.proportional(squares):
         raise CoupledSamplesError(
-            f"loss_fn divides by a count of this rank's samples ({parts.counted:g} here, where the rank weighs "
+            f"loss_fn divides by a count of this rank's samples ({parts.counted:g} here; the rank weighs "
             f"{parts.weight:g}), and the ranks do not weigh in proportion to theirs. Pass the count as "
             'weight=, such as weight=count_tokens("labels").'
         )
