@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..errors import InputError
 from .options import GhostBatchNorm, PerSampleRandom
 from .window.coupled_work import Rng
 from .window.options import is_size
-from .window.sync.find import find_sync
-from .window.validation import as_models, check_choice
+from .window.validation import check_choice
 
 
 def check_coupled(
-    model: Any, loss_fn: object, microbatch_size: object, rng: object, nonfinite: object, participants: object
+    loss_fn: object,
+    microbatch_size: object,
+    rng: object,
+    nonfinite: object,
+    participants: object,
+    weight: object,
 ) -> None:
     """Check the options of a loss whose samples are coupled.
 
     Args:
-        model: one or several.
         loss_fn: of the batch.
         microbatch_size: samples, ``"auto"`` or None.
         rng: ``"microbatch"`` or ``"batch"``.
         nonfinite: ``"raise"`` or ``"skip_update"``.
         participants: of the user.
+        weight: of a rank's batch; None: its samples.
 
     Raises:
         InputError: one of them has the wrong type or value.
@@ -56,9 +59,8 @@ def check_coupled(
                 'PerSampleRandom is for separate samples. Pass rng="batch" to draw what the large batch '
                 "draws."
             )
-    if find_sync(as_models(model), no_sync=True).group is not None:
+    if weight is not None and not callable(weight):
         raise InputError(
-            "The model is in DistributedDataParallel, where samples of other ranks would not be coupled to "
-            "those of this one. Write the step with superbatch.torch.virtual_batch, which works over ranks: "
-            "around the wrapped model (with SyncBatchNorm), or with group=... around the bare one."
+            f"weight={weight!r} is no function. Pass a function of this rank's batch, such as "
+            'count_tokens("labels"), or leave it out: a rank weighs as its samples.'
         )

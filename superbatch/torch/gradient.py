@@ -22,11 +22,12 @@ from .loss.declared import WeightOption
 from .options import NOT_DECLARED, Split
 from .window.build import Options, engine_of
 from .window.config import NonFinite
+from .window.coupled_ranks import positive_weight
 from .window.coupled_work import Coupled, Rng
 from .window.engine import Engine
 from .window.open_window import OpenWindow
 from .window.slips import name_unknown_options
-from .window.sync.sync import SyncOption
+from .window.sync.sync import CoupledSync, SyncOption
 
 T = TypeVar("T")
 
@@ -209,7 +210,8 @@ class WholeGradient:
     Args:
         models: as `Gradient`'s.
         loss_fn: ``loss_fn(batch) -> loss``, called once, with the whole batch.
-        microbatch_size: as `WholeBatch`'s; so are `rng`, `nonfinite`, `device` and `participants`.
+        microbatch_size: as `WholeBatch`'s; so are `rng`, `nonfinite`, `device`, `participants`,
+            `weight` and `sync`.
         scaler: as `Gradient`'s.
         backward: as `Gradient`'s.
 
@@ -239,8 +241,10 @@ class WholeGradient:
         nonfinite: Literal["raise", "skip_update"] = "raise",
         device: torch.device | str | int | None = "auto",
         participants: Sequence[Any] = (),
+        weight: Callable[[Any], Any] | None = None,
+        sync: CoupledSync = "auto",
     ) -> None:
-        check_coupled(models, loss_fn, microbatch_size, rng, nonfinite, participants)
+        check_coupled(loss_fn, microbatch_size, rng, nonfinite, participants, weight)
         options = Options(
             microbatch_size=microbatch_size,
             scaler=scaler,
@@ -248,6 +252,8 @@ class WholeGradient:
             nonfinite=nonfinite,
             device=device,
             participants=participants,
+            weight=None if weight is None else positive_weight(weight),
+            sync=sync,
             coupled=rng,
             steps=False,
         )

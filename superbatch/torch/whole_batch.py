@@ -10,13 +10,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..results.coupling import CouplingReport
+from ..results.ranks import RanksReport
 from ..results.update import Update
 from .coupled_options import check_coupled
 from .masters import MasterWeights
 from .window.build import Options, engine_of
+from .window.coupled_ranks import positive_weight
 from .window.coupled_work import Coupled, Rng
 from .window.engine import Engine
 from .window.slips import name_unknown_options
+from .window.sync.sync import CoupledSync
 from .window.update_rule import Clip
 
 
@@ -38,12 +41,17 @@ class WholeBatch:
         max_grad_norm: as the `Accumulator`'s; so are `clip`, `scheduler`, `scaler` and `device`.
         nonfinite: a loss or gradient that is not finite: ``"raise"``, or ``"skip_update"``.
         participants: `FrozenBatchNorm`, and objects of your own.
+        weight: on several ranks: how much this rank's batch counts, a function of it such as
+            ``count_tokens("labels")``; None: its samples.
+        sync: as the `Accumulator`'s, but for ``"microbatch"`` and sharded models. Every BatchNorm in training
+            mode is over the samples of all ranks; `loss_fn` gets those of this rank, and exchanges itself
+            whatever else it couples.
 
     Attributes:
         engine: what opens the windows, for tools that make updates of their own.
 
     Raises:
-        InputError: an argument has the wrong type or value.
+        InputError: an argument has the wrong type or value, or the model is sharded.
         OptimizerError: the optimizer cannot be used, or does not own the model's parameters.
 
     Examples:
@@ -71,8 +79,10 @@ class WholeBatch:
         nonfinite: Literal["raise", "skip_update"] = "raise",
         device: torch.device | str | int | None = "auto",
         participants: Sequence[Any] = (),
+        weight: Callable[[Any], Any] | None = None,
+        sync: CoupledSync = "auto",
     ) -> None:
-        check_coupled(model, loss_fn, microbatch_size, rng, nonfinite, participants)
+        check_coupled(loss_fn, microbatch_size, rng, nonfinite, participants, weight)
         options = Options(
             microbatch_size=microbatch_size,
             max_grad_norm=max_grad_norm,
@@ -82,6 +92,8 @@ class WholeBatch:
             nonfinite=nonfinite,
             device=device,
             participants=participants,
+            weight=None if weight is None else positive_weight(weight),
+            sync=sync,
             coupled=rng,
         )
         self.engine: Engine = engine_of(model, optimizer, loss_fn, options)
@@ -90,6 +102,11 @@ class WholeBatch:
     def updates(self) -> int:
         """Number of updates made."""
         return self.engine.updates
+
+    @property
+    def sync(self) -> RanksReport:
+        """Ranks that share a batch, and when their gradients are reduced."""
+        return self.engine.config.sync.report
 
     @property
     def coupling(self) -> CouplingReport | None:
@@ -110,6 +127,7 @@ class WholeBatch:
         Raises:
             InputError, SplitError: the batch cannot be worked through; nothing has changed.
             NonFiniteError: the loss or gradient is not finite (with ``nonfinite="raise"``); all is as before.
+            CoupledSamplesError: `loss_fn` couples the samples of this rank, and not those of the others.
         """
         return self.engine.update(batch)
 

@@ -14,6 +14,14 @@ from tests.docs import snippets
 ROOT = Path(__file__).parents[2]
 
 
+def test_the_example_is_the_program_of_the_page() -> None:
+    blocks = snippets.read_blocks((ROOT / "docs" / "ranks.md").read_text(encoding="utf-8"), "ranks.md")
+    program = next(block for block in blocks if block.title == "train.py")
+    example = (ROOT / "examples" / "train_ranks.py").read_text(encoding="utf-8")
+    _, _, code = example.partition('"""\n\n')
+    assert code.strip() == program.text.strip()
+
+
 @pytest.mark.slow
 def test_the_program_of_the_page_prints_what_the_page_says(tmp_path: Path) -> None:
     blocks = snippets.read_blocks((ROOT / "docs" / "ranks.md").read_text(encoding="utf-8"), "ranks.md")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import InputError
 from superbatch.torch import Accumulator
@@ -71,11 +72,20 @@ def mutated(name: str, place: Place) -> Found:
         return trained(TASKS[task], place)
 
 
-def compiled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Compile each block, and shard the model."""
+def blocks_compiled(model: nn.Module) -> nn.Module:
+    """Compile each block."""
     for block in cast(nn.ModuleList, model.blocks):
         block.compile(backend="aot_eager")
-    return fully(model, mesh)
+    return model
+
+
+def compiled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Compile each block, and shard the model."""
+    return fully(blocks_compiled(model), mesh)
+
+
+REPLICATED = ("returned", "dropout", "checkpointed", "fused", "terms", "auto")
+"""Tasks of models that every rank has whole, beside those of `bare`."""
 
 
 def kept_gathered(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -129,6 +139,29 @@ def bare(rank: int) -> dict[str, Callable[[], Found]]:
         f"all_reduce/{task}": partial(trained, TASKS[task], place, sync="all_reduce")
         for task in ("clipped", "windows", "tokens", "forked", "checked")
     }
+    for how, where_all, options in (
+        ("DDP", Place(DistributedDataParallel, rank), {}),
+        ("all_reduce", place, {"sync": "all_reduce"}),
+    ):
+        for task in REPLICATED:
+            found[f"{how}/{task}"] = partial(trained, TASKS[task], where_all, **options)
+        for inside in (False, True):
+            name = f"{how}, resumed {'inside' if inside else 'between'}/clipped"
+            found[name] = partial(resumed, TASKS["clipped"], where_all, inside=inside, **options)
+        for kind in ("memory", "error"):
+            name = f"{how}, {kind} in the forward/samples"
+            found[name] = partial(failing, where_all, "forward", kind, bad=1, **options)
+    found["DDP, compiled/clipped"] = partial(
+        trained, TASKS["clipped"], Place(lambda model: DistributedDataParallel(blocks_compiled(model)), rank)
+    )
+    found["DDP, auto with little memory/samples"] = partial(
+        failing,
+        Place(DistributedDataParallel, rank),
+        "forward",
+        "memory",
+        bad=0,
+        microbatch_size="auto",
+    )
     found["apart"] = partial(trained, TASKS["samples"], place, sync=None)
     found["not stated"] = partial(refused, place, "auto")
     found["unlike"] = partial(refused, place, "all_reduce", seed=rank)

@@ -62,7 +62,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters."""
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
+    return {name.removeprefix("module."): full(each) for name, each in model.named_parameters()}
 
 
 def batches(task: Task, rank: int) -> list[Any]:
@@ -224,7 +224,7 @@ def failing(place: Place, where: str, how: str, bad: int, **options: Any) -> Fou
 
     training = Training(task, place, loss, **options)
     model: Any = training.model
-    model.fragile.fails = fails
+    getattr(model, "module", model).fragile.fails = fails
     outcome = []
     for batch in batches(task, place.rank):
         before = whole(model)

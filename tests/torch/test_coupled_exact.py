@@ -22,7 +22,7 @@ from superbatch.errors import (
     WindowError,
 )
 from superbatch.noise.meter import NoiseMeter
-from superbatch.torch import Accumulator, TokenBudget, WholeBatch, Window, count_tokens, windows
+from superbatch.torch import Accumulator, TokenBudget, WholeBatch, Window, windows
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm, PerSampleRandom, Split
 from superbatch.torch.virtual.trace import recording
@@ -469,7 +469,6 @@ def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
     "options",
     [
         {"reduction": "mean"},
-        {"weight": count_tokens("label")},
         {"gradient_sum": "momentum"},
         {"split": Split(unsplit=("view",))},
         {"observers": [NoiseMeter()]},
@@ -485,7 +484,7 @@ def test_options_of_separate_samples_are_not_there(options: dict[str, Any]) -> N
 def test_options_of_other_libraries_are_answered_with_those_that_are_there() -> None:
     with pytest.raises(InputError, match=r"WholeBatch has no option lr_scheduler=.*pass scheduler="):
         Twins("BatchNorm", lr_scheduler=None)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'weights'"):
+    with pytest.raises(InputError, match=r"WholeBatch has no option weights=.*pass weight="):
         Twins("BatchNorm", weights=None)
 
 
@@ -529,16 +528,9 @@ def test_there_is_no_loop_to_be_owned() -> None:
     assert not hasattr(Twins().accumulate, "window")
 
 
-def test_several_ranks_are_refused(tmp_path: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/f", rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(model_of("BatchNorm"))
-        with pytest.raises(
-            InputError, match=r"DistributedDataParallel.*samples of other ranks.*virtual_batch.*group=\.\.\."
-        ):
-            WholeBatch(model, sgd(model.parameters()), lambda x: model(x).sum())
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_weight_that_is_no_function_is_refused() -> None:
+    with pytest.raises(InputError, match=r"weight='returned' is no function.*count_tokens"):
+        Twins("BatchNorm", weight="returned")
 
 
 def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:

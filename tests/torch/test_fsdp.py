@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.torch import sharded_tasks as tasks
-from tests.torch.fsdp_ranks import MUTANTS
+from tests.torch.fsdp_ranks import MUTANTS, REPLICATED
 from tests.torch.helpers import mse
 from tests.torch.sharded_tasks import TASKS
 from tests.torch.two_ranks import found_by_both
@@ -34,6 +34,16 @@ CELLS = [
     *(task for task in TASKS if task not in IN_FLOAT32),
     *(f"each micro-batch/{task}" for task in ("clipped", "windows", "tokens", "forked")),
     *(f"all_reduce/{task}" for task in ("clipped", "windows", "tokens", "forked", "checked")),
+    *(
+        f"{how}{cell}"
+        for how in ("DDP", "all_reduce")
+        for cell in (
+            *(f"/{task}" for task in REPLICATED),
+            *(f", resumed {where}/clipped" for where in ("inside", "between")),
+            *(f", {kind} in the forward/samples" for kind in ("memory", "error")),
+        )
+    ),
+    *("DDP, compiled/clipped", "DDP, auto with little memory/samples"),
     *(f"{how}/clipped" for how in ("offloaded", "kept gathered", "ignored", "compiled")),
     *(f"{how}/clipped" for how in ("resumed", "resumed inside")),
     "resumed inside, each micro-batch/clipped",
@@ -54,7 +64,7 @@ CELLS = [
 def test_ranks_train_as_the_large_batch(cell: str, found: Found) -> None:
     task = cell.split("/")[-1]
     _, seen = tasks.reference(TASKS[task], 2)
-    if not cell.startswith(("by hand", "all_reduce")):
+    if not cell.startswith(("by hand", "all_reduce", "DDP")):
         assert found[0][cell]["sharded"] or cell.startswith("ignored"), "premise"
         assert found[0][cell]["elements"] != found[1][cell]["elements"], "premise"
     for each in found:
@@ -170,6 +180,14 @@ def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) ->
     ((kind, text, unchanged, gradients),) = found[1 - bad][f"error in the {where}/samples"]["outcome"]
     assert (kind, unchanged, gradients) == ("InputError", True, 0)
     assert text == "Another rank cannot make this window, so no rank does: see that rank's error."
+
+
+@pytest.mark.parametrize("how", ["DDP", "all_reduce"])
+def test_an_error_on_one_rank_of_replicas_leaves_both_as_before(how: str, found: Found) -> None:
+    healthy, bad = (each[f"{how}, error in the forward/samples"]["outcome"] for each in found)
+    assert bad == [("BrokenError", "no such label", True, 0)]
+    text = "Another rank cannot make this window, so no rank does: see that rank's error."
+    assert healthy == [("InputError", text, True, 0)]
 
 
 @pytest.mark.parametrize("where", ["loss", "forward"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from superbatch.errors import InputError, explain
 
 from ..window.slips import without_tensor
 from ..window.sync.sync import Sync
+
+NOT_ON_ANOTHER_RANK = "Another rank cannot make this window, so no rank does: see that rank's error."
 
 
 class Losses:
@@ -133,7 +136,8 @@ def over_ranks(
             that tells what its samples count (see `rank_counts`): ranks with other numbers are news too.
 
     Raises:
-        InputError: the ranks stand differently there, on every rank: a rank that went on would wait for ever.
+        InputError: another rank has failed; or the ranks stand differently there, on every rank: a rank that
+            went on would wait for ever.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
@@ -147,6 +151,8 @@ def over_ranks(
     *numbers, bad_ranks, news_of, marks, squares, counts, their_squares = sync.sum_numbers(
         [*mine, bad, has_news, mark, mark * mark, count, count * count]
     )
+    if math.isnan(bad_ranks):
+        raise InputError(NOT_ON_ANOTHER_RANK)
     differ = int(counts) ** 2 != sync.count * int(their_squares)
     if int(marks) ** 2 != sync.count * int(squares):  # equal where all marks are, and only there
         raise InputError(
@@ -166,6 +172,22 @@ def over_ranks(
         bool(bad_ranks),
         bool(news_of) or differ,
     )
+
+
+def tell_failed(terms: int, sync: Sync) -> None:
+    """Take part in the exchange of `over_ranks` for a rank that has failed before it.
+
+    Args:
+        terms: number of losses.
+        sync: the ranks, which raise there.
+
+    Examples:
+        >>> from superbatch.torch.window.sync.local import Local
+        >>> tell_failed(1, Local())
+    """
+    if sync.shared:
+        with suppress(RuntimeError):  # the error of this rank says more than that others are gone
+            sync.sum_numbers([math.nan] * (3 * terms + 6))
 
 
 def check_loss(loss: object) -> None:

@@ -12,7 +12,7 @@ from superbatch import normalize
 from superbatch.errors import InputError, LossSpecError, explain
 
 from ..window.sync.sync import Sync
-from .losses import Losses, Sum, WindowLoss, check_loss
+from .losses import NOT_ON_ANOTHER_RANK, Losses, Sum, WindowLoss, check_loss
 
 Weigh = Callable[[Any], Any] | Literal["samples", "returned"]
 Ahead = tuple[list[normalize.Number], normalize.Number]
@@ -260,9 +260,6 @@ def weights_of(weigh: Weigh, microbatches: list[Any], samples: list[int] | None)
         normalize.check_weight(weigh(microbatch), f"micro-batch {index}")
         for index, microbatch in enumerate(microbatches)
     ]
-
-
-NOT_ON_ANOTHER_RANK = "Another rank cannot make this window, so no rank does: see that rank's error."
 
 
 def weigh_ahead(

@@ -20,7 +20,8 @@ from ..window.participants.buffers import BufferKeeper
 from ..window.participants.snapshot import random_state, restore_random_state
 from . import options
 from .collector import rarely_collecting
-from .run.log import OnGather
+from .ranks.reducer import RankReducer
+from .run.log import Meeting, OnGather
 from .session import Session
 from .trace.unsupported import RefuseVirtualData, sets_data
 from .trace.watching import Watching
@@ -70,6 +71,15 @@ class VirtualBatch:
             [('1', 'batch_norm', 256)]
         """
         return self._session.report()
+
+    def meetings(self) -> list[Meeting]:
+        """Return the coupling points so far, with those of their results that are numbers."""
+        return self._session.log.meetings()
+
+    @property
+    def ranks(self) -> RankReducer:
+        """Ranks that share the batch, and what this one has told them."""
+        return self._session.across
 
 
 @contextmanager
@@ -132,9 +142,10 @@ def virtual_batch(
     ``.grad`` of all parameters given is averaged over the ranks once, as DDP defines it (each rank's loss
     counts the same; not inside ``no_sync``; hooks for DDP's communication are not called). Collectives that
     the program calls on virtual tensors (``torch.distributed.nn.functional.all_gather``) work on their
-    numbers, so that these are whole. A rank that fails before it has sent anything, or when the
-    block has ended (out of memory), makes the others raise; one that fails between the two, in a block in
-    which it has asked for numbers, leaves them to wait for the group's time-out, as DDP does.
+    numbers, so that these are whole. A rank that fails before it has sent anything, while it computes what
+    such a collective sends, or when the block has ended (out of memory), makes the others raise; one that
+    fails between these, in a block in which it has asked for numbers, leaves them to wait for the group's
+    time-out, as DDP does.
 
     After an exception gradients (of the models, and of whatever the block has used), buffers and random state
     (of torch, Python and NumPy) are as before the block. What the block has written into parameters (the
@@ -154,17 +165,27 @@ def virtual_batch(
     """
     models = options.checked_models(model)
     options.check(rng, on_gather, device_budget, paranoid=paranoid, compile=compile, group=group)
-    automatic = microbatch_size == "auto"
-    size = "auto" if automatic else positive_int("microbatch_size", microbatch_size)
+    size = "auto" if microbatch_size == "auto" else positive_int("microbatch_size", microbatch_size)
     where = options.checked_device(device, (parameter for one in models for parameter in one.parameters()))
-    session = Session(
-        models, options.Options(size, where, rng, device_budget, on_gather, paranoid, compile, group)
-    )
+    chosen = options.Options(size, where, rng, device_budget, on_gather, paranoid, compile, group)
+    with open_block(models, chosen) as batch:
+        yield batch
+
+
+@contextmanager
+def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator[VirtualBatch]:
+    """Open the block of a `virtual_batch` whose options were checked.
+
+    Args:
+        models: whose parameters get gradients.
+        chosen: options of the block.
+    """
+    session = Session(models, chosen)
     buffers = BufferKeeper(models)
     buffers.take()
-    if not automatic:  # which goes to the limit: all is handed back
-        fastpaths.keep_freed_memory([where])
-    randomness = random_state(accelerators(models, where))
+    if chosen.size != "auto":  # which goes to the limit: all is handed back
+        fastpaths.keep_freed_memory([chosen.device])
+    randomness = random_state(accelerators(models, chosen.device))
     try:
         with session.across.held_together(), rarely_collecting():
             with ExitStack() as stack:

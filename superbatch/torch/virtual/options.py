@@ -16,7 +16,11 @@ RandomNumbers = Literal["microbatch", "batch"]
 
 
 class Options(NamedTuple):
-    """Options of `virtual_batch`, checked."""
+    """Options of `virtual_batch`, checked.
+
+    Attributes:
+        reduces: gradients are averaged over the ranks when the block ends; False: by whoever opened it.
+    """
 
     size: int | Literal["auto"]
     device: torch.device
@@ -26,6 +30,7 @@ class Options(NamedTuple):
     paranoid: bool
     compile: bool
     group: Any
+    reduces: bool = True
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device:

@@ -45,7 +45,7 @@ class Session:
         self.recording: Recording | None = None
         self.log = Log(models, options.on_gather)
         modules = [module for model in models for module in paths(model)]
-        self.across = RankReducer(models, modules, options.group, options.device)
+        self.across = RankReducer(models, modules, options.group, options.device, reduces=options.reduces)
         parameters = dict.fromkeys(p for one in modules for p in parameters_of(one).values() if p is not None)
         buffers = [b for one in modules for b in buffers_of(one).values() if b is not None]
         self._gradients = [(p, p.grad) for p in parameters]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from superbatch import normalize
 from superbatch.batch.split import near_equal
 from superbatch.batch.tree import count_samples, map_arrays
 from superbatch.errors import InputError, OutOfMemoryError, SplitError, explain
@@ -27,18 +28,21 @@ from ..loss.losses import check_loss
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..module_tables import parameters_of
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
-from ..virtual import virtual_batch
-from ..virtual.block import VirtualBatch
+from ..virtual.block import VirtualBatch, open_block
+from ..virtual.options import Options, checked_device
 from ..virtual.trace.tensor import VirtualTensor
 from ..warn import warn
 from .config import Config
+from .coupled_ranks import Parts, failure_of_any, require_every_rank, scaled
 from .joining import joined
+from .lockstep import Failure, on_all_ranks
 from .microbatches import MicrobatchList
 from .open_window import OpenWindow
 from .participants.gradient_sum import ManagedParameter, host_backward, run_backward
 from .participants.parameter_gradients import ParameterGradientSum
 from .retry import but_unseen, require_restorable
 from .slips import without_tensor
+from .transaction import Transaction
 
 Size = int | Literal["auto"]
 Rng = Literal["microbatch", "batch"]
@@ -67,6 +71,7 @@ class Coupled:
         self._run = run_backward if config.backward is None else host_backward(config.backward)
         self._size: Size | None = size
         self._now: Size = "auto"
+        self._parts = Parts(0.0, 0.0)
         self._apart = False  # whether nothing was computed from the virtual batch
 
     @property
@@ -131,30 +136,34 @@ class Coupled:
         assert self.report is not None
         return window.amend(microbatches=self.report.microbatches)
 
-    def _until_failure(self, window: OpenWindow[Any], batch: Any) -> str | None:
-        """Return the text of the error if memory ran out.
+    def _until_failure(self, window: OpenWindow[Any], batch: Any) -> Failure | None:
+        """Return how memory ran out, on this rank or another.
 
         The virtual batch restores everything if it failed itself, not if something after it did.
         """
+        sync, begun = self._config.sync, list[VirtualBatch]()
+        failed: Exception | None = None
+        self._parts = Parts(0.0, 0.0)
         try:
-            self._compute(window, batch)
-        except BaseException as error:
-            if not out_of_memory(error):
-                raise
+            self._compute(window, batch, begun)
+        except Exception as error:
             window.restore_modes()
-            traceback.clear_frames(error.__traceback__)
-            return str(error) or type(error).__name__
-        return None
+            if not sync.shared:
+                if not out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+                return Failure(str(error) or type(error).__name__, here=True)
+            failed = error
+        return failure_of_any(failed, begun[0] if begun else None, self._parts, sync) if sync.shared else None
 
-    def _compute(self, window: OpenWindow[Any], batch: Any) -> None:
+    def _compute(self, window: OpenWindow[Any], batch: Any, begun: list[VirtualBatch]) -> None:
         transaction = window.transaction
         config, place, progress = transaction.config, transaction.gradients, transaction.progress
         assert isinstance(place, ParameterGradientSum)
         models = [*config.models, *_others(config.models, config.owned)]
-        begun: list[VirtualBatch] = []
         self.report = None
         try:
-            with virtual_batch(models, self._now, rng=self._rng, device=config.device) as virtual:
+            with open_block(models, self._options(models)) as virtual:
                 begun.append(virtual)
                 value = self._backward(window, virtual, batch, place.inputs)
         finally:  # in how many micro-batches memory ran out, too
@@ -162,6 +171,10 @@ class Coupled:
         if self._apart:  # the update is right all the same, but it took the memory of the whole batch
             self.report = replace(begun[0].report(), microbatches=1)
             warn(_APART)
+        if config.sync.shared:
+            weight = float(normalize.total_weight(progress.weights.counted([])))
+            stated = config.declared.weigh != "samples"
+            self._parts = require_every_rank(begun[0], weight, stated=stated)
         config.state.replace_tensors(VirtualTensor, deepcopy)  # a copy of a virtual tensor is real
         place.took()
         progress.losses.load_state({0: value.item()})
@@ -175,19 +188,58 @@ class Coupled:
         """Record forward and backward; return the loss without its graph."""
         loss = _checked(self._loss_fn(virtual(batch)))
         self._apart = not isinstance(loss, VirtualTensor) and not virtual.report().sweeps
-        scale = window.transaction.scale
-        scaled = loss if scale is None else scale.scaled(loss)
-        self._run(scaled, None, inputs, retain_graph=False)
+        ((_, factor),) = window.transaction.progress.weights.scaled(0, loss, None)
+        part, scale = scaled(loss, factor), window.transaction.scale
+        self._run(part if scale is None else scale.scaled(part), None, inputs, retain_graph=False)
         return loss.detach()
 
-    def _go_on_smaller(self, window: OpenWindow[Any], failure: str) -> None:
+    def _options(self, models: list[nn.Module]) -> Options:
+        """Return the options of the block of a window, which reduces the gradients itself."""
+        sync, device = self._config.sync, self._config.device
+        where = checked_device(device, (parameter for each in models for parameter in each.parameters()))
+        return Options(
+            size=self._now,
+            device=where,
+            rng=self._rng,
+            device_budget=None,
+            on_gather="ok",
+            paranoid=False,
+            compile=False,
+            group=sync.group if sync.shared else None,
+            reduces=False,
+        )
+
+    def _go_on_smaller(self, window: OpenWindow[Any], failure: Failure) -> None:
         transaction = window.transaction
-        config, progress = transaction.config, transaction.progress
-        require_restorable(transaction, f"a batch for which there was no memory ({failure})")
-        config.state.restore()  # the block restores the buffers of models alone
-        gc.collect()  # an exception and its frames may be a cycle
-        release_caches(*config.random.devices)
-        samples = sum(progress.microbatches.samples or ())
+        config = transaction.config
+
+        def shrink() -> None:
+            require_restorable(transaction, f"a batch for which there was no memory ({failure.text})")
+            config.state.restore()  # the block restores the buffers of models alone
+            gc.collect()  # an exception and its frames may be a cycle
+            release_caches(*config.random.devices)
+            if failure.here:
+                sizes.append(self._smaller(transaction, failure.text))
+
+        sizes: list[tuple[int, int]] = []
+        on_all_ranks(config.sync, shrink)
+        transaction.restart()
+        for failed, self._now in sizes:
+            transaction.progress.failures += 1
+            config.reserve.tight = True
+            warn(
+                f"memory ran out with {failed} samples at a time; the batch is worked through again with at "
+                f"most {self._now}. The update is the same{but_unseen(transaction)}. "
+                f"({failure.text.splitlines()[0]})"
+            )
+
+    def _smaller(self, transaction: Transaction, failure: str) -> tuple[int, int]:
+        """Return how many samples at a time did not fit, and how many to try.
+
+        Raises:
+            OutOfMemoryError: a single sample did not fit.
+        """
+        samples = sum(transaction.progress.microbatches.samples or ())
         if self._now == "auto":  # chosen by the block, or not yet
             parts = self.report.microbatches if self.report is not None else 0
             failed = -(-samples // (parts or 1))
@@ -203,14 +255,7 @@ class Coupled:
                     "make the batch or the samples smaller, use gradient checkpointing or a lower precision",
                 )
             )
-        transaction.restart()
-        self._now = most
-        progress.failures += 1
-        config.reserve.tight = True
-        warn(
-            f"memory ran out with {failed} samples at a time; the batch is worked through again with at most "
-            f"{most}. The update is the same{but_unseen(transaction)}. ({failure.splitlines()[0]})"
-        )
+        return failed, most
 
 
 def _samples_of(batch: Any) -> int:

@@ -78,14 +78,14 @@ def with_backward(parts: list[tuple[Tensor, float]], sync: Sync) -> list[tuple[T
     return run
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """Lack of memory: the text of the error, and whether it was raised on this rank."""
 
     text: str
     here: bool
 
 
-def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> _Failure | None:
+def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> Failure | None:
     """Run all turns; return how memory ran out on any rank, None where it did not.
 
     Raises:
@@ -115,8 +115,8 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> _Failure |
         raise InputError(NOT_ON_ANOTHER_RANK)
     if error is not None:
         traceback.clear_frames(error.__traceback__)
-        return _Failure(str(error) or type(error).__name__, here=True)
-    return _Failure("on another rank", here=False) if memory else None
+        return Failure(str(error) or type(error).__name__, here=True)
+    return Failure("on another rank", here=False) if memory else None
 
 
 def _catch_up(window: OpenWindow, error: Exception, turns: int, *, tight: bool) -> None:
@@ -158,7 +158,7 @@ def _forward_of_one(window: OpenWindow, index: int) -> Tensor:
     return torch.stack(list(loss.values())).sum() if isinstance(loss, Mapping) else loss
 
 
-def _begin_again(window: Transaction, index: int, failure: _Failure) -> None:
+def _begin_again(window: Transaction, index: int, failure: Failure) -> None:
     """Restore everything as before the window, and cut smaller micro-batches, as many on each rank."""
     config, progress = window.config, window.progress
     pieces = progress.microbatches
@@ -173,10 +173,10 @@ def _begin_again(window: Transaction, index: int, failure: _Failure) -> None:
         if failure.here:
             _cut_smaller(window, index, failure.text)
 
-    _on_all_ranks(config.sync, cut)
+    on_all_ranks(config.sync, cut)
     window.restart()
     even_out(pieces, config.sync)
-    _on_all_ranks(config.sync, progress.weigh_again)
+    on_all_ranks(config.sync, progress.weigh_again)
     if not failure.here:
         return
     progress.failures += 1
@@ -201,11 +201,19 @@ def _cut_smaller(window: Transaction, index: int, failure: str) -> None:
         ) from None
 
 
-def _on_all_ranks(sync: Sync, step: Callable[[], None]) -> None:
+def on_all_ranks(sync: Sync, step: Callable[[], None]) -> None:
     """Take a step that may fail on one rank alone; then every rank raises.
+
+    Args:
+        sync: the ranks, each of which takes it.
+        step: raises where it fails.
 
     Raises:
         InputError: the step failed on another rank.
+
+    Examples:
+        >>> from .sync.local import Local
+        >>> on_all_ranks(Local(), lambda: None)
     """
     failed = True
     try:

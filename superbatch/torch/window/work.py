@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from superbatch.results.update import Update
 from superbatch.window import Window
 
+from ..loss.losses import tell_failed
 from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
 from .config import Config
@@ -109,8 +110,15 @@ class ByMicrobatch:
 
     def run(self, window: OpenWindow[Any]) -> None:
         """Run the loss on every micro-batch, in smaller ones where memory runs out."""
-        run = work_in_step if self._config.sync.in_step else work_through
-        run(window)
+        sync, terms = self._config.sync, self._config.declared.terms
+        if sync.in_step:
+            work_in_step(window)
+            return
+        try:
+            work_through(window)
+        except Exception:
+            tell_failed(len(terms) or 1, sync)  # the others would wait for it at the end of the window
+            raise
 
     def record(self, window: OpenWindow[Any]) -> Update:
         """Return the record of a window that is over."""

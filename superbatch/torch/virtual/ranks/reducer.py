@@ -49,20 +49,32 @@ class RankReducer:
         modules: all of theirs.
         group: as in `virtual_batch`; with it every BatchNorm in training mode is one over all ranks.
         device: where statistics are.
+        reduces: gradients are averaged at the end of the block.
 
     Attributes:
         sync: the ranks over which gradients are averaged.
         ending: the program has come to the end of the block, so that all collectives are recorded.
+        heard: this rank has stopped because another one has failed.
+        settled: no rank waits for this one in the block, which is over or has told the others that it failed.
+        exchanges: the program has called a collective on tensors of the batch.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], modules: Iterable[nn.Module], group: Any, device: torch.device
+        self,
+        models: Sequence[nn.Module],
+        modules: Iterable[nn.Module],
+        group: Any,
+        device: torch.device,
+        *,
+        reduces: bool = True,
     ) -> None:
         self.sync = find_sync(models, group)
+        self.heard = self.settled = self.exchanges = False
         self._now = self.sync if group is not None and self.sync.shared else None
         # The user's own `no_sync` says that the gradients are reduced later.
-        self._reduces = self.sync.shared and self.sync.reduces
+        self._reduces = reduces and self.sync.shared and self.sync.reduces
         self.ending = False
+        self._meeting = False  # all ranks are at the same collective of the program
         self._device = device
         self._layers = synchronised_layers(modules)
         self._groups = _different([*map(self._group_of, self._layers), self.sync])
@@ -262,10 +274,6 @@ class RankReducer:
         """Run a collective of the program on numbers; the tensors that it writes are full afterwards."""
         if self._issuing:
             return func(*args, **kwargs)
-        self.catch_up()
-        recording.settle_writes(collectives.flat(args))
-        with self._issued():
-            self.agree()
         real: dict[int, tuple[VirtualTensor, Tensor]] = {}
 
         def number(item: Any) -> Any:
@@ -278,9 +286,18 @@ class RankReducer:
                 real[id(item)] = item, recording.numbers(item).detach().clone()
             return real[id(item)][1]
 
+        joins = any(isinstance(item, VirtualTensor) for item in collectives.flat([*args, *kwargs.values()]))
+        self._meeting = joins  # memory may run out in what computes the numbers
+        self.catch_up()
+        recording.settle_writes(collectives.flat(args))
+        arguments = [number(arg) for arg in args]
+        named = {name: number(arg) for name, arg in kwargs.items()}
         with self._issued():
-            result = func(*map(number, args), **{name: number(arg) for name, arg in kwargs.items()})
+            self._meet(again=joins)
+            self._meeting = False
+            result = func(*arguments, **named)
             if real:
+                self.exchanges = True
                 result = collectives.waited(result)
         for item, tensor in real.values():
             if collectives.is_written(item, func, args):
@@ -299,6 +316,19 @@ class RankReducer:
             self._agreed = True
             self._exchange(failed)
 
+    def _meet(self, *, again: bool) -> None:
+        """Learn, before a collective of the program, whether a rank has failed.
+
+        Args:
+            again: also where this was asked in the block before.
+
+        Raises:
+            WindowError: another rank has.
+        """
+        if again and self._agreed and not self._over:
+            self._exchange(failed=False)
+        self.agree()
+
     def _agree_at_the_end(self, *, failed: bool = False) -> None:
         """Learn whether a rank has failed after its first collective."""
         if not self._over:
@@ -312,6 +342,7 @@ class RankReducer:
             somewhere = group.vote(somewhere)
         self._over = self._over or somewhere
         if somewhere and not failed:
+            self.heard = True
             raise WindowError(
                 explain("ranks that share a batch", "another rank has failed", "see the error on that rank")
             )
@@ -319,15 +350,19 @@ class RankReducer:
     def fail(self) -> None:
         """Tell the others that this rank has failed, if it knows what they wait for.
 
-        At the end of the block all collectives are recorded: in those that are left it takes part with NaN,
-        and says so after them.
+        At the end of the block, and where the program calls a collective on the batch, all ranks have
+        recorded the same ones: in those that are left it takes part with NaN, and says so after them.
         """
         with suppress(RuntimeError):  # the error that is being raised says more
+            first = not self._agreed
             self.agree(failed=True)
-            if self.ending and not self._over:
+            if (self.ending or self._meeting) and not self._over:
                 while self._pending:
                     self._pending.popleft()()
+                if self._meeting:
+                    self._exchange(failed=True)
                 self._agree_at_the_end(failed=True)
+            self.settled = first or self._over
 
     def end(self) -> None:
         """Free what was recorded."""
@@ -338,6 +373,7 @@ class RankReducer:
         """Return the means of gradients over the ranks, as DDP defines them; those given are left alone."""
         self.agree()
         self._agree_at_the_end()
+        self.settled = True
         if not (self._reduces and torch.is_grad_enabled()):
             return gradients
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from superbatch.results.coupling import CouplingPoint, CouplingReport, WholeValu
 from superbatch.torch.module_tables import children_of
 
 from ...warn import warn
-from ..ir.values import Node, going_back
+from ..ir.values import Node, Value, going_back
 from .plan import Plan
 from .store import Store
 
@@ -37,6 +37,20 @@ def paths(
 
 
 _PICKS = {torch.ops.aten.select.int, torch.ops.aten.slice.Tensor}  # of rows of the batch, where these meet
+
+
+class Meeting(NamedTuple):
+    """Coupling point of the forward, with its result where that is one number.
+
+    Attributes:
+        point: of the report.
+        number: the result; None where it is a tensor, or is not in memory any more.
+        counts: the number is whole, as that of labels is.
+    """
+
+    point: CouplingPoint
+    number: float | None
+    counts: bool
 
 
 class Log:
@@ -62,6 +76,7 @@ class Log:
         self._path: list[str] = []
         self._unknown: dict[int, int] = {}  # serial of the node that follows, and bytes
         self._points: dict[int, CouplingPoint] = {}
+        self._numbers: dict[int, Value] = {}  # results of coupling points that are one number
         self._aside: dict[int, CouplingPoint] = {}
         self._backward: set[int] = set()
         self._whole: dict[tuple[str, str, bool], list[int]] = {}  # how many, bytes, rows, larger
@@ -143,6 +158,18 @@ class Log:
             self._backward.add(node.serial)
             return
         self._points[node.serial] = _point(node, kept)
+        outputs = [value for output in node.outputs if (value := output()) is not None]
+        if len(outputs) == 1 and not outputs[0].meta.dim():
+            self._numbers[node.serial] = outputs[0]
+
+    def meetings(self) -> list[Meeting]:
+        """Return the coupling points of the forward, in order."""
+        return [self._meeting(serial) for serial in sorted(self._points)]
+
+    def _meeting(self, serial: int) -> Meeting:
+        value = self._numbers.get(serial)
+        number = None if value is None or value.whole is None else float(value.whole.item())
+        return Meeting(self._points[serial], number, value is not None and not value.has_gradient)
 
     def planned(self, todo: Plan) -> None:
         """Note the coupling points of a plan, and drop their operations, which hold what they read."""

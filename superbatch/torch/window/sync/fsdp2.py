@@ -144,16 +144,24 @@ class FSDP2:
         for each, ranks in zip(parameters, held, strict=True):
             if ranks and _gradient_of(each) is None and hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
-        before = [(group, group.reduce_grads, group.all_reduce_grads) for group in self._groups()]
+        before = [
+            (group, {name: getattr(group, name) for name in _SWITCHES if hasattr(group, name)})
+            for group in self._groups()
+        ]
         self.set(scatters=True, reduces=True)
+        for group in self._groups():
+            # A group of which nothing is left would send zeros, but for HSDP's sum that replicas wait for.
+            if hasattr(group, "reduce_scatter_unused_params") and group._partial_reduce_output is None:
+                group.reduce_scatter_unused_params = False
         for group in self._groups():
             if all(hasattr(each, "_unsharded_param") for each in group.fsdp_params):
                 group.post_backward()
         for state in self._roots():
             state._state_ctx.is_last_backward = True
             state._root_post_backward_final_callback()  # FSDP2's own end of the last backward
-        for group, scatters, reduces in before:
-            group.reduce_grads, group.all_reduce_grads = scatters, reduces
+        for group, switches in before:
+            for name, value in switches.items():
+                setattr(group, name, value)
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that were not reduced."""
@@ -222,6 +230,9 @@ _SETTINGS = (
     "reduce_scatter_reduce_op",
     "reduce_scatter_unused_params",
 )
+
+
+_SWITCHES = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

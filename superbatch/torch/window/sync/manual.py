@@ -156,6 +156,9 @@ class Manual:
             if gradient is not None and gradient.is_sparse:
                 dist.all_reduce(gradient, group=self.group)
         for bucket in buckets([g for g in summed if g is not None and not g.is_sparse]):
+            if len(bucket) == 1 and bucket[0].is_contiguous():  # a copy would be as large as it is
+                dist.all_reduce(bucket[0], group=self.group)
+                continue
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat, group=self.group)
             for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):

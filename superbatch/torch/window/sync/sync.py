@@ -14,6 +14,7 @@ from torch import Tensor
 from superbatch.results.ranks import RanksReport
 
 SyncOption = Literal["auto", "window", "microbatch", "all_reduce"] | None
+CoupledSync = Literal["auto", "window", "all_reduce"] | None
 
 
 class Sync(Protocol):

@@ -1,0 +1,110 @@
+"""Exchanges of one update, counted, and what they cost on more ranks than there are here.
+
+A ring of R ranks takes R - 1 turns for an all-gather or a reduce-scatter and 2 (R - 1) for an all-reduce, and
+each rank sends (R - 1) / R of the bytes in the first two, twice that in the last.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+_NUMBERS = 512  # what has fewer elements is numbers, in float64; all else is float32
+_OPS: dict[str, tuple[Kind, int]] = {  # and which argument has all of the bytes
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective.
+
+    Attributes:
+        kind: of collective.
+        bytes: of the whole tensor: what is reduced, or what is there once it is gathered.
+    """
+
+    kind: Kind
+    bytes: int
+
+    @property
+    def is_of_numbers(self) -> bool:
+        """True if it is no exchange of parameters or gradients."""
+        return self.bytes < 8 * _NUMBERS
+
+    def turns(self, ranks: int) -> int:
+        """Return how many messages a rank sends one after the other."""
+        return (2 if self.kind == "all_reduce" else 1) * (ranks - 1)
+
+    def sent(self, ranks: int) -> float:
+        """Return the bytes that a rank sends."""
+        return self.turns(ranks) / ranks * self.bytes
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network.
+
+    Attributes:
+        latency: seconds of each turn of a ring.
+        bandwidth: bytes a second of one rank.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, exchanges: Iterable[Exchange], ranks: int) -> float:
+        """Return the time of exchanges one after the other."""
+        return sum(each.turns(ranks) * self.latency + each.sent(ranks) / self.bandwidth for each in exchanges)
+
+
+def counted(update: Callable[[], object]) -> list[Exchange]:
+    """Return the exchanges of an update on this rank, also those that DDP makes in C++."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        update()
+    events = sorted(recorded.events() or [], key=lambda event: event.time_range.start)
+    found = [(_OPS[e.name], e.input_shapes) for e in events if e.name in _OPS]
+    unknown = {e.name for e in events if e.name.startswith("c10d::")} - _OPS.keys()
+    assert not unknown, f"collectives that are not counted: {unknown}"
+    # An all-reduce takes a list, whose shapes are not recorded: gloo's own events have them. A reduce-scatter
+    # is an all-reduce to gloo.
+    reduced = [_elements(e.input_shapes[0]) for e in events if e.name == "gloo:all_reduce"]
+    for (kind, place), shapes in found:
+        if kind == "reduce_scatter":
+            reduced.remove(_elements(shapes[place]))
+    exchanges = [
+        Exchange(kind, _bytes(reduced.pop(0) if kind == "all_reduce" else _elements(shapes[place])))
+        for (kind, place), shapes in found
+    ]
+    assert not reduced, "an all-reduce was not made by an operator"
+    return exchanges
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _bytes(elements: int) -> int:
+    return elements * (8 if elements < _NUMBERS else 4)
+
+
+def on_gloo(exchanges: Iterable[Exchange]) -> list[Exchange]:
+    """Return the exchanges as gloo makes them, for which a reduce-scatter is an all-reduce."""
+    return [Exchange("all_reduce", e.bytes) if e.kind == "reduce_scatter" else e for e in exchanges]
+
+
+NETWORKS = {
+    "8 GPUs of one machine (10 us, 200 GB/s)": (8, Network(10e-6, 200e9)),
+    "64 GPUs of 8 machines (20 us, 25 GB/s)": (64, Network(20e-6, 25e9)),
+}
+"""Assumed, not measured: what a rank sends a second, and how long each turn of a ring takes at least."""
+
+
+def scaled_up(exchanges: Iterable[Exchange], factor: float) -> list[Exchange]:
+    """Return the exchanges of a model with as many groups of parameters, each so many times as large."""
+    return [e if e.is_of_numbers else Exchange(e.kind, round(e.bytes * factor)) for e in exchanges]

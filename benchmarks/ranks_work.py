@@ -1,0 +1,254 @@
+"""The update of `ranks.py` on one rank: one model, one window, and the loops that train it.
+
+Every loop makes the update of the weighted mean over all ranks, clipped, by AdamW. The loops by hand are in
+the best form that we know: one exchange of the weights before the first backward, one of the loss after the
+last, and no communication in between that could be left out.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from superbatch.torch import Accumulator, Window
+
+MAX_NORM = 1.0
+Microbatch = tuple[Tensor, Tensor, float]
+Loop = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of the training.
+
+    Attributes:
+        blocks: of the model.
+        width: of each.
+        samples: of a micro-batch.
+        microbatches: of a window on each rank.
+    """
+
+    blocks: int = 6
+    width: int = 192
+    samples: int = 32
+    microbatches: int = 4
+
+
+SMALL = Shape(blocks=2, width=16, samples=4, microbatches=2)
+
+
+class Block(nn.Module):
+    """A feed-forward layer of a transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the layers make of the input."""
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A loop that makes an update.
+
+    Attributes:
+        name: of the row.
+        against: row of the loop by hand that it is compared with.
+        make: makes a model, shards it and returns the update with the model.
+    """
+
+    name: str
+    against: str
+    make: Callable[["Setting"], tuple[Loop, nn.Module]]
+
+
+@dataclass
+class Setting:
+    """What all contestants of a rank have in common."""
+
+    shape: Shape
+    rank: int
+    ranks: int
+    mesh: DeviceMesh = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mesh = init_device_mesh("cpu", (self.ranks,))
+
+    def model(self) -> nn.Module:
+        """Return the model with its first parameters, the same for all."""
+        torch.manual_seed(0)
+        return nn.Sequential(*(Block(self.shape.width) for _ in range(self.shape.blocks)))
+
+    def window(self) -> list[Microbatch]:
+        """Return the micro-batches of this rank; their weights differ, also between ranks."""
+        generator = torch.Generator().manual_seed(self.rank)
+        size = (self.shape.samples, self.shape.width)
+        return [
+            (
+                torch.randn(size, generator=generator),
+                torch.randn(size, generator=generator),
+                float(1 + i + self.rank),
+            )
+            for i in range(self.shape.microbatches)
+        ]
+
+
+def loss_of(model: nn.Module, microbatch: Any) -> Tensor:
+    """Return the mean over the samples of a micro-batch."""
+    return nn.functional.mse_loss(model(microbatch[0]), microbatch[1])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+
+def sharded(setting: Setting) -> nn.Module:
+    """Return the model, each block of which is sharded."""
+    model: Any = setting.model()
+    for block in model:
+        fully_shard(block, mesh=setting.mesh)
+    return fully_shard(model, mesh=setting.mesh)
+
+
+def by_hand_ddp(setting: Setting) -> tuple[Loop, nn.Module]:
+    """Return a loop around DDP, which reduces in the last backward."""
+    model: Any = DistributedDataParallel(setting.model(), gradient_as_bucket_view=True)
+    optimizer, window = adamw(model), setting.window()
+
+    def update() -> None:
+        factors = _factors(window, setting.ranks)
+        total = torch.zeros(())
+        for index, (microbatch, factor) in enumerate(zip(window, factors, strict=True)):
+            with nullcontext() if index == len(window) - 1 else model.no_sync():
+                loss = loss_of(model, microbatch) * factor
+                loss.backward()
+                total += loss.detach()
+        _finish(model, optimizer, total)
+
+    return update, model
+
+
+def by_hand_bare(setting: Setting) -> tuple[Loop, nn.Module]:
+    """Return a loop that sums the gradients of a bare model in one all-reduce."""
+    model = setting.model()
+    optimizer, window = adamw(model), setting.window()
+
+    def update() -> None:
+        factors = _factors(window, 1)
+        total = torch.zeros(())
+        for microbatch, factor in zip(window, factors, strict=True):
+            loss = loss_of(model, microbatch) * factor
+            loss.backward()
+            total += loss.detach()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([each.flatten() for each in gradients])
+        dist.all_reduce(flat)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+        _finish(model, optimizer, total)
+
+    return update, model
+
+
+def by_hand_fsdp(setting: Setting, *, once: bool) -> tuple[Loop, nn.Module]:
+    """Return a loop around FSDP2, which reduces once in the last backward, or in each of them."""
+    model: Any = sharded(setting)
+    optimizer, window = adamw(model), setting.window()
+
+    def update() -> None:
+        factors = _factors(window, setting.ranks)
+        total = torch.zeros(())
+        for index, (microbatch, factor) in enumerate(zip(window, factors, strict=True)):
+            last = index == len(window) - 1
+            if once:
+                model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+            loss = loss_of(model, microbatch) * factor
+            loss.backward()
+            total += loss.detach()
+        _finish(model, optimizer, total)
+
+    return update, model
+
+
+def _factors(window: list[Microbatch], ranks: int) -> list[float]:
+    weight = torch.tensor(sum(weight for *_, weight in window), dtype=torch.float64)
+    dist.all_reduce(weight)
+    return [own * ranks / weight.item() for *_, own in window]
+
+
+def _finish(model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor) -> None:
+    dist.all_reduce(total)
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def ours(setting: Setting, wrap: Callable[[Setting], nn.Module], **options: Any) -> tuple[Loop, nn.Module]:
+    """Return the update of an `Accumulator`."""
+    model = wrap(setting)
+    window = setting.window()
+    accumulate = Accumulator(
+        model,
+        adamw(model),
+        partial(loss_of, model),
+        weight=lambda microbatch: microbatch[2],
+        max_grad_norm=MAX_NORM,
+        check=False,
+        **options,
+    )
+    return lambda: accumulate(Window(window)) and None, model
+
+
+def by_accelerate(setting: Setting) -> tuple[Loop, nn.Module]:
+    """Return Accelerate's loop, as its guide writes it; it knows no weights, so its update is another one."""
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]  (it need not be there)
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=setting.shape.microbatches)
+    model, optimizer = accelerator.prepare(setting.model(), None)
+    optimizer = accelerator.prepare(adamw(model))
+    window = setting.window()
+
+    def update() -> None:
+        for microbatch in window:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, microbatch))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return update, model
+
+
+def contestants(peers: bool) -> list[Contestant]:
+    """Return the rows, each loop by hand before what is compared with it."""
+    ddp, once, each = "DDP by hand", "FSDP2 by hand, once", "FSDP2 by hand, each micro-batch"
+    rows = [
+        Contestant(ddp, ddp, by_hand_ddp),
+        Contestant("superbatch, DDP", ddp, partial(ours, wrap=lambda s: DistributedDataParallel(s.model()))),
+        Contestant("bare by hand", "bare by hand", by_hand_bare),
+        Contestant(
+            "superbatch, all_reduce", "bare by hand", partial(ours, wrap=Setting.model, sync="all_reduce")
+        ),
+        Contestant(once, once, partial(by_hand_fsdp, once=True)),
+        Contestant("superbatch, FSDP2, window", once, partial(ours, wrap=sharded, sync="window")),
+        Contestant(each, each, partial(by_hand_fsdp, once=False)),
+        Contestant("superbatch, FSDP2, microbatch", each, partial(ours, wrap=sharded, sync="microbatch")),
+    ]
+    if peers and importlib.util.find_spec("accelerate") is not None:
+        rows.append(Contestant("Accelerate, DDP", ddp, by_accelerate))
+    return rows

@@ -1,0 +1,182 @@
+"""A batch of coupled samples that several ranks share, each with its own part of it.
+
+The forward and backward of `virtual_batch` sum over the ranks wherever samples meet. What is left to the
+window: each rank's loss weighs as its samples do, a rank without memory lets all of them begin again, and a
+loss that couples the samples of one rank alone is another loss than that of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from superbatch import normalize
+from superbatch.errors import CoupledSamplesError, InputError
+
+from ..loss.weighing import NOT_ON_ANOTHER_RANK
+from ..memory.out_of_memory import out_of_memory
+from ..virtual.block import VirtualBatch
+from ..warn import warn
+from .lockstep import Failure
+from .participants.gradient_sum import LOW_PRECISION
+from .sync.sync import Sync
+
+
+def positive_weight(weight: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the weight of a rank's batch, which cannot be left out: other ranks wait for its forward.
+
+    Args:
+        weight: of a batch.
+
+    Raises:
+        InputError: the weight is zero.
+
+    Examples:
+        >>> positive_weight(len)([1, 2])
+        2
+    """
+
+    def checked(batch: Any) -> Any:
+        found = normalize.check_weight(weight(batch), "the batch of a rank")
+        if not found:
+            raise InputError(
+                "The batch of this rank has the weight 0, and a batch of coupled samples cannot be left out. "
+                "Give each rank one with a positive weight."
+            )
+        return found
+
+    return checked
+
+
+def scaled(loss: Tensor, factor: float) -> Tensor:
+    """Return the part that the loss of a rank has in the loss of the batch.
+
+    Args:
+        loss: of the samples of this rank.
+        factor: what they weigh, of all.
+
+    Examples:
+        >>> import torch
+        >>> scaled(torch.tensor(3.0), 0.5)
+        tensor(1.5000)
+        >>> scaled(torch.tensor(3.0, dtype=torch.bfloat16), 1 / 3).dtype  # whose 1/3 is wrong by 0.2 %
+        torch.float32
+    """
+    if factor == 1.0:
+        return loss
+    return (loss.float() if loss.dtype in LOW_PRECISION else loss) * factor
+
+
+class Parts(NamedTuple):
+    """What the loss of this rank is divided by, beside what the rank weighs.
+
+    A mean over something that is counted in each rank, such as labels, is part of a mean over all ranks only
+    where each of them weighs as much as it counts.
+
+    Attributes:
+        counted: the sum of what it counts; 0 where it counts nothing.
+        weight: of the rank.
+    """
+
+    counted: float
+    weight: float
+
+    def squares(self) -> list[float]:
+        """Return numbers whose sums over the ranks tell whether counts and weights are in proportion."""
+        return [self.counted**2, self.counted * self.weight, self.weight**2]
+
+    @staticmethod
+    def proportional(sums: list[float]) -> bool:
+        """Return whether they are.
+
+        Args:
+            sums: of `squares`, over the ranks.
+
+        Examples:
+            >>> Parts.proportional([4 + 16, 2 + 8, 1 + 4]), Parts.proportional([4 + 16, 4 + 4, 4 + 1])
+            (True, False)
+        """
+        counts, products, weights = sums
+        return math.isclose(counts * weights, products**2, rel_tol=1e-12)
+
+
+def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) -> Parts:
+    """Check that samples which the loss couples are those of all ranks; return what it counts here.
+
+    BatchNorm is over all of them. For anything else the program has to exchange something itself.
+
+    Args:
+        virtual: the batch of this rank.
+        weight: of the rank.
+        stated: the user has stated it.
+
+    Raises:
+        CoupledSamplesError: samples met on this rank alone.
+    """
+    count = 0.0
+    if virtual.ranks.exchanges:
+        return Parts(0.0, weight)
+    for point, number, counts in virtual.meetings():
+        if point.operation == "batch_norm":
+            continue
+        if number is not None and (counts or stated):
+            count += number
+            continue
+        where = f" in {point.module!r}" if point.module else ""
+        if point.kind == "unknown":
+            warn(
+                f"{point.operation}{where} has no rule, so it is not known whether it couples the samples of "
+                "this rank, and of this rank alone. If it does, exchange its input between the ranks."
+            )
+            continue
+        raise CoupledSamplesError(
+            f"The samples of this rank meet at {point.operation}{where} without those of the other ranks, so "
+            "the loss is not that of the batch. In loss_fn gather embeddings by "
+            "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
+        )
+    return Parts(count, weight)
+
+
+def failure_of_any(
+    error: Exception | None, virtual: VirtualBatch | None, parts: Parts, sync: Sync
+) -> Failure | None:
+    """Return how memory ran out on any rank; None where no rank has failed.
+
+    Args:
+        error: of this rank.
+        virtual: the batch of this rank; None where there was none.
+        parts: what the loss of this rank counts.
+        sync: the ranks.
+
+    Raises:
+        Exception: of this rank; on the others `InputError`.
+        CoupledSamplesError: the ranks do not weigh as they count.
+    """
+    heard = virtual is not None and virtual.ranks.heard
+    if error is not None and not heard and not (virtual is not None and virtual.ranks.settled):
+        raise error  # the others wait in an exchange of the block, and would take a vote for it
+    own = None if heard else error
+    memory = own is not None and out_of_memory(own)
+    lacking, broken, *squares = sync.sum_numbers([memory, own is not None and not memory, *parts.squares()])
+    if own is not None and not memory:
+        raise own
+    if broken:
+        raise InputError(NOT_ON_ANOTHER_RANK)
+    if error is not None and memory:
+        traceback.clear_frames(error.__traceback__)
+        return Failure(str(error) or type(error).__name__, here=True)
+    if error is not None and not lacking:
+        raise error
+    if lacking:
+        return Failure("on another rank", here=False)
+    if squares[0] and not Parts.proportional(squares):
+        raise CoupledSamplesError(
+            f"loss_fn divides by a count of this rank's samples ({parts.counted:g} here; the rank weighs "
+            f"{parts.weight:g}), and the ranks do not weigh in proportion to theirs. Pass the count as "
+            'weight=, such as weight=count_tokens("labels").'
+        )
+    return None

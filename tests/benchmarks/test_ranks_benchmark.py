@@ -1,0 +1,33 @@
+"""The benchmark of ranks runs as users run it, and its bars hold where they are no times."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.test_benchmarks import run
+
+pytestmark = pytest.mark.benchmarks
+
+
+def test_no_loop_by_hand_has_fewer_collectives(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.json"
+    arguments = ("--small", "--ranks", "2,3", "--rounds", "2", "--peers", "none")
+    result = run("ranks.py", *arguments, "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    rows = {(row["name"], row["ranks"]): row for row in json.loads(path.read_text())}
+    ours = [row for row in rows.values() if row["name"].startswith("superbatch")]
+    assert len(ours) == 2 * 4
+    for row in ours:
+        by_hand = rows[row["against"], row["ranks"]]
+        assert row["distance"] <= 1e-5, "in float32"
+        assert row["collectives"] <= by_hand["collectives"]
+        assert row["sent"] <= by_hand["sent"] + 2048, "numbers"
+        assert row["numbers"] <= by_hand["numbers"] + 4
+    for name in {row["name"] for row in ours}:
+        kinds = [Counter(each["kind"] for each in rows[name, ranks]["exchanges"]) for ranks in (2, 3)]
+        assert kinds[0] == kinds[1], "two ranks predict three"
+    assert "64 GPUs of 8 machines" in result.stdout

@@ -1,0 +1,149 @@
+"""`WholeBatch` and `WholeGradient` on two gloo ranks, beside the large batch of both in one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.torch import coupled_ranks as ranks
+from tests.torch.two_ranks import found_by_both
+
+Found = list[dict[str, Any]]
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each rank found."""
+    return found_by_both("tests.torch.coupled_ranks", tmp_path_factory.mktemp("ranks"))
+
+
+LOSSES: dict[str, Any] = {
+    "labels": ranks.of_labels,
+    "all labels": ranks.of_all_labels,
+    "contrastive": ranks.own_negatives,
+    "memory in a gather": ranks.own_negatives,
+    "balanced": partial(ranks.balanced, alone=True),
+    "without BatchNorm": partial(ranks.balanced, alone=True),
+}
+
+
+def large_batches(cell: str) -> list[dict[str, Tensor]]:
+    """The samples of both ranks together."""
+    counts = ranks.EVEN if cell in ("contrastive", "memory in a gather") else ranks.COUNTS
+    both = zip(ranks.data(0, counts), ranks.data(1, counts), strict=True)
+    return [{key: torch.cat([one[key], other[key]]) for key in one} for one, other in both]
+
+
+def reference(cell: str) -> tuple[nn.Module, list[float], list[float]]:
+    """The model that the large batches have trained, its losses and norms."""
+    model = ranks.plain() if cell == "without BatchNorm" else ranks.net()
+    optimizer, losses, norms = ranks.adamw(model), [], []
+    for batch in large_batches(cell):
+        optimizer.zero_grad()
+        loss = LOSSES.get(cell, ranks.error_of)(model, batch)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), ranks.CLIP)))
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses, norms
+
+
+def worst(one: dict[str, Any], trained: nn.Module) -> float:
+    """The largest error of a parameter or buffer, relative to how far it has moved."""
+    start = (ranks.net() if len(trained.state_dict()) > 6 else ranks.plain()).state_dict()
+    errors = []
+    for name, value in trained.state_dict().items():
+        moved = (value - start[name]).double().norm()
+        assert moved, "premise"
+        errors.append(float((one["state"][name] - value).double().norm() / moved))
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        *("DDP", "SyncBatchNorm", "all_reduce", "auto", "resumed"),
+        *("labels", "all labels", "contrastive", "balanced"),
+        *("without BatchNorm", "memory in the loss", "memory in a sweep", "memory in a gather"),
+        *("error in the loss", "error in a sweep"),
+    ],
+)
+def test_ranks_train_as_the_large_batch(cell: str, found: Found) -> None:
+    trained, losses, norms = reference(cell)
+    assert max(norms) > ranks.CLIP, "premise: it is clipped"
+    for each in found:
+        assert worst(each[cell], trained) <= EXACT
+        assert each[cell]["losses"] == pytest.approx(losses, rel=EXACT)
+        assert each[cell]["norms"] == pytest.approx(norms, rel=EXACT)
+        assert each[cell]["gradients"] == 0
+    if cell in ("DDP", "all_reduce"):
+        assert found[0][cell]["microbatches"] != found[1][cell]["microbatches"], "premise"
+        assert found[0][cell]["report"] == f"{cell} over 2 ranks"
+
+
+@pytest.mark.parametrize("name", ["ranks count the same", "BatchNorm within a rank"])
+def test_a_mutant_is_told_from_the_large_batch(name: str, found: Found) -> None:
+    trained, _, _ = reference("DDP")
+    assert worst(found[0][f"mutant: {name}"], trained) > 1e-3
+
+
+def test_gradients_add_up_without_a_step(found: Found) -> None:
+    model, losses = ranks.net(), []
+    for batch in large_batches("DDP"):
+        loss = ranks.error_of(model, batch)
+        loss.backward()
+        losses.append(loss.item())
+    for each in found:
+        assert each["gradient"]["losses"] == pytest.approx(losses, rel=EXACT)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            error = (each["gradient"]["gradients"][name] - parameter.grad).norm()
+            assert error <= EXACT * parameter.grad.norm()
+
+
+@pytest.mark.parametrize("where", ["the loss", "a sweep", "a gather"])
+def test_memory_that_runs_out_on_one_rank_begins_the_batch_again_on_both(where: str, found: Found) -> None:
+    healthy, bad = (each[f"memory in {where}"] for each in found)
+    assert bad["fired"], "premise"
+    assert bad["failures"][0] == 1
+    assert not any(healthy["failures"])
+    assert not healthy["outcome"] and not bad["outcome"]
+
+
+@pytest.mark.parametrize("where", ["the loss", "a sweep"])
+def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) -> None:
+    healthy, bad = (each[f"error in {where}"]["outcome"] for each in found)
+    assert bad == [("BrokenError", "no such label", True)]
+    text = "Another rank cannot make this window, so no rank does: see that rank's error."
+    assert healthy == [("InputError", text, True)]
+
+
+def test_what_is_not_the_loss_of_the_batch_is_refused(found: Found) -> None:
+    for each in found:
+        kind, text, unchanged = each["own negatives"]["error"]
+        assert (kind, unchanged) == ("CoupledSamplesError", True)
+        assert text == (
+            "The samples of this rank meet at aten.mm.default without those of the other ranks, so the loss "
+            "is not that of the batch. In loss_fn gather embeddings by "
+            "torch.distributed.nn.functional.all_gather, or sum statistics by its all_reduce."
+        )
+        kind, text, unchanged = each["labels without weight"]["error"]
+        assert (kind, unchanged) == ("CoupledSamplesError", True)
+        assert text.startswith("loss_fn divides by a count of this rank's samples (")
+        assert text.endswith('Pass the count as weight=, such as weight=count_tokens("labels").')
+        kind, text, unchanged = each["no weight"]["error"]
+        assert (kind, unchanged) == ("InputError", True)
+        assert "has the weight 0, and a batch of coupled samples cannot be left out." in text
+        kind, text, _ = each["not stated"]["error"]
+        assert (kind, text[:24]) == ("InputError", "2 ranks are initialised,")
+
+
+def test_both_ranks_refuse_what_is_not_finite_on_one(found: Found) -> None:
+    for each in found:
+        kind, _, unchanged = each["infinite"]["error"]
+        assert (kind, unchanged) == ("NonFiniteError", True)
