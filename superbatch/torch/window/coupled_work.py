@@ -147,7 +147,7 @@ class Coupled:
         try:
             self._compute(window, batch, begun)
         except Exception as error:
-            window.restore_modes()
+            window.transaction.modes.restore()
             if not sync.shared:
                 if not out_of_memory(error):
                     raise

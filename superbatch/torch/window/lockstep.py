@@ -51,7 +51,8 @@ def work_in_step(window: OpenWindow) -> None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
         index = min(index, len(progress.microbatches) - 1)  # behind it are turns without weight
-        window.recover()
+        window.end_iteration()
+        window.transaction.modes.restore()
         _begin_again(window.transaction, index, failure)
 
 

@@ -78,7 +78,7 @@ class OpenWindow(Generic[T]):
             raise misuse.over()
         try:
             with DeferredInterrupts():
-                self._modes = Modes()
+                self.transaction.modes = Modes()
                 self._entered(self)
                 self._config.until_next.clear()
                 self.transaction.begin()
@@ -115,7 +115,7 @@ class OpenWindow(Generic[T]):
         if self.is_open:
             with DeferredInterrupts():
                 try:
-                    self._modes.restore()
+                    self.transaction.modes.restore()
                     if self._ending.passed:
                         self._ending.complete()
                     else:
@@ -128,15 +128,6 @@ class OpenWindow(Generic[T]):
             raise misuse.not_open()
         self._iterator = self._iterate()
         return self._iterator
-
-    def recover(self) -> None:
-        """Close the iteration after a failure, with torch's modes as they were when the window began."""
-        self.end_iteration()
-        self.restore_modes()
-
-    def restore_modes(self) -> None:
-        """Bring torch's modes back as they were when the window began."""
-        self._modes.restore()
 
     def end_iteration(self) -> None:
         """Close the iteration, so that it holds no micro-batch."""
@@ -251,7 +242,7 @@ class OpenWindow(Generic[T]):
         Raises:
             OutOfMemoryError, OptimizerError: the error, explained.
         """
-        self._modes.restore()
+        self.transaction.modes.restore()
         if self._ending.passed:
             self._ending.complete()
             return
@@ -340,7 +331,7 @@ class OpenWindow(Generic[T]):
             self.end_iteration()
         finally:
             if error is not None:
-                self._modes.restore()
+                self.transaction.modes.restore()
             self.transaction.restore()
 
     def state_dict(self) -> dict[str, Any]:

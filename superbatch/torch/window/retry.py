@@ -38,8 +38,8 @@ class OpenWindow(Protocol):
         """Add the gradient of the current micro-batch's loss."""
         ...
 
-    def recover(self) -> None:
-        """Close the iteration after a failure, so that it holds no micro-batch."""
+    def end_iteration(self) -> None:
+        """Close the iteration, so that it holds no micro-batch."""
         ...
 
 
@@ -56,7 +56,8 @@ def work_through(window: OpenWindow) -> None:
     while (failure := _until_failure(window, one)) is not None:
         progress = window.transaction.progress
         index = progress.next if progress.current is None else progress.current
-        window.recover()
+        window.end_iteration()
+        window.transaction.modes.restore()
         _go_on_smaller(window.transaction, index, failure)
 
 

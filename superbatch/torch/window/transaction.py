@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..memory.out_of_memory import out_of_memory, release_caches
+from ..modes import Modes
 from ..sizes.sizing import Sizing
 from .config import Config
 from .participant import Participant, has_savepoint
@@ -34,12 +35,15 @@ class Transaction:
         watch: of the parameters in the first window; None later.
 
     Attributes:
+        modes: of torch, as they were when the window was entered, which sets them.
         scale: of the losses; None: they are not scaled.
         streams: random streams of samples; None: micro-batches draw from the global generators.
         norms: BatchNorms that are frozen or pooled; None: there are none.
         pooled: those whose statistics are pooled, which smaller micro-batches would change.
         noise: of the gradient, where this window measures it.
     """
+
+    modes: Modes
 
     def __init__(
         self,
