@@ -279,17 +279,34 @@ def test_a_training_step_of_another_class_is_refused(tmp_path: Path) -> None:
         train(_Mixed, CASES["classes"], 2, 4, tmp_path)
 
 
-def test_sharded_training_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "text"),
+    [
+        ("accelerator", "distributed_type", "FSDP", r"runs with FSDP, .* DistributedDataParallel"),
+        (
+            "accelerator",
+            "distributed_type",
+            "DEEPSPEED",
+            r"runs with DEEPSPEED, .* without --fsdp or --deepsp",
+        ),
+        ("arguments", "n_gpu", 2, r"DataParallel on 2 GPUs\. Start it with torchrun, or set CUDA_VISIBLE"),
+    ],
+)
+def test_other_ways_to_use_several_devices_are_refused(
+    owner: str, name: str, value: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accelerate import Accelerator, DistributedType
+    from transformers import TrainingArguments
 
     take = ExactTrainer.get_batch_samples
 
-    def sharded(self: Any, *given: Any) -> Any:  # from here on; its preparation needs several GPUs
-        monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    def several(self: Any, *given: Any) -> Any:  # from here on; its preparation needs several GPUs
+        kind = Accelerator if owner == "accelerator" else TrainingArguments
+        monkeypatch.setattr(kind, name, DistributedType[value] if isinstance(value, str) else value)
         return take(self, *given)
 
-    monkeypatch.setattr(ExactTrainer, "get_batch_samples", sharded)
-    with pytest.raises(InputError, match=r"runs with FSDP, .* DistributedDataParallel"):
+    monkeypatch.setattr(ExactTrainer, "get_batch_samples", several)
+    with pytest.raises(InputError, match=text):
         train(ExactTrainer, CASES["classes"], 2, 4, tmp_path)
 
 
