@@ -404,6 +404,24 @@ def test_a_loss_dies_before_the_next_forward():
     assert len(losses) == 3
 
 
+def test_a_window_that_is_over_waits_for_no_garbage_collector():
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    accumulate = Accumulator(
+        model, optimizer, lambda batch: mse(model, batch), microbatch_size=2, check=False, scheduler=scheduler
+    )
+    accumulate(rows(6)[0])
+    gc.collect()
+    gc.disable()
+    try:
+        for batch in rows(6, 3):
+            assert accumulate(batch).made
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
 def test_a_consumed_accumulator_dies():
     task = Task()
     task.run(BATCHES[0])

@@ -72,7 +72,7 @@ def scaled(loss: Tensor, factor: float) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """What the loss of this rank is divided by, beside what the rank weighs.
+    """Count that the loss of this rank is divided by, and the weight of the rank.
 
     A mean over something that is counted in each rank, such as labels, is part of a mean over all ranks only
     where each of them weighs as much as it counts.

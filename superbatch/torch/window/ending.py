@@ -38,13 +38,15 @@ class Ending:
 
     Attributes:
         update: the record; None before the end.
+        rest: steps that finish a window behind the point of no return. They refer to this object, a cycle
+            that would hold the losses: whoever closes the window clears them.
     """
 
     def __init__(self, window: Transaction, looks: CheckSchedule | None, started: float) -> None:
         self.update: Update | None = None
         self._window, self._looks, self._started = window, looks, started
         self._point: Once | OptimizerSteps | None = None  # of no return
-        self._rest: list[Callable[[], Any]] = []
+        self.rest: list[Callable[[], Any]] = []
         # Where autocast encloses the whole training loop, it would continue with copies of the parameters as
         # they were.
         self._after_step: list[Callable[[], Any]] = [torch.clear_autocast_cache]
@@ -119,7 +121,7 @@ class Ending:
         Raises:
             BaseException: that of a scheduler or a participant; all else is finished.
         """
-        take_each(*self._rest)
+        take_each(*self.rest)
 
     def abort(self) -> None:
         """Leave an update that broke inside the step of an optimizer: it is neither made nor undone."""
@@ -142,7 +144,7 @@ class Ending:
         config.reserve.require()
         self._prepare_commit()
         window.gradients.attach(gradients)
-        self._rest = [
+        self.rest = [
             *self._after_step,
             partial(self._record, found, rates, norm=norm),
             *(update_rule.scheduler_steps(rule, found.loss) if rule.schedulers else ()),
@@ -155,7 +157,7 @@ class Ending:
             window.restore()
             self._record(found, rates, norm=norm, skipped=reason)
         else:
-            take_each(*self._rest)
+            take_each(*self.rest)
 
     def _keep(
         self,
@@ -188,7 +190,7 @@ class Ending:
 
     def _pass(self, point: Callable[[], object], *rest: Callable[[], object]) -> None:
         """Pass the point of no return, and finish."""
-        self._rest = list(rest)
+        self.rest = list(rest)
         self._point = Once(point)
         self._point.take()
         self.complete()

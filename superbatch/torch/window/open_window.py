@@ -267,6 +267,7 @@ class OpenWindow(Generic[T]):
             self._progress.microbatches.clear,
             *([] if transfer is None else [transfer.forget]),
             *self._leaving(self, made),
+            self._ending.rest.clear,  # last: until the window is closed they may be needed again
         )
 
     def _iterate(self) -> Generator[Any, None, None]:
