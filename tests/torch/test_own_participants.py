@@ -136,6 +136,37 @@ def test_a_saved_window_with_other_participants_is_refused() -> None:
         other(batch)
 
 
+@pytest.mark.parametrize("can", [True, False])
+def test_a_micro_batch_that_is_dropped_does_not_count(can: bool) -> None:
+    class Once(Counter):
+        def rollback(self) -> bool:
+            return super().rollback() and can
+
+    counter, model, calls = Once(), mlp(), [0]
+
+    def loss_fn(part: Any) -> Tensor:
+        counter.value += 1
+        calls[0] += 1
+        return mse(model, part) * (math.nan if calls[0] == 2 else 1.0)
+
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        loss_fn,
+        microbatch_size=2,
+        participants=[counter],
+        check=False,
+        nonfinite="skip_microbatch",
+    )
+    if can:
+        assert accumulate(rows(6)[0]).dropped == (1,)
+        assert counter.value == 2
+    else:
+        with pytest.raises(WindowError, match=r"rollback\(\) of one of the participants= returned False"):
+            accumulate(rows(6)[0])
+        assert counter.value == 0
+
+
 class Failing(Counter):
     """Notes the order of calls beside others, and fails at one of them."""
 

@@ -191,7 +191,7 @@ class Room:
             self._state_is_new, self.checked = True, -math.inf
         self._state = 0
         if known is not None and self._device.type == "cpu":
-            self._held = known.gradients  # see boundary.zero_grad
+            self._held = known.gradients  # see update_rule.zero_grad
 
     def _note(self, known: Known, free: int) -> None:
         """Record the free memory at the beginning of a window; search anew if a size no longer fits."""

@@ -1,6 +1,6 @@
-"""State of optimizers before their step, which tells a step that broke from one that did not begin.
+"""Snapshot of optimizer state before a step, to tell a half-made step from one that never began.
 
-Noted for every window, undone in hardly any: what is noted are lists over all parameters together.
+Taken in every window, so it stores flat lists.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _TORN = (
 
 
 class BeforeStep:
-    """Parameters, states and groups of optimizers: new states can be taken away again, moved ones be told.
+    """Snapshot of optimizer state and parameter versions: undoes new state, detects written tensors.
 
-    Nothing is kept alive by it: an optimizer may put new tensors in the place of its old ones.
+    It keeps no tensor alive: an optimizer may put new tensors in the place of its old ones.
 
     Args:
         optimizers: that make the update.
@@ -77,8 +77,8 @@ class BeforeStep:
             error: of the optimizer's step, or of a hook after it.
 
         Raises:
-            OptimizerError: always where this is not known yet, but in place of errors alone: other exceptions
-                end a program, and keep their type.
+            OptimizerError: on the first call, if `error` is an `Exception`; KeyboardInterrupt and SystemExit
+                keep their type.
         """
         known, self._is_torn = self._is_torn, True
         if isinstance(error, Exception) and not known:
@@ -107,7 +107,7 @@ class BeforeStep:
         """Return why no update was made although all optimizers were called; None if it was made.
 
         Args:
-            idle: optimizers that have left out their work; if all have, what can be restored is restored.
+            idle: optimizers whose `step()` did nothing. If all did nothing, their state is rolled back.
             count: of all optimizers.
 
         Raises:
@@ -126,13 +126,13 @@ class BeforeStep:
         return f"the optimizer did not step: {names}"
 
     def forget(self) -> None:
-        """Free what was noted, but for where the tensors of the states stand."""
+        """Free the snapshot, except weak references to state tensors."""
         self._groups, self._is_noted = [], False
         for states in self._states:
             states.forget()
 
     def put_back(self) -> bool:
-        """Take new states, numbers and options of groups back if nothing else has moved; return whether."""
+        """Undo new state, other values than tensors and group options; False if a tensor was written."""
         if not (self._is_noted and self._has_begun):
             return True
         if not self._can_be_told():
@@ -152,7 +152,7 @@ class BeforeStep:
         return True
 
     def _can_be_told(self) -> bool:
-        """Tell if what has not moved visibly has not moved; False too where a parameter or a group has."""
+        """Return True if unchanged version counters prove that no parameter and no group has changed."""
         if self._is_hidden() or any(known.is_opaque for known in self._states):
             return False
         groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
@@ -161,7 +161,7 @@ class BeforeStep:
         return [target._version for target in self._targets] == self._versions
 
     def _is_hidden(self) -> bool:
-        """Return whether part of an update may not show.
+        """Return whether part of an update may be invisible in versions.
 
         A fused step does not move versions: it does not show if a second one fails, or a hook after it. Nor
         does a step of lists of DTensors.

@@ -40,7 +40,7 @@ class Config:
         transfer: moves micro-batches to the device; None: they stay where they are.
         reserve: makes sure of the memory that an update needs.
         before_step: what the optimizers' step changes, as it was.
-        until_next: gradients of the last window, whose memory the next one uses (see `boundary.zero_grad`).
+        until_next: gradients of the last window, whose memory the next one uses: `update_rule.zero_grad`.
         noise: measures how noisy the gradient is; None: it is not measured.
         whole: the loss is computed on the whole batch at once (see `coupled_work`).
         masters: float32 copies that are updated in place of parameters.

@@ -1,4 +1,4 @@
-"""End of a window: its sums are combined, and the gradient is applied or left in ``.grad``."""
+"""End of a window: combine its sums, and apply the gradient or leave it in ``.grad``."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Ending:
 
     Args:
         window: all that it changes.
-        looks: what the check of the loss wants to see; None: nothing.
+        looks: schedule of the loss check; None: it is off.
         started: when the window was made, by `time.perf_counter`.
 
     Attributes:
         update: the record; None before the end.
-        rest: steps that finish a window behind the point of no return. They refer to this object, a cycle
-            that would hold the losses: whoever closes the window clears them.
+        rest: steps still to run once the optimizers have stepped. They refer to this object, a cycle that
+            would hold the losses: `OpenWindow` clears them.
     """
 
     def __init__(self, window: Transaction, looks: CheckSchedule | None, started: float) -> None:
@@ -47,8 +47,7 @@ class Ending:
         self._window, self._looks, self._started = window, looks, started
         self._point: Once | OptimizerSteps | None = None  # of no return
         self.rest: list[Callable[[], Any]] = []
-        # Where autocast encloses the whole training loop, it would continue with copies of the parameters as
-        # they were.
+        # An autocast around the whole training loop caches casts of the old parameters.
         self._after_step: list[Callable[[], Any]] = [torch.clear_autocast_cache]
         if window.config.rule.masters_copied:
             self._after_step.append(partial(update_rule.copy_masters, window.config.owned))
@@ -116,15 +115,15 @@ class Ending:
         self._record(WindowLoss(math.nan, 0), rates, skipped=reason)
 
     def complete(self) -> None:
-        """Finish a window that has passed the point of no return; may be called again.
+        """Finish a window whose optimizers have stepped; may be called again.
 
         Raises:
-            BaseException: that of a scheduler or a participant; all else is finished.
+            BaseException: of a scheduler or a participant; everything else is finished.
         """
         take_each(*self.rest)
 
     def abort(self) -> None:
-        """Leave an update that broke inside the step of an optimizer: it is neither made nor undone."""
+        """Clean up after an optimizer raised inside `step()`: parameters stay half updated."""
         window, config = self._window, self._window.config
         scale = [] if window.scale is None else [window.scale.restore]
         take_each(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
@@ -196,7 +195,7 @@ class Ending:
         self.complete()
 
     def _prepare_commit(self) -> None:
-        """Run what the commit of a participant needs and what may fail, such as pooling of statistics."""
+        """Run the parts of commits that can fail, such as pooling, before the optimizers step."""
         config = self._window.config
         for participant in (config.norms, config.earlier):
             if participant is not None:
@@ -219,7 +218,7 @@ class Ending:
         return Summed(weight, divisor, counted, took_part, samples, window.scaled_by, window.config.sync)
 
     def _look_again(self, shown: Shown) -> None:
-        """Check the loss on this window, with what watches its micro-batches off."""
+        """Run the scheduled check of the loss, without noise hooks and pooling of statistics."""
         assert self._looks is not None
         window, progress = self._window, self._window.progress
         if window.pooled is not None:

@@ -45,7 +45,7 @@ class Engine:
         parameters: whose gradients are summed.
         work: cuts batches and runs the loss on them.
         placement: chooses the gradient sum of each window.
-        check: whether the declared loss is checked.
+        schedule: of the checks of the declared loss.
         slips: watch of the schedulers and sizes.
 
     Attributes:
@@ -143,7 +143,7 @@ class Engine:
         )
 
     def _cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
-        """Check what may be wrong on one rank alone, and cut the batch."""
+        """Validate the batch and split it; an error may be of this rank only, so `open` tells the others."""
         config = self.config
         config.before_step.require_whole()
         if type(batch) not in PLAIN:
@@ -158,7 +158,7 @@ class Engine:
         return microbatches, sizing
 
     def discard(self) -> None:
-        """Forget a window that was loaded or that an interrupt kept from its end, and restore its changes."""
+        """Discard a loaded or interrupted window, and restore the state from before it."""
         if self._window is not None:
             self._window.abandon()
         self._resume = discard_saved(self._resume, self.config)
@@ -201,9 +201,9 @@ class Engine:
     def twin(self) -> Engine:
         """Return an engine that makes the same updates and leaves no trace in this one.
 
-        It has no scheduler: the user's must not move, nor set a surveyed rate; and measures no noise. It
-        begins with the sizes that were found so far, checks the loss if that has not been done, and counts
-        its own updates.
+        It has no scheduler and measures no noise, so a survey neither steps the user's scheduler nor lets it
+        change the rate. It begins with the sizes that were found so far, checks the loss if that has not been
+        done, and counts its own updates.
 
         Raises:
             WindowError: a window is open, or waits to be resumed.

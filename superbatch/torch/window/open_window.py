@@ -92,10 +92,10 @@ class OpenWindow(Generic[T]):
 
     @property
     def update(self) -> Update:
-        """Record of the update, once the block was left other than by an error.
+        """Record of the update, available once the block has ended without an error.
 
         Raises:
-            WindowError: it was not.
+            WindowError: it has not.
         """
         if self._ending.update is None:
             raise misuse.no_update()
@@ -107,7 +107,7 @@ class OpenWindow(Generic[T]):
         return self._ending.update
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Restore everything if the window is open: its block was not entered, or its end not reached.
+        """Close the window if it is open: finish the update if the optimizers have stepped, else restore all.
 
         Args:
             error: the reason, if it is an exception.
@@ -141,7 +141,7 @@ class OpenWindow(Generic[T]):
         """Add the gradient of the current micro-batch's loss; nothing is updated before the window ends.
 
         Args:
-            loss: what the accumulator's `reduction` states, one element; or a mapping from names of terms.
+            loss: of one element, reduced as `reduction` declares; or a mapping from names of terms.
             weight: of the micro-batch, for ``weight="returned"`` only; or a mapping from names of such terms.
             retain_graph: keep the graph for another backward of this micro-batch; their losses add up.
 
@@ -181,12 +181,15 @@ class OpenWindow(Generic[T]):
             config.transfer.launched(progress.microbatches.microbatches, index)
 
     def _with_backward(self, parts: list[tuple[Tensor, float]]) -> list[tuple[Tensor, float]]:
-        """Return the losses that have a backward; for each other one other ranks may wait."""
+        """Return the losses to run backward on, each with its factor.
+
+        Where a backward is collective (`Sync.in_step`), a backward of zeros is run for each other loss.
+        """
         if not self._config.sync.in_step:
             return [each for each in parts if each[1]]  # a mean without weight may be NaN, and 0 x NaN is NaN
         run = lockstep.with_backward(parts, self._config.sync)
         if self._in_grad is not None:
-            self._in_grad.took()  # a backward of zeros here reduces what other ranks have
+            self._in_grad.took()  # the backward of zeros may have reduced other ranks' gradients into .grad
         return run
 
     def _add(self, index: int, loss: Tensor, factor: float, *, retain_graph: bool) -> None:
@@ -298,9 +301,9 @@ class OpenWindow(Generic[T]):
             yield from self._idle_turns()
 
     def _idle_turns(self) -> Generator[Any, None, None]:
-        """Hand a micro-batch out again in each turn that other ranks have more: its backward adds zeros."""
+        """Yield micro-batch 0 with weight 0 until this rank has run as many turns as the others."""
         config, progress = self._config, self._progress
-        moved = config.state.twin()  # by forwards that no other split of the batch has
+        moved = config.state.twin()  # undoes the buffer writes of these extra forwards
         while (left := progress.microbatches.idle - progress.idle_done) > 0:
             config.sync.turn(last=left == 1, idle=True)
             progress.current, self._is_idle = 0, True
@@ -318,7 +321,7 @@ class OpenWindow(Generic[T]):
         return microbatches[index] if transfer is None else transfer.take(microbatches, index)
 
     def _recut(self, index: int) -> None:
-        """Cut what is left otherwise, if the micro-batches so far have shown that this is better."""
+        """Split the remaining samples anew if measurements suggest another micro-batch size."""
         pieces = self._progress.microbatches
         assert pieces.samples is not None, "what can be cut can be counted"
         sizes = self.transaction.sizing.rest(sum(pieces.samples[index:]))

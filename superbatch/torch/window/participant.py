@@ -12,8 +12,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Participant(Protocol):
     """Something that a window changes, and restores if it fails.
 
-    The order of calls is ``begin (savepoint [rollback])* [restart ...] (commit | restore)``. A window
-    that fails in `begin` calls `restore`.
+    The order of calls is ``begin [load_state_dict] (savepoint [rollback] | restart)* (commit | restore)``. A
+    window that fails in `begin` calls `restore`. Not restored by participants: optimizers (`BeforeStep`) and
+    torch's modes (`Modes`).
     """
 
     def begin(self) -> None:
@@ -21,7 +22,7 @@ class Participant(Protocol):
         ...
 
     def savepoint(self) -> None:
-        """Remember "before this micro-batch"; copies are made late, or not at all."""
+        """Remember "before this micro-batch". Avoid copies: `rollback` may return False."""
         ...
 
     def rollback(self) -> bool:
@@ -29,9 +30,9 @@ class Participant(Protocol):
         ...
 
     def restart(self) -> None:
-        """Restore "before the window" for a window that stays open: without a copy, and without a collective.
+        """Restore "before the window" for a window that stays open; the copies of `begin` stay valid.
 
-        Memory has run out, on this rank alone.
+        Allocate no tensors and call no collectives: memory has run out, perhaps on this rank only.
         """
         ...
 
@@ -40,7 +41,7 @@ class Participant(Protocol):
         ...
 
     def commit(self) -> None:
-        """Keep what the window did, and forget what was remembered; must not fail."""
+        """Keep what the window did, and free what was remembered; must not fail, and may be called twice."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class Participant(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the state of a whole window, which was validated."""
+        """Resume; `state` is the merged, validated mapping of all participants. May be called twice."""
         ...
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from superbatch.errors import WindowError
+
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..modes import Modes
 from ..sizes.sizing import Sizing
@@ -35,11 +37,12 @@ class Transaction:
         watch: of the parameters in the first window; None later.
 
     Attributes:
-        modes: of torch, as they were when the window was entered, which sets them.
+        modes: torch's modes at the entry of the window; assigned by `OpenWindow.__enter__`.
         scale: of the losses; None: they are not scaled.
         streams: random streams of samples; None: micro-batches draw from the global generators.
         norms: BatchNorms that are frozen or pooled; None: there are none.
-        pooled: those whose statistics are pooled, which smaller micro-batches would change.
+        pooled: BatchNorms with pooled statistics. They depend on the size of micro-batches, so a window with
+            them is not retried in smaller ones.
         noise: of the gradient, where this window measures it.
     """
 
@@ -79,7 +82,7 @@ class Transaction:
             progress,
         ]
         self._participants: list[Participant] = [each for each in found if each is not None]
-        # Called for each micro-batch, where each call shows in a window of a small model.
+        # Bound once: attribute lookups per micro-batch are measurable for small models.
         self._savepoints = [each.savepoint for each in self._participants if has_savepoint(type(each))]
         self._commits = [each.commit for each in self._participants]
         self._begun = 0  # how many of them, from the first
@@ -91,7 +94,7 @@ class Transaction:
         return None if self.scale is None else self.scale.value
 
     def begin(self) -> None:
-        """Begin; what fails is followed by `restore`."""
+        """Begin all participants; if this raises, the caller must call `restore`."""
         for participant in self._participants:
             self._begun += 1  # one that fails counts
             participant.begin()
@@ -107,10 +110,20 @@ class Transaction:
         return all(participant.rollback() for participant in reversed(self._participants[: self._begun]))
 
     def drop(self) -> None:
-        """Leave the current micro-batch out: restore the savepoint, but not random numbers and position."""
+        """Drop the current micro-batch: roll all back but random numbers, scale, noise and position.
+
+        Raises:
+            WindowError: a participant of the user's own cannot roll back.
+        """
         for participant in (self.gradients, self.norms, self._state):
             if participant is not None:
                 participant.rollback()
+        if self.config.extra is not None and not self.config.extra.rollback():
+            raise WindowError(
+                'nonfinite="skip_microbatch" drops a micro-batch that is not finite, but rollback() of one '
+                "of the participants= returned False. Restore the savepoint there and return True, or choose "
+                "another nonfinite=."
+            )
 
     def restart(self) -> None:
         """Restore everything as before the window, which stays open and begins at its first micro-batch."""
@@ -120,7 +133,7 @@ class Transaction:
             self.renew_sync()
 
     def renew_sync(self) -> None:
-        """Leave `Sync.no_sync` and enter it again: gradients that a backward left beside the shards go."""
+        """Leave `Sync.no_sync` and enter it again, which frees unsharded gradients."""
         self._unsynchronised.close()
         self._unsynchronised = self.config.sync.no_sync()
 
@@ -168,14 +181,14 @@ def _scale_of(config: Config) -> LossScale:
 
 
 def take_each(*steps: Callable[[], Any]) -> None:
-    """Take each step in turn; where one fails, take all of them once more, also those after one that fails.
+    """Run all steps; if one raises, run every step again, including those after a step that raises.
 
     Args:
-        steps: each may be taken twice.
+        steps: each may run twice.
 
     Raises:
-        BaseException: the error of the first time; of the second time, where a step fails again. Lack of
-            memory that is over the second time is not raised.
+        BaseException: the error of the second run, if there is one; else that of the first, unless it was out
+            of memory.
 
     Examples:
         >>> done = []

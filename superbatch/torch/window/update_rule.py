@@ -1,9 +1,9 @@
-"""The end of a window, in the one order that is right; each function is one part of it.
+"""Steps of the update rule, a function or a class each. `Ending` calls them in this order, once per window.
 
-reduce -> normalise -> unscale -> finite check -> clip -> optimizer -> scaler -> scheduler -> zero_grad
+reduce -> normalise -> unscale -> finite check -> clip
+       -> optimizer -> scaler -> masters -> scheduler -> zero_grad
 
-Once per window: a norm of a gradient that is not normalised, not unscaled or not reduced is the norm of
-something else, and a scheduler counts updates.
+The norm must be taken of the reduced, normalised, unscaled gradient. A scheduler steps once per update.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from superbatch.errors import OptimizerError, explain
+from superbatch.errors import OptimizerError
 
 from .. import fastpaths
 from ..devices import local_part
@@ -43,7 +43,7 @@ class UpdateRule:
         scaler: a `torch.amp.GradScaler`, or None.
         max_grad_norm: the largest 2-norm of the normalised gradient, or None.
         clip: changes the elements of the gradients in place, after that; or None.
-        masters_copied: whether targets are copies that the parameters must be set to after an update.
+        masters_copied: whether optimizers update float32 master copies, to which the parameters are then set.
         scaling: whether losses are scaled, so that an overflow is an ordinary event.
     """
 
@@ -126,7 +126,7 @@ class Once:
         try:
             self.returned.append(self._call())  # on one line: nothing of ours fails between the two
         except BaseException as error:
-            # Without a frame below this one the call has not begun: there was no memory for it.
+            # No inner traceback frame: the call never started, so making it again is safe.
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                 self.broken = error
             raise
@@ -135,8 +135,8 @@ class Once:
 class OptimizerSteps:
     """All steps of one update, in their order: momentum buffers', each optimizer's, the scaler's.
 
-    An error between two of them, such as a lack of memory, is raised once the others are made: an update of
-    half of the optimizers would be neither as before the window nor as after it.
+    If an error occurs between two steps, the remaining steps are still made, then it is raised; lack of
+    memory is not raised if the retry succeeds. Half of an update could be neither kept nor undone.
 
     Args:
         rule: whose optimizers step.
@@ -257,11 +257,8 @@ def _with_gradient(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.op
 def _require_any(gradient_sum: GradientSum, gradients: Sequence[Tensor | None]) -> None:
     if not isinstance(gradient_sum, MomentumGradientSum) and set(map(type, gradients)) <= {NoneType}:
         raise OptimizerError(
-            explain(
-                "a window whose losses gave no gradient to any parameter of the optimizer",
-                "an update would change nothing",
-                "check that the loss depends on the parameters that the optimizer was made with",
-            )
+            "No parameter of the optimizer received a gradient. Check that the loss depends on the "
+            "parameters passed to the optimizer."
         )
 
 
