@@ -14,6 +14,8 @@ from torch.overrides import (
 )
 from torch.utils import _python_dispatch as dispatch
 
+from .memory.out_of_memory import out_of_memory
+
 
 class Modes:
     """The modes that are in force now, outermost first.
@@ -49,6 +51,19 @@ class Modes:
         return alike and self.grad == other.grad
 
     __hash__ = None  # type: ignore[assignment]
+
+    def recover(self, error: BaseException | None) -> None:
+        """Bring back what an error may have cut in two, and nothing that its owner may still leave.
+
+        Args:
+            error: the reason; modes are taken off or put on for an interrupt or a lack of memory alone.
+        """
+        if error is None or isinstance(error, GeneratorExit):
+            return
+        if self.grad:
+            torch.set_grad_enabled(True)
+        if _cuts(error):
+            self.restore()
 
     def restore(self) -> None:
         """Bring into force the modes that were in force when this object was made."""
@@ -90,6 +105,15 @@ def kept_modes() -> Iterator[None]:
         yield
     finally:
         modes.restore()
+
+
+def _cuts(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it came from, may stop torch between two lines of its own."""
+    while error is not None:
+        if out_of_memory(error) or not isinstance(error, Exception | GeneratorExit):
+            return True
+        error = error.__context__
+    return False
 
 
 def _become(

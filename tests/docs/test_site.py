@@ -71,7 +71,7 @@ def test_every_public_name_is_in_the_reference(site: Path, package: str, name: s
 
 
 def test_files_of_the_root_are_pages(site: Path) -> None:
-    assert "Train with the batch you want" in page(site, "")
+    assert "train with the batch size you want" in page(site, "")
     assert 'href="all-of-superbatch/"' in page(site, "")
     assert "Keep a Changelog" in page(site, "changelog")
     assert "What a test looks like" in page(site, "contributing")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from superbatch.errors import OptimizerError, OutOfMemoryError
 from superbatch.torch import Accumulator
@@ -188,3 +190,57 @@ def test_masters_are_copied_where_a_hook_after_the_step_fails(error: type[BaseEx
         accumulate(batch)
     accumulate.load_state_dict(state)
     assert accumulate(batch).made
+
+
+@pytest.mark.parametrize("what", ["scaler", "global hook", "step of a subclass"])
+def test_a_fused_step_that_something_follows_is_not_taken_for_one_that_did_not_begin(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused step moves no version: that it was made is known from the call alone."""
+
+    class After(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            raise ZeroDivisionError
+
+    failed: list[bool] = []
+
+    def fails(*_: Any) -> None:
+        if not failed:
+            failed.append(True)
+            raise ZeroDivisionError
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    kind = After if what == "step of a subclass" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if what == "scaler" else None
+    accumulate, batch = accumulator(model, optimizer, scaler=scaler), torch.randn(8, 3)
+    before = contents(model, optimizer)
+    if scaler is not None:
+        monkeypatch.setattr(scaler, "update", fails)
+    handle = register_optimizer_step_post_hook(fails) if what == "global hook" else None
+    try:
+        with pytest.raises(OptimizerError, match="torn"):
+            accumulate(batch)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert not same(before, contents(model, optimizer)), "premise: it has stepped"
+    with pytest.raises(OptimizerError, match="torn"):
+        accumulate(batch)
+
+
+def test_a_mode_that_its_owner_leaves_later_is_left_alone() -> None:
+    model = nn.Linear(3, 1, dtype=F64)
+    accumulate = accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def leave() -> None:
+        with ExitStack() as stack, accumulate.window(torch.randn(8, 3, dtype=F64)) as window:
+            for _ in window:
+                stack.enter_context(torch.device("cpu"))
+                raise ValueError("of the user")
+
+    with pytest.raises(ValueError, match="of the user"):
+        leave()
+    assert accumulate(torch.randn(8, 3, dtype=F64)).made

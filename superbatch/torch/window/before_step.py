@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]  (torch has no other way to ask)
+)
 
 from superbatch.errors import OptimizerError
 
@@ -46,6 +49,7 @@ class BeforeStep:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], owned: list[ManagedParameter]) -> None:
+        self._stepped = list(optimizers)
         self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._owned = owned
         self._states = [_States() for _ in self._optimizers]
@@ -170,7 +174,24 @@ class BeforeStep:
             return True
         steps = {(id(e.optimizer), e.number, e.target.dtype, e.target.device) for e in self._owned}
         hooks = any(getattr(each, "_optimizer_step_post_hooks", None) for each in self._optimizers)
-        return (len(steps) > 1 or hooks) and any(entry.group.get("fused") for entry in self._owned)
+        after = hooks or _global_optimizer_post_hooks or not all(map(has_plain_step, self._stepped))
+        return (len(steps) > 1 or bool(after)) and any(entry.group.get("fused") for entry in self._owned)
+
+
+def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's own, with the step of its class.
+
+    Torch's schedulers wrap that step to count it.
+
+    Examples:
+        >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        >>> has_plain_step(sgd)
+        True
+    """
+    kind, step = type(optimizer), vars(optimizer).get("step")
+    if not kind.__module__.startswith("torch.optim."):
+        return False
+    return step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is kind.step)
 
 
 class _States:

@@ -59,6 +59,11 @@ class Ending:
             return bool(self._point.returned)
         return self._point is not None and self._point.made
 
+    @property
+    def has_stepped(self) -> bool:
+        """True once an optimizer has stepped, whether the others have or not."""
+        return isinstance(self._point, OptimizerSteps) and self._point.begun
+
     def finish(self) -> None:
         """Combine the sums of all micro-batches and ranks, and end the window with them.
 

@@ -76,6 +76,8 @@ class OpenWindow(Generic[T]):
     def __enter__(self) -> OpenWindow[T]:
         if self._ending.update is not None:
             raise misuse.over()
+        if self.is_open:
+            raise misuse.second_window()
         try:
             with DeferredInterrupts():
                 self.transaction.modes = Modes()
@@ -115,7 +117,7 @@ class OpenWindow(Generic[T]):
         if self.is_open:
             with DeferredInterrupts():
                 try:
-                    self.transaction.modes.restore()
+                    self.transaction.modes.recover(error)
                     if self._ending.passed:
                         self._ending.complete()
                     else:
@@ -245,16 +247,20 @@ class OpenWindow(Generic[T]):
         Raises:
             OutOfMemoryError, OptimizerError: the error, explained.
         """
-        self.transaction.modes.restore()
+        self.transaction.modes.recover(raised)
         if self._ending.passed:
             self._ending.complete()
             return
         before = self._config.before_step
-        as_before = before.put_back()
+        as_before = not self._ending.has_stepped and before.put_back()
         if as_before:
             self._discard(raised)
         else:
-            self._ending.abort()
+            try:
+                self._ending.abort()
+            except BaseException:
+                before.tear()
+                raise
         if left:
             raise_if_out_of_memory(raised, torn=None if as_before else before.tear)
             if not as_before:
@@ -334,8 +340,7 @@ class OpenWindow(Generic[T]):
         try:
             self.end_iteration()
         finally:
-            if error is not None:
-                self.transaction.modes.restore()
+            self.transaction.modes.recover(error)
             self.transaction.restore()
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from superbatch.errors import OptimizerError
 from .. import fastpaths
 from ..devices import local_part
 from ..memory.out_of_memory import out_of_memory, release_caches
-from .before_step import BeforeStep
+from .before_step import BeforeStep, has_plain_step
 from .norm import elements_of
 from .participants.gradient_sum import GradientSum, ManagedParameter, clear, values
 from .participants.momentum_gradients import MomentumGradientSum
@@ -145,7 +145,7 @@ class OptimizerSteps:
     """
 
     def __init__(self, rule: UpdateRule, gradients: GradientSum, before: BeforeStep) -> None:
-        self._before, self._count = before, len(rule.optimizers)
+        self._before = before
         self._calls: list[Callable[[], None]] = []
         self._steps: list[Once] = []
         self._watched: list[WatchedStep] = []
@@ -156,11 +156,12 @@ class OptimizerSteps:
         for each in rule.optimizers if scaler is None else _with_gradient(rule.optimizers):
             step = Once(each.step if scaler is None else partial(scaler.step, each))
             self._steps.append(step)
-            if scaler is None and _leaves_out_nothing(each):
+            if scaler is None and has_plain_step(each):
                 self._calls.append(step.take)
             else:
                 self._watched.append(WatchedStep(each, step.take, always=scaler is not None))
                 self._calls.append(self._watched[-1].take)
+        self._count = len(self._steps)
         if scaler is not None:
             self._steps.append(Once(scaler.update))
             self._calls.append(self._steps[-1].take)
@@ -195,6 +196,11 @@ class OptimizerSteps:
         return self._before.not_made(idle, self._count) if idle else None
 
     @property
+    def begun(self) -> bool:
+        """True once an optimizer has stepped and done its work."""
+        return any(step.returned for step in self._steps[: self._count]) and len(self._idle()) < self._count
+
+    @property
     def made(self) -> bool:
         """True once all steps were made, and at least one has done its work."""
         return all(step.returned for step in self._steps) and not self._idle()
@@ -205,17 +211,6 @@ class OptimizerSteps:
         return [
             each.optimizer for each in self._watched if each.is_idle and self._before.still(each.optimizer)
         ]
-
-
-def _leaves_out_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is one of torch's own, with the step of its class.
-
-    Torch's schedulers wrap that step to count it.
-    """
-    kind, step = type(optimizer), vars(optimizer).get("step")
-    if not kind.__module__.startswith("torch.optim."):
-        return False
-    return step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is kind.step)
 
 
 def copy_masters(owned: list[ManagedParameter]) -> None:
