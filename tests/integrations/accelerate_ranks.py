@@ -16,6 +16,7 @@ from accelerate import DataLoaderConfiguration
 from superbatch.errors import InputError
 from superbatch.integrations.accelerate import make_gradient
 from tests.integrations.accelerate_loop import Loop, Way, fresh
+from tests.torch.two_ranks import end_rank
 
 
 def trained(way: Way) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def main(rank: int, folder: Path) -> None:
     except InputError as error:
         found["refused"] = str(error)
     torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

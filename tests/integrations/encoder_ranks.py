@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.integrations.sentence_transformers import cached
 from tests.integrations.encoders import columns, dense, gradients, rows_seen, updates
+from tests.torch.two_ranks import end_rank
 
 
 def loss_of(*, gathers: bool, caches: bool) -> Callable[[Any], nn.Module]:
@@ -56,7 +57,7 @@ def main(rank: int, folder: Path) -> None:
 
         found[f"{name}, cached"] = updates(place, model, counted, 6)
     torch.save(found, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from superbatch.integrations.lightning import make_gradient
 from superbatch.torch import windows
 from tests.integrations.lightning_models import LENGTH, WORDS, count, loader
+from tests.torch.two_ranks import end_rank
 
 Way = Literal["large", "stock", "exact"]
 
@@ -93,7 +94,7 @@ def main(rank: int, folder: Path) -> None:
         named = {name: each.detach().clone() for name, each in loop.bare.named_parameters()}
         found[way] = {"parameters": named, "norms": loop.norms, "losses": loop.losses}
     torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

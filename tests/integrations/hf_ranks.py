@@ -11,6 +11,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from tests.torch.two_ranks import end_rank
+
 OPTIONS = {"optim": "sgd", "ddp_backend": "gloo"}
 ROWS = 24  # which both ranks share evenly
 
@@ -70,6 +72,7 @@ def main(rank: int, folder: Path) -> None:
                 for way, (kind, size, steps) in kinds.items()
             }
     torch.save(found, folder / f"{rank}.pt")
+    end_rank()
 
 
 if __name__ == "__main__":

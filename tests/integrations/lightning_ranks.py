@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tests.integrations.lightning_models import Exact, ExactHalved, Rows, Tokens, train
+from tests.torch.two_ranks import end_rank
 
 IGNORED = slice(1, 16, 2)  # what one of two ranks has in the first update of 16 samples
 
@@ -57,7 +58,7 @@ def main(rank: int, folder: Path) -> None:
         "hooks": trained(ExactHalved, 2, 4),
     }
     torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+    end_rank()
 
 
 if __name__ == "__main__":

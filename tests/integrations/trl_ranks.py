@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.torch.two_ranks import end_rank
+
 
 def main(rank: int, folder: Path) -> None:
     """Train by two of the trainers on two ranks."""
@@ -23,6 +25,7 @@ def main(rank: int, folder: Path) -> None:
         name: train(HOSTS[name][1], name, 2, 2, place, rows=16, ddp_backend="gloo") for name in ("sft", "dpo")
     }
     torch.save(found, folder / f"{rank}.pt")
+    end_rank()
 
 
 if __name__ == "__main__":
