@@ -209,6 +209,11 @@ class Accumulator:
     def discard(self) -> None:
         """Forget a window that was loaded or that an interrupt kept from its end, and restore its changes.
 
+        A window whose optimizers had stepped is finished instead.
+
+        Raises:
+            WindowError: the window is being ended: a hook, scheduler or participant made this call.
+
         Examples:
             >>> model = nn.Linear(2, 1)
             >>> Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1)).discard()
@@ -219,6 +224,10 @@ class Accumulator:
         """Return the state to save beside the model's and the optimizer's: tensors and plain containers.
 
         Inside a window (in the loop, after ``backward``) it holds what resumes the window bit for bit.
+
+        Raises:
+            WindowError: between the forward and the backward of a micro-batch, or while the window ends (in a
+                hook, scheduler or participant).
         """
         return self.engine.state_dict()
 

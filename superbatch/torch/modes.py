@@ -34,23 +34,14 @@ class Modes:
         >>> modes, leaked = Modes(), torch.device("cpu")
         >>> _ = leaked.__enter__()
         >>> modes.restore()
-        >>> modes == Modes()
+        >>> modes.functions == Modes().functions
         True
     """
 
     def __init__(self) -> None:
         self.functions = _get_current_function_mode_stack()
         self.dispatch = dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
-
         self.grad = torch.is_grad_enabled()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Modes):
-            return NotImplemented
-        alike = _same(self.functions, other.functions) and _same(self.dispatch, other.dispatch)
-        return alike and self.grad == other.grad
-
-    __hash__ = None  # type: ignore[assignment]
 
     def recover(self, error: BaseException | None) -> None:
         """Bring back what an error may have cut in two, and nothing that its owner may still leave.
@@ -126,7 +117,3 @@ def _become(
         pop()
     for mode in wanted[same:]:
         push(mode)
-
-
-def _same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

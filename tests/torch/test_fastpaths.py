@@ -47,6 +47,7 @@ FOR_CORRECTNESS = {
     "memory/out_of_memory.py",  # frees pinned memory before a retry
     "window/participants/gradient_sum.py",  # whether another tensor uses a gradient's memory
     "window/progress.py",  # versions of inputs
+    "window/before_step.py",  # versions of parameters
 }
 
 

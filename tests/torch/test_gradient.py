@@ -6,6 +6,7 @@ import copy
 import math
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -500,3 +501,28 @@ def test_mutants_of_the_earlier_gradients_fail(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(EarlierGradients, method, wrong)
     with pytest.raises(AssertionError):
         test()
+
+
+@pytest.mark.parametrize("kind", ["inference", "expanded"])
+def test_an_earlier_gradient_that_cannot_be_written_is_replaced_by_the_sum(kind: str) -> None:
+    model, batch = small_mlp(), one(6)
+    expected = large(model, mse, batch)
+    with torch.inference_mode(kind == "inference"):
+        for name, each in model.named_parameters():
+            number = torch.ones((), dtype=each.dtype)
+            each.grad = number.expand(each.shape) if kind == "expanded" else number.repeat(each.shape)
+            expected[name] = expected[name] + 1
+    Gradient(model, lambda part: mse(model, part), microbatch_size=4)(batch)
+    assert_alike(gradients(model), expected)
+
+
+def test_earlier_gradients_are_not_kept_alive_by_a_window_that_failed() -> None:
+    model, batch = small_mlp(), one(6)
+    mse(model, batch).backward()
+    kept = [weakref.ref(each.grad) for each in model.parameters()]
+    gradient_of = Gradient(model, lambda part: mse(model, part) * math.nan, microbatch_size=4, check=False)
+    with pytest.raises(NonFiniteError):
+        gradient_of(batch)
+    assert all(each() is not None for each in kept), "the premise: they are in .grad again"
+    model.zero_grad()
+    assert not any(each() is not None for each in kept)

@@ -253,3 +253,53 @@ def test_what_takes_no_part_is_refused(wrong: object) -> None:
     model = mlp()
     with pytest.raises(InputError, match="takes no part in a window"):
         Accumulator(model, sgd(model.parameters()), lambda part: mse(model, part), participants=[wrong])
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_checks_of_the_loss_leave_it_as_it_was(can: bool) -> None:
+    """The first window is checked before it begins; a later one inside, once it shows something new."""
+
+    class Stays(Counter):
+        def rollback(self) -> bool:
+            return super().rollback() if can else False
+
+    counter, calls, model = Stays(), [0], mlp()
+
+    def loss_fn(part: Any) -> Tensor:
+        counter.value += 1
+        calls[0] += 1
+        return mse(model, part)
+
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), loss_fn, microbatch_size=2, participants=[counter]
+    )
+    batch = rows(6)[0]
+    for _ in range(10):
+        accumulate(batch)
+    assert calls[0] > 40, "the premise: the first and the tenth window were checked"
+    assert counter.value == 30
+    nan = accumulator(failing := Counter(), bad=2)
+    with pytest.raises(NonFiniteError):
+        nan(batch)
+    assert failing.value == 0
+
+
+def test_weights_that_a_loss_returns_ahead_leave_it_as_it_was() -> None:
+    counter, model = Counter(), mlp()
+
+    def loss_fn(part: Any) -> Any:
+        counter.value += 1
+        loss = mse(model, part)
+        return {"a": loss, "b": loss * 0.5}, {"a": 2.0, "b": 1.0}
+
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        loss_fn,
+        microbatch_size=2,
+        participants=[counter],
+        weight={"a": "returned", "b": "returned"},
+        check=False,
+    )
+    accumulate(rows(6)[0])
+    assert counter.value == 3

@@ -244,3 +244,133 @@ def test_a_mode_that_its_owner_leaves_later_is_left_alone() -> None:
     with pytest.raises(ValueError, match="of the user"):
         leave()
     assert accumulate(torch.randn(8, 3, dtype=F64)).made
+
+
+class Data(torch.optim.SGD):
+    """Somebody else's: its step writes where no version counter sees it, then fails once."""
+
+    fails = True
+
+    def write(self, parameter: Any) -> None:
+        parameter.data.sub_(0.1 * parameter.grad)
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.write(parameter)
+            if self.fails:
+                self.fails = False
+                raise ValueError("half way")
+
+
+def written_elsewhere(parameter: Any) -> None:
+    memory = parameter.detach().numpy()
+    memory -= 0.1 * parameter.grad.numpy()
+
+
+class Numpy(Data):
+    def write(self, parameter: Any) -> None:
+        written_elsewhere(parameter)
+
+
+@pytest.mark.parametrize("kind", [Data, Numpy])
+def test_an_optimizer_whose_writes_are_not_seen_is_never_taken_for_untouched(kind: type[Data]) -> None:
+    model = nn.Linear(3, 1, dtype=F64)
+    accumulate, batch = accumulator(model, kind(model.parameters(), lr=0.1)), torch.randn(8, 3, dtype=F64)
+    versions = [each._version for each in model.parameters()]
+    with pytest.raises(OptimizerError, match="torn"):
+        accumulate(batch)
+    assert versions == [each._version for each in model.parameters()], "the premise"
+    with pytest.raises(OptimizerError, match="torn"):
+        accumulate(batch)
+    accumulate.load_state_dict(accumulate.state_dict())
+    assert accumulate(batch).made
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights, which follow at every second step: they and the count are attributes."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.count, self.fails = inner, 0, False
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.slow = [each.detach().clone() for group in inner.param_groups for each in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        if self.fails:
+            raise ValueError("after the count")
+        self.inner.step()
+        if self.count % 2 == 0:
+            fast = [each for group in self.param_groups for each in group["params"]]
+            for slow, each in zip(self.slow, fast, strict=True):
+                slow.add_(each - slow, alpha=0.5)
+                each.copy_(slow)
+
+
+def test_a_count_in_an_attribute_is_put_back() -> None:
+    def trained(*, fails: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, batch = nn.Linear(3, 1, dtype=F64), torch.randn(8, 3, dtype=F64)
+        optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
+        accumulate = accumulator(model, optimizer)
+        for step in range(4):
+            optimizer.fails = fails and step == 1
+            if optimizer.fails:
+                with pytest.raises(ValueError, match="after the count"):
+                    accumulate(batch)
+                optimizer.fails = False
+            assert accumulate(batch).made
+        return [each.detach().clone() for each in model.parameters()]
+
+    assert same(trained(fails=False), trained(fails=True))
+
+
+def test_slow_weights_that_were_written_are_seen() -> None:
+    class Early(Lookahead):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            self.slow[0].mul_(2)
+            raise ValueError("half way")
+
+    model = nn.Linear(3, 1, dtype=F64)
+    optimizer = Early(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(OptimizerError, match="torn"):
+        accumulator(model, optimizer)(torch.randn(8, 3, dtype=F64))
+
+
+def test_a_rate_that_a_hook_writes_in_place_is_never_taken_for_untouched() -> None:
+    model = nn.Linear(3, 1, dtype=F64)
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, foreach=False, capturable=False)
+
+    def decay(*_: object) -> None:
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+        raise ValueError("after the rate was written")
+
+    optimizer.register_step_pre_hook(decay)
+    with pytest.raises(OptimizerError, match="torn"):
+        accumulator(model, optimizer)(torch.randn(8, 3, dtype=F64))
+    assert float(rate) == pytest.approx(0.05), "the premise: it is the same tensor"
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_that_is_left_out_leaves_the_scale_alone(scaled: bool) -> None:
+    model, other = nn.Linear(3, 1, dtype=F64), nn.Linear(3, 1, dtype=F64)
+    optimizer, unused = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) if scaled else None
+    both = Accumulator(
+        [model, other],
+        [optimizer, unused],
+        lambda x: model(x).square().mean(),
+        microbatch_size=4,
+        check=False,
+        scaler=scaler,
+    )
+    update = both(torch.randn(8, 3, dtype=F64))  # the second optimizer has nothing to do: that is no half
+    assert update.skipped == "the optimizer did not step: SGD.step() left out its work"
+    assert scaler is None or scaler.get_scale() == 8.0
+    del optimizer.step
+    assert both(torch.randn(8, 3, dtype=F64)).made
+    assert scaler is None or scaler.get_scale() == 16.0

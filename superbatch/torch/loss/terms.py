@@ -292,7 +292,7 @@ def returned_weights(config: Config, microbatches: list[Any]) -> list[Mapping[st
     random.begin()
     found: list[Mapping[str, Number]] = []
     try:
-        with torch.no_grad(), config.sync.no_sync(), state.watching():
+        with torch.no_grad(), config.sync.no_sync(), state.watching(), config.aside():
             for microbatch in microbatches:
                 # A copy, since a loss may change its micro-batch in place.
                 copied = map_arrays(_copy, microbatch)

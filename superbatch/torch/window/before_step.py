@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]  (torch has no other way to ask)
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
 from superbatch.errors import OptimizerError
 
+from .foreign_step import PLAIN, Attributes, shows_its_writes
 from .participants.gradient_sum import ManagedParameter
 from .wrapped import describe, leaves_of
 
-PLAIN = (int, float, complex, str, bytes, type(None))  # what cannot change in place
+# Wrappers that keep nothing of a step outside of the optimizer that they wrap.
+_OPEN_WRAPPERS = ("accelerate.", "lightning.", "pytorch_lightning.", "torch.distributed.optim.")
 
 _TORN = (
     "The last update broke inside the optimizer's step, so parameters and optimizer state are torn. Load the "
@@ -31,7 +35,7 @@ _TORN = (
 class BeforeStep:
     """Snapshot of optimizer state and parameter versions: undoes new state, detects written tensors.
 
-    It keeps no tensor alive: an optimizer may put new tensors in the place of its old ones.
+    It keeps no tensor of optimizer state alive: an optimizer may put new ones in their place.
 
     Args:
         optimizers: that make the update.
@@ -52,8 +56,12 @@ class BeforeStep:
         self._stepped = list(optimizers)
         self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._owned = owned
+        self._all = list(dict.fromkeys((*self._stepped, *self._optimizers)))
+        self._foreign: list[Attributes] = []  # of optimizers that are not torch's
         self._states = [_States() for _ in self._optimizers]
         self._groups: list[list[dict[str, Any]]] = []
+        self._targets: list[Tensor] = []
+        self._versions: list[int] = []
         self._is_noted = False
         self._has_begun = self._is_torn = False
 
@@ -90,12 +98,16 @@ class BeforeStep:
 
     def note(self) -> None:
         """Record the present state."""
-        self._is_noted = False
+        self._is_noted, self._groups = False, []
         for states, optimizer in zip(self._states, self._optimizers, strict=True):
             states.note(optimizer.state)
-        self._groups = [list(map(dict, optimizer.param_groups)) for optimizer in self._optimizers]
-        self._targets = [entry.target for entry in self._owned]
-        self._versions = [target._version for target in self._targets]
+            self._groups.append(list(map(dict, optimizer.param_groups)))
+        self._foreign = []
+        for optimizer in self._all:
+            if not has_plain_step(optimizer):
+                self._foreign.append(Attributes(optimizer))
+        self._targets = list(map(attrgetter("target"), self._owned))
+        self._versions = list(map(attrgetter("_version"), self._targets))
         self._is_noted, self._has_begun = True, False
 
     def begin(self) -> None:
@@ -107,20 +119,18 @@ class BeforeStep:
         pairs = zip(self._owned, self._versions, strict=True)
         return all(e.target._version == version for e, version in pairs if e.optimizer is optimizer)
 
-    def not_made(self, idle: Sequence[torch.optim.Optimizer], count: int) -> str | None:
-        """Return why no update was made although all optimizers were called; None if it was made.
+    def not_made(self, idle: Sequence[torch.optim.Optimizer], *, half: bool) -> str:
+        """Return why no update was made although all optimizers were called.
 
         Args:
             idle: optimizers whose `step()` did nothing. If all did nothing, their state is rolled back.
-            count: of all optimizers.
+            half: others have stepped.
 
         Raises:
-            OptimizerError: some have stepped and some have not.
+            OptimizerError: others have stepped.
         """
-        if not idle:
-            return None
         names = ", ".join(map(describe, idle))
-        if len(idle) < count:
+        if half:
             self.tear()
             raise OptimizerError(
                 f"{names}, but another optimizer stepped: half of the update was made. "
@@ -131,7 +141,8 @@ class BeforeStep:
 
     def forget(self) -> None:
         """Free the snapshot, except weak references to state tensors."""
-        self._groups, self._is_noted = [], False
+        self._groups, self._targets, self._versions, self._foreign = [], [], [], []
+        self._is_noted = False
         for states in self._states:
             states.forget()
 
@@ -153,12 +164,19 @@ class BeforeStep:
             for group, known in zip(optimizer.param_groups, groups, strict=True):
                 group.clear()
                 group.update(known)
+        for attributes in self._foreign:
+            attributes.put_back()
         return True
 
     def _can_be_told(self) -> bool:
         """Return True if unchanged version counters prove that no parameter and no group has changed."""
         if self._is_hidden() or any(known.is_opaque for known in self._states):
             return False
+        if any(map(_may_write_rates, self._all)):
+            return False
+        for foreign in self._foreign:
+            if not (foreign.can_be_put_back and _shows_its_writes(foreign.optimizer)):
+                return False
         groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
         if groups != list(map(len, self._groups)):
             return False
@@ -192,6 +210,18 @@ def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
     if not kind.__module__.startswith("torch.optim."):
         return False
     return step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is kind.step)
+
+
+def _shows_its_writes(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith(_OPEN_WRAPPERS) or shows_its_writes(optimizer)
+
+
+def _may_write_rates(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a hook before the step may write an option of a group, a tensor, in place."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
+    return bool(hooks) and any(
+        isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values()
+    )
 
 
 class _States:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,6 +72,10 @@ class Config:
     backward: Callable[..., Any] | None = None
     earlier: EarlierGradients | None = None
     extra: Extra | None = None
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context for forwards that are no part of a window: it restores `extra`."""
+        return nullcontext() if self.extra is None else self.extra.aside()
 
     @property
     def reduction(self) -> normalize.Reduction:

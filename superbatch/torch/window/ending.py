@@ -229,7 +229,8 @@ class Ending:
         if window.pooled is not None:
             window.pooled.watching = False
         unchanged = progress.written(0, len(progress.microbatches) - 1) is None
-        with kept_modes(), nullcontext() if window.noise is None else window.noise.lifted():
+        without_noise = nullcontext() if window.noise is None else window.noise.lifted()
+        with kept_modes(), without_noise, window.config.aside():
             self._looks.look(shown, unchanged=unchanged)
 
     def _record(

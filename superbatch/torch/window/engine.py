@@ -30,6 +30,7 @@ from .discarding import discard_saved
 from .microbatches import MicrobatchList
 from .open_window import OpenWindow
 from .owned_parameters import ModelParameters, OwnedParameters
+from .participants.gradient_sum import ManagedParameter
 from .participants.placement import Placement
 from .slip_watch import SlipWatch
 from .slips import PLAIN, refuse_no_batch
@@ -95,7 +96,7 @@ class Engine:
         """
         if not self.work.can_run:
             raise options.without_loss_fn()
-        window = self.open(batch)
+        window = self._open(batch, at_once=True)
         try:
             with window:
                 self.work.run(window)
@@ -113,6 +114,10 @@ class Engine:
         Raises:
             SuperbatchError: as the methods of the accumulator state.
         """
+        return self._open(batch, at_once=False)
+
+    def _open(self, batch: Any, *, at_once: bool) -> OpenWindow[Any]:
+        """Return a window, as `open` does; `at_once`: nothing comes between this and its block."""
         config, first = self.config, not self.checked
         schedule = None if self._schedule.idle else self._schedule
         if self._window is not None:
@@ -123,10 +128,8 @@ class Engine:
             _tell_ranks(config)  # they would wait for this one
             raise
         weights = _weights_in(config, microbatches.microbatches, microbatches.samples)
-        if self._slips.watches:
-            self._slips.open(microbatches.samples if sizing is self.work.watched else None)
         if schedule is not None:
-            with kept_modes() if first else nullcontext():
+            with kept_modes() if first else nullcontext(), config.aside() if first else nullcontext():
                 schedule.open(microbatches, check_first_window if first else None, self.updates)
         return OpenWindow(
             config,
@@ -137,34 +140,52 @@ class Engine:
             resume=self._resume,
             watch=validation.BackwardWatch(config.owned) if first else None,
             looks=schedule,
-            entered=self._entered,
+            entered=self._entered if at_once else partial(self._entered_later, tuple(config.owned)),
             resumed=self._resumed,
             leaving=self._leaving,
         )
 
     def _cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
         """Validate the batch and split it; an error may be of this rank only, so `open` tells the others."""
-        config = self.config
-        config.before_step.require_whole()
         if type(batch) not in PLAIN:
             refuse_no_batch(batch)
-        config.sync.reshard()
-        self._parameters.refresh()
-        if config.masters:
-            take_over(config.owned, self._written)
+        self._make_ready()
         microbatches, sizing = self.work.cut(batch)
         if self._resume is not None and self._resume["samples"] is not None:
             microbatches.follow(self._resume["samples"])
         return microbatches, sizing
 
+    def _make_ready(self) -> None:
+        """Take in what the program did to models, optimizers and masters since the last window.
+
+        Raises:
+            OptimizerError: the last update was torn, or a new parameter is in no optimizer.
+        """
+        config = self.config
+        config.before_step.require_whole()
+        config.sync.reshard()
+        self._parameters.refresh()
+        if config.masters:
+            take_over(config.owned, self._written)
+
     def discard(self) -> None:
-        """Discard a loaded or interrupted window, and restore the state from before it."""
+        """Discard a loaded or interrupted window, and restore the state from before it.
+
+        Raises:
+            WindowError: it was called by something that the end of the window calls.
+        """
         if self._window is not None:
+            if self._window.is_ending:
+                raise misuse.inside_end("discard()")
             self._window.abandon()
         self._resume = discard_saved(self._resume, self.config)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that lasts, and the window that is open: tensors and plain containers."""
+        """Return everything that lasts, and the window that is open: tensors and plain containers.
+
+        Raises:
+            WindowError: a micro-batch has gone forward, and not yet backward; or the window is being ended.
+        """
         config = self.config
         return {
             "version": 1,
@@ -231,11 +252,21 @@ class Engine:
         twin.updates, twin.checked = self.updates, self.checked
         return twin
 
+    def _entered_later(self, owned: tuple[ManagedParameter, ...], window: OpenWindow[Any]) -> None:
+        """Open a window that was made for some parameters, perhaps long ago."""
+        self._make_ready()
+        if list(map(id, owned)) != list(map(id, self.config.owned)):
+            raise misuse.other_parameters()
+        self._entered(window)
+
     def _entered(self, window: OpenWindow[Any]) -> None:
         if self._window is not None:
             raise misuse.second_window()
         if window.resume is not self._resume:
             raise misuse.gone_on_from()
+        if self._slips.watches:
+            ours = window.transaction.sizing is self.work.watched
+            self._slips.open(window.transaction.progress.microbatches.samples if ours else None)
         self._number = self.updates + 1
         self._window, window.is_open = window, True  # on one line: nothing fails between the two
 
@@ -254,6 +285,8 @@ class Engine:
             steps.append(partial(config.noise.left, made=made))
         if not self._schedule.idle:
             steps.append(partial(self._schedule.left, made=made))
+        if config.earlier is not None:
+            steps.append(config.earlier.forget)
         if sizing.learns:
             steps.append(Once(partial(sizing.closed, made=made)).take)
         if made:

@@ -38,6 +38,22 @@ def gone_on_from() -> WindowError:
     )
 
 
+def other_parameters() -> WindowError:
+    """Return the error for a window that was made before parameters were frozen, unfrozen or added."""
+    return WindowError(
+        "Parameters were frozen, unfrozen or added after this window was made. Call window(batch) again, and "
+        "enter the new window."
+    )
+
+
+def inside_end(call: str) -> WindowError:
+    """Return the error for a call by a hook, scheduler or participant while the window ends."""
+    return WindowError(
+        f"{call} was called while the window was ending, by a hook, a scheduler or a participant: the update "
+        "is half made there. Call it after the window."
+    )
+
+
 def no_update() -> WindowError:
     """Return the error for the update of a window that was not left, or left by an error."""
     return WindowError(

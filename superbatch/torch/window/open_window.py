@@ -42,6 +42,8 @@ class OpenWindow(Generic[T]):
         transaction: everything that the window may change.
         resume: the saved state that it resumes; None: it begins anew.
         is_open: whether its block was entered and not left; set by what opens windows.
+        is_over: whether its block was left: it cannot be entered again.
+        is_ending: whether its end is being made, which calls hooks, schedulers and participants.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class OpenWindow(Generic[T]):
         started = time.perf_counter()
         self._config, self.resume = config, resume
         self._entered, self._resumed, self._leaving = entered, resumed, leaving
-        self.is_open = self._is_idle = False
+        self.is_open = self.is_over = self._is_idle = self.is_ending = False
         self._iterator: Generator[Any, None, None] | None = None
         self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
         self._progress = Progress(pieces, weights, weights.new_losses())
@@ -74,7 +76,7 @@ class OpenWindow(Generic[T]):
             saving.check_state(self.transaction, resume)
 
     def __enter__(self) -> OpenWindow[T]:
-        if self._ending.update is not None:
+        if self.is_over:
             raise misuse.over()
         if self.is_open:
             raise misuse.second_window()
@@ -94,10 +96,13 @@ class OpenWindow(Generic[T]):
 
     @property
     def update(self) -> Update:
-        """Record of the update, available once the block has ended without an error.
+        """Record of the update, available once the block has ended.
+
+        A block that an error has left has one only if it was left before the last micro-batch; it says why
+        no update was made.
 
         Raises:
-            WindowError: it has not.
+            WindowError: there is none.
         """
         if self._ending.update is None:
             raise misuse.no_update()
@@ -117,6 +122,7 @@ class OpenWindow(Generic[T]):
         if self.is_open:
             with DeferredInterrupts():
                 try:
+                    self.is_ending = True
                     self.transaction.modes.recover(error)
                     if self._ending.passed:
                         self._ending.complete()
@@ -128,6 +134,7 @@ class OpenWindow(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if not self.is_open:
             raise misuse.not_open()
+        self.end_iteration()  # of an earlier loop, which was left by `break`
         self._iterator = self._iterate()
         return self._iterator
 
@@ -222,8 +229,9 @@ class OpenWindow(Generic[T]):
         if not self.is_open:
             return
         try:
-            self._config.before_step.note()
+            self.is_ending = True
             if kind is None and self._progress.complete:
+                self._config.before_step.note()
                 self.end_iteration()
                 self._ending.finish()
             else:
@@ -268,6 +276,7 @@ class OpenWindow(Generic[T]):
 
     def _forget(self) -> None:
         """Free everything, and let the accumulator open another window."""
+        self.is_over, self.is_ending = True, False
         update = self._ending.update
         made = update is not None and update.skipped is None
         transfer = self._config.transfer
@@ -314,7 +323,7 @@ class OpenWindow(Generic[T]):
             config.sync.turn(last=left == 1, idle=True)
             progress.current, self._is_idle = 0, True
             moved.begin()
-            with self.transaction.stream(0):
+            with self._config.aside(), self.transaction.stream(0):
                 yield self._taken(0)
             moved.restore()
             if self._is_idle:
@@ -344,5 +353,11 @@ class OpenWindow(Generic[T]):
             self.transaction.restore()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `Accumulator.state_dict` stores of an open window (see `saving`)."""
+        """Return what `Accumulator.state_dict` stores of an open window (see `saving`).
+
+        Raises:
+            WindowError: a micro-batch has gone forward, and not yet backward; or the window is being ended.
+        """
+        if self.is_ending:
+            raise misuse.inside_end("state_dict()")
         return saving.state_of(self.transaction)

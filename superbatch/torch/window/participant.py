@@ -37,11 +37,14 @@ class Participant(Protocol):
         ...
 
     def restore(self) -> None:
-        """Restore "before the window"; may be called twice."""
+        """Restore "before the window"; may be called again, after an error here or in another participant."""
         ...
 
     def commit(self) -> None:
-        """Keep what the window did, and free what was remembered; must not fail, and may be called twice."""
+        """Keep what the window did, and free what was remembered; may be called again, as `restore`.
+
+        The update is made by then: an error here is raised once everything else is kept too.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,7 +52,7 @@ class Participant(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume; `state` is the merged, validated mapping of all participants. May be called twice."""
+        """Resume; `state` is the merged, validated mapping of all participants. May be called again."""
         ...
 
 

@@ -64,8 +64,6 @@ class Transaction:
         self.pooled = self.norms if isinstance(self.norms, Pooled) else None
         self.noise: NoiseOfWindows | None = config.noise
         self.watch = watch
-        if self.noise is not None:
-            self.noise.expect(progress.microbatches, shared=config.sync.shared)
         each = config.nonfinite == "skip_microbatch"
         self._state = ForwardStateOfEach(config.state) if each else ForwardState(config.state)
         found: list[Participant | None] = [
@@ -95,6 +93,8 @@ class Transaction:
 
     def begin(self) -> None:
         """Begin all participants; if this raises, the caller must call `restore`."""
+        if self.noise is not None:
+            self.noise.expect(self.progress.microbatches, shared=self.config.sync.shared)
         for participant in self._participants:
             self._begun += 1  # one that fails counts
             participant.begin()

@@ -126,10 +126,19 @@ class Once:
         try:
             self.returned.append(self._call())  # on one line: nothing of ours fails between the two
         except BaseException as error:
-            # No inner traceback frame: the call never started, so making it again is safe.
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            # A Python function that has left no frame in the traceback never started: it may be called again.
+            # A call in C leaves none in any case.
+            started = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            if started or not _is_python(self._call):
                 self.broken = error
             raise
+
+
+def _is_python(call: Callable[[], Any]) -> bool:
+    """Return whether a call is that of a Python function or method."""
+    while isinstance(call, partial):
+        call = call.func
+    return hasattr(call, "__code__")
 
 
 class OptimizerSteps:
@@ -153,7 +162,8 @@ class OptimizerSteps:
             self._calls.append(gradients.apply)
         # After momentum accumulation no target has a gradient: a step runs the hooks and counters.
         scaler: Any = rule.scaler if rule.scaling else None
-        for each in rule.optimizers if scaler is None else _with_gradient(rule.optimizers):
+        self._optimizers = rule.optimizers if scaler is None else _with_gradient(rule.optimizers)
+        for each in self._optimizers:
             step = Once(each.step if scaler is None else partial(scaler.step, each))
             self._steps.append(step)
             if scaler is None and has_plain_step(each):
@@ -161,10 +171,10 @@ class OptimizerSteps:
             else:
                 self._watched.append(WatchedStep(each, step.take, always=scaler is not None))
                 self._calls.append(self._watched[-1].take)
-        self._count = len(self._steps)
+        self._scaler_update: Once | None = None
         if scaler is not None:
-            self._steps.append(Once(scaler.update))
-            self._calls.append(self._steps[-1].take)
+            self._scaler_update = Once(lambda: None if self._idle() else scaler.update())
+            self._calls.append(self._scaler_update.take)
 
     def take(self) -> str | None:
         """Make the steps that were not made.
@@ -182,7 +192,7 @@ class OptimizerSteps:
             for call in self._calls:
                 call()
         except BaseException as error:
-            if any(step.broken is not None for step in self._steps):
+            if any(step.broken is not None for step in self._all_steps()):
                 raise
             torch.set_grad_enabled(grad)  # no_grad() may not have been left
             no_memory = out_of_memory(error)
@@ -193,17 +203,26 @@ class OptimizerSteps:
             if not no_memory:
                 raise
         idle = self._idle() if self._watched else []
-        return self._before.not_made(idle, self._count) if idle else None
+        return self._before.not_made(idle, half=self._any_moved(idle)) if idle else None
 
     @property
     def begun(self) -> bool:
         """True once an optimizer has stepped and done its work."""
-        return any(step.returned for step in self._steps[: self._count]) and len(self._idle()) < self._count
+        return any(step.returned for step in self._steps) and self._any_moved(self._idle())
 
     @property
     def made(self) -> bool:
-        """True once all steps were made, and at least one has done its work."""
-        return all(step.returned for step in self._steps) and not self._idle()
+        """True once all steps were made, and each has done its work."""
+        return all(step.returned for step in self._all_steps()) and not self._idle()
+
+    def _all_steps(self) -> list[Once]:
+        """Return the steps of the optimizers and of the scaler."""
+        return self._steps if self._scaler_update is None else [*self._steps, self._scaler_update]
+
+    def _any_moved(self, idle: list[torch.optim.Optimizer]) -> bool:
+        """Return whether there is an optimizer with something to do that is not idle."""
+        busy = (_with_gradient(self._optimizers) or self._optimizers) if idle else self._optimizers
+        return any(each not in idle for each in busy)
 
     def _idle(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers of which no step was seen, and whose parameters have not moved."""

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 # What is not looked into at each update: it is as long as the list of parameters, or holds hooks alone.
-_OF_EACH = {
+NOT_ITS_OWN = {
     "state",
     "param_groups",
     "defaults",
@@ -59,7 +59,7 @@ def _held(optimizer: Optimizer) -> list[Optimizer]:
     found: list[Any] = []
     for name, held in vars(optimizer).items():
         # Asked at each update: mostly options.
-        if name in _OF_EACH or type(held) in _OPTIONS or not held:
+        if name in NOT_ITS_OWN or type(held) in _OPTIONS or not held:
             continue
         if isinstance(held, dict):
             found += held.values()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...memory.out_of_memory import out_of_memory, release_caches
 from .gradient_sum import ManagedParameter
 
 
@@ -50,28 +49,34 @@ class EarlierGradients:
         for parameter, gradient in self._earlier:
             parameter.grad = gradient
 
+    def forget(self) -> None:
+        """Keep no gradient alive once the window is over."""
+        self._earlier, self._sums = [], {}
+
     @torch.no_grad()
     def prepare(self) -> None:
-        """Make the sums that need memory: those with a sparse gradient."""
+        """Make the sums that need memory: those that cannot be made in place."""
         for parameter, earlier in self._earlier:
-            if parameter.grad is not None and (earlier.is_sparse or parameter.grad.is_sparse):
-                dense_first = (parameter.grad, earlier) if earlier.is_sparse else (earlier, parameter.grad)
-                self._sums[id(parameter)] = dense_first[0] + dense_first[1]
+            gradient = parameter.grad
+            if gradient is not None and not _can_hold(earlier, gradient):
+                first, second = (gradient, earlier) if earlier.is_sparse else (earlier, gradient)
+                self._sums[id(parameter)] = first + second
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Add the gradient of the window to the earlier one, in place where both are dense."""
-        while self._earlier:
-            parameter, earlier = self._earlier[-1]
-            if id(parameter) in self._sums:
-                parameter.grad = self._sums[id(parameter)]
-            elif parameter.grad is not None:  # in place: this takes no memory
-                _take_twice(partial(earlier.add_, parameter.grad))
-                parameter.grad = earlier
-            else:
-                parameter.grad = earlier
-            self._earlier.pop()  # so that a second commit adds nothing twice
-        self._sums.clear()
+        """Add the gradient of the window to the earlier one, in place where that is possible."""
+        with ExitStack() as stack:  # an error at one leaves the others whole
+            for entry in list(self._earlier):
+                stack.callback(self._add, *entry)
+
+    def _add(self, parameter: Tensor, earlier: Tensor) -> None:
+        if id(parameter) in self._sums:
+            parameter.grad = self._sums[id(parameter)]
+        elif parameter.grad is None:
+            parameter.grad = earlier
+        elif parameter.grad is not earlier:  # else it was added, by a commit before this one
+            # In place: this takes no memory. On one line: no error of ours comes between the two.
+            parameter.grad = earlier.add_(parameter.grad)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: gradients in ``.grad`` are the program's to save."""
@@ -81,12 +86,9 @@ class EarlierGradients:
         """No-op: nothing was saved."""
 
 
-def _take_twice(step: Callable[[], object]) -> None:
-    """Take a step, and once more if memory ran out the first time."""
-    try:
-        step()
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        release_caches()
-        step()
+def _can_hold(earlier: Tensor, gradient: Tensor) -> bool:
+    """Return whether the sum of two gradients can be written into the earlier one."""
+    if earlier.is_sparse or gradient.is_sparse or earlier.is_inference():
+        return False
+    expanded = zip(earlier.shape, earlier.stride(), strict=True)
+    return not any(length > 1 and stride == 0 for length, stride in expanded)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ..participant import Participant
@@ -21,11 +22,33 @@ class Extra:
 
     def __init__(self, participants: Sequence[Participant]) -> None:
         self.participants = tuple(participants)
-        self._begun = 0
+        self._begun, self._is_open = 0, False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Restore all after the block, whose forwards are no part of a window, such as those of a check.
+
+        Inside a window the savepoint becomes that before the block.
+        """
+        if not self._is_open:
+            try:
+                self.begin()
+                yield
+            finally:
+                self.restore()
+            return
+        saved = [copy.deepcopy(each.state_dict()) for each in self.participants]
+        self.savepoint()
+        try:
+            yield
+        finally:
+            for each, state in reversed(list(zip(self.participants, saved, strict=True))):
+                if not each.rollback():
+                    each.load_state_dict(state)
 
     def begin(self) -> None:
         """Begin all."""
-        self._begun = 0
+        self._begun, self._is_open = 0, True
         for each in self.participants:
             self._begun += 1  # one that fails counts
             each.begin()
@@ -46,12 +69,14 @@ class Extra:
 
     def restore(self) -> None:
         """Restore those that have begun, also after one that fails."""
+        self._is_open = False
         with ExitStack() as stack:  # which begins with the last one
             for each in self.participants[: self._begun]:
                 stack.callback(each.restore)
 
     def commit(self) -> None:
         """Commit all, also after one that fails."""
+        self._is_open = False
         with ExitStack() as stack:
             for each in reversed(self.participants):
                 stack.callback(each.commit)

@@ -1,0 +1,166 @@
+"""Windows that are made, and entered only after the program has gone on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch import NoiseMeter
+from superbatch.errors import NonFiniteError, OptimizerError, WindowError
+from superbatch.torch import Accumulator
+from superbatch.torch.masters import MasterWeights, fp32_masters
+from superbatch.torch.options import PerSampleRandom
+from tests.torch.helpers import mlp, mse, rows, sgd
+
+BATCH = rows(6)[0]
+
+
+def run(window: Any, model: nn.Module, times: float = 1.0) -> Any:
+    with window:
+        for part in window:
+            window.backward(mse(model, part) * times)
+    return window.update
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def test_weights_that_were_loaded_in_between_are_those_of_the_masters() -> None:
+    def trained(*, ahead: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).bfloat16()
+        masters = fp32_masters(model)
+        optimizer = torch.optim.SGD(masters.values(), lr=0.1)
+        accumulate = Accumulator(model, MasterWeights(optimizer, masters), microbatch_size=2, check=False)
+        x = torch.randn(6, 3).bfloat16()
+        window = accumulate.window(x) if ahead else None
+        with torch.no_grad():
+            for each in model.parameters():
+                each.fill_(0.5)
+        window = window or accumulate.window(x)
+        with window:
+            for part in window:
+                window.backward(model(part).square().mean())
+        return parameters(model)
+
+    assert all(map(torch.equal, trained(ahead=False), trained(ahead=True)))
+
+
+def test_parameters_that_were_frozen_in_between_are_refused_and_nothing_moves() -> None:
+    model = mlp()
+    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=2, check=False)
+    window = accumulate.window(BATCH)
+    next(model.parameters()).requires_grad = False
+    before = parameters(model)
+    with pytest.raises(WindowError, match=r"frozen, unfrozen or added after .* Call window\(batch\) again"):
+        run(window, model)
+    assert all(map(torch.equal, before, parameters(model)))
+    assert run(accumulate.window(BATCH), model).made
+
+
+def test_a_torn_update_in_between_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate = Accumulator(model, optimizer, microbatch_size=2, check=False)
+    ahead, torn = accumulate.window(BATCH), accumulate.window(BATCH)
+
+    def fail(*_: object) -> None:
+        raise ValueError("a hook")
+
+    handle = optimizer.register_step_post_hook(fail)
+    with pytest.raises(OptimizerError, match="torn"):
+        run(torn, model)
+    handle.remove()
+    with pytest.raises(OptimizerError, match="torn"):
+        run(ahead, model)
+
+
+def test_the_noise_is_that_of_the_window_that_is_entered() -> None:
+    """The second window is one micro-batch, whose noise cannot be measured."""
+    model, meter = mlp(), NoiseMeter(every=1, proxy=False)
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), microbatch_size=2, observers=[meter], check=False
+    )
+    first, _ = accumulate.window(BATCH), accumulate.window(tuple(each[:2] for each in BATCH))
+    run(first, model)
+    assert meter.estimate().windows == 1
+
+
+def test_a_window_is_entered_once_also_after_an_error() -> None:
+    model = mlp()
+    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=2, check=False)
+    window = accumulate.window(BATCH)
+    with pytest.raises(NonFiniteError):
+        run(window, model, float("nan"))
+    with pytest.raises(WindowError, match="a window that is over"):
+        run(window, model)
+    assert run(accumulate.window(BATCH), model).made
+
+
+def test_a_second_loop_goes_on_where_the_first_was_left() -> None:
+    """Each sample has its random numbers, whichever loop its micro-batch is in."""
+
+    def trained(*, loops: int) -> tuple[list[Tensor], float]:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        accumulate = Accumulator(
+            model,
+            sgd(model.parameters()),
+            microbatch_size=2,
+            participants=[PerSampleRandom()],
+            check=False,
+        )
+        x = torch.randn(6, 4, dtype=torch.float64)
+        with accumulate.window(x) as window:
+            for _ in range(loops):
+                for part in window:
+                    window.backward(model(part).square().mean())
+                    if loops > 1:
+                        break
+        assert window.update.made
+        return parameters(model), float(torch.rand(()))
+
+    (one, drawn), (three, again) = trained(loops=1), trained(loops=4)
+    assert all(map(torch.equal, one, three))
+    assert drawn == again
+
+
+def _save(accumulate: Accumulator) -> None:
+    accumulate.state_dict()
+
+
+def _discard(accumulate: Accumulator) -> None:
+    accumulate.discard()
+
+
+@pytest.mark.parametrize(("call", "name"), [(_save, "state_dict"), (_discard, "discard")])
+def test_saving_and_discarding_while_a_window_ends_are_refused(
+    call: Callable[[Accumulator], None], name: str
+) -> None:
+    """A state saved there would hold the whole window beside parameters that have it."""
+    model, large = mlp(), mlp()
+    optimizer = sgd(model.parameters())
+    accumulators: list[Accumulator] = []
+
+    def then(step: int) -> float:
+        if step:
+            call(accumulators[0])
+        return 1.0
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, then)
+    accumulate = Accumulator(model, optimizer, microbatch_size=2, check=False, scheduler=scheduler)
+    accumulators.append(accumulate)
+    with pytest.raises(WindowError, match=rf"{name}\(\) was called while the window was ending"):
+        run(accumulate.window(BATCH), model)
+    whole = sgd(large.parameters())
+    mse(large, BATCH).backward()
+    whole.step()
+    for one, other in zip(model.parameters(), large.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # the update was made, once
+    assert accumulate.updates == 1
+    call(accumulate)  # between windows both are allowed
