@@ -501,7 +501,7 @@ def test_a_microbatch_without_backward(owned: Own, at: int):
 def test_a_second_window_inside_the_first(owned: Own):
     model, optimizer, accumulate = owned
     before = fingerprint(model, optimizer, accumulate)
-    with pytest.raises(WindowError, match="a second window"), accumulate.window(BATCH) as window:
+    with pytest.raises(WindowError, match="A second window"), accumulate.window(BATCH) as window:
         for microbatch in window:
             window.backward(mse(model, microbatch))
             with accumulate.window(BATCH):

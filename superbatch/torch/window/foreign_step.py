@@ -27,10 +27,10 @@ _TRUSTED = (sys.stdlib_module_names | {"torch"}) - {"ctypes", "_ctypes", "mmap",
 
 
 class Attributes:
-    """Attributes of an optimizer before a step: numbers and texts can be put back, other changes are seen.
+    """Attributes of an optimizer before a step: numbers and texts can be restored, the rest is compared.
 
     Args:
-        optimizer: any; its state and parameter groups are not looked at.
+        optimizer: any; its state and parameter groups are left out.
 
     Examples:
         >>> import torch
@@ -60,7 +60,7 @@ class Attributes:
         return True
 
     def put_back(self) -> None:
-        """Put numbers and texts back."""
+        """Restore numbers and texts."""
         now = vars(self.optimizer)
         for name in self._own().keys() - self._values.keys():
             del now[name]

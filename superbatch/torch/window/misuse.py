@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from superbatch.errors import WindowError, explain
+from superbatch.errors import WindowError
 
 
 def second_window() -> WindowError:
     """Return the error for a window beside an open one."""
     return WindowError(
-        explain(
-            "a second window of one accumulator",
-            "the first one is still open, and both would sum into the same gradients",
-            "leave the first block, or use one Accumulator per optimizer. If an interrupt has left it, "
-            "call discard()",
-        )
+        "A second window of one accumulator was opened while the first is open, and both would sum into the "
+        "same gradients. Leave the first block, or use one Accumulator per optimizer; if an interrupt left "
+        "it open, call discard()."
     )
 
 
@@ -24,17 +21,16 @@ def load_inside() -> WindowError:
 
 def over() -> WindowError:
     """Return the error for entering a window a second time."""
-    return WindowError(explain("a window that is over", "its micro-batches were let go", "make a new window"))
+    return WindowError(
+        "The window is over, and its micro-batches are freed. Call window(batch) for a new one."
+    )
 
 
 def gone_on_from() -> WindowError:
     """Return the error for a window whose saved state another window has resumed."""
     return WindowError(
-        explain(
-            "a window made before or beside another one that went on from the saved state",
-            "a window in flight goes on once",
-            "make a new window",
-        )
+        "Another window has resumed the saved state that this one was made to resume. Call "
+        "window(batch) for a new one."
     )
 
 
@@ -65,29 +61,23 @@ def no_update() -> WindowError:
 def not_open() -> WindowError:
     """Return the error for a loop over a window that was not entered."""
     return WindowError(
-        explain("a loop outside of the `with` block", "the window is not open", "loop inside the block")
+        "The window is not open, so there is nothing to loop over. Write the loop inside its `with` block."
     )
 
 
 def outside_of_loop() -> WindowError:
     """Return the error for a loss that belongs to no micro-batch."""
     return WindowError(
-        explain(
-            "backward(loss) outside of the loop over the window",
-            "the loss belongs to no micro-batch of it",
-            "call it inside `for microbatch in window:`",
-        )
+        "backward(loss) was called outside of the loop over the window, so the loss belongs to no "
+        "micro-batch. Call it inside `for microbatch in window:`."
     )
 
 
 def after_failure(broken: int) -> WindowError:
     """Return the error for a backward after that of micro-batch `broken` has raised."""
     return WindowError(
-        explain(
-            f"a backward after that of micro-batch {broken} had failed",
-            "what the failed one had added is in the sum, and cannot be taken out again",
-            "let the error leave the window, which puts everything back, and make a new window",
-        )
+        f"The backward of micro-batch {broken} failed, and what it added cannot be taken out of the sum. "
+        "Leave the `with` block by its error, which restores everything, and make a new window."
     )
 
 

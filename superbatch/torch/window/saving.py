@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from superbatch.errors import WindowError, explain
+from superbatch.errors import WindowError
 
 from ..devices import local_part
 from . import saved_checks
@@ -43,21 +43,17 @@ def check_state(window: Transaction, state: dict[str, Any]) -> None:
     )
     if state["place"] != _place(window):
         raise WindowError(
-            explain(
-                f"a window that sums the gradients of {len(config.owned)} parameters in this way",
-                "the saved window in flight has other parameters or summed them elsewhere",
-                "go on with the same model and options, or call discard() first",
-            )
+            "The saved window in flight has other parameters, or summed their gradients in another way, than "
+            f"this window of {len(config.owned)} parameters. Resume with the same model and options, or call "
+            "discard() first."
         )
     progress = window.progress
     count, weights = len(progress.microbatches), progress.weights.ahead
     if state["microbatches"] != count or state["weights"] != weights:
         raise WindowError(
-            explain(
-                f"a window of {count} micro-batches that weigh {weights}",
-                f"the saved window in flight has {state['microbatches']} that weigh {state['weights']}",
-                "go on with the same batch and micro-batches, or call discard() first",
-            )
+            f"The saved window in flight has {state['microbatches']} micro-batches with the weights "
+            f"{state['weights']}, this one {count} with {weights}. Resume with the same batch, cut in the "
+            "same way, or call discard() first."
         )
     saved_checks.check_fit(state, expected)
 
