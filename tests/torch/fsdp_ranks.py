@@ -84,7 +84,7 @@ def compiled(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully(blocks_compiled(model), mesh)
 
 
-REPLICATED = ("returned", "dropout", "checkpointed", "fused", "terms", "auto")
+REPLICATED = ("returned", "counted", "dropout", "checkpointed", "fused", "terms", "auto")
 """Tasks of models that every rank has whole, beside those of `bare`."""
 
 
@@ -143,7 +143,7 @@ def bare(rank: int) -> dict[str, Callable[[], Found]]:
         ("DDP", Place(DistributedDataParallel, rank), {}),
         ("all_reduce", place, {"sync": "all_reduce"}),
     ):
-        for task in REPLICATED:
+        for task in (*REPLICATED, "autocast"):
             found[f"{how}/{task}"] = partial(trained, TASKS[task], where_all, **options)
         for inside in (False, True):
             name = f"{how}, resumed {'inside' if inside else 'between'}/clipped"
@@ -153,6 +153,9 @@ def bare(rank: int) -> dict[str, Callable[[], Found]]:
             found[name] = partial(failing, where_all, "forward", kind, bad=1, **options)
     found["DDP, compiled/clipped"] = partial(
         trained, TASKS["clipped"], Place(lambda model: DistributedDataParallel(blocks_compiled(model)), rank)
+    )
+    found["all_reduce, compiled/clipped"] = partial(
+        trained, TASKS["clipped"], Place(blocks_compiled, rank), sync="all_reduce"
     )
     found["DDP, auto with little memory/samples"] = partial(
         failing,

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from superbatch.torch.window.sync.manual import Manual
@@ -37,9 +38,21 @@ def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def both(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def both(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """Split layers over one dimension, and shard everything over the other."""
-    return fully(parallel(model, mesh["tp"]), mesh["dp"])
+    return fully(parallel(model, mesh["tp"]), mesh["dp"], **options)
+
+
+BFLOAT16 = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+)
+
+
+def compiled(model: nn.Module, shard: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Compile each block, and shard the model."""
+    for block in cast(nn.ModuleList, model.blocks):
+        block.compile(backend="aot_eager")
+    return shard(model)
 
 
 def places(rank: int) -> dict[str, Place]:
@@ -96,17 +109,26 @@ def cells(rank: int) -> dict[str, Callable[[], Found]]:
     every = places(rank)
     found: dict[str, Callable[[], Found]] = {}
     for kind, place in every.items():
-        for task in ("clipped", "windows", "terms", "checkpointed", "dropout", "checked", "foreach"):
+        tasks = ("clipped", "windows", "counted", "terms", "checkpointed", "dropout", "checked", "foreach")
+        for task in (*tasks, "autocast"):
             if (kind, task) != ("TP", "foreach"):  # torch takes no lists with DTensors beside others
                 found[f"{kind}/{task}"] = partial(trained, TASKS[task], place)
+        for inside in (False, True):
+            name = f"{kind}, resumed {'inside' if inside else 'between'}/clipped"
+            found[name] = partial(resumed, TASKS["clipped"], place, inside=inside)
+        found[f"{kind}, compiled/clipped"] = partial(
+            trained, TASKS["clipped"], Place(partial(compiled, shard=place.shard), place.rank)
+        )
         if kind != "TP":
             for task in ("clipped", "windows", "forked"):
                 found[f"{kind}, each micro-batch/{task}"] = partial(
                     trained, TASKS[task], place, sync="microbatch"
                 )
-            for inside in (False, True):
-                name = f"{kind}, resumed {'inside' if inside else 'between'}/clipped"
-                found[name] = partial(resumed, TASKS["clipped"], place, inside=inside)
+            found[f"{kind}, bfloat16 policy/in float32"] = partial(
+                trained,
+                TASKS["in float32"],
+                Place(partial(cast(Any, place.shard), mp_policy=BFLOAT16), place.rank),
+            )
     for how, where in product(("memory", "error"), ("loss", "forward", "backward")):
         found[f"HSDP, {how} in the {where}/samples"] = partial(failing, every["HSDP"], where, how, bad=2)
     for name, (cell, _) in MUTANTS.items():

@@ -133,6 +133,18 @@ def two_terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"error": (outputs - batch[1]).square().mean(), "size": size}
 
 
+def marked_mean(model: nn.Module, batch: Any) -> Tensor:
+    """Return the mean size of the outputs of marked samples: NaN where there are none."""
+    return two_terms(model, batch)["size"]
+
+
+def autocast_mse(model: nn.Module, batch: Any) -> Tensor:
+    """Return the error of a forward in bfloat16, where the model is in float32."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = model(batch[0])
+    return (outputs.to(batch[1].dtype) - batch[1]).square().mean()
+
+
 def both_terms(model: nn.Module, batch: Any) -> Tensor:
     """Return the sum of the terms of a large batch."""
     terms = two_terms(model, batch)
@@ -219,10 +231,16 @@ TASKS: dict[str, Task] = {
         objective=both_terms,
         options={"microbatch_size": 2, "weight": {"error": None, "size": marked}},
     ),
+    "counted": Task(loss=marked_mean, options={"microbatch_size": 2, "weight": marked}),
     "forked": Task(make=forked),
     "auto": Task(options={"microbatch_size": "auto"}),
     "in float32": Task(
         make=lambda: net().float(),
+        data=lambda rank: [tuple(each.float() for each in batch) for batch in samples(rank)],
+    ),
+    "autocast": Task(
+        make=lambda: net().float(),
+        loss=autocast_mse,
         data=lambda rank: [tuple(each.float() for each in batch) for batch in samples(rank)],
     ),
     # A factor such as 2/11 is wrong by 0.2 % in bfloat16, and the gradient of such a loss is.
@@ -267,6 +285,13 @@ def reference(task: Task, ranks: int) -> tuple[nn.Module, LargeBatch]:
     updates = [accumulate(batch) for batch in batches]
     norms = [u.grad_norm or math.nan for u in updates]
     return model, LargeBatch([u.loss for u in updates], norms, [])
+
+
+def rounded(task: Task, ranks: int) -> dict[str, Tensor]:
+    """Return the parameters that the large batches train in the task's own precision."""
+    model = task.make()
+    large_batch(task.optimizer(model.parameters()), lambda b: task.loss(model, b), large_batches(task, ranks))
+    return {name: each.detach() for name, each in model.named_parameters()}
 
 
 def _in_float64(batch: Any) -> Any:

@@ -29,7 +29,7 @@ def worst(one: dict[str, Any], task: str) -> float:
     return max(tasks.errors(one["parameters"], reference, TASKS[task].make()).values())
 
 
-IN_FLOAT32 = ("in float32", "bfloat16 loss")
+IN_FLOAT32 = ("in float32", "bfloat16 loss", "autocast")
 CELLS = [
     *(task for task in TASKS if task not in IN_FLOAT32),
     *(f"each micro-batch/{task}" for task in ("clipped", "windows", "tokens", "forked")),
@@ -43,7 +43,7 @@ CELLS = [
             *(f", {kind} in the forward/samples" for kind in ("memory", "error")),
         )
     ),
-    *("DDP, compiled/clipped", "DDP, auto with little memory/samples"),
+    *("DDP, compiled/clipped", "all_reduce, compiled/clipped", "DDP, auto with little memory/samples"),
     *(f"{how}/clipped" for how in ("offloaded", "kept gathered", "ignored", "compiled")),
     *(f"{how}/clipped" for how in ("resumed", "resumed inside")),
     "resumed inside, each micro-batch/clipped",
@@ -88,6 +88,17 @@ def test_a_policy_computes_as_the_large_batch_under_the_same_policy(reduced: str
         ours = worst(found[0][f"{policy} policy, {reduced}/in float32"], "in float32")
         theirs = worst(found[0][f"{policy} policy, large batch/in float32"], "in float32")
         assert 1e-3 < ours < 2 * theirs < 0.1
+
+
+@pytest.mark.parametrize("how", ["", "DDP/", "all_reduce/"])
+def test_autocast_is_as_near_to_the_large_batch_as_the_large_batch_under_autocast(
+    how: str, found: Found
+) -> None:
+    task = TASKS["autocast"]
+    trained, _ = tasks.reference(task, 2)
+    theirs = max(tasks.errors(tasks.rounded(task, 2), trained, task.make().double()).values())
+    ours = max(tasks.errors(found[0][f"{how}autocast"]["parameters"], trained, task.make().double()).values())
+    assert 1e-3 < ours < 2 * theirs < 0.1
 
 
 @pytest.mark.parametrize(("name", "task"), [(name, task) for name, (task, _) in MUTANTS.items()])
