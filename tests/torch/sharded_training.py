@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import datetime
 import math
-import os
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +23,7 @@ from superbatch.torch import Accumulator, Gradient, Window
 from superbatch.torch.window.sync.fsdp2 import FSDP2
 from tests.torch.helpers import mse
 from tests.torch.sharded_tasks import Task
+from tests.torch.two_ranks import end_rank
 
 Found = dict[str, Any]
 
@@ -314,5 +313,4 @@ def leave(found: Any, rank: int, folder: Path) -> None:
     """Leave what came out in the folder, and end the process."""
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # without joining gloo's threads, which may end the process with an error
+    end_rank()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,3 +226,10 @@ def test_the_first_window_finds_a_wrong_reduction(found: Found) -> None:
         kind, text, unchanged = each["wrong reduction"]["outcome"]
         assert (kind, unchanged) == ("LossSpecError", True)
         assert 'Instead state reduction="mean"' in text
+
+
+def test_an_error_in_every_backward_of_one_rank_is_the_one_that_is_told(tmp_path: Path) -> None:
+    """This rank cannot let the others come to the end of the window: they hear by their timeout."""
+    healthy, broken = found_by_both("tests.torch.broken_ranks", tmp_path, warnings="default")
+    assert broken == ["BrokenError", "no backward here"]
+    assert healthy[0] in ("RuntimeError", "InputError")

@@ -109,7 +109,10 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> Failure | 
     here = error is not None and out_of_memory(error)
     if error is not None:
         _catch_up(window, error, turns, tight=here)
-    memory, others = sync.sum_numbers([here, error is not None and not here])
+    try:
+        memory, others = sync.sum_numbers([here, error is not None and not here])
+    except RuntimeError:  # the others wait elsewhere, and this rank could not come to them
+        raise error or InputError(NOT_ON_ANOTHER_RANK) from None
     if error is not None and not here:
         raise error
     if others:

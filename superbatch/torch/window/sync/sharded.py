@@ -150,12 +150,18 @@ class Sharded(Manual):
                     if backward:
                         loss.backward()
                 except Exception:  # noqa: BLE001 - it may fail again, and behind the models that does not matter
-                    if not self._outputs:
+                    if not self._outputs or (backward and not self._zeros_from_outputs()):
                         continue
-                    if backward:
-                        self.idle_backward(again=False)
                 return True
         return False
+
+    def _zeros_from_outputs(self) -> bool:
+        """Run a backward of zeros; False where that fails too, as in a part of the model that always does."""
+        try:
+            self.idle_backward(again=False)
+        except Exception:  # noqa: BLE001 - the error that began it is the one to be told
+            return False
+        return True
 
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._idle:
