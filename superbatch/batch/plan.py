@@ -78,7 +78,7 @@ class Plan:
             stop: one past the last sample.
             order: positions of samples in the batch. Samples start..stop of this order are taken, as copies;
                 without it, of the batch, as views where the framework slices to views.
-            longest: how many positions are left of the leaves that the plan was told to trim.
+            longest: how many positions are left of the leaves that the plan trims.
 
         Returns:
             The micro-batch.

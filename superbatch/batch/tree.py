@@ -123,7 +123,7 @@ def map_arrays(fn: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
-    """Apply a function to everything in a batch that is neither a container nor a plain scalar.
+    """Apply a function to everything in a batch except containers and plain scalars.
 
     Args:
         fn: called with each array and with each object of unknown type (also torch's PackedSequence).

@@ -1,4 +1,4 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it; where it is, what
+# Keras is an extra. Where it is not installed, pyright cannot resolve it; where it is, what
 # pyright infers of its untyped functions is wrong:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalOperand=false
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false, reportOptionalIterable=false

@@ -9,7 +9,7 @@ _INSIDE = ("superbatch", "torch", "contextlib", "functools")
 
 
 def warn(text: str) -> None:
-    """Warn at the innermost line that lies neither in superbatch nor in torch.
+    """Warn at the innermost line outside of superbatch and torch.
 
     Args:
         text: of the `UserWarning`.

@@ -1,4 +1,4 @@
-# Keras is an extra. Where it is not installed, pyright finds neither it nor anything in it:
+# Keras is an extra. Where it is not installed, pyright cannot resolve it:
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """A comparison on Keras, with the framework it is set to: the digits task, one `train_on_batch` an update."""
 

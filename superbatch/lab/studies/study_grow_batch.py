@@ -61,7 +61,7 @@ LOSS, MADE, SEEN = "training loss", "updates", "samples"
 
 @dataclass(frozen=True)
 class Arm:
-    """Arm, named by what follows the schedule: nothing, the rate, or the batch."""
+    """Arm, named after what follows the schedule: nothing, the rate, or the batch."""
 
     name: str
 

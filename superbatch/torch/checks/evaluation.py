@@ -86,7 +86,7 @@ class Evaluation:
         Args:
             microbatch: on any device.
             places: of its samples, which random draws belong to.
-            calls: shared by what was cut from one micro-batch.
+            calls: shared by all parts of one micro-batch.
             scale: of the loss in the backward; the gradient is divided by it again.
         """
         states = self._generators.now()

@@ -56,7 +56,7 @@ class Losses:
         self._on_device = self._on_device or isinstance(total, Tensor)
 
     def finite(self, index: int, *, on_host: bool = False) -> bool:
-        """Tell if a micro-batch's loss is neither NaN nor infinite; `on_host`: True for one on a device."""
+        """Tell if a micro-batch's loss is finite; `on_host`: True for one on a device."""
         value = self._values[index]
         return (on_host and isinstance(value, Tensor)) or math.isfinite(value)
 

@@ -50,7 +50,7 @@ def memory_limit(device: torch.device) -> Limit:
         The limit; not below 0.
 
     Raises:
-        InputError: the device is neither CPU nor CUDA.
+        InputError: the device is not a CPU or a CUDA device.
 
     Examples:
         >>> memory_limit(torch.device("cpu")).bytes > 0
@@ -77,7 +77,7 @@ class PeakMeter:
         device: one device.
 
     Raises:
-        InputError: the device is neither CPU nor CUDA.
+        InputError: the device is not a CPU or a CUDA device.
 
     Examples:
         >>> meter = PeakMeter(torch.device("cpu"))

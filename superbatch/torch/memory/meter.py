@@ -33,7 +33,7 @@ def peak_bytes(fn: Callable[[], object], *, device: torch.device | str = "cpu") 
         Bytes.
 
     Raises:
-        InputError: if the device is neither CPU nor CUDA.
+        InputError: if the device is not a CPU or a CUDA device.
 
     Examples:
         >>> import torch

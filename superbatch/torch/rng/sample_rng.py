@@ -47,7 +47,7 @@ def sample_stream(
 
     Entry saves the state of torch's global CPU generator and seeds it from ``key``; exit, also by an
     exception, restores the saved state. So the caller alone decides how that generator advances per window.
-    The CUDA generators are neither used nor changed.
+    The CUDA generators are not used.
 
     Compiled models run eagerly inside, and attention with dropout by the math backend, because random numbers
     within a fused kernel cannot be replaced. Streams hold in the thread that entered and in its backward

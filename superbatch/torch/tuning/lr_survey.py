@@ -56,7 +56,7 @@ def lr_survey(
         low: first value; 1e-6 for SGD's rate, 1e-7 for others', 0 for momentum, 1e-6 for weight decay.
         high: last value; 10 for SGD's rate, 1 for others', 0.999 for momentum, 1 for weight decay.
         updates: points of the ramp.
-        accumulation_steps: for a loader of micro-batches: group so many into a window, as `windows` does. A
+        accumulation_steps: for a loader of micro-batches: group this many into a window, as `windows` does. A
             schedule counts the survey's updates, from 0, and goes on where the loader begins again.
         progress: told (points done, points at most) after each.
 

@@ -119,7 +119,7 @@ def shows_its_writes(optimizer: Optimizer) -> bool:
 
 def _reached(each: Any) -> list[Any] | None:
     """Return what an object of the optimizer's code may call; None if that is not known, or hides writes."""
-    if isinstance(each, ModuleType):  # neither Python's nor torch's
+    if isinstance(each, ModuleType):  # that is not trusted
         return None
     if isinstance(each, type):
         return [inner for kind in each.__mro__ for inner in vars(kind).values()]

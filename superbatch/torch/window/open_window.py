@@ -41,7 +41,7 @@ class OpenWindow(Generic[T]):
     Attributes:
         transaction: everything that the window may change.
         resume: the saved state that it resumes; None: it begins anew.
-        is_open: whether its block was entered and not left; set by what opens windows.
+        is_open: whether its block was entered and not left; set by the engine.
         is_over: whether its block was left: it cannot be entered again.
         is_ending: whether its end is being made, which calls hooks, schedulers and participants.
     """

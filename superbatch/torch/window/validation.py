@@ -22,7 +22,7 @@ def as_models(model: object) -> tuple[nn.Module, ...]:
     """Return one or several models as a tuple.
 
     Raises:
-        InputError: it is neither a module nor a non-empty sequence of modules.
+        InputError: it is not a module, and not a non-empty sequence of modules.
 
     Examples:
         >>> len(as_models([nn.Linear(1, 1), nn.Linear(1, 1)]))

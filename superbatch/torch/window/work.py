@@ -74,7 +74,7 @@ class ByMicrobatch:
         config: of the accumulator.
         sizing: of the micro-batches of a batch.
         paths: `unsplit` and `per_sample` declarations.
-        batchnorms: those that may not normalise by what they see.
+        batchnorms: those that are refused in training mode.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def unchanged(value: Value) -> Tensor:
         raise WindowError(
             explain(
                 f"a tensor of shape {tuple(tensor.shape)} that was written in place",
-                "what was computed from it before is worked out only when it is needed, and would be another",
+                "what was computed from it before is computed only when it is needed, and would be another",
                 "change parameters and buffers after the block, or use a copy of what is written",
             )
         )
@@ -338,5 +338,5 @@ class _Program:
             return rows
         if value.whole is not None:
             return cut(unchanged(value), load.layout, part)
-        assert self._carried is not None, "what a sweep reads is worked out before it, or in it"
+        assert self._carried is not None, "what a sweep reads is computed before it, or in it"
         return self._carried.take(value, self._number)

@@ -1,4 +1,4 @@
-"""State that a forward moves beside parameters with a gradient, put back where a window is discarded.
+"""State that a forward moves beside parameters with a gradient, restored where a window is discarded.
 
 Buffers of all modules, frozen parameters (the teacher of a moving average), tensors and numbers in plain
 attributes, containers and objects, and what the loss function closes over (see `reached`).
@@ -249,7 +249,7 @@ class MovedState:
     # -- a window that is saved ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `restore` would put back, by name: tensors and plain containers."""
+        """Return what `restore` would restore, by name: tensors and plain containers."""
         self._recall()
         return {
             "buffers": self._buffers.state(),
@@ -273,7 +273,7 @@ class MovedState:
         return copied(value if kept is None or kept.copy is None else kept.copy)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let `restore` put back what `state_dict` returned; after `begin`."""
+        """Let `restore` restore what `state_dict` returned; after `begin`."""
         self._buffers.load_state(state["buffers"])
         moved, rebound = state["tensors"], state["bindings"]
         if not moved and not rebound:
