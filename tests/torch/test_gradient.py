@@ -526,3 +526,19 @@ def test_earlier_gradients_are_not_kept_alive_by_a_window_that_failed() -> None:
     assert all(each() is not None for each in kept), "the premise: they are in .grad again"
     model.zero_grad()
     assert not any(each() is not None for each in kept)
+
+
+def test_an_earlier_gradient_beside_sums_of_their_own_is_added() -> None:
+    """Gradients in bfloat16 are summed in buffers, and come to ``.grad`` at the end alone."""
+    torch.manual_seed(0)
+    model, batch = mlp(torch.bfloat16), tuple(each.bfloat16() for each in one(6))
+    gradient_of = Gradient(
+        model, lambda part: mse(model, part), microbatch_size=2, gradient_sum=torch.float32, check=False
+    )
+    gradient_of(batch)
+    expected = gradients(model)
+    for each in model.parameters():
+        each.grad = torch.ones((), dtype=torch.bfloat16).expand(each.shape)
+    gradient_of(batch)
+    for name, each in gradients(model).items():
+        assert torch.equal(each, 1 + expected[name])

@@ -303,3 +303,24 @@ def test_weights_that_a_loss_returns_ahead_leave_it_as_it_was() -> None:
     )
     accumulate(rows(6)[0])
     assert counter.value == 3
+
+
+def test_trials_of_sizes_leave_it_as_it_was() -> None:
+    """A size that finds itself runs the loss on fake tensors first."""
+    counter, calls, model = Counter(), [0], mlp()
+
+    def loss_fn(part: Any) -> Tensor:
+        counter.value += 1
+        calls[0] += 1
+        return mse(model, part)
+
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        loss_fn,
+        microbatch_size="largest",
+        participants=[counter],
+        check=False,
+    )
+    update = accumulate(rows(6)[0])
+    assert calls[0] > update.microbatches == counter.value

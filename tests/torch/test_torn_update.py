@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from superbatch.errors import OptimizerError, OutOfMemoryError
 from superbatch.torch import Accumulator
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.options import GhostBatchNorm
+from superbatch.torch.window.contents import Contents
 from superbatch.torch.window.participants import batchnorm
 
 F64 = torch.float64
@@ -374,3 +377,129 @@ def test_a_step_that_is_left_out_leaves_the_scale_alone(scaled: bool) -> None:
     del optimizer.step
     assert both(torch.randn(8, 3, dtype=F64)).made
     assert scaler is None or scaler.get_scale() == 16.0
+
+
+def hooked(model: nn.Module) -> torch.optim.Optimizer:
+    """Decoupled weight decay in a hook, and a second hook that fails."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def decay(*_: object) -> None:
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+        raise ValueError("half way")
+
+    optimizer.register_step_pre_hook(decay)
+    return optimizer
+
+
+def replaced(model: nn.Module) -> torch.optim.Optimizer:
+    """The step of an object in the place of that of its class, whose name and signature it has."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @functools.wraps(optimizer.step)
+    def step(closure: Any = None) -> None:
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+            raise ValueError("half way")
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+class Reaching(torch.optim.SGD):
+    """Changes something by `reach`, then fails once, before any parameter is written."""
+
+    def __init__(self, parameters: Any, reach: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.reach, self.fails = reach, True
+        self.box, self.numbers = SimpleNamespace(count=0), [1.0, 2.0]
+        self.generator, self.param_groups[0]["scale"] = torch.Generator(), torch.ones(2)
+
+    def step(self, closure: Any = None) -> Any:
+        self.reach(self)
+        if self.fails:
+            self.fails = False
+            raise ValueError("half way")
+        return super().step(closure)
+
+
+def fused(optimizer: Reaching) -> None:
+    """Write by a kernel that moves no version counter."""
+    (parameter, *_) = optimizer.param_groups[0]["params"]
+    options: dict[str, Any] = {"weight_decay": 0, "momentum": 0, "lr": 0.1, "dampening": 0}
+    kernels: Any = torch
+    kernels._fused_sgd_(
+        [parameter], [parameter.grad], [], **options, nesterov=False, maximize=False, is_first_step=True
+    )
+
+
+REACHES: dict[str, Any] = {
+    "a fused kernel": fused,
+    "a tensor of a group": lambda o: o.param_groups[0]["scale"].mul_(2),
+    "an object": lambda o: setattr(o.box, "count", o.box.count + 1),
+    "a list": lambda o: o.numbers.__setitem__(0, o.numbers[0] + 1.5),
+    "a generator": lambda o: torch.rand((), generator=o.generator),
+}
+
+
+MAKES: dict[str, Any] = {"a hook": hooked, "a step put in its place": replaced, **dict.fromkeys(REACHES)}
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_whatever_a_failed_step_has_changed_is_announced(make: str) -> None:
+    model = nn.Linear(3, 1, dtype=F64)
+    optimizer = Reaching(model.parameters(), REACHES[make]) if MAKES[make] is None else MAKES[make](model)
+    accumulate, batch = accumulator(model, optimizer), torch.randn(8, 3, dtype=F64)
+    with pytest.raises(OptimizerError, match="torn"):
+        accumulate(batch)
+    with pytest.raises(OptimizerError, match="torn"):
+        accumulate(batch)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_the_bits_of_a_tensor_show_the_smallest_change(large: bool) -> None:
+    parameter = nn.Parameter(torch.randn(100_001 if large else 7))
+    optimizer = torch.optim.SGD([parameter])
+    parameter.data[3] = torch.nan
+    before = Contents(optimizer, [parameter])
+    assert before.same() and not before.parameters_moved()
+    parameter.data[-1] = parameter.data[-1].nextafter(torch.tensor(9.0))
+    assert not before.same() and before.parameters_moved()
+
+
+class WarmUp(torch.optim.Optimizer):
+    """Leaves out its first two steps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.calls = inner, 0
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return self.inner.step() if self.calls > 2 else None
+
+
+def test_a_wrapper_that_counts_the_steps_it_leaves_out_comes_to_its_first() -> None:
+    model, batch = nn.Linear(3, 1, dtype=F64), torch.randn(8, 3, dtype=F64)
+    accumulate = accumulator(model, WarmUp(torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert [accumulate(batch).made for _ in range(4)] == [False, False, True, True]
+
+
+def test_a_step_whose_writes_no_counter_shows_was_made() -> None:
+    model, batch = nn.Linear(3, 1, dtype=F64), torch.randn(8, 3, dtype=F64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(closure: Any = None) -> None:
+        for parameter in model.parameters():
+            parameter.data.sub_(0.1 * parameter.grad)  # type: ignore[operator]
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    assert accumulator(model, optimizer)(batch).made
+
+
+def test_an_optimizer_may_hold_tensors_in_attributes() -> None:
+    model, batch = nn.Linear(3, 1, dtype=F64), torch.randn(8, 3, dtype=F64)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.buffer, optimizer.mask = torch.zeros(5), torch.zeros(3).numpy()
+    assert accumulator(model, optimizer)(batch).made

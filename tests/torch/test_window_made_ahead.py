@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from superbatch import NoiseMeter
-from superbatch.errors import NonFiniteError, OptimizerError, WindowError
+from superbatch.errors import CoupledSamplesError, NonFiniteError, OptimizerError, WindowError
 from superbatch.torch import Accumulator
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.options import PerSampleRandom
@@ -57,7 +57,7 @@ def test_parameters_that_were_frozen_in_between_are_refused_and_nothing_moves() 
     window = accumulate.window(BATCH)
     next(model.parameters()).requires_grad = False
     before = parameters(model)
-    with pytest.raises(WindowError, match=r"frozen, unfrozen or added after .* Call window\(batch\) again"):
+    with pytest.raises(WindowError, match=r"added or converted after .* Call window\(batch\) again"):
         run(window, model)
     assert all(map(torch.equal, before, parameters(model)))
     assert run(accumulate.window(BATCH), model).made
@@ -164,3 +164,46 @@ def test_saving_and_discarding_while_a_window_ends_are_refused(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)  # the update was made, once
     assert accumulate.updates == 1
     call(accumulate)  # between windows both are allowed
+
+
+def test_a_batchnorm_that_trains_by_now_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=2, check=False)
+    model.eval()
+    window = accumulate.window(BATCH)
+    model.train()
+    with pytest.raises(CoupledSamplesError):
+        run(window, model)
+
+
+def test_a_momentum_whose_options_have_changed_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    accumulate = Accumulator(model, optimizer, microbatch_size=2, check=False, gradient_sum="momentum")
+    window = accumulate.window(BATCH)
+    optimizer.param_groups[0]["nesterov"] = True
+    with pytest.raises(OptimizerError, match="Nesterov"):
+        run(window, model)
+
+
+def test_a_model_that_was_converted_in_between_is_refused() -> None:
+    model = mlp(torch.float32)
+    accumulate = Accumulator(
+        model, sgd(model.parameters()), microbatch_size=2, check=False, gradient_sum=torch.float32
+    )
+    window = accumulate.window(BATCH)
+    model.bfloat16()
+    with pytest.raises(WindowError, match="added or converted after"):
+        run(window, model)
+
+
+def test_two_loops_in_turns_make_no_update() -> None:
+    model = mlp()
+    accumulate = Accumulator(model, sgd(model.parameters()), microbatch_size=2, check=False)
+    before = parameters(model)
+    with accumulate.window(BATCH) as window:
+        one, other = iter(window), iter(window)
+        assert next(one, None) is None, "the first loop ended when the second began"
+        window.backward(mse(model, next(other)))
+    assert not window.update.made
+    assert all(map(torch.equal, before, parameters(model)))

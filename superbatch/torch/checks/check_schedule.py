@@ -97,6 +97,14 @@ class CheckSchedule:
         self._now = self._before = Memory()
         self._microbatches = self._pending = 0
 
+    def count(self, updates: int) -> None:
+        """Note how many updates were made, where others came between the making of a window and its entry.
+
+        Args:
+            updates: made so far.
+        """
+        self._updates = updates
+
     def open(self, pieces: MicrobatchList, first: Callable[..., Checked | None] | None, updates: int) -> None:
         """Check the first window before it is opened, or warn once that there is no `loss_fn` to check.
 

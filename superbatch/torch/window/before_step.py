@@ -19,12 +19,9 @@ from torch.optim.optimizer import (
 
 from superbatch.errors import OptimizerError
 
-from .foreign_step import PLAIN, Attributes, shows_its_writes
+from .contents import PLAIN, Contents
 from .participants.gradient_sum import ManagedParameter
 from .wrapped import describe, leaves_of
-
-# Wrappers that keep nothing of a step outside of the optimizer that they wrap.
-_OPEN_WRAPPERS = ("accelerate.", "lightning.", "pytorch_lightning.", "torch.distributed.optim.")
 
 _TORN = (
     "The last update broke inside the optimizer's step, so parameters and optimizer state are torn. Load the "
@@ -57,7 +54,7 @@ class BeforeStep:
         self._optimizers = [leaf for optimizer in optimizers for leaf in leaves_of(optimizer)]
         self._owned = owned
         self._all = list(dict.fromkeys((*self._stepped, *self._optimizers)))
-        self._foreign: list[Attributes] = []  # of optimizers that are not torch's
+        self._contents: dict[int, Contents] = {}  # by identity: not torch's, or with hooks
         self._states = [_States() for _ in self._optimizers]
         self._groups: list[list[dict[str, Any]]] = []
         self._targets: list[Tensor] = []
@@ -102,10 +99,12 @@ class BeforeStep:
         for states, optimizer in zip(self._states, self._optimizers, strict=True):
             states.note(optimizer.state)
             self._groups.append(list(map(dict, optimizer.param_groups)))
-        self._foreign = []
+        self._contents = {}
         for optimizer in self._all:
-            if not has_plain_step(optimizer):
-                self._foreign.append(Attributes(optimizer))
+            hooks = _global_optimizer_pre_hooks or getattr(optimizer, "_optimizer_step_pre_hooks", None)
+            if hooks or not has_plain_step(optimizer):
+                parameters = [entry.target for entry in self._owned if entry.optimizer is optimizer]
+                self._contents[id(optimizer)] = Contents(optimizer, parameters)
         self._targets = list(map(attrgetter("target"), self._owned))
         self._versions = list(map(attrgetter("_version"), self._targets))
         self._is_noted, self._has_begun = True, False
@@ -117,7 +116,10 @@ class BeforeStep:
     def still(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether none of an optimizer's parameters has been written to since `note`."""
         pairs = zip(self._owned, self._versions, strict=True)
-        return all(e.target._version == version for e, version in pairs if e.optimizer is optimizer)
+        if any(e.target._version != version for e, version in pairs if e.optimizer is optimizer):
+            return False
+        contents = self._contents.get(id(optimizer))
+        return contents is None or not contents.parameters_moved()
 
     def not_made(self, idle: Sequence[torch.optim.Optimizer], *, half: bool) -> str:
         """Return why no update was made although all optimizers were called.
@@ -136,20 +138,35 @@ class BeforeStep:
                 f"{names}, but another optimizer stepped: half of the update was made. "
                 "Load a checkpoint, and pass optimizers that step at every call."
             )
-        self.put_back()
+        self._put_back_states()  # a wrapper's own count of calls stays
         return f"the optimizer did not step: {names}"
 
     def forget(self) -> None:
         """Free the snapshot, except weak references to state tensors."""
-        self._groups, self._targets, self._versions, self._foreign = [], [], [], []
+        self._groups, self._targets, self._versions, self._contents = [], [], [], {}
         self._is_noted = False
         for states in self._states:
             states.forget()
 
     def put_back(self) -> bool:
-        """Undo new state, other values than tensors and group options; False if a tensor was written."""
+        """Undo new state, other values than tensors and group options; False if a tensor was written.
+
+        False also where that cannot be told.
+        """
         if not (self._is_noted and self._has_begun):
             return True
+        try:
+            if not self._put_back_states():
+                return False
+            if not all(contents.same() for contents in self._contents.values()):
+                return False
+            for contents in self._contents.values():
+                contents.put_back()
+            return True
+        except Exception:  # noqa: BLE001 - of an object that cannot be read: the error of the step is the one to tell
+            return False
+
+    def _put_back_states(self) -> bool:
         if not self._can_be_told():
             return False
         states = [(o.state, known.by_key()) for o, known in zip(self._optimizers, self._states, strict=True)]
@@ -164,19 +181,12 @@ class BeforeStep:
             for group, known in zip(optimizer.param_groups, groups, strict=True):
                 group.clear()
                 group.update(known)
-        for attributes in self._foreign:
-            attributes.put_back()
         return True
 
     def _can_be_told(self) -> bool:
         """Return True if unchanged version counters prove that no parameter and no group has changed."""
         if self._is_hidden() or any(known.is_opaque for known in self._states):
             return False
-        if any(map(_may_write_rates, self._all)):
-            return False
-        for foreign in self._foreign:
-            if not (foreign.can_be_put_back and _shows_its_writes(foreign.optimizer)):
-                return False
         groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
         if groups != list(map(len, self._groups)):
             return False
@@ -210,18 +220,6 @@ def has_plain_step(optimizer: torch.optim.Optimizer) -> bool:
     if not kind.__module__.startswith("torch.optim."):
         return False
     return step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is kind.step)
-
-
-def _shows_its_writes(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith(_OPEN_WRAPPERS) or shows_its_writes(optimizer)
-
-
-def _may_write_rates(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a hook before the step may write an option of a group, a tensor, in place."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks
-    return bool(hooks) and any(
-        isinstance(value, Tensor) for group in optimizer.param_groups for value in group.values()
-    )
 
 
 class _States:

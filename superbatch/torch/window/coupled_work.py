@@ -83,6 +83,9 @@ class Coupled:
         """True: there is always a loss."""
         return True
 
+    def require_allowed(self) -> None:
+        """No-op: every BatchNorm is over the whole batch."""
+
     def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
         """Return the batch as one micro-batch, and settle how much of it is worked on at a time.
 

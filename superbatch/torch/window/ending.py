@@ -174,6 +174,8 @@ class Ending:
         window = self._window
         norm = None if norm is None else norm / (window.scaled_by or 1.0)
         self._prepare_commit()
+        if window.config.earlier is not None:
+            window.config.earlier.prepare(gradients)
         self._pass(
             partial(window.gradients.attach, gradients),
             partial(self._record, found, rates, norm=norm),
@@ -201,10 +203,8 @@ class Ending:
 
     def _prepare_commit(self) -> None:
         """Run the parts of commits that can fail, such as pooling, before the optimizers step."""
-        config = self._window.config
-        for participant in (config.norms, config.earlier):
-            if participant is not None:
-                participant.prepare()
+        if self._window.config.norms is not None:
+            self._window.config.norms.prepare()
 
     def _refuse(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
         progress, skipping = self._window.progress, self._window.config.nonfinite == "skip_update"

@@ -150,7 +150,8 @@ class Engine:
         if type(batch) not in PLAIN:
             refuse_no_batch(batch)
         self._make_ready()
-        microbatches, sizing = self.work.cut(batch)
+        with self.config.aside() if self.work.sizing.measures else nullcontext():  # sizes may be tried
+            microbatches, sizing = self.work.cut(batch)
         if self._resume is not None and self._resume["samples"] is not None:
             microbatches.follow(self._resume["samples"])
         return microbatches, sizing
@@ -255,8 +256,14 @@ class Engine:
     def _entered_later(self, owned: tuple[ManagedParameter, ...], window: OpenWindow[Any]) -> None:
         """Open a window that was made for some parameters, perhaps long ago."""
         self._make_ready()
-        if list(map(id, owned)) != list(map(id, self.config.owned)):
+        self.work.require_allowed()
+        now = self._placement.choose(
+            len(window.transaction.progress.microbatches), only_owned=self._parameters.only_some
+        )
+        same_sum = now.describe() == window.transaction.gradients.describe()
+        if list(map(id, owned)) != list(map(id, self.config.owned)) or not same_sum:
             raise misuse.other_parameters()
+        self._schedule.count(self.updates)
         self._entered(window)
 
     def _entered(self, window: OpenWindow[Any]) -> None:

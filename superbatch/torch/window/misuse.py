@@ -29,16 +29,16 @@ def over() -> WindowError:
 def gone_on_from() -> WindowError:
     """Return the error for a window whose saved state another window has resumed."""
     return WindowError(
-        "Another window has resumed the saved state that this one was made to resume. Call "
-        "window(batch) for a new one."
+        "A state was loaded, resumed or discarded after this window was made. Call window(batch) for a new "
+        "one."
     )
 
 
 def other_parameters() -> WindowError:
-    """Return the error for a window that was made before parameters were frozen, unfrozen or added."""
+    """Return the error for a window that was made before parameters were changed in kind."""
     return WindowError(
-        "Parameters were frozen, unfrozen or added after this window was made. Call window(batch) again, and "
-        "enter the new window."
+        "Parameters were frozen, unfrozen, added or converted after this window was made. Call window(batch) "
+        "again, and enter the new window."
     )
 
 

@@ -134,7 +134,9 @@ class OpenWindow(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if not self.is_open:
             raise misuse.not_open()
-        self.end_iteration()  # of an earlier loop, which was left by `break`
+        if self._iterator is not None:  # of an earlier loop, which was left by `break`
+            self._progress.current = None
+            self._iterator.close()
         self._iterator = self._iterate()
         return self._iterator
 

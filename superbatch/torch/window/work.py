@@ -42,6 +42,10 @@ class Work(Protocol):
         """True if there is a loss to run."""
         ...
 
+    def require_allowed(self) -> None:
+        """Check that the models may be run on micro-batches as they are now."""
+        ...
+
     def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
         """Return the micro-batches of a batch or of a `Window`, and what chooses their sizes."""
         ...
@@ -95,6 +99,15 @@ class ByMicrobatch:
         """True if there is a loss to run."""
         return self._config.loss_fn is not None
 
+    def require_allowed(self) -> None:
+        """Check that no BatchNorm would normalise each micro-batch by itself.
+
+        Raises:
+            CoupledSamplesError: one would.
+        """
+        if self._batchnorms:
+            norms.refuse(self._batchnorms)
+
     def cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
         """Return the micro-batches of a batch or of a `Window`, and what chooses their sizes.
 
@@ -103,7 +116,7 @@ class ByMicrobatch:
             InputError, SplitError: the batch cannot be cut.
         """
         if self._batchnorms:
-            norms.refuse(self._batchnorms)
+            self.require_allowed()
         sizing = self._of_windows if isinstance(batch, Window) else self.sizing
         sync = self._config.sync
         return pieces_of(batch, sizing, self._paths, sync, need_samples=self._need_samples), sizing

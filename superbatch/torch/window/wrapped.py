@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 # What is not looked into at each update: it is as long as the list of parameters, or holds hooks alone.
-NOT_ITS_OWN = {
+_OF_EACH = {
     "state",
     "param_groups",
     "defaults",
@@ -21,6 +22,7 @@ NOT_ITS_OWN = {
     "_optimizer_load_state_dict_post_hooks",
 }
 _OPTIONS = {bool, int, float, str}
+_MOST = 64  # optimizers in one container
 _OWN = {"state", "param_groups", "_optimizer_step_post_hooks"}
 
 
@@ -59,12 +61,12 @@ def _held(optimizer: Optimizer) -> list[Optimizer]:
     found: list[Any] = []
     for name, held in vars(optimizer).items():
         # Asked at each update: mostly options.
-        if name in NOT_ITS_OWN or type(held) in _OPTIONS or not held:
+        if name in _OF_EACH or type(held) in _OPTIONS or held is None:
             continue
         if isinstance(held, dict):
-            found += held.values()
+            found += islice(held.values(), _MOST)
         elif isinstance(held, list | tuple):
-            found += held
+            found += held[:_MOST]
         else:
             found.append(held)
     return [each for each in found if isinstance(each, Optimizer)] if found else []

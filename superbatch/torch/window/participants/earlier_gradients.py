@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -54,11 +54,17 @@ class EarlierGradients:
         self._earlier, self._sums = [], {}
 
     @torch.no_grad()
-    def prepare(self) -> None:
-        """Make the sums that need memory: those that cannot be made in place."""
+    def prepare(self, gradients: Sequence[Tensor | None]) -> None:
+        """Make the sums that need memory: those that cannot be made in place.
+
+        Args:
+            gradients: of the window, one for each owned parameter.
+        """
+        ours = {id(entry.parameter): each for entry, each in zip(self._owned, gradients, strict=True)}
         for parameter, earlier in self._earlier:
-            gradient = parameter.grad
+            gradient = ours.get(id(parameter))
             if gradient is not None and not _can_hold(earlier, gradient):
+                gradient = gradient.to(parameter.dtype)
                 first, second = (gradient, earlier) if earlier.is_sparse else (earlier, gradient)
                 self._sums[id(parameter)] = first + second
 

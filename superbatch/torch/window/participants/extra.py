@@ -37,14 +37,17 @@ class Extra:
             finally:
                 self.restore()
             return
-        saved = [copy.deepcopy(each.state_dict()) for each in self.participants]
+        self.savepoint()
+        unable = [each for each in self.participants if not each.rollback()]
+        saved = [copy.deepcopy(each.state_dict()) for each in unable]
         self.savepoint()
         try:
             yield
         finally:
-            for each, state in reversed(list(zip(self.participants, saved, strict=True))):
-                if not each.rollback():
-                    each.load_state_dict(state)
+            for each in reversed(self.participants):
+                each.rollback()
+            for each, state in zip(unable, saved, strict=True):
+                each.load_state_dict(state)
 
     def begin(self) -> None:
         """Begin all."""
