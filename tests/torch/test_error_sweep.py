@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import pytest
@@ -184,7 +184,7 @@ def test_an_error_at_every_line(mode: str, error: str, window: str, windows: int
 
 
 def test_a_call_that_has_not_begun_is_made_again() -> None:
-    """A function of C raises without a frame of its own, as a call that there is no memory for."""
+    """A function whose arguments do not fit raises without a frame of its own, as a call without memory does."""
     numbers = iter([0, 1])
     call = Once(lambda: 1 / next(numbers))
     with pytest.raises(ZeroDivisionError):
@@ -193,11 +193,21 @@ def test_a_call_that_has_not_begun_is_made_again() -> None:
     with pytest.raises(ZeroDivisionError):
         call.take()
     assert not call.returned
-    not_begun = Once(iter([]).__next__)
+    needs_one: Any = lambda one: one  # noqa: E731 - a function, not a method
+    not_begun = Once(needs_one)
     for _ in range(2):
-        with pytest.raises(StopIteration):
+        with pytest.raises(TypeError):
             not_begun.take()
     assert not_begun.broken is None and not not_begun.returned
+
+
+def test_a_call_in_c_that_failed_is_not_made_again() -> None:
+    """It leaves no frame, whether it had begun or not."""
+    left = iter([])
+    for call in (Once(left.__next__), Once(partial(next, left))):
+        with pytest.raises(StopIteration):
+            call.take()
+        assert call.broken is not None
 
 
 def test_a_scheduler_that_runs_out_of_memory_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
