@@ -184,7 +184,7 @@ def test_an_error_at_every_line(mode: str, error: str, window: str, windows: int
 
 
 def test_a_call_that_has_not_begun_is_made_again() -> None:
-    """A function whose arguments do not fit raises without a frame of its own, as a call without memory does."""
+    """Arguments that do not fit raise without a frame of the function, as a call without memory does."""
     numbers = iter([0, 1])
     call = Once(lambda: 1 / next(numbers))
     with pytest.raises(ZeroDivisionError):
