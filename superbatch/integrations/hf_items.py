@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.split import split
-from ..errors import InputError, LossSpecError, SplitError
-from ..torch.checks.divisions import Division, divisions_of
+from ..errors import InputError, SplitError
 from .hf_losses import HostLoss
 
 _MOST = 4  # samples that are tried: one may have no label
@@ -34,12 +33,7 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
         return loss.of(samples, items, loss.model)
 
     found = loss.items is not None and divides_by_items(loss.model, loss_of, samples, loss.items)
-    if loss.ranks > 1:  # a rank may have no labels
-        device = loss.trainer.args.device
-        found = bool(
-            torch.as_tensor(loss.trainer.accelerator.gather(torch.tensor([found], device=device))).all()
-        )
-    if found:
+    if loss.on_all_ranks(found):  # a rank may have no labels
         return True
     if loss.items is not None and needs_items(loss.model, loss_of, samples):
         raise InputError(
@@ -53,63 +47,6 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
             "samples or tokens that the loss is a mean over."
         )
     return False
-
-
-class WeightCheck:
-    """Loss of a model, whose means are compared with the weight: they show in its graph.
-
-    Each cross entropy must count the labels that the weight counts, and each other mean beside one must count
-    in proportion to it. So terms with divisors of their own are found where samples come one by one, too.
-
-    Args:
-        loss: of the host.
-        weigh: returns the weight of a micro-batch.
-
-    Raises:
-        LossSpecError: from a call, where they differ.
-    """
-
-    def __init__(self, loss: HostLoss, weigh: Callable[[Any], float]) -> None:
-        self._loss, self._weigh = loss, weigh
-        self._first: tuple[float, list[Division]] | None = None
-        self._is_compared = False
-
-    def __call__(self, microbatch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of a micro-batch."""
-        loss, labels = self._loss.mean(microbatch), microbatch.get("labels")
-        # A model that shifts its labels, or does not, shows where their first one counts.
-        if self._is_compared or not isinstance(labels, Tensor) or not labels.ndim:
-            return loss
-        if weight := self._weigh(microbatch):
-            means = [each for each in divisions_of(loss) if each.sure]
-            self._compare(means, weight)
-            self._is_compared = self._shows_enough(means, weight, labels)
-        return loss
-
-    def _shows_enough(self, means: list[Division], weight: float, labels: Tensor) -> bool:
-        """Compare the means with those of the first micro-batch; return whether another one shows no more."""
-        if not any(each.counted is not None for each in means):
-            return True
-        if self._first is None:
-            self._first = weight, means
-        first_weight, first = self._first
-        if len(means) == len(first):
-            for one, other in zip(first, means, strict=True):
-                if not math.isclose(one.divisor * weight, other.divisor * first_weight):
-                    raise self._unequal(f"{other.divisor:g} entries", weight)
-        return weight != first_weight and bool((labels[..., 0] != -100).any())
-
-    def _compare(self, means: list[Division], weight: float) -> None:
-        for each in means:
-            if each.counted not in (None, weight):
-                raise self._unequal(f"{each.counted:g} labels", weight)
-
-    def _unequal(self, counted: str, weight: float) -> LossSpecError:
-        return LossSpecError(
-            f"The loss of {type(self._loss.model).__name__} is a mean over {counted} of a "
-            f"micro-batch, and superbatch counts {weight}. Write `def weight_of(self, microbatch)` in "
-            "the trainer's class: return the number of labels that the loss is a mean over."
-        )
 
 
 def divides_by_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch: Any, items: Any) -> bool:
