@@ -153,7 +153,7 @@ class Exact(Trainer):
         if by_items:
             gradient_of = summed(loss, **options)
         elif terms is not None:
-            gradient_of = separated(loss, terms, **options)
+            gradient_of = separated(loss, terms, samples, **options)
         else:
             gradient_of = weighted(loss, self.weight_of, **options)
         singles = self._checks and has_single_samples(self)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..batch.split import split
 from ..errors import InputError, SplitError
-from .hf_losses import HostLoss
+from .hf_losses import HostLoss, evaluating
 
 _MOST = 4  # samples that are tried: one may have no label
 
@@ -72,7 +70,7 @@ def divides_by_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch
         samples = split(batch, 1)
     except SplitError:
         return False
-    with _evaluating(model), torch.no_grad(), torch.random.fork_rng():
+    with evaluating(model):
         for sample in samples[:_MOST]:
             once = float(loss_of(sample, items))
             if once and math.isfinite(once):
@@ -93,7 +91,7 @@ def needs_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch: Any
         >>> needs_items(model, lambda batch, items: model(batch).sum() / items + 1, batch)
         True
     """
-    with _evaluating(model), torch.no_grad(), torch.random.fork_rng():
+    with evaluating(model):
         try:
             loss_of(split(batch, 1)[0], None)
         except TypeError:
@@ -101,15 +99,3 @@ def needs_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch: Any
         except SplitError:
             return False
     return False
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    trained = [module for module in model.modules() if module.training]
-    for module in trained:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in trained:
-            module.training = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,13 +89,31 @@ class HostLoss:
         """Return the samples' part of the loss of the window."""
         return self.of(samples, self.items)
 
-    def with_outputs(self, samples: Samples) -> tuple[Tensor, Any]:
+    def with_outputs(self, samples: Samples, model: nn.Module | None = None) -> tuple[Tensor, Any]:
         """Return the mean over samples, and the outputs of the model."""
         with self.calls.one_of(self.trainer), self.trainer.compute_loss_context_manager():
             loss, outputs = self.trainer.compute_loss(
-                self.wrapped, self.as_inputs(samples), return_outputs=True
+                self.wrapped if model is None else model, self.as_inputs(samples), return_outputs=True
             )
         return loss, outputs
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model without a trace: in evaluation mode, without graphs and draws of random numbers.
+
+    Args:
+        model: any.
+    """
+    trained = [module for module in model.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 def weighted(loss: HostLoss, weight: Callable[[Any], float], **options: Any) -> Gradient:
@@ -108,14 +127,19 @@ def weighted(loss: HostLoss, weight: Callable[[Any], float], **options: Any) -> 
     return Gradient(loss.wrapped, loss.mean, weight=weight, **options)
 
 
-def separated(loss: HostLoss, terms: Terms, **options: Any) -> Gradient:
+def separated(loss: HostLoss, terms: Terms, samples: Samples, **options: Any) -> Gradient:
     """Return the gradient of a sum of means over a window.
 
     Args:
         loss: of the host.
         terms: of the model's loss.
+        samples: to try.
         options: of `Gradient`.
     """
+    if terms.fit is not None:
+        with evaluating(loss.model):
+            outputs = loss.with_outputs(samples, loss.model)[1]
+        terms = terms.fit(samples, outputs) or terms
 
     def losses(microbatch: Samples) -> dict[str, Tensor]:
         mean, outputs = loss.with_outputs(microbatch)
