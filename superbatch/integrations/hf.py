@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..errors import CoupledSamplesError, InputError, LossSpecError
+from ..torch.gradient import Gradient
 from .hf_host import couples_samples, has_own_loss, has_single_samples, refuse_host
 from .hf_items import adds_up
 from .hf_losses import (
@@ -21,7 +22,6 @@ from .hf_losses import (
     separated,
     split_of,
     summed,
-    weighted,
 )
 from .hf_singles import check_singles
 from .hf_terms import terms_of
@@ -155,7 +155,7 @@ class Exact(Trainer):
         elif terms is not None:
             gradient_of = separated(loss, terms, samples, **options)
         else:
-            gradient_of = weighted(loss, self.weight_of, **options)
+            gradient_of = Gradient(loss.wrapped, loss.of, weight=self.weight_of, **options)
         singles = self._checks and has_single_samples(self)
 
         def check(taken: list[dict[str, Any]]) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor, nn
 
 from ..batch.split import split
 from ..errors import InputError, SplitError
@@ -26,14 +24,14 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
     Raises:
         InputError: it is not, and what divides it is not known.
     """
-
-    def loss_of(samples: Any, items: Any) -> Tensor:
-        return loss.of(samples, items, loss.model)
-
-    found = loss.items is not None and divides_by_items(loss.model, loss_of, samples, loss.items)
+    tried = _single(samples) if loss.items is not None else []
+    with evaluating(loss.model):
+        found = _divides_by_items(loss, tried)
     if loss.on_all_ranks(found):  # a rank may have no labels
         return True
-    if loss.items is not None and needs_items(loss.model, loss_of, samples):
+    with evaluating(loss.model):
+        needs_items = bool(tried) and _needs_items(loss, tried[0])
+    if needs_items:
         raise InputError(
             "The loss of this trainer needs num_items_in_batch, and is no sum that is divided by it. "
             "Divide the sum over labels by it and add no other term, or return the mean where it is None."
@@ -47,55 +45,26 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
     return False
 
 
-def divides_by_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch: Any, items: Any) -> bool:
-    """Tell whether a loss is a sum that is divided by the number of items given to it, and by nothing else.
-
-    The losses of parts then add up to that of the whole batch, whatever the number counts. Single samples
-    are evaluated, in evaluation mode.
-
-    Args:
-        model: what `loss_of` calls.
-        loss_of: returns the loss of some samples for a number of items.
-        batch: samples to try.
-        items: number of items of the whole batch.
-
-    Examples:
-        >>> model, batch = nn.Linear(1, 1), torch.ones(3, 1)
-        >>> divides_by_items(model, lambda batch, items: model(batch).sum() / items, batch, 7)
-        True
-        >>> divides_by_items(model, lambda batch, items: model(batch).mean(), batch, 7)
-        False
-    """
+def _single(samples: Mapping[str, Any]) -> list[Any]:
     try:
-        samples = split(batch, 1)
+        return split(samples, 1)
     except SplitError:
-        return False
-    with evaluating(model):
-        for sample in samples[:_MOST]:
-            once = float(loss_of(sample, items))
-            if once and math.isfinite(once):
-                return math.isclose(once, 2 * float(loss_of(sample, 2 * items)), rel_tol=1e-3)
+        return []
+
+
+def _divides_by_items(loss: HostLoss, samples: list[Any]) -> bool:
+    """Tell whether twice the items make half of the loss; samples without a loss do not show it."""
+    for sample in samples[:_MOST]:
+        once = float(loss.of(sample, loss.items, loss.model))
+        if once and math.isfinite(once):
+            twice = float(loss.of(sample, 2 * loss.items, loss.model))
+            return math.isclose(once, 2 * twice, rel_tol=1e-3)
     return False
 
 
-def needs_items(model: nn.Module, loss_of: Callable[[Any, Any], Any], batch: Any) -> bool:
-    """Tell whether a loss fails without a number of items.
-
-    Args:
-        model: as for `divides_by_items`.
-        loss_of: likewise; it works with a number.
-        batch: likewise.
-
-    Examples:
-        >>> model, batch = nn.Linear(1, 1), torch.ones(3, 1)
-        >>> needs_items(model, lambda batch, items: model(batch).sum() / items + 1, batch)
-        True
-    """
-    with evaluating(model):
-        try:
-            loss_of(split(batch, 1)[0], None)
-        except TypeError:
-            return True
-        except SplitError:
-            return False
+def _needs_items(loss: HostLoss, sample: Any) -> bool:
+    try:
+        loss.of(sample, None, loss.model)
+    except TypeError:
+        return True
     return False

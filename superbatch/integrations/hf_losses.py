@@ -81,10 +81,6 @@ class HostLoss:
         assert isinstance(loss, Tensor)
         return loss
 
-    def mean(self, samples: Samples) -> Tensor:
-        """Return the mean over samples."""
-        return self.of(samples)
-
     def part(self, samples: Samples) -> Tensor:
         """Return the samples' part of the loss of the window."""
         return self.of(samples, self.items)
@@ -114,17 +110,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in trained:
             module.training = True
-
-
-def weighted(loss: HostLoss, weight: Callable[[Any], float], **options: Any) -> Gradient:
-    """Return the gradient of a mean over a window.
-
-    Args:
-        loss: of the host.
-        weight: of a micro-batch.
-        options: of `Gradient`.
-    """
-    return Gradient(loss.wrapped, loss.mean, weight=weight, **options)
 
 
 def separated(loss: HostLoss, terms: Terms, samples: Samples, **options: Any) -> Gradient:
