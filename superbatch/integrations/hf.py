@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..errors import CoupledSamplesError, InputError
+from ..errors import CoupledSamplesError, InputError, LossSpecError
+from ..torch.gradient import Gradient
 from .hf_host import couples_samples, has_own_loss, has_single_samples, refuse_host
-from .hf_items import WeightCheck, adds_up
-from .hf_losses import HostLoss, WindowGradient, coupled, separated, split_of, summed, weighted
+from .hf_items import adds_up
+from .hf_losses import (
+    HostLoss,
+    WindowGradient,
+    coupled,
+    of_windows,
+    separated,
+    split_of,
+    summed,
+)
+from .hf_singles import check_singles
 from .hf_terms import terms_of
-from .hf_weights import is_sum, weigh
+from .hf_weights import is_sum
+from .hf_weights import weigh as weigh_labels
 from .scaled import skip_without_gradient
 from .versions import check_version
 
@@ -57,7 +69,7 @@ class Exact(Trainer):
         Raises:
             InputError: the loss of this model is not known.
         """
-        return weigh(self.model, microbatch)
+        return weigh_labels(self.model, microbatch)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
@@ -108,7 +120,12 @@ class Exact(Trainer):
             found = 0.0 if self._gradient is None else self._gradient(microbatches)
         except CoupledSamplesError as error:
             raise CoupledSamplesError(
-                f"{error} In a Trainer: write `coupled = True` in the class, where samples are coupled."
+                f"{error} In a Trainer: write `coupled = True` in the class, which computes the batch as one."
+            ) from error
+        except LossSpecError as error:
+            raise LossSpecError(
+                f"{error} In a Trainer: write `def weight_of(self, microbatch)` in the class, and return "
+                f"what the loss of {type(self.model).__name__} is divided by."
             ) from error
         skip_without_gradient(self.accelerator.scaler, model.parameters())
         return found
@@ -121,27 +138,30 @@ class Exact(Trainer):
         """
         if loss.has_no_items and self._weight_is_unknown(samples):
             return None
-        accelerator = self.accelerator
-        options: dict[str, Any] = {"scaler": accelerator.scaler, "backward": accelerator.backward}
+        options: dict[str, Any] = {"scaler": self.accelerator.scaler, "backward": self.accelerator.backward}
         options["participants"] = [loss.calls]
         if self._is_coupled(samples):
             size = self.microbatch_size if loss.cuts else self.args.per_device_train_batch_size
             return coupled(loss, size, **options)
-        options |= {
-            "microbatch_size": self.microbatch_size if loss.cuts else None,
-            "split": split_of(samples),
-        }
+        options |= {"microbatch_size": self.microbatch_size if loss.cuts else None, "check": self._checks}
+        options["split"] = split_of(samples)
         own, is_given = has_own_loss(self), self._has_own_weight()
-        # Samples that come one by one are not cut further, and their lengths differ: nothing to compare.
-        check = self._checks and not has_single_samples(self)
-        if self._adds_up(loss, samples, own=own, is_given=is_given):
-            return summed(loss, check=check, **options)
-        terms = None if own or is_given else terms_of(loss.model, samples, loss.ranks)
-        if terms is not None:
-            return separated(loss, terms, check=check, **options)
-        if own or is_given:
-            return weighted(loss, loss.mean, self.weight_of, check=self._checks, **options)
-        return weighted(loss, WeightCheck(loss, self.weight_of), self.weight_of, check=check, **options)
+        by_items = self._adds_up(loss, samples, own=own, is_given=is_given)
+        terms = None if own or is_given or by_items else terms_of(loss.model, samples, loss.ranks)
+        weigh = None if terms is not None else _known(self.weight_of, samples)
+        count = weigh if own else _known(partial(weigh_labels, self.model), samples)
+        if by_items:
+            gradient_of = summed(loss, **options)
+        elif terms is not None:
+            gradient_of = separated(loss, terms, samples, **options)
+        else:
+            gradient_of = Gradient(loss.wrapped, loss.of, weight=self.weight_of, **options)
+        singles = self._checks and has_single_samples(self)
+
+        def check(taken: list[dict[str, Any]]) -> bool:
+            return not singles or check_singles(gradient_of, loss, taken, weigh=weigh, count=count)
+
+        return of_windows(loss, gradient_of, check, by_items=by_items)
 
     def _adds_up(self, loss: HostLoss, samples: Mapping[str, Any], *, own: bool, is_given: bool) -> bool:
         """Tell whether losses of micro-batches are parts of that of the batch, which need no weight."""
@@ -155,11 +175,7 @@ class Exact(Trainer):
         return type(self).weight_of is not Exact.weight_of
 
     def _weight_is_unknown(self, inputs: Mapping[str, Any]) -> bool:
-        try:
-            self.weight_of(inputs)
-        except InputError:
-            return terms_of(self.model, inputs) is None
-        return False
+        return _known(self.weight_of, inputs) is None and terms_of(self.model, inputs) is None
 
     def _as_samples(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return inputs of the host as a batch whose leaves have one row for each sample."""
@@ -177,6 +193,14 @@ class Exact(Trainer):
         check_version("transformers")
         known = [kind for kind in type(self).__mro__ if issubclass(kind, Exact)]
         refuse_host(self, known, self._may_step)
+
+
+def _known(weigh: Callable[[Any], float], inputs: Any) -> Callable[[Any], float] | None:
+    try:
+        weigh(inputs)
+    except InputError:
+        return None
+    return weigh
 
 
 def _empty(microbatch: Mapping[str, Any]) -> dict[str, Any]:

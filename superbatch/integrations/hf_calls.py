@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..torch.module_tables import buffers_of
+from ..torch.window.participants.kept_tensors import SMALL_BYTES, KeptTensor, Writes, can_be_kept
 
 # What these keep in a trainer is theirs, and data is no state.
 _HOSTS = {
@@ -114,7 +115,8 @@ def _untouched(trainer: Trainer) -> Iterator[None]:
         if name not in _DATA:
             notes.take(value, 0)
     try:
-        yield
+        with Writes(lambda: notes.large) if notes.large else nullcontext():
+            yield
     finally:
         for restore in reversed(notes.restores):
             restore()
@@ -128,11 +130,13 @@ class _Notes:
 
     Attributes:
         restores: functions that bring the contents back.
+        large: tensors that are copied when they are written, such as a queue of embeddings.
         seen: ids of values that are not looked into.
     """
 
     def __init__(self) -> None:
         self.restores: list[Callable[[], Any]] = []
+        self.large: list[KeptTensor] = []
         self.seen = set[int]()
 
     def take(self, value: Any, depth: int) -> None:
@@ -140,7 +144,7 @@ class _Notes:
         if id(value) in self.seen or depth > _DEEPEST or isinstance(value, nn.Parameter):
             return
         if isinstance(value, Tensor):
-            self.restores.append(partial(_write, value, value.detach().clone()))
+            self._tensor(value)
         elif isinstance(value, torch.Generator):
             self.restores.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, nn.Module):
@@ -151,6 +155,14 @@ class _Notes:
             self._entries(value, depth)
         elif hasattr(value, "__dict__") and not _is_of_host(value):
             self._table(value, depth)
+
+    def _tensor(self, value: Tensor) -> None:
+        self.seen.add(id(value))
+        if value.nbytes <= SMALL_BYTES or not can_be_kept(value):
+            self.restores.append(partial(_write, value, value.detach().clone()))
+            return
+        self.large.append(KeptTensor.of("", value))
+        self.restores.append(self.large[-1].restore)
 
     def _table(self, value: Any, depth: int) -> None:
         if id(value) not in self.seen:

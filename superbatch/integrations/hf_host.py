@@ -58,12 +58,14 @@ def has_own_loss(trainer: Trainer) -> bool:
 
 
 def has_single_samples(trainer: Trainer) -> bool:
-    """Tell whether a window consists of micro-batches of one sample.
+    """Tell whether an update is made of micro-batches of one sample.
 
     Args:
         trainer: any.
     """
-    return trainer.args.per_device_train_batch_size == 1 < trainer.args.gradient_accumulation_steps
+    given = trainer.args
+    count = given.gradient_accumulation_steps * trainer.accelerator.num_processes
+    return given.per_device_train_batch_size == 1 < count
 
 
 def couples_samples(model: Any, inputs: Mapping[str, Any]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -59,6 +61,17 @@ class HostLoss:
         known = self.ranks == 1 or self.trainer.args.average_tokens_across_devices
         return self.items is not None and known and not bool(self.items)
 
+    def on_all_ranks(self, found: bool) -> bool:
+        """Tell whether something was found on every rank.
+
+        Args:
+            found: on this one.
+        """
+        if self.ranks == 1:
+            return found
+        flag = torch.tensor([found], device=self.trainer.args.device)
+        return bool(torch.as_tensor(self.trainer.accelerator.gather(flag)).all())
+
     def of(self, samples: Samples, items: Any = None, model: nn.Module | None = None) -> Tensor:
         """Return the loss of samples: their mean, or their share of a number of items."""
         with self.calls.one_of(self.trainer), self.trainer.compute_loss_context_manager():
@@ -68,55 +81,60 @@ class HostLoss:
         assert isinstance(loss, Tensor)
         return loss
 
-    def mean(self, samples: Samples) -> Tensor:
-        """Return the mean over samples."""
-        return self.of(samples)
-
     def part(self, samples: Samples) -> Tensor:
         """Return the samples' part of the loss of the window."""
         return self.of(samples, self.items)
 
-    def with_outputs(self, samples: Samples) -> tuple[Tensor, Any]:
+    def with_outputs(self, samples: Samples, model: nn.Module | None = None) -> tuple[Tensor, Any]:
         """Return the mean over samples, and the outputs of the model."""
         with self.calls.one_of(self.trainer), self.trainer.compute_loss_context_manager():
             loss, outputs = self.trainer.compute_loss(
-                self.wrapped, self.as_inputs(samples), return_outputs=True
+                self.wrapped if model is None else model, self.as_inputs(samples), return_outputs=True
             )
         return loss, outputs
 
 
-def weighted(loss: HostLoss, mean: Callable[[Any], Any], weight: Any, **options: Any) -> WindowGradient:
-    """Return the gradient of a mean over a window.
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model without a trace: in evaluation mode, without graphs and draws of random numbers.
 
     Args:
-        loss: of the host.
-        mean: its loss of a micro-batch.
-        weight: of a micro-batch.
-        options: of `Gradient`.
+        model: any.
     """
-    gradient_of = Gradient(loss.wrapped, mean, weight=weight, **options)
-    return lambda taken: gradient_of(_batch_of(loss, taken)).loss
+    trained = [module for module in model.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
-def separated(loss: HostLoss, terms: Terms, **options: Any) -> WindowGradient:
+def separated(loss: HostLoss, terms: Terms, samples: Samples, **options: Any) -> Gradient:
     """Return the gradient of a sum of means over a window.
 
     Args:
         loss: of the host.
         terms: of the model's loss.
+        samples: to try.
         options: of `Gradient`.
     """
+    if terms.fit is not None:
+        with evaluating(loss.model):
+            outputs = loss.with_outputs(samples, loss.model)[1]
+        terms = terms.fit(samples, outputs) or terms
 
     def losses(microbatch: Samples) -> dict[str, Tensor]:
         mean, outputs = loss.with_outputs(microbatch)
         return checked_terms(terms, loss.model, microbatch, mean, outputs)
 
     config = getattr(loss.model, "config", None)
-    gradient_of = Gradient(loss.wrapped, losses, **terms.options(config), **options)
-    return lambda taken: gradient_of(_batch_of(loss, taken)).loss
+    return Gradient(loss.wrapped, losses, **terms.options(config), **options)
 
 
-def summed(loss: HostLoss, **options: Any) -> WindowGradient:
+def summed(loss: HostLoss, **options: Any) -> Gradient:
     """Return the gradient of a loss whose parts add up: a sum, divided by the number of items of the window.
 
     Args:
@@ -127,12 +145,28 @@ def summed(loss: HostLoss, **options: Any) -> WindowGradient:
     def share(microbatch: Samples) -> Tensor:  # the host takes the mean over ranks
         return loss.part(microbatch) / loss.ranks
 
-    gradient_of = Gradient(loss.wrapped, share, reduction="total", **options)
+    return Gradient(loss.wrapped, share, reduction="total", **options)
+
+
+def of_windows(
+    loss: HostLoss, gradient_of: Gradient, check: Callable[[list[dict[str, Any]]], bool], *, by_items: bool
+) -> WindowGradient:
+    """Return a gradient of the micro-batches that the host has collected.
+
+    Args:
+        loss: of the host.
+        gradient_of: of a batch, or of a window.
+        check: is called with windows until it returns True.
+        by_items: the loss divides by the number of items of the window.
+    """
+    checked = False
 
     def of_window(taken: list[dict[str, Any]]) -> float:
-        if loss.has_no_items:  # nothing is divided by zero
+        nonlocal checked
+        if by_items and loss.has_no_items:  # nothing is divided by zero
             return 0.0
-        return gradient_of(_batch_of(loss, taken)).loss
+        checked = checked or check(taken)
+        return gradient_of(taken[0] if loss.cuts else Window(taken)).loss
 
     return of_window
 
@@ -179,10 +213,6 @@ def split_of(samples: Samples) -> Split:
         return count == 1 or not have_rows  # as feature maps have, of all samples
 
     return Split(per_sample=[name for name, value in samples.items() if is_per_sample(value)])
-
-
-def _batch_of(loss: HostLoss, taken: list[dict[str, Any]]) -> Any:
-    return taken[0] if loss.cuts else Window(taken)
 
 
 def _joined(microbatches: list[dict[str, Any]]) -> Any:

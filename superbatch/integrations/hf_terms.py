@@ -29,12 +29,14 @@ class Terms:
         weights: returns what each term of a micro-batch counts, from the config and the inputs.
         reductions: of each term, as `Gradient`'s.
         ranks: whether the divisors of a rank are its own.
+        fit: returns other terms where outputs of the model ask for them; None: they never do.
     """
 
     of: Callable[[Any, Inputs, Any], dict[str, Tensor]]
     weights: dict[str, Callable[[Any, Inputs], float]]
     reductions: dict[str, Literal["mean", "sum"]]
     ranks: bool = True
+    fit: Callable[[Inputs, Any], Terms | None] | None = None
 
     def can_weigh(self, config: Any, inputs: Inputs) -> bool:
         """Tell whether the inputs have what the weights are counted from."""
@@ -131,8 +133,22 @@ def _positions(inputs: Inputs, name: str) -> Tensor:
     return positions.squeeze(-1) if positions.ndim > 1 else positions
 
 
-def _inside(name: str) -> Callable[[Any, Inputs], float]:
-    return lambda config, inputs: int((_positions(inputs, name) < inputs["input_ids"].shape[-1]).sum())
+def _inside(name: str, more: int) -> Callable[[Any, Inputs], float]:
+    return lambda config, inputs: int((_positions(inputs, name) < inputs["input_ids"].shape[-1] + more).sum())
+
+
+def _answers(more: int = 0) -> Terms:
+    """Return the terms of answers that lie within the logits, of which there are `more` than input ids."""
+    names = ("start", "end")
+    weights = {name: _inside(name, more) for name in names}
+    return Terms(_answer, weights, dict.fromkeys(names, "mean"), fit=_fitted)
+
+
+def _fitted(inputs: Inputs, outputs: Any) -> Terms | None:
+    """Return the terms for a model that has logits for the parts of a picture, too."""
+    logits = outputs.get("start_logits") if isinstance(outputs, Mapping) else None
+    more = 0 if logits is None else logits.shape[1] - inputs["input_ids"].shape[-1]
+    return _answers(more) if more else None
 
 
 def _boxes(config: Any, inputs: Inputs) -> int:
@@ -161,13 +177,12 @@ def _of_boxes(config: Any, inputs: Inputs, outputs: Any) -> dict[str, Tensor]:
     return {"boxes": outputs["loss"] * max(_boxes(config, inputs), 1)}
 
 
-_ANSWER = Terms(_answer, {"start": _inside("start"), "end": _inside("end")}, {"start": "mean", "end": "mean"})
 _MATCHED = Terms(
     _matched, {"classes": _queries, "boxes": _boxes}, {"classes": "mean", "boxes": "sum"}, ranks=False
 )
 _OF_BOXES = Terms(_of_boxes, {"boxes": _boxes}, {"boxes": "sum"}, ranks=False)
 TERMS = {
-    "ForQuestionAnswering": _ANSWER,
+    "ForQuestionAnswering": _answers(),
     "ForObjectDetection": _MATCHED,
     "ConditionalDetrForObjectDetection": _OF_BOXES,
     "DabDetrForObjectDetection": _OF_BOXES,

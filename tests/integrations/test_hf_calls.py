@@ -14,7 +14,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install superbatch[hf]")
 
 from torch import nn
-from transformers import Trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Trainer, TrainingArguments
 
 from superbatch.integrations import hf_calls
 from superbatch.integrations.hf import Exact
@@ -81,6 +82,49 @@ def test_a_check_leaves_nothing_in_the_trainer(
         sum(loss * 0.5**late for late, loss in enumerate(reversed(found.losses)))
     )
     assert int(found.moments.num_batches_tracked) == microbatches
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the bytes of tensors that are copied."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.count += args[-1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+class _Queue:
+    """Embeddings of the samples before, as MoCo has them."""
+
+    def __init__(self) -> None:
+        self.rows, self.place = torch.arange(2.0**20).reshape(-1, 256), 0
+
+
+@pytest.mark.parametrize(("kind", "copied"), [("read", 0), ("written", 2), ("rebound", 0)])
+def test_a_large_queue_is_copied_where_it_is_written(kind: str, copied: int, tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer: Any = Trainer(nn.Linear(2, 2), arguments)
+    trainer.queue = queue = _Queue()
+    rows, before = queue.rows, queue.rows.clone()
+    calls, copies = hf_calls.LossCalls(), _Copies()
+
+    with copies, calls.one_of(trainer):
+        assert calls.is_trial
+        queue.place += 1
+        if kind == "written":
+            queue.rows[queue.place].data.zero_()
+            torch._foreach_add_([queue.rows], 1.0)
+        elif kind == "rebound":
+            queue.rows = queue.rows.roll(1, 0)
+        else:
+            assert float(queue.rows.sum()) > 0
+
+    assert queue.rows is rows
+    assert torch.equal(rows, before)
+    assert queue.place == 0
+    assert copied * rows.nbytes <= copies.count < copied * rows.nbytes + 10_000  # there, and back
 
 
 def test_premise_a_check_calls_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from transformers import (
     ConditionalDetrForObjectDetection,
     DetrConfig,
     DetrForObjectDetection,
+    LayoutLMv3Config,
+    LayoutLMv3ForQuestionAnswering,
     ResNetConfig,
     Trainer,
 )
@@ -27,7 +29,8 @@ from transformers import (
 from superbatch.errors import InputError, LossSpecError
 from superbatch.integrations import hf_terms
 from superbatch.integrations.hf_losses import split_of
-from tests.integrations.hf_cases import CASES, Case, ExactTrainer, InThrees, Row, gap, train
+from tests.integrations.arguments import SMALL
+from tests.integrations.hf_cases import CASES, NO_DROPOUT, Case, ExactTrainer, InThrees, Row, gap, train
 
 pytestmark = pytest.mark.integrations
 QUERIES, LENGTH = 5, 8
@@ -78,6 +81,24 @@ def _answered(generator: torch.Generator, length: int) -> Row:
     return {"input_ids": ids, "start_positions": start, "end_positions": end.clamp(max=length)}
 
 
+def _page() -> nn.Module:
+    """Return a model whose logits are of the words and of the patches of a picture after them."""
+    sizes = {"input_size": 8, "patch_size": 4, "coordinate_size": 2, "shape_size": 4}
+    sizes |= {"max_2d_position_embeddings": 16, "max_position_embeddings": 32, "pad_token_id": 0}
+    return LayoutLMv3ForQuestionAnswering(LayoutLMv3Config(vocab_size=40, **sizes, **SMALL, **NO_DROPOUT))
+
+
+def _read(generator: torch.Generator, length: int) -> Row:
+    start, end = torch.randint(LENGTH + 9, (2,), generator=generator)  # in words, in patches, and outside
+    ids = torch.randint(1, 39, (LENGTH,), generator=generator)
+    page = {"bbox": torch.zeros(LENGTH, 4).long(), "pixel_values": torch.randn(3, 8, 8, generator=generator)}
+    return {"input_ids": ids, **page, "start_positions": start, "end_positions": end}
+
+
+def _stacked(rows: list[Row]) -> Row:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
 def _detr() -> nn.Module:
     return _detector(DetrForObjectDetection, DetrConfig)
 
@@ -90,6 +111,7 @@ HEADS = {
     "classes and boxes": Case(_detr, _boxed, collate=_pictures),
     "boxes alone": Case(_focal, _boxed, collate=_pictures),
     "starts and ends": Case(CASES["answers"].model, _answered, equal=True),
+    "more logits than words": Case(_page, _read, collate=_stacked),
 }
 OPTIONS = {"optim": "sgd", "learning_rate": 0.02, "remove_unused_columns": False}
 
@@ -114,7 +136,10 @@ def test_premise_some_starts_count_without_their_ends_and_pictures_have_no_boxes
     inside = [(int(row["start_positions"]) < LENGTH, int(row["end_positions"]) < LENGTH) for row in rows]
     counts = {len(_boxed(generator, length)["labels"]["boxes"]) for length in range(4, 14)}
 
+    reads = [int(_read(generator, LENGTH)["start_positions"]) for _ in range(20)]
+    patches = 5  # and a token for the whole picture
     assert len(set(inside)) == 4
+    assert {(read >= LENGTH) + (read >= LENGTH + patches) for read in reads} == {0, 1, 2}
     assert counts >= {0, 1, QUERIES + 1}
 
 

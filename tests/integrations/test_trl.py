@@ -112,6 +112,25 @@ def test_the_tail_of_data_of_unknown_length(tmp_path: Path) -> None:
     assert_logs(logs, found_logs)
 
 
+@pytest.mark.filterwarnings("ignore:.*[Pp]adding-free")
+@pytest.mark.parametrize(("size", "steps"), [(2, 4), (8, 1), (1, 8)])
+def test_rows_without_padding_are_those_of_the_large_batch(size: int, steps: int, tmp_path: Path) -> None:
+    free = {"padding_free": True, "max_length": None}
+    right, logs = train(HOSTS["sft"][0], "sft", 8, 1, tmp_path)
+    found, found_logs = train(ExactSFT, "sft", size, steps, tmp_path, **free)
+
+    assert gap("sft", right, found) <= EXACT["sft"]
+    assert_logs(logs, found_logs)
+
+
+def test_mutant_mean_of_means_without_padding(tmp_path: Path) -> None:
+    mutant = type("Mutant", (ExactSFT,), {"weight_of": lambda self, microbatch: 1})
+    right, _ = train(HOSTS["sft"][0], "sft", 8, 1, tmp_path)
+    found, _ = train(mutant, "sft", 2, 4, tmp_path, padding_free=True, max_length=None)
+
+    assert gap("sft", right, found) > 1e-2
+
+
 @pytest.mark.parametrize("loss", ["aot", "sft"])
 def test_losses_that_are_no_means_over_pairs_are_refused(loss: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"loss_type='{loss}' is no mean over pairs.*`coupled = True`"):

@@ -1,0 +1,154 @@
+"""Batches made of samples that come one by one, on which a loss shows what it is divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CoupledSamplesError, LossSpecError, SplitError
+from ..torch.gradient import Gradient
+from ..torch.warn import warn
+from .hf_losses import HostLoss, split_of
+
+Weigh = Callable[[Any], float]
+_MOST = 4  # samples: a loss may agree for each pair, and for no more
+
+
+def check_singles(
+    gradient_of: Gradient,
+    loss: HostLoss,
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    weigh: Weigh | None,
+    count: Weigh | None,
+) -> bool:
+    """Check the loss of a window whose micro-batches are single samples, which have no parts to compare.
+
+    Every rank takes part. A warning says where it cannot be checked.
+
+    Args:
+        gradient_of: of its windows, which are no first ones then.
+        loss: of the host.
+        samples: the micro-batches.
+        weigh: returns the weight of a micro-batch; None: it is not known.
+        count: returns the labels that the loss counts; None: nothing tells which ones it leaves out.
+
+    Returns:
+        False where no sample of a rank has weight, so that the next window is to be checked.
+
+    Raises:
+        LossSpecError, CoupledSamplesError: losses of samples do not add up to the loss of a batch.
+    """
+    engine = gradient_of.engine
+    engine.checked = True
+    if not loss.on_all_ranks(weigh is None or any(map(weigh, samples))):
+        return False
+    batch, reason = None, "another rank has samples that make no batch"
+    try:
+        batch = together(samples, split_of(samples[0]).per_sample, weigh, count)
+    except Exception as error:  # noqa: BLE001  (weight_of() may be made for one sample, and raise anything)
+        reason = str(error)
+    if loss.on_all_ranks(batch is not None):
+        engine.checked = False
+        try:
+            gradient_of.window(batch)  # to open it checks the loss; it is not entered
+            reason = ""
+        except (LossSpecError, CoupledSamplesError):
+            raise
+        except Exception as error:  # noqa: BLE001  (a model may take one sample at a time, and raise anything)
+            reason = str(error)
+        engine.checked = True
+    if reason:
+        warn(
+            "superbatch could not check what the loss is divided by: micro-batches of one sample do not show "
+            f"it, and several samples make no batch here ({reason}). Compare the first loss with that of "
+            "per_device_train_batch_size=2."
+        )
+    return True
+
+
+def together(
+    samples: Sequence[Mapping[str, Any]],
+    lists: Collection[str],
+    weigh: Weigh | None = None,
+    count: Weigh | None = None,
+) -> dict[str, Any]:
+    """Return a batch of the smallest samples, which count unequally.
+
+    A sample that is shorter than another repeats its last entry, so that any model takes it. Every other one
+    keeps half of its labels and half of its attention mask: samples that count alike would show nothing.
+
+    Args:
+        samples: micro-batches of one sample each.
+        lists: names of inputs that are lists with an object for each sample.
+        weigh: as for `check_singles`.
+        count: likewise.
+
+    Raises:
+        SplitError: they make no batch, or their weights do not add up.
+
+    Examples:
+        >>> ids = [{"labels": torch.tensor([row])} for row in ([1, 2, 3, 4], [5, 6])]
+        >>> together(ids, (), count=lambda batch: int((batch["labels"] != -100).sum()))["labels"].tolist()
+        [[5, 6, 6, 6], [1, 2, -100, -100]]
+    """
+    chosen = [each for each in samples if weigh is None or weigh(each)] or list(samples)
+    chosen = sorted(chosen, key=_entries)[:_MOST]
+    chosen = chosen if len(chosen) > 1 else chosen * 2
+    batch = {name: _joined(name, [each[name] for each in chosen], name in lists) for name in chosen[0]}
+    if "attention_mask" in batch:
+        batch["attention_mask"] = _halved(batch["attention_mask"], 0)
+    if isinstance(batch.get("labels"), Tensor) and count is not None:
+        halved = {**batch, "labels": _halved(batch["labels"], -100)}
+        if count(batch) - count(halved) == int((halved["labels"] != batch["labels"]).sum()):
+            batch = halved  # which the loss leaves out
+    if weigh is not None:
+        total = weigh(batch)
+        if abs(total - sum(weigh(_row_of(batch, row)) for row in range(len(chosen)))) > 1e-6 * abs(total):
+            raise SplitError("weight_of() returns another weight for samples together than the sum of theirs")
+    return batch
+
+
+def _entries(sample: Mapping[str, Any]) -> int:
+    return sum(value.numel() for value in sample.values() if isinstance(value, Tensor))
+
+
+def _joined(name: str, values: Sequence[Any], is_list: bool) -> Any:
+    if is_list:
+        return [each for value in values for each in value]
+    if all(isinstance(value, Tensor) and value.ndim and len(value) == 1 for value in values):
+        shape = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
+        return torch.cat([_filled(value, shape) for value in values])
+    if isinstance(values[0], bool | int | float | str | None) and len(set(values)) == 1:
+        return values[0]  # a setting
+    raise SplitError(f"{name!r} has no row for each sample")
+
+
+def _row_of(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
+    return {
+        name: value[row : row + 1] if isinstance(value, Tensor | list) else value
+        for name, value in batch.items()
+    }
+
+
+def _filled(value: Tensor, shape: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(shape):
+        if not value.shape[dim]:
+            raise SplitError("a sample has no entries")
+        places = torch.arange(size, device=value.device).clamp(max=value.shape[dim] - 1)
+        value = value.index_select(dim, places)
+    return value
+
+
+def _halved(value: Tensor, left_out: int) -> Tensor:
+    """Leave out the later half of what counts in every other row."""
+    if value.ndim < 2 or value.is_floating_point():
+        return value
+    value = value.clone()
+    for row in value[1::2]:
+        places = (row != left_out).nonzero()
+        row[tuple(places[(len(places) + 1) // 2 :].T)] = left_out
+    return value
