@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from .options import AsJson, option
 from .printing import check_folder, print_sentences, print_table
 from .publish import publish
 
@@ -17,17 +18,9 @@ if TYPE_CHECKING:
 OUT = Path("superbatch-caffe")
 
 
-def _option(text: str, *flags: str) -> Any:
-    """An option whose default is said in its help, if at all."""
-    return typer.Option(*flags, help=text, show_default=False)
-
-
 Solver = Annotated[Path, typer.Argument(help="the solver file, such as solver.prototxt")]
-BatchSize = Annotated[int | None, _option("samples of a micro-batch: the batch_size of the net's data layer")]
-Out = Annotated[Path | None, _option(f"folder for report.json, plot.png and train.py (default: {OUT})")]
-AsJson = Annotated[
-    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
-]
+BatchSize = Annotated[int | None, option("samples of a micro-batch: the batch_size of the net's data layer")]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and train.py (default: {OUT})")]
 
 
 def caffe(

@@ -13,6 +13,7 @@ from rich.text import Text
 from superbatch.errors import InputError, explain
 
 from ..report.table import Column, Table
+from .options import recipe_argument
 from .printing import print_table
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
@@ -22,9 +23,7 @@ EXACT, NOT_EXACT = 0, 1  # 2, wrong input, is reported by the application
 
 
 def verify(
-    recipe: Annotated[
-        str, typer.Argument(help="a built-in recipe, package.module:function, or file.py:function")
-    ],
+    recipe: Annotated[str, recipe_argument()],
     microbatch_size: Annotated[
         int | None,
         typer.Option(help="samples of a micro-batch (default: a third of the batch, rounded up)"),
