@@ -50,13 +50,13 @@ def test_table_sentences_and_files(solver: str, capsys: pytest.CaptureFixture[st
         "stepvalue: at most one drop is made per update, in the order of the file: 800 at 801." in shown.out
     )
     assert "Stock torch is not the same: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)" in shown.out
-    assert sorted(os.listdir("superbatch-caffe")) == ["plot.png", "report.json", "train.py"]
+    assert sorted(os.listdir("superbatch-caffe")) == ["plot.png", "report.html", "report.json", "train.py"]
     assert Path("superbatch-caffe/plot.png").read_bytes().startswith(PNG)
     report = commands.read(CaffeExplained, Path("superbatch-caffe"))
     assert (report.effective_batch, report.samples, report.partial) == (256, 256_000, False)
     assert report.command == {"solver": solver, "batch_size": "32"}
     assert Path("superbatch-caffe/train.py").read_text(encoding="utf-8") == report.code
-    assert shown.err.splitlines()[-1].endswith("plot.png, train.py and report.json")
+    assert shown.err.splitlines()[-1].endswith("report.html, plot.png, train.py and report.json")
 
 
 def test_json_is_all_that_is_printed(solver: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -346,7 +346,7 @@ def test_a_terminal_gets_a_bar_and_a_table(tmp_path: Path) -> None:
     code, shown = on_a_terminal(160, "compare", PLANE, *long)
     assert code == 0, shown
     bar, table = shown.split("plane: 3 runs")
-    assert re.search(r"compare own_recipe.py:plane .+ \d+ %.+left:", bar)
+    assert re.search(r"compare own_recipe.py:plane .+ \d+ % elapsed \d.+ left \S", bar)
     assert "━" in bar
     assert "1x20 (real batch)" in table
 

@@ -47,8 +47,8 @@ def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = "The whole batch fits in 2.00 MiB (asked for); so would one 100 times as large, and more."
     assert said in shown.out
     assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
-    assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'plot.png'} and report.json")
-    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.json"]
+    assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
+    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
     assert (out / "plot.png").read_bytes().startswith(PNG)
     report = read(out)
     assert (report.optimizer, report.limit.bytes, report.partial) == ("adam", 2 * 2**20, False)
@@ -71,7 +71,7 @@ def test_files_lie_in_a_folder_of_their_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(PLANE, *QUICK, "--batch-size", "12") == 0
-    assert sorted(os.listdir(tmp_path / "superbatch-fit")) == ["plot.png", "report.json"]
+    assert sorted(os.listdir(tmp_path / "superbatch-fit")) == ["plot.png", "report.html", "report.json"]
     assert read(tmp_path / "superbatch-fit").batch_size == 12
 
 

@@ -54,7 +54,7 @@ WeightDecay = Annotated[float | None, option("for the same batch as the rate")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Updates = Annotated[int | None, option("over which noise is measured (default: the recipe's)")]
 Seconds = Annotated[float, typer.Option(help="for measuring the noise, roughly")]
-Out = Annotated[Path | None, option(f"folder for report.json and plot.png (default: {OUT})")]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
 def advise(
@@ -86,7 +86,8 @@ def advise(
 
     Measures times and the noise scale on a recipe, or takes them as options, so that one can ask about a
     cluster. Shows the best number of micro-batches and the settings without accumulation; writes a JSON
-    report and a plot. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
+    report, a plot and a page. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is
+    written).
     """
     folder = out if out is not None or as_json else OUT
     if folder is not None:
@@ -162,19 +163,21 @@ def measure(recipe: str | None, options: Options) -> Advice:
 
 
 def show_report(report: Advice, console: Console) -> None:
-    """Print the tables of an advice, and below them what they come to: there a terminal is read first.
+    """Print the verdict of an advice, its tables, and what limits it most; the page has all that is known.
 
     Args:
         report: whole or partial.
         console: where to.
     """
-    from ..report.advice_text import alternative_table, findings, models_table, steps_table
+    from ..report.advice_text import alternative_table, answer, caveats, models_table, steps_table
 
+    print_sentences(answer(report), console)
+    print(file=console.file)
     for table in (steps_table(report), models_table(report), alternative_table(report)):
         if table.rows:
             print_table(table, console)
             print(file=console.file)
-    print_sentences(findings(report), console)
+    print_sentences(caveats(report), console)
 
 
 def _publish(report: Advice, folder: Path | None, *, as_json: bool) -> None:
@@ -187,7 +190,9 @@ def _publish(report: Advice, folder: Path | None, *, as_json: bool) -> None:
     )
 
 
-def _draw(report: Advice) -> dict[str, bytes]:
+def _draw(report: Advice) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import advice_page
 
-    return {"plot.png": plot.png(plot.advice(report))}
+    light, dark = (plot.png(plot.advice(report, dark=dark)) for dark in (False, True))
+    return {"report.html": advice_page(report, light=light, dark=dark), "plot.png": light}

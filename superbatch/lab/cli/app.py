@@ -26,8 +26,7 @@ from .study import study
 from .survey import survey
 from .verify import verify
 
-WRONG_INPUT, INTERRUPTED = 2, 130
-NOTHING_KEPT = "superbatch: interrupted before the first measurement; no file was written"
+WRONG_INPUT = 2
 
 app = typer.Typer(
     name="superbatch",
@@ -84,6 +83,9 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
 
+    Raises:
+        KeyboardInterrupt: Ctrl-C before anything was measured.
+
     Examples:
         >>> main(["--version"])
         superbatch ...
@@ -95,9 +97,8 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(str(error))
     except _UsageError as error:
         return _fail(usage_text(error))
-    except (KeyboardInterrupt, typer.Abort):
-        print(NOTHING_KEPT, file=sys.stderr)
-        return INTERRUPTED
+    except typer.Abort:  # Ctrl-C while arguments are read
+        raise KeyboardInterrupt from None
 
 
 def _fail(text: str) -> int:

@@ -20,7 +20,9 @@ OUT = Path("superbatch-caffe")
 
 Solver = Annotated[Path, typer.Argument(help="the solver file, such as solver.prototxt")]
 BatchSize = Annotated[int | None, option("samples of a micro-batch: the batch_size of the net's data layer")]
-Out = Annotated[Path | None, option(f"folder for report.json, plot.png and train.py (default: {OUT})")]
+Out = Annotated[
+    Path | None, option(f"folder for report.json, plot.png, report.html and train.py (default: {OUT})")
+]
 
 
 def caffe(
@@ -32,8 +34,8 @@ def caffe(
     """Explain a Caffe solver file: batch, updates, learning rate, and where its traps are.
 
     Shows each field in PyTorch's terms and what may surprise; writes the learning-rate curve as a plot, a
-    JSON report, and a program in plain PyTorch that trains as the file says. Exit code: 0 done, 2 wrong
-    input, with line and column.
+    JSON report, a page, and a program in plain PyTorch that trains as the file says. Exit code: 0 done, 2
+    wrong input, with line and column.
     """
     folder = out if out is not None or as_json else OUT
     if folder is not None:
@@ -71,5 +73,11 @@ def show_report(report: CaffeExplained, console: Console) -> None:
 
 def _draw(report: CaffeExplained) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import caffe_page
 
-    return {"plot.png": plot.png(plot.caffe_rate(report)), "train.py": report.code}
+    light, dark = (plot.png(plot.caffe_rate(report, dark=dark)) for dark in (False, True))
+    return {
+        "report.html": caffe_page(report, light=light, dark=dark),
+        "plot.png": light,
+        "train.py": report.code,
+    }

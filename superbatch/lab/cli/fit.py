@@ -35,7 +35,7 @@ Sizes = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Seconds = Annotated[float, typer.Option(help="for measuring, roughly; the rest stays predicted")]
-Out = Annotated[Path | None, option(f"folder for report.json and plot.png (default: {OUT})")]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
 def fit(
@@ -55,8 +55,8 @@ def fit(
     """Find the micro-batch: memory predicted and measured, time measured, for several sizes.
 
     Shows the largest that fits, the fastest, the effective batches within reach and what would lower the
-    peak; writes a JSON report and a plot. Nothing is trained: the weights stay what they are. Exit code:
-    0 done, 2 wrong input, 130 interrupted (a partial report is written).
+    peak; writes a JSON report, a plot and a page. Nothing is trained: the weights stay what they are. Exit
+    code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     bytes_ = None if limit is None else parse_bytes(limit, flag="--limit")
     asked = None if sizes is None else parse_sizes(sizes, flag="--sizes")
@@ -129,7 +129,9 @@ def show_report(report: Fitting, console: Console) -> None:
     print_sentences(findings(report), console)
 
 
-def _draw(report: Fitting) -> dict[str, bytes]:
+def _draw(report: Fitting) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import fitting_page
 
-    return {"plot.png": plot.png(plot.fitting(report))}
+    light, dark = (plot.png(plot.fitting(report, dark=dark)) for dark in (False, True))
+    return {"report.html": fitting_page(report, light=light, dark=dark), "plot.png": light}

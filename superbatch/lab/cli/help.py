@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from superbatch._version import __version__
+
+from .entry import INTERRUPTED, NOTHING_KEPT
 
 OVERVIEW = f"""\
 superbatch {__version__}: exact gradient accumulation
@@ -62,11 +67,30 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """A group of commands whose help shows no type beside a flag."""
+    """A group of commands whose help shows no type beside a flag, and that says what Ctrl-C left."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """Read the arguments of the group; after Ctrl-C typer would end without a word."""
+        with _told():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; after Ctrl-C typer would end without a word."""
+        with _told():
+            return super().invoke(ctx)
 
     def get_params(self, ctx: Any) -> Any:
         """Parameters; those that take no value have no type to show."""
         return _without_types(super().get_params(ctx))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(NOTHING_KEPT, file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _without_types(parameters: Any) -> Any:

@@ -27,7 +27,7 @@ MicrobatchSize = Annotated[int | None, option("samples of a micro-batch (default
 Updates = Annotated[int | None, option("length of the run (default: the recipe's)")]
 Rate = Annotated[float | None, option("learning rate (default: the recipe's for the optimizer)", "--lr")]
 Seed = Annotated[int, typer.Option(help="of the initial weights and the order of samples")]
-Out = Annotated[Path | None, option(f"folder for report.json and plot.png (default: {OUT})")]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
 def noise(
@@ -46,8 +46,8 @@ def noise(
     """Train a recipe and measure how noisy its gradient is: is a larger batch worth it?
 
     Shows the noise scale over the training with its interval, or why there is none, and the time to a target
-    loss against the number of micro-batches per update; writes a JSON report and a plot. Exit code: 0 done,
-    2 wrong input, 130 interrupted (a partial report is written).
+    loss against the number of micro-batches per update; writes a JSON report, a plot and a page.
+    Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     folder = out if out is not None or as_json else OUT
     if folder is not None:
@@ -111,7 +111,9 @@ def show_report(report: NoiseStudy, console: Console) -> None:
     print_sentences(findings(report), console)
 
 
-def _draw(report: NoiseStudy) -> dict[str, bytes]:
+def _draw(report: NoiseStudy) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import noise_page
 
-    return {"plot.png": plot.png(plot.noise(report))}
+    light, dark = (plot.png(plot.noise(report, dark=dark)) for dark in (False, True))
+    return {"report.html": noise_page(report, light=light, dark=dark), "plot.png": light}

@@ -43,7 +43,7 @@ IncludeWrong = Annotated[
     option("add a missing 1/K and batches of other sizes, which should be told apart", "--include-wrong"),
 ]
 Threads = Annotated[int, typer.Option(help="torch threads")]
-Out = Annotated[Path | None, option(f"folder for report.json and plot.png (default: {OUT})")]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 Check = Annotated[bool, option("exit code 1 unless paired curves agree to rounding", "--check")]
 
 
@@ -69,7 +69,8 @@ def survey(
     """Survey learning rates with the real batch and with each split of it, and compare the curves.
 
     Every point of a survey is one update, with a rate that grows from point to point. Shows what is
-    suggested and whether splits can be told from the real batch; writes a JSON report and a plot. Exit code:
+    suggested and whether splits can be told from the real batch; writes a JSON
+    report, a plot and a page. Exit code:
     0 done, 1 --check failed, 2 wrong input, 130 interrupted (a partial report is written).
     """
     if what not in WHAT:
@@ -149,10 +150,12 @@ def show_report(report: Surveys, console: Console) -> None:
     print_sentences([suggestion(report), *conclusions(report)], console)
 
 
-def _draw(report: Surveys) -> dict[str, bytes]:
+def _draw(report: Surveys) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import surveys_page
 
-    return {"plot.png": plot.png(plot.surveys(report))}
+    light, dark = (plot.png(plot.surveys(report, dark=dark)) for dark in (False, True))
+    return {"report.html": surveys_page(report, light=light, dark=dark), "plot.png": light}
 
 
 def _exit_code(report: Surveys, *, check: bool) -> int:
