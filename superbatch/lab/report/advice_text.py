@@ -176,7 +176,7 @@ def answer(report: Advice) -> list[str]:
 
 
 def caveats(report: Advice, most: int = 3) -> list[str]:
-    """What limits the verdict most: what went wrong here first, what holds everywhere last.
+    """Limits of the verdict: what went wrong here first, what holds everywhere last.
 
     Args:
         report: of an advice, whole or partial.
