@@ -13,6 +13,7 @@ import pytest
 
 from superbatch.lab import plot
 from superbatch.lab.cli import entry
+from superbatch.lab.cli.exits import NOTHING_KEPT
 from superbatch.lab.recipes import load_recipe
 from tests.cli.commands import PLANE, run
 
@@ -106,4 +107,4 @@ def test_the_entry_hears_an_interruption_of_its_own_imports(
 ) -> None:
     monkeypatch.setattr("superbatch.lab.cli.app.main", interrupt)
     assert entry.main(["compare"]) == 130
-    assert capsys.readouterr().err == f"{entry.NOTHING_KEPT}\n"
+    assert capsys.readouterr().err == f"{NOTHING_KEPT}\n"

@@ -18,6 +18,7 @@ from superbatch.errors import SuperbatchError
 from .advise import advise
 from .caffe import caffe
 from .compare import compare
+from .exits import WRONG_INPUT
 from .fit import fit
 from .help import OVERVIEW, Command, Group, paragraphs, usage_text
 from .init import init
@@ -25,8 +26,6 @@ from .noise import noise
 from .study import study
 from .survey import survey
 from .verify import verify
-
-WRONG_INPUT = 2
 
 app = typer.Typer(
     name="superbatch",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from superbatch.errors import explain
 
-WRONG_INPUT, INTERRUPTED = 2, 130
-NOTHING_KEPT = "superbatch: interrupted before the first measurement; no file was written"
+from .exits import INTERRUPTED, NOTHING_KEPT, WRONG_INPUT
+
 OPTIONAL = ("torch", "typer", "rich", "scipy", "matplotlib", "numpy", "sklearn")
 
 

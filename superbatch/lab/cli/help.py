@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from superbatch._version import __version__
 
-from .entry import INTERRUPTED, NOTHING_KEPT
+from .exits import INTERRUPTED, NOTHING_KEPT
 
 OVERVIEW = f"""\
 superbatch {__version__}: exact gradient accumulation

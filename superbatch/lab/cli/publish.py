@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from .exits import INTERRUPTED
 from .printing import write_file
 from .progress import duration
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from ..report.noise_study import NoiseStudy
     from ..report.study import Study
     from ..report.surveys import Surveys
-
-INTERRUPTED = 130
 
 
 def publish(
