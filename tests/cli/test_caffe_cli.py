@@ -12,7 +12,7 @@ import pytest
 from superbatch.lab.report.json import from_json
 from superbatch.results.caffe import CaffeExplained
 from tests.cli import commands
-from tests.cli.commands import PNG, on_a_terminal
+from tests.cli.commands import ONE_LINE, PNG, on_a_terminal
 
 run = partial(commands.run, "caffe")
 
@@ -50,13 +50,13 @@ def test_table_sentences_and_files(solver: str, capsys: pytest.CaptureFixture[st
         "stepvalue: at most one drop is made per update, in the order of the file: 800 at 801." in shown.out
     )
     assert "Stock torch is not the same: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)" in shown.out
-    assert sorted(os.listdir("superbatch-caffe")) == ["plot.png", "report.json", "train.py"]
+    assert sorted(os.listdir("superbatch-caffe")) == ["plot.png", "report.html", "report.json", "train.py"]
     assert Path("superbatch-caffe/plot.png").read_bytes().startswith(PNG)
     report = commands.read(CaffeExplained, Path("superbatch-caffe"))
     assert (report.effective_batch, report.samples, report.partial) == (256, 256_000, False)
     assert report.command == {"solver": solver, "batch_size": "32"}
     assert Path("superbatch-caffe/train.py").read_text(encoding="utf-8") == report.code
-    assert shown.err.splitlines()[-1].endswith("plot.png, train.py and report.json")
+    assert shown.err.splitlines()[-1].endswith("report.html, plot.png, train.py and report.json")
 
 
 def test_json_is_all_that_is_printed(solver: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,10 @@ def test_a_mistake_in_the_file_is_one_line(
         (("none.prototxt",), "the solver file 'none.prototxt'. Wrong: No such file or directory"),
         ((), "Missing argument"),
         (("solver.prototxt", "--batch-size", "0"), "Given: batch_size=0"),
-        (("solver.prototxt", "--batch", "8"), "No such option: --batch.* Do: see superbatch caffe --help"),
+        (
+            ("solver.prototxt", "--batch", "8"),
+            r"No such option: --batch. Did you mean --batch-size\? See superbatch caffe --help",
+        ),
         (("solver.prototxt", "--out", "solver.prototxt/x"), "solver.prototxt' is a file"),
     ],
 )
@@ -108,7 +111,7 @@ def assert_refused(capsys: pytest.CaptureFixture[str], message: str, *arguments:
     (line,) = shown.err.splitlines()
     assert shown.out == ""
     assert re.search(message, line), line
-    assert re.fullmatch(r"superbatch: Given: .+\. Wrong: .+\. Do: .+\.", line), line
+    assert re.fullmatch(ONE_LINE, line), line
     assert os.listdir() == before, "nothing is left behind"
 
 

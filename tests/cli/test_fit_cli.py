@@ -16,7 +16,7 @@ from superbatch.lab.cli.quantities import parse_bytes
 from superbatch.lab.report.fitting import Fitting
 from superbatch.lab.report.json import from_json
 from tests.cli import commands
-from tests.cli.commands import PLANE, PNG, first_line, on_a_terminal
+from tests.cli.commands import ONE_LINE, PLANE, PNG, first_line, on_a_terminal
 
 QUICK = ("--threads", "1")
 
@@ -47,8 +47,8 @@ def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = "The whole batch fits in 2.00 MiB (asked for); so would one 100 times as large, and more."
     assert said in shown.out
     assert "\x1b" not in shown.out + shown.err, "no colours where there is no terminal"
-    assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'plot.png'} and report.json")
-    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.json"]
+    assert shown.err.splitlines()[-1].endswith(f"wrote {out / 'report.html'}, plot.png and report.json")
+    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
     assert (out / "plot.png").read_bytes().startswith(PNG)
     report = read(out)
     assert (report.optimizer, report.limit.bytes, report.partial) == ("adam", 2 * 2**20, False)
@@ -71,7 +71,7 @@ def test_files_lie_in_a_folder_of_their_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(PLANE, *QUICK, "--batch-size", "12") == 0
-    assert sorted(os.listdir(tmp_path / "superbatch-fit")) == ["plot.png", "report.json"]
+    assert sorted(os.listdir(tmp_path / "superbatch-fit")) == ["plot.png", "report.html", "report.json"]
     assert read(tmp_path / "superbatch-fit").batch_size == 12
 
 
@@ -108,7 +108,7 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("digit",), "Given: the recipe 'digit'. Wrong: there is none of that name"),
+        (("digit",), "There is no recipe 'digit'; did you mean 'digits'"),
         ((), "Missing argument"),
         ((PLANE, "--limit", "lots"), "Given: --limit lots. Wrong: it is no number of bytes. Do: write it as"),
         ((PLANE, "--sizes", "8;16"), "Given: --sizes 8;16. Wrong: sizes are whole numbers"),
@@ -118,7 +118,7 @@ def test_what_is_no_number_of_bytes(text: str) -> None:
         ((PLANE, "--optimizer", "lion"), "use one of sgd, adam"),
         ((PLANE, "--dtype", "int8"), "Given: dtype='int8'"),
         ((PLANE, "--device", "tpu"), "memory is counted on CPU and CUDA only"),
-        ((PLANE, "--colour", "red"), "No such option: --colour.* Do: see superbatch fit --help"),
+        ((PLANE, "--colour", "red"), "No such option: --colour.* See superbatch fit --help"),
         ((PLANE, "--out", f"{__file__}/report"), r"test_fit_cli.py' is a file"),
         (("mnist",), "it needs a folder of data and downloads none"),
     ],
@@ -136,7 +136,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert shown.out == ""
     (line,) = shown.err.splitlines()
     assert re.search(message, line), line
-    assert re.fullmatch(r"superbatch: Given: .+\. Wrong: .+\. Do: .+\.", line), line
+    assert re.fullmatch(ONE_LINE, line), line
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 

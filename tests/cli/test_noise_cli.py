@@ -29,7 +29,7 @@ def test_tables_sentences_and_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (
         "noise scale" in lines[lines.index("Time to the same loss, against one micro-batch per update") + 11]
     )
-    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.json"]
+    assert sorted(file.name for file in out.iterdir()) == ["plot.png", "report.html", "report.json"]
     assert (out / "plot.png").read_bytes().startswith(PNG)
     report = read(out)
     assert (report.optimizer, report.learning_rate, report.partial) == ("adam", 0.02, False)

@@ -86,13 +86,13 @@ def test_help_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("momentun",), "Given: the study 'momentun'. Wrong: there is none of that name. Do: use one of"),
-        (("momentum", "digit"), "Given: the recipe 'digit'. Wrong: there is none of that name"),
+        (("momentun",), r"There is no study 'momentun'; did you mean 'momentum'\? Use one of"),
+        (("momentum", "digit"), "There is no recipe 'digit'"),
         (("precision", "--margin", "0.5"), "margin=0.5 with the study 'precision'. Wrong: it means nothing"),
         (("momentum", "pairs", "--quick"), "its samples see each other"),
         (("momentum", "--runs", "0"), "Given: runs=0. Wrong: it counts something"),
         (("momentum", "--out", f"{__file__}/report"), "test_study_cli.py' is a file"),
-        (("momentum", "--colour", "red"), "No such option: --colour.* Do: see superbatch study --help"),
+        (("momentum", "--colour", "red"), "No such option: --colour.* See superbatch study --help"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from superbatch.lab.cli.app import main
 from superbatch.lab.cli.verify import show, verify_recipe
 from superbatch.results.verification import Finding, GradientComparison, ParameterDifference, Verification
+from tests.cli.commands import ONE_LINE
 
 OWN = """
 import torch
@@ -104,7 +106,7 @@ def test_options_reach_the_verification() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["nothing"], "the recipe 'nothing'"),
+        (["nothing"], "There is no recipe 'nothing'"),
         (["digits", "--batch-size", "1"], "--batch-size 1"),
         (["digits", "--batch-size", "1000000"], "that can be split has 2 to"),
         (["digits", "--batch-size", "12", "--microbatch-size", "12"], "there is nothing to compare"),
@@ -119,8 +121,7 @@ def test_wrong_input(arguments: list[str], text: str) -> None:
     assert result.exit_code == 2
     assert result.output == ""
     assert text in result.errors
-    assert "Given: " in result.errors
-    assert "Do: " in result.errors
+    assert re.fullmatch(ONE_LINE, result.errors.rstrip()), result.errors
 
 
 def test_unknown_options_are_wrong_input_too() -> None:

@@ -109,6 +109,10 @@ def test_the_metadata(wheel: Path) -> None:
     assert (data["Name"], data["Version"]) == ("superbatch", superbatch.__version__)
     assert data["License-Expression"] == "Apache-2.0"
     assert data["Requires-Python"] == ">=3.10"
+    assert data["Description-Content-Type"] == "text/markdown"
+    assert f"/blob/v{superbatch.__version__}/LICENSE)" in str(data.get_payload())
+    labels = [line.split(", ")[0] for line in data.get_all("Project-URL") or []]
+    assert labels == ["Repository", "Documentation", "Changelog", "Issues"]
     required = data.get_all("Requires-Dist") or []
     assert required, "the premise: the extras are there"
     assert all("extra ==" in line for line in required), "the core has no dependency"
@@ -152,6 +156,7 @@ def test_the_sdist_holds_what_a_packager_needs(sdist: Path) -> None:
         "constraints.txt",
         "conftest.py",
     }
+    needed |= {"hatch_build.py", "SECURITY.md", "CITATION.cff"}
     assert needed | {"tests/isolation.py", "docs/index.md", "mkdocs.yml"} <= names
     unwanted = [name for name in names if name.startswith((".ci", ".venv", "site", "reports"))]
     assert not unwanted

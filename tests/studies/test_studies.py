@@ -497,7 +497,7 @@ def test_progress_ends_at_the_whole() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("nonsense", {}, "the study 'nonsense'.*Do: use one of momentum, grow-batch"),
+        ("nonsense", {}, "There is no study 'nonsense'.*Use one of momentum, grow-batch"),
         ("precision", {"margin": 0.5}, "margin=0.5 with the study 'precision'.*it means nothing there"),
         ("momentum", {"tolerance": 0.1}, "this study takes samples, batch_size, learning_rate, margin"),
         ("momentum", {"runs": 0}, "runs=0.*it counts something"),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..recipes import RECIPES
+from .options import AsJson, Data, Threads, option, recipe_argument
 from .printing import check_folder, print_sentences, print_table
 from .progress import progress
 from .publish import publish
@@ -21,57 +21,40 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help
 
 INTERRUPTED = 130
 OUT = Path("superbatch-advise")
-NAMES = ", ".join(RECIPES)
 
 
-def _option(text: str, *flags: str) -> Any:
-    """An option whose default is said in its help, if at all."""
-    return typer.Option(*flags, help=text, show_default=False)
-
-
-Recipe = Annotated[
-    str | None,
-    typer.Argument(
-        help=f"{NAMES}; or your own package.module:function or file.py:function; none: all numbers are given",
-        show_default=False,
-    ),
-]
+Recipe = Annotated[str | None, recipe_argument(default="none: all numbers are given", show_default=False)]
 MicrobatchSize = Annotated[
-    int | None, _option("samples of a micro-batch on one rank (default: the recipe's batch, if it fits)")
+    int | None, option("samples of a micro-batch on one rank (default: the recipe's batch, if it fits)")
 ]
-AccumulationSteps = Annotated[int | None, _option("micro-batches per update in question")]
+AccumulationSteps = Annotated[int | None, option("micro-batches per update in question")]
 BatchSize = Annotated[
-    int | None, _option("samples of the update in question, on all ranks (default: eight micro-batches)")
+    int | None, option("samples of the update in question, on all ranks (default: eight micro-batches)")
 ]
 Ranks = Annotated[int, typer.Option(help="that work at the same time")]
-Noise = Annotated[float | None, _option("noise scale in samples (default: measured on the recipe)")]
-NoiseLow = Annotated[float | None, _option("lower end of its interval")]
-NoiseHigh = Annotated[float | None, _option("upper end of its interval")]
-MicroSeconds = Annotated[float | None, _option("time of a micro-batch (default: measured)")]
-UpdateSeconds = Annotated[float | None, _option("time of the optimizer's update (default: measured)")]
+Noise = Annotated[float | None, option("noise scale in samples (default: measured on the recipe)")]
+NoiseLow = Annotated[float | None, option("lower end of its interval")]
+NoiseHigh = Annotated[float | None, option("upper end of its interval")]
+MicroSeconds = Annotated[float | None, option("time of a micro-batch (default: measured)")]
+UpdateSeconds = Annotated[float | None, option("time of the optimizer's update (default: measured)")]
 AllReduceSeconds = Annotated[
-    float | None, _option("time of the exchange of gradients (default: measured under torchrun)")
+    float | None, option("time of the exchange of gradients (default: measured under torchrun)")
 ]
-Parameters = Annotated[float | None, _option("of the model, such as 1.3e9 (default: the recipe's)")]
-Optimizer = Annotated[str | None, _option("sgd, momentum, adam, adamw: one that the recipe offers")]
+Parameters = Annotated[float | None, option("of the model, such as 1.3e9 (default: the recipe's)")]
+Optimizer = Annotated[str | None, option("sgd, momentum, adam, adamw: one that the recipe offers")]
 LearningRate = Annotated[
     float | None,
-    _option(
+    option(
         "for the batch in question if that is stated, else for the recipe's (default: the recipe's)",
         "--lr",
     ),
 ]
-Beta2 = Annotated[float | None, _option("of Adam, for the same batch as the rate")]
-WeightDecay = Annotated[float | None, _option("for the same batch as the rate")]
+Beta2 = Annotated[float | None, option("of Adam, for the same batch as the rate")]
+WeightDecay = Annotated[float | None, option("for the same batch as the rate")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Threads = Annotated[int | None, _option("torch threads (default: as many as torch takes)")]
-Updates = Annotated[int | None, _option("over which noise is measured (default: the recipe's)")]
+Updates = Annotated[int | None, option("over which noise is measured (default: the recipe's)")]
 Seconds = Annotated[float, typer.Option(help="for measuring the noise, roughly")]
-Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json and plot.png (default: {OUT})")]
-AsJson = Annotated[
-    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
-]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
 def advise(
@@ -103,7 +86,8 @@ def advise(
 
     Measures times and the noise scale on a recipe, or takes them as options, so that one can ask about a
     cluster. Shows the best number of micro-batches and the settings without accumulation; writes a JSON
-    report and a plot. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
+    report, a plot and a page. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is
+    written).
     """
     folder = out if out is not None or as_json else OUT
     if folder is not None:
@@ -179,19 +163,21 @@ def measure(recipe: str | None, options: Options) -> Advice:
 
 
 def show_report(report: Advice, console: Console) -> None:
-    """Print the tables of an advice, and below them what they come to: there a terminal is read first.
+    """Print the verdict of an advice, its tables, and what limits it most; the page has all that is known.
 
     Args:
         report: whole or partial.
         console: where to.
     """
-    from ..report.advice_text import alternative_table, findings, models_table, steps_table
+    from ..report.advice_text import alternative_table, answer, caveats, models_table, steps_table
 
+    print_sentences(answer(report), console)
+    print(file=console.file)
     for table in (steps_table(report), models_table(report), alternative_table(report)):
         if table.rows:
             print_table(table, console)
             print(file=console.file)
-    print_sentences(findings(report), console)
+    print_sentences(caveats(report), console)
 
 
 def _publish(report: Advice, folder: Path | None, *, as_json: bool) -> None:
@@ -204,7 +190,9 @@ def _publish(report: Advice, folder: Path | None, *, as_json: bool) -> None:
     )
 
 
-def _draw(report: Advice) -> dict[str, bytes]:
+def _draw(report: Advice) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import advice_page
 
-    return {"plot.png": plot.png(plot.advice(report))}
+    light, dark = (plot.png(plot.advice(report, dark=dark)) for dark in (False, True))
+    return {"report.html": advice_page(report, light=light, dark=dark), "plot.png": light}

@@ -7,42 +7,49 @@ Commands import torch and matplotlib when they run, so that ``superbatch --help`
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from superbatch._version import __version__
-from superbatch.errors import SuperbatchError, explain
+from superbatch.errors import SuperbatchError
 
 from .advise import advise
 from .caffe import caffe
 from .compare import compare
+from .exits import WRONG_INPUT
 from .fit import fit
+from .help import OVERVIEW, Command, Group, paragraphs, usage_text
+from .init import init
 from .noise import noise
 from .study import study
 from .survey import survey
 from .verify import verify
 
-WRONG_INPUT, INTERRUPTED = 2, 130
-
 app = typer.Typer(
     name="superbatch",
+    cls=Group,
     help="Exact gradient accumulation: the update of the real large batch, on the memory you have.",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
 )
 
+
+def _add(function: Callable[..., Any]) -> None:
+    app.command(function.__name__, cls=Command, help=paragraphs(function))(function)
+
+
 # One line per command; each lies in a file of its own.
-app.command("advise")(advise)
-app.command("caffe")(caffe)
-app.command("compare")(compare)
-app.command("fit")(fit)
-app.command("noise")(noise)
-app.command("study")(study)
-app.command("survey")(survey)
-app.command("verify")(verify)
+_add(advise)
+_add(caffe)
+_add(compare)
+_add(fit)
+_add(init)
+_add(noise)
+_add(study)
+_add(survey)
+_add(verify)
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,11 +60,13 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(OVERVIEW)
 
 
 # What typer raises for an unknown option or a value of the wrong type; it has no public name in all releases.
@@ -73,6 +82,9 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit code.
 
+    Raises:
+        KeyboardInterrupt: Ctrl-C before anything was measured.
+
     Examples:
         >>> main(["--version"])
         superbatch ...
@@ -83,16 +95,9 @@ def main(arguments: Sequence[str]) -> int:
     except SuperbatchError as error:
         return _fail(str(error))
     except _UsageError as error:
-        return _fail(_usage(arguments, error))
-    except (KeyboardInterrupt, typer.Abort):
-        print("superbatch: interrupted before anything was measured", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _usage(arguments: Sequence[str], error: Any) -> str:
-    wrong = " ".join(error.format_message().split()).rstrip(".")
-    command = getattr(getattr(error, "ctx", None), "command_path", "superbatch")
-    return explain(f"superbatch {' '.join(arguments)}".strip(), wrong, f"see {command} --help")
+        return _fail(usage_text(error))
+    except typer.Abort:  # Ctrl-C while arguments are read
+        raise KeyboardInterrupt from None
 
 
 def _fail(text: str) -> int:

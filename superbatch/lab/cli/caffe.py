@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from .options import AsJson, option
 from .printing import check_folder, print_sentences, print_table
 from .publish import publish
 
@@ -17,16 +18,10 @@ if TYPE_CHECKING:
 OUT = Path("superbatch-caffe")
 
 
-def _option(text: str, *flags: str) -> Any:
-    """An option whose default is said in its help, if at all."""
-    return typer.Option(*flags, help=text, show_default=False)
-
-
 Solver = Annotated[Path, typer.Argument(help="the solver file, such as solver.prototxt")]
-BatchSize = Annotated[int | None, _option("samples of a micro-batch: the batch_size of the net's data layer")]
-Out = Annotated[Path | None, _option(f"folder for report.json, plot.png and train.py (default: {OUT})")]
-AsJson = Annotated[
-    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
+BatchSize = Annotated[int | None, option("samples of a micro-batch: the batch_size of the net's data layer")]
+Out = Annotated[
+    Path | None, option(f"folder for report.json, plot.png, report.html and train.py (default: {OUT})")
 ]
 
 
@@ -39,8 +34,8 @@ def caffe(
     """Explain a Caffe solver file: batch, updates, learning rate, and where its traps are.
 
     Shows each field in PyTorch's terms and what may surprise; writes the learning-rate curve as a plot, a
-    JSON report, and a program in plain PyTorch that trains as the file says. Exit code: 0 done, 2 wrong
-    input, with line and column.
+    JSON report, a page, and a program in plain PyTorch that trains as the file says. Exit code: 0 done, 2
+    wrong input, with line and column.
     """
     folder = out if out is not None or as_json else OUT
     if folder is not None:
@@ -78,5 +73,11 @@ def show_report(report: CaffeExplained, console: Console) -> None:
 
 def _draw(report: CaffeExplained) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import caffe_page
 
-    return {"plot.png": plot.png(plot.caffe_rate(report)), "train.py": report.code}
+    light, dark = (plot.png(plot.caffe_rate(report, dark=dark)) for dark in (False, True))
+    return {
+        "report.html": caffe_page(report, light=light, dark=dark),
+        "plot.png": light,
+        "train.py": report.code,
+    }

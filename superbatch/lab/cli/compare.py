@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..recipes import RECIPES
 from .aliases import in_our_words, recipe_of
+from .options import AsJson, Data, OptimizerName, option, recipe_argument
 from .printing import check_folder, print_sentences, print_table
 from .progress import progress
 from .publish import publish
@@ -22,55 +22,36 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help
 
 CHECK_FAILED, INTERRUPTED = 1, 130
 OUT = Path("superbatch-compare")
-NAMES = ", ".join(RECIPES)
 
 
-def _option(text: str, *flags: str) -> Any:
-    """An option whose default is said in its help, if at all."""
-    return typer.Option(*flags, help=text, show_default=False)
-
-
-Recipe = Annotated[
-    str | None,
-    typer.Argument(
-        help=f"{NAMES}; or your own package.module:function or file.py:function (default: digits)",
-        show_default=False,
-    ),
-]
-RecipeName = Annotated[str | None, _option("alias: the recipe", "--recipe")]
-BatchNorm = Annotated[bool, _option("the recipe with BatchNorm: digits, digits-conv", "--batchnorm")]
+Recipe = Annotated[str | None, recipe_argument(default="digits", show_default=False)]
+RecipeName = Annotated[str | None, option("alias: the recipe", "--recipe")]
+BatchNorm = Annotated[bool, option("the recipe with BatchNorm: digits, digits-conv", "--batchnorm")]
 Splits = Annotated[
     str | None,
-    _option(
+    option(
         "KxM (K micro-batches of M samples) or sizes such as 80/15/5, separated by commas "
         "(default: 1x100,5x20,10x10,20x5 for a batch of 100)",
     ),
 ]
-Updates = Annotated[int | None, _option("updates of each run (default: the recipe's)")]
+Updates = Annotated[int | None, option("updates of each run (default: the recipe's)")]
 Runs = Annotated[int, typer.Option(help="seeds: each gives one run of every arm")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64")]
-Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
-LearningRate = Annotated[float | None, _option("learning rate (default: the recipe's)", "--lr")]
-BatchSize = Annotated[
-    int | None, _option("samples of one update; with --average-gradients: of a micro-batch")
-]
+LearningRate = Annotated[float | None, option("learning rate (default: the recipe's)", "--lr")]
+BatchSize = Annotated[int | None, option("samples of one update; with --average-gradients: of a micro-batch")]
 IncludeWrong = Annotated[
-    bool, _option("add two wrong ways: mean of means, fixed tail divisor", "--include-wrong")
+    bool, option("add two wrong ways: mean of means, fixed tail divisor", "--include-wrong")
 ]
-Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
+Margin = Annotated[float | None, option("a difference of the metric that does not matter, in its unit")]
 Backend = Annotated[str, typer.Option(help="torch; for the recipe digits also jax, tensorflow or keras")]
 Threads = Annotated[int, typer.Option(help="torch threads of each process")]
-Workers = Annotated[int | None, _option("processes (default: 2, where the machine has two cores)")]
-Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
-AsJson = Annotated[
-    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
-]
-Check = Annotated[bool, _option("exit code 1 unless every exact arm agrees with the real batch", "--check")]
+Workers = Annotated[int | None, option("processes (default: 2, where the machine has two cores)")]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
+Check = Annotated[bool, option("exit code 1 unless every exact arm agrees with the real batch", "--check")]
 AverageGradients = Annotated[
-    int | None, _option("alias: micro-batches per update; --batch-size is then their size")
+    int | None, option("alias: micro-batches per update; --batch-size is then their size")
 ]
-Iterations = Annotated[int | None, _option("alias: micro-batches of a run, instead of --updates")]
+Iterations = Annotated[int | None, option("alias: micro-batches of a run, instead of --updates")]
 
 
 def compare(
@@ -79,7 +60,7 @@ def compare(
     updates: Updates = None,
     runs: Runs = 10,
     dtype: Dtype = "float32",
-    optimizer: Optimizer = None,
+    optimizer: OptimizerName = None,
     lr: LearningRate = None,
     batch_size: BatchSize = None,
     include_wrong: IncludeWrong = False,

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from superbatch.errors import explain
 
-WRONG_INPUT = 2
+from .exits import INTERRUPTED, NOTHING_KEPT, WRONG_INPUT
+
 OPTIONAL = ("torch", "typer", "rich", "scipy", "matplotlib", "numpy", "sklearn")
 
 
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .app import main as run
 
         return run(arguments)
+    except KeyboardInterrupt:  # also while packages are imported, which takes seconds
+        print(NOTHING_KEPT, file=sys.stderr)
+        return INTERRUPTED
     except ModuleNotFoundError as error:
         package = (error.name or "").split(".")[0]
         if package not in OPTIONAL:

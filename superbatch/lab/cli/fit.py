@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ..recipes import RECIPES
+from .options import AsJson, Data, OptimizerName, Threads, option, recipe_argument
 from .printing import check_folder, print_sentences, print_table
 from .progress import progress
 from .publish import publish
@@ -20,43 +20,29 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help
 
 INTERRUPTED = 130
 OUT = Path("superbatch-fit")
-NAMES = ", ".join(RECIPES)
 
 
-def _option(text: str, *flags: str) -> Any:
-    """An option whose default is said in its help, if at all."""
-    return typer.Option(*flags, help=text, show_default=False)
-
-
-Recipe = Annotated[
-    str, typer.Argument(help=f"{NAMES}; or your own package.module:function or file.py:function")
-]
-BatchSize = Annotated[int | None, _option("samples of one update (default: the recipe's)")]
+Recipe = Annotated[str, recipe_argument()]
+BatchSize = Annotated[int | None, option("samples of one update (default: the recipe's)")]
 LimitOption = Annotated[
     str | None,
-    _option("memory beyond what is in use, such as 2GiB or 500MB (default: what the machine has)"),
+    option("memory beyond what is in use, such as 2GiB or 500MB (default: what the machine has)"),
 ]
-Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
 Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16")]
 Sizes = Annotated[
     str | None,
-    _option("micro-batches to measure, such as 8,16,32 (default: the largest that fits and its halves)"),
+    option("micro-batches to measure, such as 8,16,32 (default: the largest that fits and its halves)"),
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Threads = Annotated[int | None, _option("torch threads (default: as many as torch takes)")]
 Seconds = Annotated[float, typer.Option(help="for measuring, roughly; the rest stays predicted")]
-Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json and plot.png (default: {OUT})")]
-AsJson = Annotated[
-    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
-]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
 def fit(
     recipe: Recipe,
     batch_size: BatchSize = None,
     limit: LimitOption = None,
-    optimizer: Optimizer = None,
+    optimizer: OptimizerName = None,
     dtype: Dtype = "float32",
     sizes: Sizes = None,
     device: Device = "cpu",
@@ -69,8 +55,8 @@ def fit(
     """Find the micro-batch: memory predicted and measured, time measured, for several sizes.
 
     Shows the largest that fits, the fastest, the effective batches within reach and what would lower the
-    peak; writes a JSON report and a plot. Nothing is trained: the weights stay what they are. Exit code:
-    0 done, 2 wrong input, 130 interrupted (a partial report is written).
+    peak; writes a JSON report, a plot and a page. Nothing is trained: the weights stay what they are. Exit
+    code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     bytes_ = None if limit is None else parse_bytes(limit, flag="--limit")
     asked = None if sizes is None else parse_sizes(sizes, flag="--sizes")
@@ -143,7 +129,9 @@ def show_report(report: Fitting, console: Console) -> None:
     print_sentences(findings(report), console)
 
 
-def _draw(report: Fitting) -> dict[str, bytes]:
+def _draw(report: Fitting) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import fitting_page
 
-    return {"plot.png": plot.png(plot.fitting(report))}
+    light, dark = (plot.png(plot.fitting(report, dark=dark)) for dark in (False, True))
+    return {"report.html": fitting_page(report, light=light, dark=dark), "plot.png": light}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ..recipes import RECIPES
+from .options import AsJson, Data, OptimizerName, Threads, option, recipe_argument
 from .printing import check_folder, print_sentences, print_table
 from .progress import progress
 from .publish import publish
@@ -19,29 +19,15 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help
 
 INTERRUPTED = 130
 OUT = Path("superbatch-noise")
-NAMES = ", ".join(RECIPES)
 
 
-def _option(text: str, *flags: str) -> Any:
-    """An option whose default is said in its help, if at all."""
-    return typer.Option(*flags, help=text, show_default=False)
-
-
-Recipe = Annotated[
-    str, typer.Argument(help=f"{NAMES}; or your own package.module:function or file.py:function")
-]
-BatchSize = Annotated[int | None, _option("samples of one update (default: the recipe's)")]
-MicrobatchSize = Annotated[int | None, _option("samples of a micro-batch (default: an eighth of the batch)")]
-Updates = Annotated[int | None, _option("length of the run (default: the recipe's)")]
-Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
-Rate = Annotated[float | None, _option("learning rate (default: the recipe's for the optimizer)", "--lr")]
+Recipe = Annotated[str, recipe_argument()]
+BatchSize = Annotated[int | None, option("samples of one update (default: the recipe's)")]
+MicrobatchSize = Annotated[int | None, option("samples of a micro-batch (default: an eighth of the batch)")]
+Updates = Annotated[int | None, option("length of the run (default: the recipe's)")]
+Rate = Annotated[float | None, option("learning rate (default: the recipe's for the optimizer)", "--lr")]
 Seed = Annotated[int, typer.Option(help="of the initial weights and the order of samples")]
-Threads = Annotated[int | None, _option("torch threads (default: as many as torch takes)")]
-Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json and plot.png (default: {OUT})")]
-AsJson = Annotated[
-    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
-]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
 def noise(
@@ -49,7 +35,7 @@ def noise(
     batch_size: BatchSize = None,
     microbatch_size: MicrobatchSize = None,
     updates: Updates = None,
-    optimizer: Optimizer = None,
+    optimizer: OptimizerName = None,
     learning_rate: Rate = None,
     seed: Seed = 0,
     threads: Threads = None,
@@ -60,8 +46,8 @@ def noise(
     """Train a recipe and measure how noisy its gradient is: is a larger batch worth it?
 
     Shows the noise scale over the training with its interval, or why there is none, and the time to a target
-    loss against the number of micro-batches per update; writes a JSON report and a plot. Exit code: 0 done,
-    2 wrong input, 130 interrupted (a partial report is written).
+    loss against the number of micro-batches per update; writes a JSON report, a plot and a page.
+    Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     folder = out if out is not None or as_json else OUT
     if folder is not None:
@@ -125,7 +111,9 @@ def show_report(report: NoiseStudy, console: Console) -> None:
     print_sentences(findings(report), console)
 
 
-def _draw(report: NoiseStudy) -> dict[str, bytes]:
+def _draw(report: NoiseStudy) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import noise_page
 
-    return {"plot.png": plot.png(plot.noise(report))}
+    light, dark = (plot.png(plot.noise(report, dark=dark)) for dark in (False, True))
+    return {"report.html": noise_page(report, light=light, dark=dark), "plot.png": light}

@@ -35,8 +35,9 @@ def progress(title: str) -> Iterator[Show]:
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("elapsed"),
         TimeElapsedColumn(),
-        TextColumn("left:"),
+        TextColumn("left"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[finished]}", style="dim"),
     )

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 
+from .exits import INTERRUPTED
 from .printing import write_file
 from .progress import duration
 
@@ -39,6 +41,9 @@ def publish(
         as_json: print JSON and nothing else on the standard output.
         show: prints the report for people.
         draw: makes the files beside report.json, content by name; the most important first.
+
+    Raises:
+        typer.Exit: interrupted by Ctrl-C while printing or drawing; report.json is complete.
     """
     from ..report.json import to_json
 
@@ -46,16 +51,25 @@ def publish(
     if folder is not None:
         # First of all the numbers: whatever happens to the drawing, they are kept.
         write_file(folder / "report.json", text + "\n")
-    if as_json:
-        print(text)
-    else:
-        show(Console())
+    kept = "printed only" if folder is None else f"kept in {folder / 'report.json'}"
     if report.partial:
-        print("superbatch: interrupted, the report is partial", file=sys.stderr)
-    if folder is not None:
-        files = draw()
-        for name, content in files.items():
-            write_file(folder / name, content)
-        first, *others = files
-        names = ", ".join([str(folder / first), *others])
-        print(f"{duration(report.seconds)}; wrote {names} and report.json", file=sys.stderr)
+        print(f"superbatch: interrupted, the report is partial; what was measured is {kept}", file=sys.stderr)
+    try:
+        if as_json:
+            print(text)
+        else:
+            show(Console())
+        if folder is not None:
+            names = _write(draw(), folder)
+            print(f"{duration(report.seconds)}; wrote {names} and report.json", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"superbatch: interrupted after the last measurement; the report is {kept}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _write(files: Mapping[str, str | bytes], folder: Path) -> str:
+    """Write files, and name them."""
+    for name, content in files.items():
+        write_file(folder / name, content)
+    first, *others = files
+    return ", ".join([str(folder / first), *others])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from ..recipes import RECIPES
 from ..report.table import Column, Table
 from ..studies.catalogue import STUDIES, entry_of
+from .options import AsJson, Data, OptimizerName, option, recipe_argument
 from .printing import check_folder, print_sentences, print_table
 from .progress import progress
 from .publish import publish
@@ -24,43 +24,35 @@ INTERRUPTED = 130
 OUT = Path("superbatch-study")
 
 
-def _option(text: str, *flags: str) -> Any:
-    """An option whose default is said in its help, if at all."""
-    return typer.Option(*flags, help=text, show_default=False)
-
-
 Name = Annotated[
-    str | None, typer.Argument(help=f"{', '.join(STUDIES)} (default: list them)", show_default=False)
+    str | None,
+    typer.Argument(
+        help=f"{', '.join(STUDIES)} (default: list them)",
+        show_default=False,
+        autocompletion=lambda incomplete: [name for name in STUDIES if name.startswith(incomplete)],
+    ),
 ]
-Recipe = Annotated[
-    str,
-    typer.Argument(help=f"{', '.join(RECIPES)}; or your own package.module:function or file.py:function"),
-]
-Quick = Annotated[bool, _option("shorter runs and fewer seeds: under a minute", "--quick")]
-Runs = Annotated[int | None, _option("seeds (default: the study's own number)")]
-Samples = Annotated[int | None, _option("that each run sees (default: the study's own number)")]
+Recipe = Annotated[str, recipe_argument()]
+Quick = Annotated[bool, option("shorter runs and fewer seeds: under a minute", "--quick")]
+Runs = Annotated[int | None, option("seeds (default: the study's own number)")]
+Samples = Annotated[int | None, option("that each run sees (default: the study's own number)")]
 BatchSize = Annotated[
     int | None,
-    _option(
+    option(
         "momentum: the large batch; grow-batch, critical-batch: the first one; splits, survey: the whole one"
     ),
 ]
 LearningRate = Annotated[
-    float | None, _option("at that batch; of the study momentum: at batch 1 (default: the study's)", "--lr")
+    float | None, option("at that batch; of the study momentum: at batch 1 (default: the study's)", "--lr")
 ]
-Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
-Margin = Annotated[float | None, _option("a difference of the metric that does not matter, in its unit")]
+Margin = Annotated[float | None, option("a difference of the metric that does not matter, in its unit")]
 Tolerance = Annotated[
-    float | None, _option("a relative difference of the loss that does not matter, such as 0.02")
+    float | None, option("a relative difference of the loss that does not matter, such as 0.02")
 ]
 Threads = Annotated[int, typer.Option(help="torch threads of each process")]
-Workers = Annotated[int | None, _option("processes (default: 2, where the machine has two cores)")]
-Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
+Workers = Annotated[int | None, option("processes (default: 2, where the machine has two cores)")]
 Out = Annotated[
-    Path | None, _option(f"folder for report.json, plot.png and report.html (default: {OUT}/NAME)")
-]
-AsJson = Annotated[
-    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
+    Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT}/NAME)")
 ]
 
 
@@ -72,7 +64,7 @@ def study(
     samples: Samples = None,
     batch_size: BatchSize = None,
     lr: LearningRate = None,
-    optimizer: Optimizer = None,
+    optimizer: OptimizerName = None,
     margin: Margin = None,
     tolerance: Tolerance = None,
     threads: Threads = 1,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from superbatch.errors import InputError, explain
 
-from ..recipes import RECIPES
+from .options import AsJson, Data, OptimizerName, option, recipe_argument
 from .printing import check_folder, print_sentences, print_table
 from .progress import progress
 from .publish import publish
@@ -22,42 +22,29 @@ if TYPE_CHECKING:  # torch takes seconds to import: not for --help
 
 CHECK_FAILED, INTERRUPTED = 1, 130
 OUT = Path("superbatch-survey")
-NAMES = ", ".join(RECIPES)
 WHAT = ("lr", "momentum", "weight_decay")
 
 
-def _option(text: str, *flags: str) -> Any:
-    """An option whose default is said in its help, if at all."""
-    return typer.Option(*flags, help=text, show_default=False)
-
-
-Recipe = Annotated[
-    str, typer.Argument(help=f"{NAMES}; or your own package.module:function or file.py:function")
-]
+Recipe = Annotated[str, recipe_argument()]
 Splits = Annotated[
     str | None,
-    _option("KxM or sizes such as 80/15/5, separated by commas (default: 10x10,20x5 for a batch of 100)"),
+    option("KxM or sizes such as 80/15/5, separated by commas (default: 10x10,20x5 for a batch of 100)"),
 ]
 Repeats = Annotated[int, typer.Option(help="surveys of every arm, each from a seed of its own")]
 Updates = Annotated[int, typer.Option(help="points of the ramp, one update each")]
 WhatOption = Annotated[str, typer.Option(help="what grows: lr, momentum or weight_decay")]
-Low = Annotated[float | None, _option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")]
-High = Annotated[float | None, _option("last value (default: 10 for SGD's rate, 1 for others')")]
+Low = Annotated[float | None, option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")]
+High = Annotated[float | None, option("last value (default: 10 for SGD's rate, 1 for others')")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64")]
-Optimizer = Annotated[str | None, _option("one that the recipe offers: sgd, momentum, adam, adamw")]
-LearningRate = Annotated[float | None, _option("learning rate, where something else is surveyed", "--lr")]
-BatchSize = Annotated[int | None, _option("samples of one update (default: the recipe's)")]
+LearningRate = Annotated[float | None, option("learning rate, where something else is surveyed", "--lr")]
+BatchSize = Annotated[int | None, option("samples of one update (default: the recipe's)")]
 IncludeWrong = Annotated[
     bool,
-    _option("add a missing 1/K and batches of other sizes, which should be told apart", "--include-wrong"),
+    option("add a missing 1/K and batches of other sizes, which should be told apart", "--include-wrong"),
 ]
 Threads = Annotated[int, typer.Option(help="torch threads")]
-Data = Annotated[Path | None, _option("folder of data, for the recipe mnist (IDX files)")]
-Out = Annotated[Path | None, _option(f"folder for report.json and plot.png (default: {OUT})")]
-AsJson = Annotated[
-    bool, _option("print the report as JSON, and write files only if --out is given", "--json")
-]
-Check = Annotated[bool, _option("exit code 1 unless paired curves agree to rounding", "--check")]
+Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
+Check = Annotated[bool, option("exit code 1 unless paired curves agree to rounding", "--check")]
 
 
 def survey(
@@ -69,7 +56,7 @@ def survey(
     low: Low = None,
     high: High = None,
     dtype: Dtype = "float32",
-    optimizer: Optimizer = None,
+    optimizer: OptimizerName = None,
     lr: LearningRate = None,
     batch_size: BatchSize = None,
     include_wrong: IncludeWrong = False,
@@ -82,7 +69,8 @@ def survey(
     """Survey learning rates with the real batch and with each split of it, and compare the curves.
 
     Every point of a survey is one update, with a rate that grows from point to point. Shows what is
-    suggested and whether splits can be told from the real batch; writes a JSON report and a plot. Exit code:
+    suggested and whether splits can be told from the real batch; writes a JSON
+    report, a plot and a page. Exit code:
     0 done, 1 --check failed, 2 wrong input, 130 interrupted (a partial report is written).
     """
     if what not in WHAT:
@@ -162,10 +150,12 @@ def show_report(report: Surveys, console: Console) -> None:
     print_sentences([suggestion(report), *conclusions(report)], console)
 
 
-def _draw(report: Surveys) -> dict[str, bytes]:
+def _draw(report: Surveys) -> dict[str, str | bytes]:
     from .. import plot
+    from ..report.pages import surveys_page
 
-    return {"plot.png": plot.png(plot.surveys(report))}
+    light, dark = (plot.png(plot.surveys(report, dark=dark)) for dark in (False, True))
+    return {"report.html": surveys_page(report, light=light, dark=dark), "plot.png": light}
 
 
 def _exit_code(report: Surveys, *, check: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +13,9 @@ from rich.text import Text
 
 from superbatch.errors import InputError, explain
 
-from ..report.table import Column, Table
-from .printing import print_table
+from ..report.pages import differences_table, verification_page
+from .options import option, recipe_argument
+from .printing import check_folder, print_table, write_file
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from superbatch.results.verification import Verification
@@ -22,9 +24,7 @@ EXACT, NOT_EXACT = 0, 1  # 2, wrong input, is reported by the application
 
 
 def verify(
-    recipe: Annotated[
-        str, typer.Argument(help="a built-in recipe, package.module:function, or file.py:function")
-    ],
+    recipe: Annotated[str, recipe_argument()],
     microbatch_size: Annotated[
         int | None,
         typer.Option(help="samples of a micro-batch (default: a third of the batch, rounded up)"),
@@ -41,12 +41,17 @@ def verify(
         bool, typer.Option("--sample-rng", help="give every sample its own random numbers")
     ] = False,
     data: Annotated[Path | None, typer.Option(help="a folder of data, for recipes that read one")] = None,
+    out: Annotated[
+        Path | None, option("folder for report.json and report.html (default: none are written)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
 ) -> None:
     """Compare the accumulated gradient with that of the whole batch, and name what breaks exactness.
 
     Exit code: 0 exact, 1 not exact, 2 wrong input.
     """
+    if out is not None:
+        check_folder(out)
     report = verify_recipe(
         recipe,
         microbatch_size=microbatch_size,
@@ -57,10 +62,18 @@ def verify(
         sample_rng=sample_rng,
         data=data,
     )
+    text = json.dumps(_finite(report.to_dict()), indent=2, allow_nan=False)
     if as_json:
-        print(json.dumps(_finite(report.to_dict()), indent=2, allow_nan=False))
+        print(text)
     else:
         show(report, Console())
+    if out is not None:
+        asked = {"microbatch_size": microbatch_size, "batch_size": batch_size, "seed": seed, "dtype": dtype}
+        asked |= {"against": against, "sample_rng": sample_rng or None, "data": data}
+        command = {name: str(value) for name, value in asked.items() if value is not None}
+        write_file(out / "report.json", text + "\n")
+        write_file(out / "report.html", verification_page(report, recipe=recipe, command=command))
+        print(f"wrote {out / 'report.html'} and report.json", file=sys.stderr)
     raise typer.Exit(EXACT if report.exact else NOT_EXACT)
 
 
@@ -152,9 +165,7 @@ def show(report: Verification, console: Console) -> None:
     console.print(Text(headline, style="bold green" if report.exact else "bold red"))
     for line in explanations:
         console.print(Text(line))
-    header, rows = report.rows()
-    columns = tuple(Column(heading, "relative difference of the gradient") for heading in header)
-    print_table(Table("relative difference of each gradient", columns, tuple(rows)), console)
+    print_table(differences_table(report), console)
 
 
 def _finite(value: object) -> object:

@@ -13,6 +13,7 @@ from superbatch.results.advice import Advice
 
 from ..report.advice_text import range_said, title_of, verdict_text
 from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
+from .ticks import readable
 
 COLOURS = {"helps": GREEN, "wasteful": VERMILION, "undetermined": BLUE}
 HARDLY = 0.05
@@ -46,7 +47,7 @@ def advice(report: Advice, *, dark: bool = False) -> Figure:
     steps = [each.accumulation_steps for each in report.steps]
     axes.set_xticks(steps, [str(each) for each in steps])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    readable(axes.yaxis, base=2)
     each = report.microbatch_size * report.ranks
     axes.set_xlabel(f"accumulation steps K (batch = K x {each} samples)")
     axes.set_ylabel("relative to K = 1, to the same loss")

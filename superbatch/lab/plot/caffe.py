@@ -14,6 +14,7 @@ from superbatch.results.caffe import CaffeExplained
 
 from ..report.caffe_text import title_of
 from .style import BLUE, DARK, LIGHT, plain_axes
+from .ticks import readable
 
 
 def caffe_rate(report: CaffeExplained, *, dark: bool = False) -> Figure:
@@ -47,6 +48,7 @@ def caffe_rate(report: CaffeExplained, *, dark: bool = False) -> Figure:
     positive = [rate for rate in report.rates if rate > 0]
     if positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
+        readable(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
     axes.set_xlabel("update")

@@ -18,6 +18,7 @@ from matplotlib.transforms import blended_transform_factory
 from ..report.comparison import Arm, Comparison
 from ..report.table import margin_text
 from .style import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, SKY, VERMILION, Theme, plain_axes
+from .ticks import readable
 
 SPLIT_COLOURS = (BLUE, GREEN, SKY, PURPLE, ORANGE)
 WRONG_COLOURS = (VERMILION, ORANGE, PURPLE)
@@ -125,7 +126,7 @@ def _draw_curves(axes: Axes, report: Comparison, styles: Sequence[Style], theme:
         _nothing(axes, theme)
         return
     axes.set_yscale("log")
-    _plain_numbers(axes)
+    readable(axes.yaxis)
     axes.legend(frameon=False, labelcolor=theme.ink, fontsize=9, handlelength=3.4)
 
 
@@ -187,14 +188,6 @@ def _rows(axes: Axes, report: Comparison, *, labels: bool) -> list[float]:
     axes.set_ylim(rows[-1] - 0.6, 0.6)
     axes.grid(axis="y", visible=False)
     return rows
-
-
-def _plain_numbers(axes: Axes) -> None:
-    """0.2 instead of 2 x 10^-1 on a logarithmic axis."""
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(
-        lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" and "e" not in f"{value:g}" else ""
-    )
 
 
 def _nothing(axes: Axes, theme: Theme) -> None:

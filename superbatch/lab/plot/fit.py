@@ -16,6 +16,7 @@ from superbatch.results.memory import binary_text
 from ..report.fitting import Fitting
 from ..report.fitting_text import findings, seconds_text, title_of
 from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
+from .ticks import readable
 
 FAR_ABOVE = 8
 """A limit beyond this many times the largest peak is named at the top, not drawn: the curve would be flat."""
@@ -63,7 +64,7 @@ def _memory(axes: Axes, report: Fitting, theme: Theme) -> None:
         axes.plot(*zip(*measured, strict=True), "o", **style)
     axes.set_yscale("log", base=2)
     _limit(axes, report, [value for _, value in (*predicted, *measured)])
-    axes.yaxis.set_major_formatter(lambda value, _: binary_text(round(value)))
+    readable(axes.yaxis, lambda value: binary_text(round(value)), base=2)
     axes.set_ylabel("peak memory")
     axes.set_title(
         "Memory beyond the model: gradients, optimizer state, activations",
@@ -116,10 +117,7 @@ def _speed(axes: Axes, report: Fitting, theme: Theme) -> None:
     axes.fill_between(samples, seconds, slow, color=GREEN, alpha=0.2, linewidth=0)
     axes.plot(samples, seconds, "o-", color=GREEN, linewidth=2, markersize=6)
     axes.set_yscale("log")
-    named = "25" if max(slow) > 30 * min(seconds) else "23457"
-    axes.yaxis.set_major_formatter(lambda value, _: seconds_text(value))
-    axes.yaxis.set_minor_formatter(lambda value, _: seconds_text(value) if f"{value:.0e}"[0] in named else "")
-    axes.grid(which="minor", axis="y", color=theme.faint, linewidth=0.4, alpha=0.4)
+    readable(axes.yaxis, seconds_text)
 
 
 def _choice(axes: Axes, report: Fitting, theme: Theme, *, names: bool) -> None:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from superbatch.tuning.growing import GrowingBatch
 
 from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
+from .ticks import readable
 
 
 def growing(schedule: GrowingBatch, *, samples: int, dark: bool = False) -> Figure:
@@ -53,7 +54,7 @@ def _sizes(axes: Axes, schedule: GrowingBatch, seen: list[int], theme: Theme) ->
     batches = [schedule.batch_of(update) for update in range(len(seen))]
     axes.step(seen, batches, where="post", color=BLUE, linewidth=2)
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    readable(axes.yaxis, base=2)
     if schedule.cap.samples < 2 * max(batches):
         axes.axhline(schedule.cap.samples, color=VERMILION, linewidth=1.2, linestyle=(0, (4, 2)))
         axes.text(

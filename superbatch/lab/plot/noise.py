@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from ..report.noise_study import NoiseStudy, band_of, findings, title_of
 from .style import BLUE, DARK, GREEN, LIGHT, VERMILION, Theme, plain_axes
+from .ticks import readable
 
 
 def noise(report: NoiseStudy, *, dark: bool = False) -> Figure:
@@ -50,6 +51,7 @@ def _over_run(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     axes.set_xlabel("updates")
     axes.set_ylabel("samples")
     axes.set_yscale("log")
+    readable(axes.yaxis)
     axes.set_xlim(0, max(1, report.updates) * 1.01)
     axes.set_title("Noise scale of the gradient, 95 % interval", fontsize=10, loc="left", color=theme.ink)
     known = [each for each in report.points if each.batch_size]
@@ -133,7 +135,7 @@ def _against_k(axes: Axes, report: NoiseStudy, theme: Theme) -> None:
     axes.set_xticks(k, [str(each) for each in k])
     axes.tick_params(axis="x", which="minor", bottom=False)
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    readable(axes.yaxis, base=2)
     lows, highs = [each.low for each in report.steps], [each.high for each in report.steps]
     axes.fill_between(
         k, lows, highs, color=GREEN, alpha=0.2, linewidth=0, label="interval of the noise scale"

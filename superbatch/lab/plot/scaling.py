@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from superbatch.tuning.scaling import Family, Rule, rate_factor
 
 from .style import BLUE, DARK, GREEN, LIGHT, ORANGE, plain_axes
+from .ticks import readable
 
 KAPPAS = [2 ** (i / 4) for i in range(41)]
 
@@ -45,8 +46,8 @@ def scaling_rules(*, ratios: tuple[float, ...] = (1.0, 16.0, 256.0), dark: bool 
         axes.set_title(title, fontsize=11, color=theme.ink)
         axes.set_xlabel("kappa: new batch / old batch")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()
+        readable(axes.yaxis, base=2)
     panels[0].set_ylabel("new rate / old rate")
     panels[0].legend(frameon=False, labelcolor=theme.ink, fontsize=9)
     return figure

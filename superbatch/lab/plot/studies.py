@@ -17,6 +17,7 @@ from matplotlib.transforms import blended_transform_factory
 
 from ..report.study import Study, StudyArm
 from .style import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, SKY, VERMILION, Theme, plain_axes
+from .ticks import readable
 
 COLOURS = (BLUE, GREEN, VERMILION, PURPLE, ORANGE, SKY, "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -85,6 +86,7 @@ def _momentum(figure: Figure, report: Study, theme: Theme) -> None:
             noise.hlines(anchor * expected, index - 0.4, index + 0.4, color=theme.ink, linewidth=1.2)
     if anchor is not None:
         noise.set_yscale("log")
+        readable(noise.yaxis)
         low, high = noise.get_ylim()
         noise.set_ylim(low / 5, high)  # room for what is said below
     noise.set_xticks(range(len(report.arms)), [arm.name for arm in report.arms])
@@ -103,6 +105,7 @@ def _grow_batch(figure: Figure, report: Study, theme: Theme) -> None:
         _curve(samples, arm, report.curve_at, index)
         _curve(updates, arm, arm.curve_updates, index)
     samples.set_yscale("log")
+    readable(samples.yaxis)
     samples.set_xlabel("samples seen")
     updates.set_xlabel("updates made")
     samples.set_ylabel("training loss, mean over seeds; band: range")
@@ -116,6 +119,7 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     for index, arm in enumerate(report.arms):
         _curve(loss, arm, report.curve_at, index)
     loss.set_yscale("log")
+    readable(loss.yaxis)
     loss.set_xlabel("samples since the checkpoint")
     loss.set_ylabel("smoothed training loss, mean over seeds")
     loss.set_title("Branches of one checkpoint: the same samples in the same order")
@@ -133,7 +137,7 @@ def _critical_batch(figure: Figure, report: Study, theme: Theme) -> None:
     label = "predicted by the noise scale at the checkpoint, of all seeds"
     _line(needed, known, color=VERMILION, marker="D", label=label)
     needed.set_xscale("log", base=2)
-    needed.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    readable(needed.xaxis, base=2)
     needed.set_xlabel("batch")
     needed.set_ylabel("samples needed, relative to the smallest batch")
     needed.set_title("What the larger batch costs in samples")
@@ -182,6 +186,7 @@ def _precision(figure: Figure, report: Study, theme: Theme) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    readable(axes.yaxis)
     axes.set_xticks(report.curve_at, [f"{count:g}" for count in report.curve_at])
     axes.set_xlabel("gradients in the sum, K")
     axes.set_ylabel("relative error of the sum")
@@ -194,14 +199,14 @@ def _survey(figure: Figure, report: Study, theme: Theme) -> None:
         _curve(curves, arm, report.curve_at, index)
     curves.set_xscale("log")
     curves.set_yscale("log")
+    readable(curves.xaxis)
+    readable(curves.yaxis)
     curves.set_xlabel("value surveyed")
     curves.set_ylabel("smoothed training loss, mean over surveys")
     curves.set_title("Band: range over surveys")
     _legend(curves)
     _dots(rates, report, report.quantities[0].name, theme, log=True)
     rates.set_title("What each survey suggests")
-    rates.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    rates.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "2357" else "")
 
 
 def _splits(figure: Figure, report: Study, theme: Theme) -> None:
@@ -230,6 +235,7 @@ def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool =
     axes.set_xlabel(quantity)
     if log:
         axes.set_xscale("log")
+        readable(axes.xaxis)
 
 
 def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:

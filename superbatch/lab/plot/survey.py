@@ -19,6 +19,7 @@ from superbatch.tuning.survey_ramp import to_axis
 from ..report.survey_text import NAMES, headline, title_of
 from ..report.surveys import SurveyArm, Surveys
 from .style import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, SKY, VERMILION, Theme, plain_axes
+from .ticks import readable
 
 SPLITS: tuple[tuple[str, Any], ...] = (
     (BLUE, "solid"),
@@ -59,6 +60,7 @@ def surveys(report: Surveys, *, dark: bool = False) -> Figure:
     for axes in (curves, rates):
         plain_axes(axes, theme)
         axes.set_xscale("log")
+        readable(axes.xaxis)
     styles = _styles(arms, theme)
     _draw_curves(curves, arms, styles, theme)
     _draw_rates(rates, report, arms, styles, theme)
@@ -89,6 +91,7 @@ def one_survey(report: Survey, *, dark: bool = False) -> Figure:
     axes = figure.subplots()
     plain_axes(axes, theme)
     axes.set_xscale("log")
+    readable(axes.xaxis)
     x = [to_axis(report.what, value) for value in report.values]
     axes.plot(
         x,

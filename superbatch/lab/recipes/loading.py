@@ -13,6 +13,7 @@ from typing import Any
 
 from superbatch.errors import InputError, SuperbatchError, explain
 
+from .nearest import did_you_mean
 from .recipe import Recipe
 
 RECIPES: Mapping[str, tuple[str, str]] = {
@@ -63,13 +64,12 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
     if name in RECIPES:
         make = _function(RECIPES[name][0])
         return make(data) if name in NEEDS_DATA else make()
+    if ":" not in name and name.endswith(".py"):
+        raise InputError(f"{name!r} names a file without a function. Write {name}:recipe for its recipe().")
     if ":" not in name:
         raise InputError(
-            explain(
-                f"the recipe {name!r}",
-                "there is none of that name",
-                f"use one of {', '.join(RECIPES)}, or your own package.module:function or file.py:function",
-            )
+            f"There is no recipe {name!r}{did_you_mean(name, RECIPES)} Use one of {', '.join(RECIPES)}, "
+            "or your own file.py:function or package.module:function."
         )
     return _own(name)
 
@@ -102,12 +102,10 @@ def _function(name: str) -> Callable[..., Any]:
         raise _failed(name, f"importing {where!r} raised {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
+        own = [each for each in vars(module) if callable(getattr(module, each))]
         raise InputError(
-            explain(
-                f"the recipe {name!r}",
-                f"{where!r} has no function {attribute!r}",
-                "name a function that takes no argument and returns a superbatch.lab.recipes.Recipe",
-            )
+            f"{where!r} has no function {attribute!r}{did_you_mean(attribute, own)} "
+            "Name a function that takes no argument and returns a superbatch.lab.recipes.Recipe."
         )
     return function
 

@@ -6,6 +6,7 @@ splits and the number of updates are the study's, so that all arms of a comparis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,10 @@ from .optimizers import OPTIMIZERS, OptimizerFactory
 
 if TYPE_CHECKING:  # a recipe can be described, listed and refused without importing torch
     from torch import Tensor, nn
+
+
+def _not_measured(model: nn.Module) -> float:
+    raise InputError("The recipe has no evaluate. Pass it to Recipe(...).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +35,13 @@ class Recipe:
         batch: indices, an int64 tensor of shape (n,) with values in [0, samples) -> the batch of these
             samples (any structure that the accumulator splits), floating-point leaves in float32.
         loss_fn: model -> the loss function of a batch or micro-batch, a closure over the model.
-        evaluate: model -> the metric on held-out data, in `unit`.
+        evaluate: model -> the metric on held-out data, in `unit`. This and the next four are what training
+            is measured by: `superbatch verify` and `superbatch fit` do without.
         metric: what `evaluate` measures, such as ``"test accuracy"``.
         unit: its unit, such as ``"%"``.
         margin: a difference of the metric, in `unit`, that does not matter (equivalence margin).
         learning_rates: the optimizers that the recipe allows and the learning rate of each; the first is
-            the default.
+            the default. Without any, all of `optimizers` are allowed where nothing is trained.
         optimizers: how each is made: (parameters, learning rate) -> optimizer.
         batch_size: samples of one update.
         updates: length of a run.
@@ -74,11 +80,11 @@ class Recipe:
     samples: int
     batch: Callable[[Tensor], Any]
     loss_fn: Callable[[nn.Module], Callable[[Any], Any]]
-    evaluate: Callable[[nn.Module], float]
-    metric: str
-    unit: str
-    margin: float
-    learning_rates: Mapping[str, float]
+    evaluate: Callable[[nn.Module], float] = _not_measured
+    metric: str = ""
+    unit: str = ""
+    margin: float = math.nan
+    learning_rates: Mapping[str, float] = field(default_factory=dict[str, float])
     optimizers: Mapping[str, OptimizerFactory] = field(default_factory=lambda: dict(OPTIMIZERS))
     batch_size: int = 100
     updates: int = 1000
@@ -108,19 +114,46 @@ class Recipe:
                 )
             )
         unknown = sorted(set(self.learning_rates) - set(self.optimizers))
-        if unknown or not self.learning_rates:
+        if unknown:
             raise InputError(
                 explain(
                     f"recipe {self.name!r} with learning_rates={dict(self.learning_rates)!r}",
-                    f"no way is known to make {unknown}" if unknown else "at least one optimizer is needed",
+                    f"no way is known to make {unknown}",
                     f"use names of {sorted(self.optimizers)} or add yours to `optimizers`",
                 )
             )
 
     @property
     def default_optimizer(self) -> str:
-        """The first of `learning_rates`."""
-        return next(iter(self.learning_rates))
+        """The first of `offered`."""
+        return self.offered[0]
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """Names of the optimizers: those of `learning_rates`, or all of `optimizers` where there are none."""
+        return tuple(self.learning_rates or self.optimizers)
+
+    def require(self, *names: str, by: str) -> None:
+        """Raise where fields are left out that a command reads.
+
+        Args:
+            names: of ``"evaluate"``, ``"metric"``, ``"margin"`` and ``"learning_rates"``.
+            by: the command.
+
+        Raises:
+            InputError: with the fields that are missing.
+        """
+        left_out = {
+            "evaluate": self.evaluate is _not_measured,
+            "metric": not self.metric,
+            "margin": math.isnan(self.margin),
+            "learning_rates": not self.learning_rates,
+        }
+        missing = ", ".join(name for name in names if left_out[name])
+        if missing:
+            raise InputError(
+                f"The recipe {self.name!r} has no {missing}, which {by} needs. Pass it to Recipe(...)."
+            )
 
     @property
     def statement(self) -> str:

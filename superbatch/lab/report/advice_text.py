@@ -17,6 +17,10 @@ NOT_MEASURED = (
     "measured on a recipe only; the factor of {:g} stands for it here."
 )
 
+COUPLED = (
+    "BatchNorm and in-batch negatives see a micro-batch, not the batch, unless WholeBatch makes the updates."
+)
+
 
 def steps_table(report: Advice) -> Table:
     """The table of an advice: one row per number of accumulation steps.
@@ -146,18 +150,58 @@ def findings(report: Advice) -> list[str]:
     """
     sentences = [
         verdict_text(report),
-        *_models(report),
         _best(report),
+        *_models(report),
         _alternative(report),
-        *_memory(report),
+        *_sum_of_gradients(report),
+        *_peak(report),
+        *_one_piece(report),
+        *_exceptions(report),
+        COUPLED,
     ]
-    if report.verdict != "helps":
-        sentences.append(f"This does not apply where {'; or '.join(report.exceptions)}.")
-    sentences.append(
-        "BatchNorm and in-batch negatives see a micro-batch, not the batch, unless WholeBatch makes the "
-        "updates."
-    )
-    return [each for each in (*sentences, *report.uncertainty, *report.notes) if each]
+    return [*sentences, *report.uncertainty, *report.notes]
+
+
+def answer(report: Advice) -> list[str]:
+    """The verdict with its reason, the best number of micro-batches, and what to do where no table says so.
+
+    Args:
+        report: of an advice, whole or partial.
+
+    Returns:
+        Sentences.
+    """
+    todo = [] if report.alternative is not None else [_alternative(report)]
+    return [verdict_text(report), _best(report), *todo]
+
+
+def caveats(report: Advice, most: int = 3) -> list[str]:
+    """Limits of the verdict: what went wrong here first, what holds everywhere last.
+
+    Args:
+        report: of an advice, whole or partial.
+        most: so many at most; `findings` has all.
+
+    Returns:
+        Sentences.
+    """
+    fits = report.peak is None or report.limit is None or report.peak <= report.limit.bytes
+    said = [
+        *report.notes,
+        *([] if fits else _peak(report)),
+        *_one_piece(report),
+        *_models(report),
+        *_exceptions(report),
+        COUPLED,
+        *report.uncertainty,
+    ]
+    return said[:most]
+
+
+def _exceptions(report: Advice) -> list[str]:
+    if report.verdict == "helps":
+        return []
+    return [f"This does not apply where {'; or '.join(report.exceptions)}."]
 
 
 def verdict_text(report: Advice) -> str:
@@ -212,27 +256,34 @@ def _alternative(report: Advice) -> str:
     return f'Settings without accumulation, by the rule "{report.alternative.rule}": {report.alternative.why}'
 
 
-def _memory(report: Advice) -> list[str]:
-    sentences: list[str] = []
+def _sum_of_gradients(report: Advice) -> list[str]:
     count = report.accumulator_bytes
-    if count is not None:
-        sentences.append(
-            f"Accumulation keeps a sum of gradients, {binary_text(count)} (4 bytes a parameter), that an "
-            "update fused into the backward would not need; a loop that keeps .grad in float32 has it anyway."
-        )
-    if report.peak is not None and report.limit is not None:
-        fits = "fits in" if report.peak <= report.limit.bytes else "does not fit in"
-        sentences.append(
-            f"A micro-batch of {report.microbatch_size} takes {binary_text(report.peak)} and {fits} the "
-            f"{binary_text(report.limit.bytes)} that there are ({report.limit.by})."
-        )
-    if report.whole is not None and report.limit is not None and report.whole <= report.limit.bytes:
-        sentences.append(
-            f"{report.asked} x {report.microbatch_size} samples would fit in one piece "
-            f"({binary_text(report.whole)}): the same update without accumulation, and mostly faster "
-            "(`superbatch fit` measures it)."
-        )
-    return sentences
+    if count is None:
+        return []
+    return [
+        f"Accumulation keeps a sum of gradients, {binary_text(count)} (4 bytes a parameter), that an "
+        "update fused into the backward would not need; a loop that keeps .grad in float32 has it anyway."
+    ]
+
+
+def _peak(report: Advice) -> list[str]:
+    if report.peak is None or report.limit is None:
+        return []
+    fits = "fits in" if report.peak <= report.limit.bytes else "does not fit in"
+    return [
+        f"A micro-batch of {report.microbatch_size} takes {binary_text(report.peak)} and {fits} the "
+        f"{binary_text(report.limit.bytes)} that there are ({report.limit.by})."
+    ]
+
+
+def _one_piece(report: Advice) -> list[str]:
+    if report.whole is None or report.limit is None or report.whole > report.limit.bytes:
+        return []
+    return [
+        f"{report.asked} x {report.microbatch_size} samples would fit in one piece "
+        f"({binary_text(report.whole)}): the same update without accumulation, and mostly faster "
+        "(`superbatch fit` measures it)."
+    ]
 
 
 def _row(each: Steps, report: Advice) -> tuple[str, ...]:

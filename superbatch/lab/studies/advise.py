@@ -207,6 +207,7 @@ def _measure(found: _Found, progress: Callable[[Progress], None]) -> None:
 
 
 def _optimizer(recipe: Recipe, options: Options) -> str:
+    recipe.require("learning_rates", by="superbatch advise")
     name = options.optimizer or recipe.default_optimizer
     if name not in recipe.learning_rates:
         known = ", ".join(recipe.learning_rates)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
+
+from ..recipes.nearest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,6 @@ def entry_of(name: str) -> Entry:
     """
     if name not in STUDIES:
         raise InputError(
-            explain(f"the study {name!r}", "there is none of that name", f"use one of {', '.join(STUDIES)}")
+            f"There is no study {name!r}{did_you_mean(name, STUDIES)} Use one of {', '.join(STUDIES)}."
         )
     return STUDIES[name]

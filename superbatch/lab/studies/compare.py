@@ -175,13 +175,18 @@ def settle(recipe: Recipe, options: Options) -> Setting:
 
 
 def _optimizer(recipe: Recipe, options: Options) -> tuple[str, float]:
+    recipe.require("evaluate", "metric", by="superbatch compare")
+    if options.margin is None:
+        recipe.require("margin", by="superbatch compare without --margin")
+    if options.learning_rate is None:
+        recipe.require("learning_rates", by="superbatch compare without --lr")
     name = options.optimizer or recipe.default_optimizer
-    if name not in recipe.learning_rates:
+    if name not in recipe.offered:
         raise InputError(
             explain(
                 f"optimizer={name!r}",
                 f"the recipe {recipe.name!r} does not offer it",
-                f"use one of {', '.join(recipe.learning_rates)}",
+                f"use one of {', '.join(recipe.offered)}",
             )
         )
     return name, options.learning_rate or recipe.learning_rates[name]

@@ -66,7 +66,7 @@ def check_options(recipe: Recipe, options: Options) -> None:
         )
     for name, value, known in (
         ("dtype", options.dtype, DTYPES),
-        ("optimizer", options.optimizer or recipe.default_optimizer, tuple(recipe.learning_rates)),
+        ("optimizer", options.optimizer or recipe.default_optimizer, recipe.offered),
     ):
         if value not in known:
             raise InputError(

@@ -171,13 +171,15 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
                 "give a smaller microbatch size, or a larger batch",
             )
         )
+    if options.learning_rate is None:
+        recipe.require("learning_rates", by="superbatch noise without --lr")
     optimizer = options.optimizer or recipe.default_optimizer
-    if optimizer not in recipe.learning_rates:
+    if optimizer not in recipe.offered:
         raise InputError(
             explain(
                 f"the optimizer {optimizer!r}",
                 f"recipe {recipe.name!r} has no learning rate for it",
-                f"give one of {', '.join(recipe.learning_rates)}",
+                f"give one of {', '.join(recipe.offered)}",
             )
         )
     rate = recipe.learning_rates[optimizer] if options.learning_rate is None else options.learning_rate

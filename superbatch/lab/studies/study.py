@@ -216,7 +216,9 @@ def loaded(recipe: str | Recipe, options: Options) -> Recipe:
     Returns:
         The recipe.
     """
-    return load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
+    found = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
+    found.require("evaluate", "metric", "margin", "learning_rates", by="superbatch study")
+    return found
 
 
 def run_design(

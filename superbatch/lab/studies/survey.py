@@ -194,13 +194,15 @@ def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[Survey
                 "use a smaller batch",
             )
         )
+    if options.learning_rate is None:
+        recipe.require("learning_rates", by="superbatch survey without --lr")
     name = options.optimizer or recipe.default_optimizer
-    if name not in recipe.learning_rates:
+    if name not in recipe.offered:
         raise InputError(
             explain(
                 f"optimizer={name!r}",
                 f"the recipe {recipe.name!r} does not offer it",
-                f"use one of {', '.join(recipe.learning_rates)}",
+                f"use one of {', '.join(recipe.offered)}",
             )
         )
     rate = options.learning_rate or recipe.learning_rates[name]

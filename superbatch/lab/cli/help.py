@@ -1,0 +1,117 @@
+"""Texts of help and of wrong usage: whole paragraphs, flags without a type, suggestions for typos."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from superbatch._version import __version__
+
+from .exits import INTERRUPTED, NOTHING_KEPT
+
+OVERVIEW = f"""\
+superbatch {__version__}: exact gradient accumulation
+
+See it:
+  superbatch compare                     the real batch and splits of it, trained side by side
+Use it on your model:
+  superbatch init recipe.py              write a recipe to fill in: model, data, loss
+  superbatch verify recipe.py:recipe     is the accumulated gradient that of the batch?
+  superbatch fit recipe.py:recipe        which micro-batch fits, and which is fastest?
+Choose a batch:
+  superbatch advise recipe.py:recipe     does accumulation pay?
+  superbatch noise recipe.py:recipe      is a larger batch worth it?
+  superbatch survey recipe.py:recipe     which learning rate?
+More:
+  superbatch study                       open questions, answered on this machine
+  superbatch caffe solver.prototxt       what a Caffe solver file says
+
+superbatch COMMAND --help lists the options; superbatch --install-completion sets up Tab."""
+
+
+def paragraphs(function: Callable[..., Any]) -> str:
+    r"""The docstring of a command with one line per paragraph, so that a terminal folds it at its own width.
+
+    Args:
+        function: of a command.
+
+    Returns:
+        Paragraphs, an empty line between two.
+
+    Examples:
+        >>> def command():
+        ...     '''Do one thing.
+        ...
+        ...     It takes
+        ...     two lines.
+        ...     '''
+        >>> paragraphs(command)
+        'Do one thing.\n\nIt takes two lines.'
+    """
+    text = inspect.getdoc(function) or ""
+    return "\n\n".join(" ".join(each.split()) for each in text.split("\n\n"))
+
+
+class Command(TyperCommand):
+    """A command whose help shows no type beside a flag."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Parameters; those that take no value have no type to show."""
+        return _without_types(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A group of commands whose help shows no type beside a flag, and that says what Ctrl-C left."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        """Read the arguments of the group; after Ctrl-C typer would end without a word."""
+        with _told():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; after Ctrl-C typer would end without a word."""
+        with _told():
+            return super().invoke(ctx)
+
+    def get_params(self, ctx: Any) -> Any:
+        """Parameters; those that take no value have no type to show."""
+        return _without_types(super().get_params(ctx))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(NOTHING_KEPT, file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _without_types(parameters: Any) -> Any:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.metavar is None:
+            parameter.metavar = ""
+    return parameters
+
+
+def usage_text(error: Any) -> str:
+    """Describe a wrong command line: the mistake, what was probably meant, and where help is.
+
+    Args:
+        error: typer's usage error.
+
+    Returns:
+        One line.
+    """
+    meant = [*(getattr(error, "possibilities", None) or ())][:2]  # the closest first
+    wrong = " ".join((error.message if meant else error.format_message()).split()).rstrip(".")
+    if meant:
+        wrong += f". Did you mean {' or '.join(meant)}?"
+    command = getattr(getattr(error, "ctx", None), "command_path", "superbatch")
+    return f"{wrong}{'' if wrong.endswith('?') else '.'} See {command} --help."

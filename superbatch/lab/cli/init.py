@@ -1,0 +1,32 @@
+"""`superbatch init FILE`: a recipe to fill in."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from superbatch.errors import InputError
+
+from .printing import write_file
+
+File = Annotated[Path, typer.Argument(help="the file to write, such as recipe.py")]
+
+
+def init(file: File = Path("recipe.py")) -> None:
+    """Write a commented recipe that runs as it stands: replace its model, data and loss by yours.
+
+    A file that is there already is never overwritten. Exit code: 0 done, 2 wrong input.
+    """
+    if file.suffix != ".py":
+        raise InputError(f"{str(file)!r} is no name of a Python file. Write recipe.py, for example.")
+    if file.exists():
+        raise InputError(f"{str(file)!r} is there already. Name another file, or move it away.")
+    text = files("superbatch.lab.recipes").joinpath("template.py").read_text(encoding="utf-8")
+    try:
+        write_file(file, text.replace("recipe.py:recipe", f"{file}:recipe"))
+    except OSError as error:
+        raise InputError(f"{str(file)!r} cannot be written: {error.strerror}. Name another file.") from error
+    print(f"wrote {file}; it runs as it stands:\n\n  superbatch verify {file}:recipe")

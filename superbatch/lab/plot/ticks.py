@@ -1,0 +1,117 @@
+"""Ticks of logarithmic axes: some are always labelled, also where an axis spans less than a decade."""
+
+# matplotlib leaves the types of its ticks open:
+# pyright: standard
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from matplotlib.axis import Axis
+from matplotlib.ticker import Locator, MaxNLocator, NullLocator
+
+MOST = 8
+"""Powers that an axis shows, at most."""
+
+Text = Callable[[float], str]
+
+# Multiples of each power of ten, the coarsest first.
+_STEPS = ((1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 2.0, 3.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
+
+
+def ticks_between(low: float, high: float, *, base: int = 10) -> list[float]:
+    """Round numbers in a range: powers of the base, simple multiples of them, or equal steps.
+
+    Args:
+        low: lower end, above zero.
+        high: upper end.
+        base: 2 or 10.
+
+    Returns:
+        Three numbers or more, about eight at most; none where the range is no range above zero.
+
+    Examples:
+        >>> ticks_between(1.1, 1.8)
+        [1.2, 1.4, 1.6, 1.8]
+        >>> ticks_between(0.3, 4), ticks_between(1e-6, 10)[::4]
+        ([0.3, 0.5, 1.0, 2.0, 3.0], [1e-06, 0.01])
+        >>> ticks_between(10, 100, base=2), ticks_between(1.2, 2.2, base=2)
+        ([16.0, 32.0, 64.0], [1.2, 1.4, 1.6, 1.8, 2.0, 2.2])
+    """
+    if not 0 < low < high < math.inf:
+        return []
+    fine = (_multiples(low, high, steps) for steps in _STEPS if base == 10)
+    candidates = (_powers(low, high, base), *fine)
+    fewest = 4 if base == 10 else 3
+    return next((each for each in candidates if len(each) >= fewest), _equal_steps(low, high, base))
+
+
+def _powers(low: float, high: float, base: int) -> list[float]:
+    """Powers of the base, or of its square, cube, ... where those are too many."""
+    first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
+    stride = max(1, -(-(last - first + 1) // MOST))
+    return [float(base) ** power for power in range(first, last + 1) if power % stride == 0]
+
+
+def _multiples(low: float, high: float, steps: Sequence[float]) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = (float(f"{step * 10.0**decade:.6g}") for decade in decades for step in steps)
+    return [value for value in found if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+
+
+def _equal_steps(low: float, high: float, base: int) -> list[float]:
+    # Bytes are in steps of a KiB, MiB, ...
+    unit = 1024.0 ** max(0, math.floor(math.log(high, 1024))) if base == 2 else 1.0
+    found = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low / unit, high / unit)
+    values = (float(f"{value * unit:.10g}") for value in found)
+    return [value for value in values if low <= value <= high]
+
+
+def readable(axis: Axis, text: Text | None = None, *, base: int = 10) -> None:
+    """Label a logarithmic axis with round numbers, whatever it spans.
+
+    Args:
+        axis: of a plot, whose scale is logarithmic already.
+        text: of a tick; by default the number itself, or a power of ten where that is shorter.
+        base: 2 or 10.
+
+    Examples:
+        >>> from matplotlib.figure import Figure
+        >>> axes = Figure().add_subplot()
+        >>> axes.set_yscale("log")
+        >>> _ = axes.set_ylim(1.1, 1.9)
+        >>> readable(axes.yaxis)
+        >>> [label.get_text() for label in axes.get_yticklabels()]
+        ['1.2', '1.4', '1.6', '1.8']
+    """
+    say = text or tick_text
+    axis.set_major_locator(_RoundNumbers(base))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: say(value))
+
+
+def tick_text(value: float) -> str:
+    r"""A number on an axis, as short as it can be read.
+
+    Examples:
+        >>> tick_text(0.02), tick_text(1500.0), tick_text(1e-6), tick_text(2e-6)
+        ('0.02', '1500', '$10^{-6}$', '$2\\times10^{-6}$')
+    """
+    if value <= 0 or 1e-3 <= value < 1e5:
+        return f"{value:.10g}"
+    power = math.floor(math.log10(value) + 1e-9)
+    factor = f"{value / 10.0**power:.3g}"
+    return f"$10^{{{power}}}$" if factor == "1" else f"${factor}\\times10^{{{power}}}$"
+
+
+class _RoundNumbers(Locator):
+    def __init__(self, base: int) -> None:
+        self.base = base
+
+    def __call__(self) -> Sequence[float]:
+        assert self.axis is not None
+        return self.tick_values(*sorted(self.axis.get_view_interval()))
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        return ticks_between(vmin, vmax, base=self.base)

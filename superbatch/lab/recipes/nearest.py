@@ -1,0 +1,24 @@
+"""Names that were probably meant: a typo is answered with the closest name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence that says which name was probably meant.
+
+    Args:
+        name: as it was typed.
+        names: those that there are.
+
+    Returns:
+        A question with the closest name, or a full stop where none is close.
+
+    Examples:
+        >>> did_you_mean("digit", ["digits", "text"]), did_you_mean("image", ["digits", "text"])
+        ("; did you mean 'digits'?", '.')
+    """
+    close = get_close_matches(name, [*names], n=1)
+    return f"; did you mean {close[0]!r}?" if close else "."

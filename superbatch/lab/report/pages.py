@@ -1,0 +1,189 @@
+"""Reports of the commands that measure and advise as self-contained pages; `html` has the two of training."""
+
+from __future__ import annotations
+
+# pyright: strict
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from superbatch.results.advice import Advice
+from superbatch.results.caffe import CaffeExplained
+from superbatch.results.verification import Verification
+
+from . import advice_text, caffe_text, fitting_text, noise_study, survey_text
+from .fitting import Fitting
+from .noise_study import NoiseStudy
+from .page import document, pairs, partial_mark, picture, table, terms
+from .surveys import Surveys
+from .table import Column, Table
+
+
+def fitting_page(report: Fitting, *, light: bytes, dark: bytes) -> str:
+    """Write a fit as an HTML page.
+
+    Args:
+        report: of a fit, whole or partial.
+        light: PNG of the plot on a light ground.
+        dark: PNG of the plot on a dark ground.
+
+    Returns:
+        HTML with everything inside it.
+    """
+    tables = (
+        fitting_text.sizes_table(report),
+        fitting_text.reach_table(report),
+        fitting_text.savings_table(report),
+    )
+    plot = picture(light, dark, what="Peak memory and time per sample by size of the micro-batch.")
+    body = [f'<p class="quiet">{escape(report.description)}.</p>', _mark(partial=report.partial)]
+    body += [*_said(fitting_text.findings(report)), *_tables(tables), "<h2>Plot</h2>", plot]
+    body += [*_columns(tables), _run(report.command, report.versions)]
+    return _page(f"superbatch fit: {report.recipe}", body)
+
+
+def noise_page(report: NoiseStudy, *, light: bytes, dark: bytes) -> str:
+    """Write a noise study as an HTML page.
+
+    Args:
+        report: whole or partial.
+        light: PNG of the plot on a light ground.
+        dark: PNG of the plot on a dark ground.
+
+    Returns:
+        HTML with everything inside it.
+    """
+    tables = (noise_study.points_table(report), noise_study.steps_table(report))
+    plot = picture(
+        light, dark, what="The noise scale over the training; the time by number of micro-batches."
+    )
+    body = [f'<p class="quiet">{escape(report.description)}.</p>', _mark(partial=report.partial)]
+    body += [*_said(noise_study.findings(report)), *_tables(tables), "<h2>Plot</h2>", plot]
+    body += [*_columns(tables), _run(report.command, report.versions)]
+    return _page(f"superbatch noise: {report.recipe}", body)
+
+
+def surveys_page(report: Surveys, *, light: bytes, dark: bytes) -> str:
+    """Write a study of surveys as an HTML page.
+
+    Args:
+        report: whole or partial.
+        light: PNG of the plot on a light ground.
+        dark: PNG of the plot on a dark ground.
+
+    Returns:
+        HTML with everything inside it.
+    """
+    tables = (survey_text.surveys_table(report),)
+    plot = picture(light, dark, what="Loss over the surveyed value; what each survey suggests.")
+    said = [survey_text.suggestion(report), *survey_text.conclusions(report)]
+    body = [f'<p class="quiet">{escape(report.description)}.</p>', _mark(partial=report.partial)]
+    body += [*_said(said), *_tables(tables), "<h2>Plot</h2>", plot, *_columns(tables)]
+    body += ["<h2>The arms</h2>", terms((arm.name, arm.how) for arm in report.arms)]
+    body += [_run(report.command, report.versions)]
+    return _page(f"superbatch survey: {report.recipe}", body)
+
+
+def advice_page(report: Advice, *, light: bytes, dark: bytes) -> str:
+    """Write an advice as an HTML page: all that the terminal leaves out is here.
+
+    Args:
+        report: of an advice, whole or partial.
+        light: PNG of the plot on a light ground.
+        dark: PNG of the plot on a dark ground.
+
+    Returns:
+        HTML with everything inside it.
+    """
+    tables = (
+        advice_text.steps_table(report),
+        advice_text.models_table(report),
+        advice_text.alternative_table(report),
+    )
+    plot = picture(light, dark, what="Time to the same loss by number of micro-batches.")
+    body = [_mark(partial=report.partial), *_said(advice_text.findings(report)), *_tables(tables)]
+    body += ["<h2>Plot</h2>", plot, *_columns(tables), _run(report.command, report.versions)]
+    return _page(f"superbatch advise: {report.verdict}", body)
+
+
+def caffe_page(report: CaffeExplained, *, light: bytes, dark: bytes) -> str:
+    """Write an explained solver file as an HTML page.
+
+    Args:
+        report: of `superbatch.caffe.explain_solver`.
+        light: PNG of the plot on a light ground.
+        dark: PNG of the plot on a dark ground.
+
+    Returns:
+        HTML with everything inside it.
+    """
+    tables = (caffe_text.settings_table(report),)
+    plot = picture(light, dark, what="The learning rate over the updates.")
+    body = [*_tables(tables), "<h2>What may surprise</h2>"]
+    body += [f"<p>{escape(each)}</p>" for each in caffe_text.findings(report)]
+    body += ["<h2>Plot</h2>", plot, "<h2>train.py</h2>", f"<pre>{escape(report.code)}</pre>"]
+    body += [_run(report.command, report.versions)]
+    return _page(f"superbatch caffe: {report.source}", body)
+
+
+def verification_page(report: Verification, *, recipe: str, command: Mapping[str, str]) -> str:
+    """Write a verification as an HTML page.
+
+    Args:
+        report: of `superbatch.torch.verify`.
+        recipe: its name.
+        command: what was asked for: name of a flag -> value.
+
+    Returns:
+        HTML with everything inside it.
+    """
+    body = [*_said([line.strip() for line in report.lines()]), *_tables((differences_table(report),))]
+    body += [_run(command, {})]
+    return _page(f"superbatch verify: {recipe}", body)
+
+
+def differences_table(report: Verification) -> Table:
+    """The relative difference of each gradient, one column for each dtype.
+
+    Args:
+        report: of `superbatch.torch.verify`.
+
+    Returns:
+        Text.
+    """
+    header, rows = report.rows()
+    columns = tuple(Column(heading, "relative difference of the gradient") for heading in header)
+    return Table("relative difference of each gradient", columns, tuple(rows))
+
+
+def _page(title: str, body: Sequence[str]) -> str:
+    return document(title, [f"<h1>{escape(title)}</h1>", *body])
+
+
+def _mark(*, partial: bool) -> str:
+    return partial_mark() if partial else ""
+
+
+def _said(sentences: Sequence[str]) -> list[str]:
+    """Sentences, of which the first is the verdict."""
+    first, *others = sentences
+    return [f'<p class="verdict">{escape(first)}</p>', *(f"<p>{escape(each)}</p>" for each in others)]
+
+
+def _tables(tables: Sequence[Table]) -> list[str]:
+    return [f"<h2>{escape(each.title)}</h2>{table(each)}" for each in tables if each.rows]
+
+
+def _columns(tables: Sequence[Table]) -> list[str]:
+    meanings = {
+        column.heading: column.meaning
+        for each in tables
+        if each.rows
+        for column in each.columns
+        if column.meaning
+    }
+    return ["<h2>How to read this</h2>", terms(meanings.items())]
+
+
+def _run(command: Mapping[str, str], versions: Mapping[str, str]) -> str:
+    asked = pairs("Asked for", command) + pairs("Versions", versions)
+    return f'<h2>What was run</h2><div class="columns">{asked}</div>' if asked else ""
