@@ -3,8 +3,8 @@
 In a page, `<!-- include: README.md -->` becomes that file of the repository, with its links turned to the
 pages of the site; `<!-- exports: superbatch/torch -->` becomes the reference of every name that this package
 re-exports (`first: Accumulator, WholeBatch` in it: these before the others);
-`<!-- modules: superbatch/results/*.py -->` that of every module that matches; `<!-- commands -->` the commands
-of the command line; and `<!-- decisions -->` the list of decisions. What is new is listed by itself.
+`<!-- modules: superbatch/results/*.py -->` that of every module that matches; `<!-- commands -->` the
+commands of the command line; and `<!-- decisions -->` the list of decisions. What is new is listed by itself.
 """
 
 from __future__ import annotations
