@@ -96,9 +96,8 @@ class ByteModel(nn.Module):
         length = ids.shape[1]
         x = self.bytes(ids) + self.places(torch.arange(length, device=ids.device))
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device, dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, src_mask=mask, is_causal=True)
-        return self.head(x)
+        first, second = self.blocks
+        return self.head(second(first(x, mask, is_causal=True), mask, is_causal=True))
 
 
 def set_up() -> tuple[int, int, torch.device]:
@@ -163,8 +162,8 @@ def distances(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, float]
 @torch.no_grad()
 def bits_per_byte(model: nn.Module, texts: list[bytes], device: torch.device) -> float:
     batch = collate(texts)
-    logits = model(batch["ids"].to(device)).cpu()
-    return float(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())) / math.log(2)
+    logits = model(batch["ids"].to(device)).cpu().flatten(0, 1)
+    return float(F.cross_entropy(logits, batch["labels"].flatten())) / math.log(2)
 
 
 def show(update: Update, index: int, log: Any, *, printed: bool) -> None:
@@ -177,7 +176,7 @@ def show(update: Update, index: int, log: Any, *, printed: bool) -> None:
 
 
 def save(file: Path, parts: dict[str, Any], index: int) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(exist_ok=True)
     torch.save({"index": index, **{name: part.state_dict() for name, part in parts.items()}}, file)
 
 
