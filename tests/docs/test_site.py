@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs import links
+from tests.docs import browser, links
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,3 +127,46 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     text = '<p id="a"><a href="other/">x</a><a href="#b">x</a><a href="#a">x</a></p>'
     (tmp_path / "index.html").write_text(text)
     assert links.broken_links(tmp_path) == ["index.html: #b", "index.html: other/"]
+
+
+# In a headless browser: nothing overflows, no picture is missing, no error is on the console.
+
+FEW = ("index.html", "exactness/index.html")  # the front page, and the widest table
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    found = browser.chromium()
+    if found is None:
+        pytest.skip(f"no browser is installed: none of {', '.join(browser.NAMES)} is on the path")
+    return found
+
+
+def test_pages_fit_a_phone_and_a_desktop(site: Path, chromium: str, tmp_path: Path) -> None:
+    assert set(FEW) <= set(links.page_names(site))
+    assert not browser.problems(chromium, site, list(FEW), tmp_path)
+
+
+@pytest.mark.slow
+def test_all_pages_fit_a_phone_and_a_desktop(site: Path, chromium: str, tmp_path: Path) -> None:
+    assert not browser.problems(chromium, site, links.page_names(site), tmp_path)
+
+
+WRONG = {
+    "wide": ('<div style="width: 500px">x</div>', "wide/index.html at 390 px: 5"),
+    "picture": ('<img src="none.png">', "no picture"),
+    "error": ("<script>undefined_name()</script>", "undefined_name is not defined"),
+}
+
+
+def test_what_is_wrong_is_found(chromium: str, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    for name, (body, _) in WRONG.items():
+        (site / name).mkdir(parents=True)
+        (site / name / "index.html").write_text(f"<!doctype html><body>{body}</body>")
+    (site / "right").mkdir()
+    (site / "right" / "index.html").write_text('<!doctype html><body><p id="here">x</p></body>')
+    found = browser.problems(chromium, site, links.page_names(site), tmp_path / "profile")
+    for name, (_, expected) in WRONG.items():
+        assert any(expected in line for line in found), (name, found)
+    assert not [line for line in found if line.startswith(("right", "wide/index.html at 1280"))]
