@@ -1,25 +1,30 @@
 """A scorecard: how far is the update of each tool from the update of the real large batch?
 
     python benchmarks/exactness.py [--peers all|none|NAMES] [--dtypes float64,float32] [--json FILE]
+        [--publish]
 
 Rows are cases, columns are ways of accumulating, each as its own documentation says. A cell is the relative
 error of the parameters' change, ``max over named parameters of ||change - truth|| / ||truth||``; the truth is
 the real large batch in plain torch and float64. The exit code is 1 if ours is out of its bounds in any case.
-The other libraries come with ``pip install superbatch[peers]``.
+The other libraries come with ``pip install superbatch[peers]``. ``--publish`` keeps the numbers in
+benchmarks/exactness.json and makes the tables of docs/exactness.md and README.md from them.
 """
 
 import argparse
 import json
 import math
 import os
+import platform
 import re
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
 
+import scorecard
 import torch
 from cases import CASES, Case, references
 from peers import Peer, choose
@@ -65,11 +70,16 @@ def main() -> int:
     parser.add_argument("--peers", default="all", help='"all", "none" or names separated by commas')
     parser.add_argument("--dtypes", default="float64,float32")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument(
+        "--publish", action="store_true", help="also make the tables of docs/exactness.md and README.md"
+    )
     options = parser.parse_args()
     try:
         peers, dtypes = choose(options.peers), [DTYPES[name] for name in options.dtypes.split(",")]
     except (ValueError, KeyError) as error:
         parser.error(str(error))
+    if options.publish and missing_columns(peers, dtypes):
+        parser.error(f"--publish needs {missing_columns(peers, dtypes)}")
     torch.set_num_threads(1)
     modules = _load(peers)
     rows = [
@@ -83,7 +93,35 @@ def main() -> int:
     _print_notes(rows, peers, modules)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if options.publish:
+        scorecard.publish(record_of(rows, peers))
     return 0 if all(row.ours_is_exact for row in rows) else 1
+
+
+def missing_columns(peers: list[Peer], dtypes: list[torch.dtype]) -> str:
+    """What a published table would lack: other libraries, a column, or a precision."""
+    lacking = [str(peer.package) for peer in peers if peer.package and version_of(peer.package) is None]
+    lacking += [] if peers == choose("all") else ["--peers all"]
+    lacking += [] if dtypes == list(DTYPES.values()) else ["both dtypes"]
+    return ", ".join(dict.fromkeys(lacking))
+
+
+def record_of(rows: list[Row], peers: list[Peer]) -> scorecard.Record:
+    """A run as it is kept: when, with what, and every number."""
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "python": platform.python_version(),
+        "versions": versions_of(peers),
+        "columns": {peer.name: peer.title for peer in peers},
+        "cases": {case.name: case.why for case in CASES},
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def versions_of(peers: list[Peer]) -> dict[str, str]:
+    """Version of each installed library by its distribution."""
+    found = {peer.package: version_of(peer.package) for peer in peers if peer.package}
+    return {"torch": torch.__version__, **{name: version for name, version in found.items() if version}}
 
 
 def _load(peers: list[Peer]) -> dict[str, ModuleType]:
@@ -189,11 +227,8 @@ def _show(cell: Cell, row: Row, *, is_ours: bool) -> str:
 
 def _print_notes(rows: list[Row], peers: list[Peer], modules: dict[str, ModuleType]) -> None:
     """Versions, reasons and what each case is about."""
-    versions = {
-        "torch": torch.__version__,
-        **{p.package: found for p in peers if p.package and (found := version_of(p.package))},
-    }
-    print("\nVersions:", ", ".join(f"{package} {version}" for package, version in versions.items()))
+    versions = [f"{package} {version}" for package, version in versions_of(peers).items()]
+    print("\nVersions:", ", ".join(versions))
     missing = sorted({peer.package or "" for peer in peers if peer.name not in modules})
     if missing:
         print(f"Not installed: {', '.join(missing)}. Install them with: pip install 'superbatch[peers]'")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.scorecard import read_record
 from tests import forked
 
 pytestmark = pytest.mark.benchmarks
@@ -66,6 +67,21 @@ def test_output_names_cases_versions_and_reasons(scorecard):
         assert row["case"] in result.stdout
     assert "Versions: torch" in result.stdout
     assert "FAILS" not in result.stdout
+
+
+def test_the_published_table_has_the_numbers_of_this_run(scorecard):
+    _, rows = scorecard
+    published = {(row["case"], row["table"]): row["cells"] for row in read_record()["rows"]}
+    assert set(published) == {(row["case"], row["table"]) for row in rows}
+    for row in rows:
+        kept = published[row["case"], row["table"]]["tutorial"]["error"]
+        assert row["cells"]["tutorial"]["error"] == pytest.approx(kept, rel=0.02, abs=1e-5, nan_ok=True)
+
+
+def test_a_table_that_lacks_a_column_is_not_published():
+    result = run("exactness.py", "--peers", "none", "--publish")
+    assert result.returncode == 2
+    assert "--publish needs --peers all" in result.stderr
 
 
 def test_a_wrong_accumulation_fails_the_scorecard(tmp_path):
