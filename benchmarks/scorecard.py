@@ -115,7 +115,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _table(record: Record, table: str) -> str:
-    columns = record["columns"]
+    # Ours first: a narrow window cuts off the last columns.
+    columns = dict(sorted(record["columns"].items(), key=lambda column: column[0] != "ours"))
     scores = [score for score in record["rows"] if score["table"] == table]
     rows = [[score["case"], *(show(score, name) for name in columns)] for score in scores]
     return markdown(["case", *columns.values()], rows)
