@@ -1,4 +1,4 @@
-"""Interrupts (SIGINT, Ctrl-C) deferred while something must not be cut in two."""
+"""Signals (Ctrl-C, and those that a cluster sends) deferred while something must not be cut in two."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ try:  # the functions below `signal`'s own, which spend 5 us per call on enums
 except ImportError:  # no CPython
     _signals = signal
 
-_INTERRUPT = int(signal.SIGINT)
+_SIGNALS = [int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 T = TypeVar("T")
 
 
 class DeferredInterrupts:
-    """Context in which SIGINT waits; what the program's handler does with it happens at the end.
+    """Context in which SIGINT, SIGTERM and SIGUSR1 wait; their handlers are called at its end.
 
-    Python calls handlers in the main thread alone, so other threads need no such context, and change nothing.
-    A handler that is no Python function (the system's default, "ignore") stays in place. Several interrupts
-    count as one. The handler is restored also where the block raises.
+    Programs save a checkpoint on the latter two when a cluster stops them. Python calls handlers in the main
+    thread alone, so other threads need no such context, and change nothing. A handler that is no Python
+    function (the system's default, "ignore") stays in place. Several signals of one kind count as one. The
+    handlers are restored also where the block raises.
 
     Examples:
         >>> done = []
@@ -38,36 +39,40 @@ class DeferredInterrupts:
         ['the whole block', 'then the interrupt']
     """
 
-    __slots__ = ("_frame", "_handler", "_note", "_waiting")
+    __slots__ = ("_handlers", "_note", "_waiting")
 
     def __enter__(self) -> DeferredInterrupts:
-        self._waiting, self._frame = False, None
-        handler = _signals.getsignal(_INTERRUPT)
-        self._handler: Any = handler if callable(handler) else None  # not SIG_DFL, SIG_IGN, or one of C code
-        if self._handler is not None:
-            self._note = self._defer
-            try:
-                _signals.signal(_INTERRUPT, self._note)
-            except ValueError:  # in another thread; to ask first takes longer
-                self._handler = self._note = None
-                if threading.current_thread() is threading.main_thread():
-                    raise
+        self._waiting: dict[int, FrameType | None] = {}
+        self._handlers: list[tuple[int, Any]] = []
+        self._note = self._defer
+        try:
+            for number in _SIGNALS:
+                handler = _signals.getsignal(number)
+                if callable(handler):  # not SIG_DFL, SIG_IGN, or one of C code
+                    self._handlers.append((number, handler))
+                    _signals.signal(number, self._note)
+        except BaseException as error:
+            if isinstance(error, ValueError) and threading.current_thread() is not threading.main_thread():
+                self._handlers = []  # to ask first takes longer
+            else:
+                self.__exit__(None, None, None)
+                raise
         return self
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
-        self._waiting, self._frame = True, frame
+        self._waiting[number] = frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        handler = self._handler
-        if handler is None:
-            return
-        if _signals.getsignal(_INTERRUPT) is self._note:  # else the block has set another one, which stays
-            _signals.signal(_INTERRUPT, handler)
-        frame, self._note, self._frame = self._frame, None, None  # a cycle, and frames hold tensors
-        if self._waiting:
-            handler(_INTERRUPT, frame)
+        handlers = self._handlers[::-1]  # of SIGINT last: it mostly raises
+        for number, handler in handlers:
+            if _signals.getsignal(number) is self._note:  # else the block has set another one, which stays
+                _signals.signal(number, handler)
+        waiting, self._note, self._waiting = self._waiting, None, {}  # a cycle, and frames hold tensors
+        for number, handler in handlers:
+            if number in waiting:
+                handler(number, waiting.pop(number))
 
 
 class EnteredOrLeft(Generic[T]):

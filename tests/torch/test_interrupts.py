@@ -20,6 +20,7 @@ from superbatch.errors import OptimizerError, WindowError
 from superbatch.torch import Accumulator
 from superbatch.torch.interrupts import DeferredInterrupts
 from superbatch.torch.window import open_window
+from tests.torch.helpers import mlp, mse, rows
 from tests.torch.interrupted_windows import Run
 from tests.torch.states import assert_unchanged
 
@@ -256,3 +257,27 @@ def test_a_window_that_never_reached_its_end_is_discarded() -> None:
     window.__exit__(None, None, None)
     run.update(1)
     assert_unchanged(expected("owned", 2), run.state())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_checkpoint_on_a_signal_of_the_cluster_is_that_of_the_whole_update(number: signal.Signals) -> None:
+    """It comes in the middle of the optimizer's step; its handler runs when the window is over."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate = Accumulator(model, optimizer, lambda part: mse(model, part), microbatch_size=2, check=False)
+    saved: list[tuple[dict[str, Any], float]] = []
+
+    def save(*_: object) -> None:
+        saved.append((accumulate.state_dict(), float(next(model.parameters()).detach().sum())))
+
+    before = signal.signal(number, save)
+    handle = optimizer.register_step_pre_hook(lambda *_: signal.raise_signal(number))
+    try:
+        assert accumulate(rows(6)[0]).made
+        assert signal.getsignal(number) is save
+    finally:
+        handle.remove()
+        signal.signal(number, before)
+    ((state, total),) = saved
+    assert state["updates"] == 1 and state["window"] is None
+    assert total == float(next(model.parameters()).detach().sum())

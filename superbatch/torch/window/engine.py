@@ -176,8 +176,8 @@ class Engine:
             WindowError: it was called by something that the end of the window calls.
         """
         if self._window is not None:
-            if self._window.is_ending:
-                raise misuse.inside_end("discard()")
+            if self._window.is_busy:
+                raise misuse.while_busy("discard()")
             self._window.abandon()
         self._resume = discard_saved(self._resume, self.config)
 

@@ -42,11 +42,11 @@ def other_parameters() -> WindowError:
     )
 
 
-def inside_end(call: str) -> WindowError:
-    """Return the error for a call by a hook, scheduler or participant while the window ends."""
+def while_busy(call: str) -> WindowError:
+    """Return the error for a call by a hook, scheduler or participant while the window begins or ends."""
     return WindowError(
-        f"{call} was called while the window was ending, by a hook, a scheduler or a participant: the update "
-        "is half made there. Call it after the window."
+        f"{call} was called by a hook, a scheduler or a participant while the window was beginning or "
+        "ending, where the update is half made. Call it after the window."
     )
 
 

@@ -43,7 +43,7 @@ class OpenWindow(Generic[T]):
         resume: the saved state that it resumes; None: it begins anew.
         is_open: whether its block was entered and not left; set by the engine.
         is_over: whether its block was left: it cannot be entered again.
-        is_ending: whether its end is being made, which calls hooks, schedulers and participants.
+        is_busy: whether its beginning or end is being made, which calls hooks, schedulers and participants.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class OpenWindow(Generic[T]):
         started = time.perf_counter()
         self._config, self.resume = config, resume
         self._entered, self._resumed, self._leaving = entered, resumed, leaving
-        self.is_open = self.is_over = self._is_idle = self.is_ending = False
+        self.is_open = self.is_over = self._is_idle = self.is_busy = False
         self._iterator: Generator[Any, None, None] | None = None
         self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
         self._progress = Progress(pieces, weights, weights.new_losses())
@@ -84,11 +84,13 @@ class OpenWindow(Generic[T]):
             with DeferredInterrupts():
                 self.transaction.modes = Modes()
                 self._entered(self)
+                self.is_busy = True
                 self._config.until_next.clear()
                 self.transaction.begin()
                 if self.resume is not None:
                     self._resumed()
                     self.transaction.load_state_dict(self.resume)
+                self.is_busy = False
             return self
         except BaseException as error:
             self.abandon(error)
@@ -122,7 +124,7 @@ class OpenWindow(Generic[T]):
         if self.is_open:
             with DeferredInterrupts():
                 try:
-                    self.is_ending = True
+                    self.is_busy = True
                     self.transaction.modes.recover(error)
                     if self._ending.passed:
                         self._ending.complete()
@@ -231,7 +233,7 @@ class OpenWindow(Generic[T]):
         if not self.is_open:
             return
         try:
-            self.is_ending = True
+            self.is_busy = True
             if kind is None and self._progress.complete:
                 self._config.before_step.note()
                 self.end_iteration()
@@ -278,7 +280,7 @@ class OpenWindow(Generic[T]):
 
     def _forget(self) -> None:
         """Free everything, and let the accumulator open another window."""
-        self.is_over, self.is_ending = True, False
+        self.is_over, self.is_busy = True, False
         update = self._ending.update
         made = update is not None and update.skipped is None
         transfer = self._config.transfer
@@ -360,6 +362,6 @@ class OpenWindow(Generic[T]):
         Raises:
             WindowError: a micro-batch has gone forward, and not yet backward; or the window is being ended.
         """
-        if self.is_ending:
-            raise misuse.inside_end("state_dict()")
+        if self.is_busy:
+            raise misuse.while_busy("state_dict()")
         return saving.state_of(self.transaction)
