@@ -76,7 +76,15 @@ collect_ignore += [str(ROOT / "tests" / "contract" / "keras_model.py")]  # for p
 
 # So are the integrations, each of which needs a library of its own.
 HOSTS = {
-    "transformers": ("hf.py", "hf_calls.py", "hf_host.py", "hf_items.py", "hf_losses.py", "trl.py"),
+    "transformers": (
+        "hf.py",
+        "hf_calls.py",
+        "hf_host.py",
+        "hf_items.py",
+        "hf_losses.py",
+        "hf_singles.py",
+        "trl.py",
+    ),
     "lightning": ("lightning.py", "lightning_windows.py"),
     "accelerate": ("accelerate.py",),
     "sentence_transformers": ("sentence_transformers.py",),
