@@ -42,6 +42,7 @@ class LossCalls:
 
     Attributes:
         is_trial: the loss is evaluated, and no micro-batch of a window.
+        ignores_checks: forwards outside of micro-batches are trials.
 
     Examples:
         >>> calls = LossCalls()
@@ -52,6 +53,8 @@ class LossCalls:
         False
         True
     """
+
+    ignores_checks = True
 
     def __init__(self) -> None:
         self.is_trial = self._expects = False

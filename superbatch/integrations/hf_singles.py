@@ -61,6 +61,12 @@ def check_singles(
         except Exception as error:  # noqa: BLE001  (a model may take one sample at a time, and raise anything)
             reason = str(error)
         engine.checked = True
+        if not reason and _count_alike(batch):
+            warn(
+                "superbatch checked the loss on samples with as many labels each: micro-batches of one "
+                "sample do not show whether weight_of() counts what it divides by. Compare the first loss "
+                "with that of per_device_train_batch_size=2."
+            )
     if reason:
         warn(
             "superbatch could not check what the loss is divided by: micro-batches of one sample do not show "
@@ -110,6 +116,15 @@ def together(
         if abs(total - sum(weigh(_row_of(batch, row)) for row in range(len(chosen)))) > 1e-6 * abs(total):
             raise SplitError("weight_of() returns another weight for samples together than the sum of theirs")
     return batch
+
+
+def _count_alike(batch: Any) -> bool:
+    """Return whether rows of labels have equally many that are not -100: a mean does not tell them apart."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
+        return False
+    counts = (labels != -100).flatten(1).sum(1)
+    return bool((counts == counts[0]).all())
 
 
 def _entries(sample: Mapping[str, Any]) -> int:

@@ -19,7 +19,10 @@ class LoggedValues:
 
     Attributes:
         is_inside: Lightning gets nothing of what is logged now.
+        ignores_checks: nothing is kept of forwards outside of micro-batches.
     """
+
+    ignores_checks = True
 
     def __init__(self) -> None:
         self._entries: list[tuple[str, Any, dict[str, Any], Any]] = []

@@ -11,7 +11,7 @@ TESTED = {
     "accelerate": ("1.15", "1.15"),
     "lightning": ("2.6", "2.6"),
     "sentence-transformers": ("6.2", "6.2"),
-    "transformers": ("5.23", "5.23"),
+    "transformers": ("5.23", "5.24"),
     "trl": ("1.16", "1.16"),
 }
 

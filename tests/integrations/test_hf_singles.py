@@ -147,6 +147,29 @@ def test_a_wrong_weight_is_an_error(tmp_path: Path) -> None:
         train(_Counted, CASES["tokens"], 1, 8, tmp_path, **OPTIONS)
 
 
+class _OwnMean(Trainer):
+    """A mean over labels of its own, which nothing says are left out by -100."""
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **options: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+
+class _OwnMeanOfSamples(_OwnMean, ExactTrainer):
+    """Counts samples."""
+
+    def weight_of(self, microbatch: Any) -> int:
+        return len(microbatch["labels"])
+
+
+def test_a_weight_that_single_samples_cannot_show_is_warned_of(tmp_path: Path) -> None:
+    case = CASES["tokens"]
+    large = train(_OwnMean, case, 8, 1, tmp_path, **OPTIONS)
+    with pytest.warns(UserWarning, match=r"do not show whether weight_of\(\) counts what it divides by"):
+        single = train(_OwnMeanOfSamples, case, 1, 8, tmp_path, **OPTIONS)
+    assert gap(large, single) > 1e-3, "the premise: it is wrong"
+
+
 def test_labels_come_after_a_window_without(tmp_path: Path) -> None:
     case = WRONG["samples beside a mean over labels"]
     data = rows(case, 16)

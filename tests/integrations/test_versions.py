@@ -14,6 +14,7 @@ def test_another_version_than_those_tested_is_a_warning(
     installed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "version", {"transformers": installed}.__getitem__)
+    monkeypatch.setitem(versions.TESTED, "transformers", ("5.23", "5.23"))
 
     with pytest.warns(UserWarning, match=rf"tested with transformers 5\.23, and {installed} is installed"):
         versions.check_version("transformers")
@@ -22,6 +23,7 @@ def test_another_version_than_those_tested_is_a_warning(
 @pytest.mark.parametrize("installed", ["5.23", "5.23.7", "5.23.0rc1"])
 def test_a_tested_version_is_no_warning(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version", {"transformers": installed}.__getitem__)
+    monkeypatch.setitem(versions.TESTED, "transformers", ("5.23", "5.23"))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

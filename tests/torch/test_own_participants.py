@@ -324,3 +324,21 @@ def test_trials_of_sizes_leave_it_as_it_was() -> None:
     )
     update = accumulate(rows(6)[0])
     assert calls[0] > update.microbatches == counter.value
+
+
+def test_one_that_ignores_checks_is_not_asked_for_them() -> None:
+    """It counts what follows a savepoint alone, so a `begin` for a check would count the check."""
+
+    class Ignoring(Counter):
+        ignores_checks = True
+
+    counter, model = Ignoring(), mlp()
+    accumulate = Accumulator(
+        model,
+        sgd(model.parameters()),
+        lambda part: mse(model, part),
+        microbatch_size=2,
+        participants=[counter],
+    )
+    accumulate(rows(6)[0])
+    assert counter.calls == ["begin", "savepoint", "savepoint", "savepoint", "commit"]

@@ -15,6 +15,9 @@ class Participant(Protocol):
     The order of calls is ``begin [load_state_dict] (savepoint [rollback] | restart)* (commit | restore)``. A
     window that fails in `begin` calls `restore`. Not restored by participants: optimizers (`BeforeStep`) and
     torch's modes (`Modes`).
+
+    A participant of the user's is also restored after forwards that are no part of a window, such as those of
+    the check, by `begin` and `restore` or `savepoint` and `rollback`, unless it has `ignores_checks = True`.
     """
 
     def begin(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from ..participant import Participant
@@ -28,26 +29,18 @@ class Extra:
     def aside(self) -> Iterator[None]:
         """Restore all after the block, whose forwards are no part of a window, such as those of a check.
 
-        Inside a window the savepoint becomes that before the block.
+        Inside a window the savepoint becomes that before the block. Left out are participants with an
+        attribute ``ignores_checks = True``, which count what follows a savepoint alone.
         """
-        if not self._is_open:
-            try:
-                self.begin()
-                yield
-            finally:
-                self.restore()
-            return
-        self.savepoint()
-        unable = [each for each in self.participants if not each.rollback()]
-        saved = [copy.deepcopy(each.state_dict()) for each in unable]
-        self.savepoint()
-        try:
+        moved = [each for each in self.participants if not getattr(each, "ignores_checks", False)]
+        with ExitStack() as stack:  # which ends with the first one
+            for each in moved:
+                if self._is_open:
+                    stack.callback(_undo(each))
+                else:
+                    stack.callback(each.restore)
+                    each.begin()
             yield
-        finally:
-            for each in reversed(self.participants):
-                each.rollback()
-            for each, state in zip(unable, saved, strict=True):
-                each.load_state_dict(state)
 
     def begin(self) -> None:
         """Begin all."""
@@ -92,3 +85,12 @@ class Extra:
         """Resume from the states of all."""
         for each, saved in zip(self.participants, state["participants"], strict=True):
             each.load_state_dict(saved)
+
+
+def _undo(participant: Participant) -> Callable[[], object]:
+    """Make a savepoint in an open window, and return what restores it."""
+    participant.savepoint()
+    if participant.rollback():
+        participant.savepoint()
+        return participant.rollback
+    return partial(participant.load_state_dict, copy.deepcopy(participant.state_dict()))
