@@ -111,8 +111,8 @@ class _Reading:
         self._seen[id(each)] = len(self._seen), each
         self.plain.append(type(each))
         if isinstance(each, Tensor):
-            self.tensors += _bits(each)
-            self.is_known = type(each) in (Tensor, torch.nn.Parameter)
+            self.is_known = type(each) in (Tensor, torch.nn.Parameter)  # of others ranks may hold parts
+            self.tensors += _bits(each) if self.is_known else []
             return []
         if isinstance(each, _CODE):
             return []

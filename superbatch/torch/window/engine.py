@@ -255,6 +255,8 @@ class Engine:
 
     def _entered_later(self, owned: tuple[ManagedParameter, ...], window: OpenWindow[Any]) -> None:
         """Open a window that was made for some parameters, perhaps long ago."""
+        if self._window is not None:
+            raise misuse.second_window()
         self._make_ready()
         self.work.require_allowed()
         now = self._placement.choose(
