@@ -173,8 +173,8 @@ class OptimizerSteps:
                 self._calls.append(self._watched[-1].take)
         self._scaler_update: Once | None = None
         if scaler is not None:
-            self._scaler_update = Once(lambda: None if self._idle() else scaler.update())
-            self._calls.append(self._scaler_update.take)
+            self._scaler_update = Once(scaler.update)
+            self._calls.append(self._update_scaler)
 
     def take(self) -> str | None:
         """Make the steps that were not made.
@@ -214,6 +214,11 @@ class OptimizerSteps:
     def made(self) -> bool:
         """True once all steps were made, and each has done its work."""
         return all(step.returned for step in self._all_steps()) and not self._idle()
+
+    def _update_scaler(self) -> None:
+        """Update the scale, unless a step was left out."""
+        if self._scaler_update is not None and not self._idle():
+            self._scaler_update.take()
 
     def _all_steps(self) -> list[Once]:
         """Return the steps of the optimizers and of the scaler."""
