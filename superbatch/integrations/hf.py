@@ -159,7 +159,9 @@ class Exact(Trainer):
         singles = self._checks and has_single_samples(self)
 
         def check(taken: list[dict[str, Any]]) -> bool:
-            return not singles or check_singles(gradient_of, loss, taken, weigh=weigh, count=count)
+            return not singles or check_singles(
+                gradient_of, loss, taken, weigh=weigh, count=count, is_stated=is_given and not by_items
+            )
 
         return of_windows(loss, gradient_of, check, by_items=by_items)
 

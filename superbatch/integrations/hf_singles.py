@@ -24,6 +24,7 @@ def check_singles(
     *,
     weigh: Weigh | None,
     count: Weigh | None,
+    is_stated: bool = False,
 ) -> bool:
     """Check the loss of a window whose micro-batches are single samples, which have no parts to compare.
 
@@ -35,6 +36,7 @@ def check_singles(
         samples: the micro-batches.
         weigh: returns the weight of a micro-batch; None: it is not known.
         count: returns the labels that the loss counts; None: nothing tells which ones it leaves out.
+        is_stated: the weight is the user's word.
 
     Returns:
         False where no sample of a rank has weight, so that the next window is to be checked.
@@ -61,7 +63,7 @@ def check_singles(
         except Exception as error:  # noqa: BLE001  (a model may take one sample at a time, and raise anything)
             reason = str(error)
         engine.checked = True
-        if not reason and _count_alike(batch):
+        if not reason and is_stated and _count_alike(batch):
             warn(
                 "superbatch checked the loss on samples with as many labels each: micro-batches of one "
                 "sample do not show whether weight_of() counts what it divides by. Compare the first loss "
