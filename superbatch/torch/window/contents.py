@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Contents:
-    """What a failed step may have written: parameters, and everything that the optimizer reaches.
+    """Parameters, and everything that their optimizer reaches: a failed step may have written it.
 
     Its own attributes that are numbers or texts are left out: `put_back` restores them.
 
@@ -87,7 +87,7 @@ def _read(objects: list[Any]) -> _Reading | None:
 
 
 class _Reading:
-    """What objects hold: plain values and kinds in one list, bits of tensors in another."""
+    """Contents of objects: plain values and kinds in one list, bits of tensors in another."""
 
     def __init__(self, objects: list[Any]) -> None:
         self.plain: list[Any] = []
