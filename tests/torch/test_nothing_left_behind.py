@@ -707,11 +707,11 @@ def test_a_loop_outside_of_the_block_is_refused() -> None:
     model = nn.Linear(2, 1)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), microbatch_size=2)
     window = accumulator.window(torch.randn(4, 2))
-    with pytest.raises(WindowError, match="Do: loop inside the block"):
+    with pytest.raises(WindowError, match="Write the loop inside its"):
         next(iter(window))
     with window:
         for microbatch in window:
             window.backward(model(microbatch).mean())
     assert window.update is not None and window.update.made
-    with pytest.raises(WindowError, match="the window is not open"):
+    with pytest.raises(WindowError, match="Write the loop inside its"):
         next(iter(window))

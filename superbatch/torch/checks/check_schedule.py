@@ -13,7 +13,6 @@ so, the boundary of each window looks for what is cheap to see without a forward
 A count that a loss hardly divides by, or that a check was spent on already, is looked for in few windows.
 
 One number in a sum that every window makes tells all ranks of it. They check together, before the update.
-
 Training may move what a loss divides by: a threshold on predictions, the number of confident ones. No data
 shows it, so the loss is also checked without news, from window 10 on and each time that the number of windows
 has doubled, where the budget allows it.
@@ -75,6 +74,7 @@ class CheckSchedule:
 
     Attributes:
         idle: no window is checked, and there is nothing to say of it.
+        updates: number of those made before the window; set again where a window is entered later.
 
     Raises:
         InputError: `check` is no bool.
@@ -87,7 +87,7 @@ class CheckSchedule:
         self._can_check = check_bool(check, "check") and config.loss_fn is not None and not bare
         self._unsaid = check and config.loss_fn is None and not config.whole
         self.idle = not (self._can_check or self._unsaid)
-        self._updates, self._on, self._hints = 0, False, Hints()
+        self.updates, self._on, self._hints = 0, False, Hints()
         self._known: list[Count] = []
         self._counts: list[Count] = []  # those that no check has seen unequal
         self._urgent: list[Count] = []  # and that a window is checked for at any cost
@@ -96,14 +96,6 @@ class CheckSchedule:
         self._shared: set[str] = set()  # counts and lengths that all ranks know
         self._now = self._before = Memory()
         self._microbatches = self._pending = 0
-
-    def count(self, updates: int) -> None:
-        """Note how many updates were made, where others came between the making of a window and its entry.
-
-        Args:
-            updates: made so far.
-        """
-        self._updates = updates
 
     def open(self, pieces: MicrobatchList, first: Callable[..., Checked | None] | None, updates: int) -> None:
         """Check the first window before it is opened, or warn once that there is no `loss_fn` to check.
@@ -116,7 +108,7 @@ class CheckSchedule:
         Raises:
             LossSpecError, CoupledSamplesError: the loss is not what was declared.
         """
-        self._updates, self._now = updates, self._before
+        self.updates, self._now = updates, self._before
         if self._unsaid and (len(pieces) > 1 or self._config.sync.shared):
             self._unsaid, self.idle = False, True
             warn(_UNCHECKED)
@@ -142,7 +134,7 @@ class CheckSchedule:
         self._pending, self._found = count, None
         if count < 2 and not self._config.sync.shared:  # nothing is averaged
             return False
-        every = in_full(self._updates)
+        every = in_full(self.updates)
         found = self._find(shown, every=every)
         if found is None:
             return self._is_due(count)
@@ -152,7 +144,7 @@ class CheckSchedule:
             self._now, self._found = replace(now, said=(*now.said, *said)), found
             return True
         if now.unverified is None:  # what is looked for in few windows may have been there in those before
-            first = max(self._updates // 2, self._updates - WINDOWS) + 1 if every else self._updates
+            first = max(self.updates // 2, self.updates - WINDOWS) + 1 if every else self.updates
             self._now = replace(now, unverified=first)
         return False
 
@@ -179,10 +171,10 @@ class CheckSchedule:
             first = self._first_unverified() if has_news else max(1, self._now.routine)
             raise type(error)(
                 f"{error} The first update that was not verified is update {first} "
-                f"(counted from 0); update {self._updates}, which shows the error, was not made."
+                f"(counted from 0); update {self.updates}, which shows the error, was not made."
             ) from None
         spent = self._now.spent + CALLS * max(1, len(chosen))
-        self._now = replace(self._now, spent=spent, routine=self._updates + 1)
+        self._now = replace(self._now, spent=spent, routine=self.updates + 1)
         self._record(shown.pieces, checked, chosen)
 
     def left(self, *, made: bool) -> None:
@@ -218,12 +210,12 @@ class CheckSchedule:
     def _is_due(self, count: int) -> bool:
         """Tell whether a check without news is due; the budget keeps another one for news."""
         now = self._now
-        if not now.compared or self._updates + 1 < max(ROUTINE, 2 * now.routine):
+        if not now.compared or self.updates + 1 < max(ROUTINE, 2 * now.routine):
             return False
         return now.spent + 2 * CALLS <= (self._microbatches + count) // WINDOWS
 
     def _first_unverified(self) -> int:
-        return self._updates if self._now.unverified is None else self._now.unverified
+        return self.updates if self._now.unverified is None else self._now.unverified
 
     def _record(self, pieces: MicrobatchList, checked: Checked, chosen: Sequence[Any]) -> None:
         lengths = {path for piece in pieces.microbatches[:1] for path in lengths_in(piece, pieces.paths)}

@@ -265,7 +265,7 @@ class Engine:
         same_sum = now.describe() == window.transaction.gradients.describe()
         if list(map(id, owned)) != list(map(id, self.config.owned)) or not same_sum:
             raise misuse.other_parameters()
-        self._schedule.count(self.updates)
+        self._schedule.updates = self.updates
         self._entered(window)
 
     def _entered(self, window: OpenWindow[Any]) -> None:
