@@ -53,7 +53,7 @@ class DeferredInterrupts:
                     _signals.signal(number, self._note)
         except BaseException as error:
             if isinstance(error, ValueError) and threading.current_thread() is not threading.main_thread():
-                self._handlers = []  # to ask first takes longer
+                self._handlers = []  # only the main thread may set any; to ask first takes longer
             else:
                 self.__exit__(None, None, None)
                 raise

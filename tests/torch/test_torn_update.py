@@ -496,6 +496,8 @@ def test_a_step_whose_writes_no_counter_shows_was_made() -> None:
 
     optimizer.step = step  # type: ignore[method-assign, assignment]
     assert accumulator(model, optimizer)(batch).made
+    optimizer.unknown = iter([])  # type: ignore[attr-defined]  # an attribute that cannot be read
+    assert accumulator(model, optimizer)(batch).made
 
 
 def test_an_optimizer_may_hold_tensors_in_attributes() -> None:

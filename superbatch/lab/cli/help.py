@@ -70,12 +70,12 @@ class Group(TyperGroup):
     """A group of commands whose help shows no type beside a flag, and that says what Ctrl-C left."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """Read the arguments of the group; after Ctrl-C typer would end without a word."""
+        """Read the arguments of the group; typer alone would print nothing after Ctrl-C."""
         with _told():
             return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; after Ctrl-C typer would end without a word."""
+        """Run a command; typer alone would print nothing after Ctrl-C."""
         with _told():
             return super().invoke(ctx)
 

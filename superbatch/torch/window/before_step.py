@@ -149,9 +149,10 @@ class BeforeStep:
             states.forget()
 
     def put_back(self) -> bool:
-        """Undo new state, other values than tensors and group options; False if a tensor was written.
+        """Undo new state, group options and all values but tensors.
 
-        False also where that cannot be told.
+        Returns:
+            False if a tensor was written, or if that cannot be told.
         """
         if not (self._is_noted and self._has_begun):
             return True
@@ -163,7 +164,7 @@ class BeforeStep:
             for contents in self._contents.values():
                 contents.put_back()
             return True
-        except Exception:  # noqa: BLE001 - of an object that cannot be read: the error of the step is the one to tell
+        except Exception:  # noqa: BLE001 - an object cannot be read: the error of the step is the one to raise
             return False
 
     def _put_back_states(self) -> bool:

@@ -59,15 +59,16 @@ class Contents:
     def same(self) -> bool:
         """Return whether nothing else has changed; False also where there is what cannot be read."""
         before, now = self._before, self._read()
-        if before is None or now is None or before.plain != now.plain:
+        if before is None or now is None or not (before.is_known and now.is_known):
             return False
-        return all(map(torch.equal, before.tensors, now.tensors))
+        return before.plain == now.plain and all(map(torch.equal, before.tensors, now.tensors))
 
     def parameters_moved(self) -> bool:
-        """Return whether a parameter has changed."""
+        """Return whether a parameter has changed; False where that cannot be told."""
         now = _read(list(self._parameters))
-        if self._before is None or now is None:
+        if self._before is None or now is None or len(self._before.tensors) < len(now.tensors):
             return False
+        # The parameters were read first, whatever came after them.
         return not all(map(torch.equal, self._before.tensors[: len(now.tensors)], now.tensors))
 
     def _read(self) -> _Reading | None:
@@ -77,17 +78,22 @@ class Contents:
 
 
 def _read(objects: list[Any]) -> _Reading | None:
-    """Return what objects hold; None if there is something that cannot be read, or no memory for it."""
+    """Return the contents of objects; None if reading them failed, as without memory for it."""
     try:
         with torch.no_grad():
-            reading = _Reading(objects)
+            return _Reading(objects)
     except (RuntimeError, TypeError, MemoryError):  # of a tensor that is not like others
         return None
-    return reading if reading.is_known else None
 
 
 class _Reading:
-    """Contents of objects: plain values and kinds in one list, bits of tensors in another."""
+    """Contents of objects, up to the first that cannot be read.
+
+    Attributes:
+        plain: values that cannot change in place, and the kinds of the other objects.
+        tensors: bits of tensors.
+        is_known: False if an object could not be read.
+    """
 
     def __init__(self, objects: list[Any]) -> None:
         self.plain: list[Any] = []

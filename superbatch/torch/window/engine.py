@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from superbatch.errors import InputError, WindowError
 from superbatch.noise.meter import NoiseMeter
 from superbatch.results.memory import MemoryReport
@@ -117,7 +119,7 @@ class Engine:
         return self._open(batch, at_once=False)
 
     def _open(self, batch: Any, *, at_once: bool) -> OpenWindow[Any]:
-        """Return a window, as `open` does; `at_once`: nothing comes between this and its block."""
+        """Return a window as `open` does, whose block is entered `at_once` or perhaps later."""
         config, first = self.config, not self.checked
         schedule = None if self._schedule.idle else self._schedule
         if self._window is not None:
@@ -140,7 +142,7 @@ class Engine:
             resume=self._resume,
             watch=validation.BackwardWatch(config.owned) if first else None,
             looks=schedule,
-            entered=self._entered if at_once else partial(self._entered_later, tuple(config.owned)),
+            entered=self._entered if at_once else self._later(),
             resumed=self._resumed,
             leaving=self._leaving,
         )
@@ -253,20 +255,25 @@ class Engine:
         twin.updates, twin.checked = self.updates, self.checked
         return twin
 
-    def _entered_later(self, owned: tuple[ManagedParameter, ...], window: OpenWindow[Any]) -> None:
-        """Open a window that was made for some parameters, perhaps long ago."""
+    def _entered_later(
+        self, owned: list[ManagedParameter], dtypes: list[torch.dtype], window: OpenWindow[Any]
+    ) -> None:
+        """Open a window that was made for parameters of some dtypes, perhaps long ago."""
         if self._window is not None:
             raise misuse.second_window()
         self._make_ready()
         self.work.require_allowed()
-        now = self._placement.choose(
-            len(window.transaction.progress.microbatches), only_owned=self._parameters.only_some
-        )
-        same_sum = now.describe() == window.transaction.gradients.describe()
-        if list(map(id, owned)) != list(map(id, self.config.owned)) or not same_sum:
+        self._placement.require_allowed()
+        now = self.config.owned
+        if list(map(id, owned)) != list(map(id, now)) or dtypes != [each.parameter.dtype for each in now]:
             raise misuse.other_parameters()
         self._schedule.updates = self.updates
         self._entered(window)
+
+    def _later(self) -> Callable[[OpenWindow[Any]], None]:
+        """Return what opens a window that is made now."""
+        owned = list(self.config.owned)
+        return partial(self._entered_later, owned, [each.parameter.dtype for each in owned])
 
     def _entered(self, window: OpenWindow[Any]) -> None:
         if self._window is not None:

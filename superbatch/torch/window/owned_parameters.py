@@ -121,7 +121,7 @@ class OwnedParameters:
         self._structure = Structure(models)
         self.entries: list[ManagedParameter] = []
         self._known = set(_parameters(models))  # there from the start: in no optimizer on purpose
-        self._thawed = set(names_of(models))  # those that may be trainable without a word
+        self._thawed = set(names_of(models))  # those that may be trainable without a warning
         self._read()
 
     def refresh(self) -> None:

@@ -32,11 +32,20 @@ class Placement:
         self._run = run_backward if host is None else host_backward(host)
         self._said = False
 
+    def require_allowed(self) -> None:
+        """Check that gradients may be summed in the momentum, whose groups may have changed.
+
+        Raises:
+            OptimizerError: an option of a group does not allow it.
+        """
+        if self._option == "momentum":
+            check_momentum(self._config.rule.optimizers)
+
     def choose(self, microbatches: int, *, only_owned: bool) -> GradientSum:
         """Return the place for a window of a number of micro-batches."""
         config = self._config
         if self._option == "momentum":
-            check_momentum(config.rule.optimizers)  # groups may have changed since the last window
+            self.require_allowed()
             return MomentumGradientSum(config.owned, config.rule.optimizers[0], only_owned=only_owned)
         if config.whole:
             return ParameterGradientSum(config.owned, only_owned=only_owned, whole=True, run=self._run)
