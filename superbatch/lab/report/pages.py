@@ -35,10 +35,7 @@ def fitting_page(report: Fitting, *, light: bytes, dark: bytes) -> str:
         fitting_text.savings_table(report),
     )
     plot = picture(light, dark, what="Peak memory and time per sample by size of the micro-batch.")
-    body = [f'<p class="quiet">{escape(report.description)}.</p>', _mark(partial=report.partial)]
-    body += [*_said(fitting_text.findings(report)), *_tables(tables), "<h2>Plot</h2>", plot]
-    body += [*_columns(tables), _run(report.command, report.versions)]
-    return _page(f"superbatch fit: {report.recipe}", body)
+    return _measured("fit", report, fitting_text.findings(report), tables, plot)
 
 
 def noise_page(report: NoiseStudy, *, light: bytes, dark: bytes) -> str:
@@ -56,10 +53,7 @@ def noise_page(report: NoiseStudy, *, light: bytes, dark: bytes) -> str:
     plot = picture(
         light, dark, what="The noise scale over the training; the time by number of micro-batches."
     )
-    body = [f'<p class="quiet">{escape(report.description)}.</p>', _mark(partial=report.partial)]
-    body += [*_said(noise_study.findings(report)), *_tables(tables), "<h2>Plot</h2>", plot]
-    body += [*_columns(tables), _run(report.command, report.versions)]
-    return _page(f"superbatch noise: {report.recipe}", body)
+    return _measured("noise", report, noise_study.findings(report), tables, plot)
 
 
 def surveys_page(report: Surveys, *, light: bytes, dark: bytes) -> str:
@@ -76,11 +70,8 @@ def surveys_page(report: Surveys, *, light: bytes, dark: bytes) -> str:
     tables = (survey_text.surveys_table(report),)
     plot = picture(light, dark, what="Loss over the surveyed value; what each survey suggests.")
     said = [survey_text.suggestion(report), *survey_text.conclusions(report)]
-    body = [f'<p class="quiet">{escape(report.description)}.</p>', _mark(partial=report.partial)]
-    body += [*_said(said), *_tables(tables), "<h2>Plot</h2>", plot, *_columns(tables)]
-    body += ["<h2>The arms</h2>", terms((arm.name, arm.how) for arm in report.arms)]
-    body += [_run(report.command, report.versions)]
-    return _page(f"superbatch survey: {report.recipe}", body)
+    arms = ["<h2>The arms</h2>", terms((arm.name, arm.how) for arm in report.arms)]
+    return _measured("survey", report, said, tables, plot, arms)
 
 
 def advice_page(report: Advice, *, light: bytes, dark: bytes) -> str:
@@ -153,6 +144,20 @@ def differences_table(report: Verification) -> Table:
     header, rows = report.rows()
     columns = tuple(Column(heading, "relative difference of the gradient") for heading in header)
     return Table("relative difference of each gradient", columns, tuple(rows))
+
+
+def _measured(
+    command: str,
+    report: Fitting | NoiseStudy | Surveys,
+    said: Sequence[str],
+    tables: Sequence[Table],
+    plot: str,
+    more: Sequence[str] = (),
+) -> str:
+    """Page of a command that trains a recipe."""
+    body = [f'<p class="quiet">{escape(report.description)}.</p>', _mark(partial=report.partial)]
+    body += [*_said(said), *_tables(tables), "<h2>Plot</h2>", plot, *_columns(tables), *more]
+    return _page(f"superbatch {command}: {report.recipe}", [*body, _run(report.command, report.versions)])
 
 
 def _page(title: str, body: Sequence[str]) -> str:
