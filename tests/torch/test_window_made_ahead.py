@@ -207,3 +207,22 @@ def test_two_loops_in_turns_make_no_update() -> None:
         window.backward(mse(model, next(other)))
     assert not window.update.made
     assert all(map(torch.equal, before, parameters(model)))
+
+
+def test_the_routine_check_comes_at_the_update_that_a_window_makes() -> None:
+    """It comes at the tenth, although no update was made yet when the windows were."""
+    model, calls = mlp(), [0]
+
+    def loss_fn(part: Any) -> Tensor:
+        calls[0] += 1
+        return mse(model, part)
+
+    accumulate = Accumulator(model, sgd(model.parameters()), loss_fn, microbatch_size=2)
+    ahead = [accumulate.window(BATCH) for _ in range(11)]
+    checked = [0]
+    for window in ahead:
+        before = calls[0]
+        run(window, model)
+        checked.append(calls[0] - before)
+    assert not any(checked[:10])
+    assert sum(checked) > 0
