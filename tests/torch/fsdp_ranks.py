@@ -21,11 +21,14 @@ from superbatch.torch import Accumulator
 from superbatch.torch.window.norm import finite_norm
 from superbatch.torch.window.sync.fsdp2 import FSDP2
 from superbatch.torch.window.sync.sharded import Sharded
+from tests.torch.counter import Counter
 from tests.torch.helpers import mse, sgd
 from tests.torch.sharded_tasks import TASKS, Task, large_batches, net
 from tests.torch.sharded_training import (
     Found,
     Place,
+    Training,
+    batches,
     by_hand,
     failing,
     fully,
@@ -183,6 +186,20 @@ def refused(place: Place, sync: Any, *, seed: int = 0) -> Found:
     return {"text": ""}
 
 
+def counted(place: Place) -> Found:
+    """Count forwards by a participant of one's own, where one rank has fewer micro-batches."""
+    counter, task = Counter(), TASKS["windows"]
+
+    def loss(batch: Any) -> Any:
+        counter.value += 1
+        return task.loss(training.model, batch)
+
+    training = Training(task, place, loss, participants=[counter])
+    for batch in batches(task, place.rank):
+        training.run(batch)
+    return {**training.found(), "counted": counter.value}
+
+
 def by_fsdp2(task: Task, place: Place) -> Found:
     """Train with the large batch, the same on both ranks, by FSDP2 itself."""
     model = place.shard(task.make())
@@ -206,6 +223,7 @@ def cells(place: Place) -> dict[str, Callable[[], Found]]:
             resumed, TASKS["windows"], place, inside=True, at=2
         ),
         "as set": partial(left_as_set, place),
+        "counted by a participant/windows": partial(counted, place),
         "nan": partial(stopped, place, partial(not_finite, gradient=False, rank=place.rank), check=False),
         "bad gradient": partial(
             stopped, place, partial(not_finite, gradient=True, rank=place.rank), check=False

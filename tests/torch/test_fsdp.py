@@ -114,6 +114,11 @@ def test_ranks_take_as_many_turns_whatever_they_have(found: Found) -> None:
     assert one["exchanges"] == other["exchanges"]
 
 
+def test_turns_without_weight_do_not_count_for_a_participant(found: Found) -> None:
+    each = [one["counted by a participant/windows"] for one in found]
+    assert [one["counted"] for one in each] == [sum(one["microbatches"]) for one in each] == [11, 6]
+
+
 def test_a_batch_is_cut_into_as_many_micro_batches_where_it_can_be(found: Found) -> None:
     one, other = (each["samples"]["microbatches"] for each in found)
     assert (one, other) == ([4, 3, 4], [4, 3, 1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,45 +12,8 @@ from torch import Tensor
 
 from superbatch.errors import InputError, NonFiniteError, WindowError
 from superbatch.torch import Accumulator, WholeBatch
+from tests.torch.counter import Counter
 from tests.torch.helpers import mlp, mse, rows, sgd
-
-
-class Counter:
-    """Number of forwards that count, as a logger keeps it."""
-
-    def __init__(self) -> None:
-        self.value, self.calls = 0, list[str]()
-        self._before = self._savepoint = 0
-
-    def begin(self) -> None:
-        self._before = self.value
-        self.calls.append("begin")
-
-    def savepoint(self) -> None:
-        self._savepoint = self.value
-        self.calls.append("savepoint")
-
-    def rollback(self) -> bool:
-        self.value = self._savepoint
-        self.calls.append("rollback")
-        return True
-
-    def restart(self) -> None:
-        self.value = self._before
-        self.calls.append("restart")
-
-    def restore(self) -> None:
-        self.value = self._before
-        self.calls.append("restore")
-
-    def commit(self) -> None:
-        self.calls.append("commit")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value, "before": self._before}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value, self._before = state["value"], state["before"]
 
 
 def accumulator(counter: Counter, *, bad: int | None = None, **options: Any) -> Accumulator:

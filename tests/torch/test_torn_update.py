@@ -467,6 +467,26 @@ def test_the_bits_of_a_tensor_show_the_smallest_change(large: bool) -> None:
     assert not before.same() and before.parameters_moved()
 
 
+class Part(Tensor):
+    """A part of a tensor, which every operation would bring together from all ranks."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        Part.calls += 1
+        return NotImplemented
+
+
+def test_a_tensor_of_another_class_is_not_read() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.SGD([parameter])
+    optimizer.buffer = torch.ones(2).as_subclass(Part)
+    Part.calls = 0
+    assert not Contents(optimizer, [parameter]).same()
+    assert Part.calls == 0
+
+
 class WarmUp(torch.optim.Optimizer):
     """Leaves out its first two steps."""
 
