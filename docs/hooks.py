@@ -4,7 +4,7 @@ In a page, `<!-- include: README.md -->` becomes that file of the repository, wi
 pages of the site; `<!-- exports: superbatch/torch -->` becomes the reference of every name that this package
 re-exports (with `first: Accumulator, WholeBatch`, these come first);
 `<!-- modules: superbatch/results/*.py -->` the reference of every matching module; `<!-- commands -->` the
-reference of the command line; and `<!-- decisions -->` the list of decisions. New names appear without an edit.
+reference of the command line; and `<!-- decisions -->` the list of decisions. New names need no edit.
 """
 
 from __future__ import annotations
