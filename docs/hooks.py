@@ -2,9 +2,9 @@
 
 In a page, `<!-- include: README.md -->` becomes that file of the repository, with its links turned to the
 pages of the site; `<!-- exports: superbatch/torch -->` becomes the reference of every name that this package
-re-exports (`first: Accumulator, WholeBatch` in it: these before the others);
-`<!-- modules: superbatch/results/*.py -->` that of every module that matches; `<!-- commands -->` the
-commands of the command line; and `<!-- decisions -->` the list of decisions. What is new is listed by itself.
+re-exports (with `first: Accumulator, WholeBatch`, these come first);
+`<!-- modules: superbatch/results/*.py -->` the reference of every matching module; `<!-- commands -->` the
+reference of the command line; and `<!-- decisions -->` the list of decisions. New names need no edit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def decisions() -> list[Path]:
 
 
 def on_config(config: Any) -> Any:
-    """Append the decisions to the last section; mkdocs takes the titles from the pages."""
+    """Append the decisions to the last section; mkdocs reads the titles from the pages."""
     pages = ["decisions/index.md", *(f"decisions/{page.name}" for page in decisions())]
     (section,) = config.nav[-1].values()
     section.append({"Decisions": pages})
@@ -58,7 +58,7 @@ def _include(match: re.Match[str]) -> str:
 
 
 def _link(match: re.Match[str], *, folder: str) -> str:
-    """A link of an included file: to a page of the site, elsewhere, or else the name of the file alone."""
+    """Rewrite a link of an included file to a page of the site, or to the file name where there is none."""
     text, target, anchor = match[1], match[2], match[3] or ""
     if "://" in target:
         return match[0]
@@ -100,7 +100,7 @@ def _decisions(_: re.Match[str]) -> str:
 
 
 def _commands(_: re.Match[str]) -> str:
-    """Reference of the command line, from the objects that parse it."""
+    """Reference of the command line, generated from the Typer commands."""
     import typer
 
     from superbatch.lab.cli.app import app

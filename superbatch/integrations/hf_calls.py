@@ -42,7 +42,7 @@ class LossCalls:
 
     Attributes:
         is_trial: the loss is evaluated, and no micro-batch of a window.
-        ignores_checks: forwards outside of micro-batches are trials.
+        ignores_checks: forwards outside micro-batches are trials.
 
     Examples:
         >>> calls = LossCalls()
@@ -133,7 +133,7 @@ class _Notes:
 
     Attributes:
         restores: functions that bring the contents back.
-        large: tensors that are copied when they are written, such as a queue of embeddings.
+        large: tensors that are copied only when written, such as a queue of embeddings.
         seen: ids of values that are not looked into.
     """
 

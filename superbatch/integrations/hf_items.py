@@ -53,7 +53,7 @@ def _single(samples: Mapping[str, Any]) -> list[Any]:
 
 
 def _divides_by_items(loss: HostLoss, samples: list[Any]) -> bool:
-    """Tell whether twice the items make half of the loss; samples without a loss do not show it."""
+    """Return whether doubling the items halves the loss; samples with a loss of zero are skipped."""
     for sample in samples[:_MOST]:
         once = float(loss.of(sample, loss.items, loss.model))
         if once and math.isfinite(once):

@@ -62,10 +62,10 @@ class HostLoss:
         return self.items is not None and known and not bool(self.items)
 
     def on_all_ranks(self, found: bool) -> bool:
-        """Tell whether something was found on every rank.
+        """Return whether `found` is true on every rank.
 
         Args:
-            found: on this one.
+            found: value of this rank.
         """
         if self.ranks == 1:
             return found
@@ -96,7 +96,7 @@ class HostLoss:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate a model without a trace: in evaluation mode, without graphs and draws of random numbers.
+    """Evaluate a model without side effects: eval mode, no graphs, random state restored.
 
     Args:
         model: any.
@@ -118,7 +118,7 @@ def separated(loss: HostLoss, terms: Terms, samples: Samples, **options: Any) ->
     Args:
         loss: of the host.
         terms: of the model's loss.
-        samples: to try.
+        samples: used for a trial forward.
         options: of `Gradient`.
     """
     if terms.fit is not None:

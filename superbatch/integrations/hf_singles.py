@@ -1,4 +1,4 @@
-"""Batches made of samples that come one by one, on which a loss shows what it is divided by."""
+"""Join micro-batches of one sample to check the divisor of a loss."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def check_singles(
     count: Weigh | None,
     is_stated: bool = False,
 ) -> bool:
-    """Check the loss of a window whose micro-batches are single samples, which have no parts to compare.
+    """Check the loss of a window whose micro-batches are single samples.
 
-    Every rank takes part. A warning says where it cannot be checked.
+    Collective: every rank must call it. Warns if the loss cannot be checked.
 
     Args:
-        gradient_of: of its windows, which are no first ones then.
+        gradient_of: of the windows; their own first-window check is disabled.
         loss: of the host.
         samples: the micro-batches.
-        weigh: returns the weight of a micro-batch; None: it is not known.
-        count: returns the labels that the loss counts; None: nothing tells which ones it leaves out.
-        is_stated: the weight is the user's word.
+        weigh: returns the weight of a micro-batch; None if unknown.
+        count: returns the number of labels that the loss counts; None if unknown.
+        is_stated: the user defined `weight_of`.
 
     Returns:
-        False where no sample of a rank has weight, so that the next window is to be checked.
+        False if no sample of a rank has weight; the next window must be checked instead.
 
     Raises:
         LossSpecError, CoupledSamplesError: losses of samples do not add up to the loss of a batch.
@@ -84,10 +84,10 @@ def together(
     weigh: Weigh | None = None,
     count: Weigh | None = None,
 ) -> dict[str, Any]:
-    """Return a batch of the smallest samples, which count unequally.
+    """Join the smallest samples into a batch with unequal weights.
 
-    A sample that is shorter than another repeats its last entry, so that any model takes it. Every other one
-    keeps half of its labels and half of its attention mask: samples that count alike would show nothing.
+    Shorter samples repeat their last entry, so that all have one shape. Every other sample keeps half of its
+    labels and half of its attention mask, since samples of equal weight would not reveal the divisor.
 
     Args:
         samples: micro-batches of one sample each.
@@ -96,7 +96,7 @@ def together(
         count: likewise.
 
     Raises:
-        SplitError: they make no batch, or their weights do not add up.
+        SplitError: the samples cannot be joined, or their weights do not add up.
 
     Examples:
         >>> ids = [{"labels": torch.tensor([row])} for row in ([1, 2, 3, 4], [5, 6])]

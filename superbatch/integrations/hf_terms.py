@@ -29,7 +29,7 @@ class Terms:
         weights: returns what each term of a micro-batch counts, from the config and the inputs.
         reductions: of each term, as `Gradient`'s.
         ranks: whether the divisors of a rank are its own.
-        fit: returns other terms where outputs of the model ask for them; None: they never do.
+        fit: returns other terms if the model's outputs require them; None if they never do.
     """
 
     of: Callable[[Any, Inputs, Any], dict[str, Tensor]]
@@ -145,7 +145,7 @@ def _answers(more: int = 0) -> Terms:
 
 
 def _fitted(inputs: Inputs, outputs: Any) -> Terms | None:
-    """Return the terms for a model that has logits for the parts of a picture, too."""
+    """Return the terms for a model that also has logits for image patches."""
     logits = outputs.get("start_logits") if isinstance(outputs, Mapping) else None
     more = 0 if logits is None else logits.shape[1] - inputs["input_ids"].shape[-1]
     return _answers(more) if more else None

@@ -19,7 +19,7 @@ class LoggedValues:
 
     Attributes:
         is_inside: Lightning gets nothing of what is logged now.
-        ignores_checks: nothing is kept of forwards outside of micro-batches.
+        ignores_checks: forwards outside micro-batches record nothing.
     """
 
     ignores_checks = True

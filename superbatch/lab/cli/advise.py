@@ -27,33 +27,33 @@ Recipe = Annotated[str | None, recipe_argument(default="none: all numbers are gi
 MicrobatchSize = Annotated[
     int | None, option("samples of a micro-batch on one rank (default: the recipe's batch, if it fits)")
 ]
-AccumulationSteps = Annotated[int | None, option("micro-batches per update in question")]
+AccumulationSteps = Annotated[int | None, option("micro-batches per update to judge")]
 BatchSize = Annotated[
-    int | None, option("samples of the update in question, on all ranks (default: eight micro-batches)")
+    int | None, option("samples of the update to judge, on all ranks (default: eight micro-batches)")
 ]
-Ranks = Annotated[int, typer.Option(help="that work at the same time")]
+Ranks = Annotated[int, typer.Option(help="number of ranks")]
 Noise = Annotated[float | None, option("noise scale in samples (default: measured on the recipe)")]
-NoiseLow = Annotated[float | None, option("lower end of its interval")]
-NoiseHigh = Annotated[float | None, option("upper end of its interval")]
+NoiseLow = Annotated[float | None, option("lower end of the interval of the noise scale")]
+NoiseHigh = Annotated[float | None, option("upper end of the interval of the noise scale")]
 MicroSeconds = Annotated[float | None, option("time of a micro-batch (default: measured)")]
 UpdateSeconds = Annotated[float | None, option("time of the optimizer's update (default: measured)")]
 AllReduceSeconds = Annotated[
-    float | None, option("time of the exchange of gradients (default: measured under torchrun)")
+    float | None, option("time of the all-reduce of gradients (default: measured under torchrun)")
 ]
-Parameters = Annotated[float | None, option("of the model, such as 1.3e9 (default: the recipe's)")]
-Optimizer = Annotated[str | None, option("sgd, momentum, adam, adamw: one that the recipe offers")]
+Parameters = Annotated[float | None, option("parameters of the model, such as 1.3e9 (default: the recipe's)")]
+Optimizer = Annotated[str | None, option("sgd, momentum, adam or adamw, as the recipe offers")]
 LearningRate = Annotated[
     float | None,
     option(
-        "for the batch in question if that is stated, else for the recipe's (default: the recipe's)",
+        "learning rate for the batch to judge if given, else for the recipe's batch (default: the recipe's)",
         "--lr",
     ),
 ]
-Beta2 = Annotated[float | None, option("of Adam, for the same batch as the rate")]
-WeightDecay = Annotated[float | None, option("for the same batch as the rate")]
+Beta2 = Annotated[float | None, option("beta2 of Adam, for the same batch as --lr")]
+WeightDecay = Annotated[float | None, option("weight decay, for the same batch as --lr")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Updates = Annotated[int | None, option("over which noise is measured (default: the recipe's)")]
-Seconds = Annotated[float, typer.Option(help="for measuring the noise, roughly")]
+Updates = Annotated[int | None, option("updates over which the noise is measured (default: the recipe's)")]
+Seconds = Annotated[float, typer.Option(help="approximate time limit for measuring the noise")]
 Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
@@ -82,12 +82,11 @@ def advise(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether accumulation pays: helps, wasteful or undetermined, by time to the same loss.
+    """Decide by the time to the same loss whether accumulation helps, is wasteful, or is undetermined.
 
-    Measures times and the noise scale on a recipe, or takes them as options, so that one can ask about a
-    cluster. Shows the best number of micro-batches and the settings without accumulation; writes a JSON
-    report, a plot and a page. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is
-    written).
+    Measures times and the noise scale on a recipe, or takes them as options, for example for a cluster.
+    Shows the best number of micro-batches and the settings without accumulation; writes a JSON report, a plot
+    and a page. Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     folder = out if out is not None or as_json else OUT
     if folder is not None:
@@ -163,7 +162,7 @@ def measure(recipe: str | None, options: Options) -> Advice:
 
 
 def show_report(report: Advice, console: Console) -> None:
-    """Print the verdict of an advice, its tables, and what limits it most; the page has all that is known.
+    """Print the verdict of an advice, its tables and its main caveats; the page has every finding.
 
     Args:
         report: whole or partial.

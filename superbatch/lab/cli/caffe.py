@@ -19,7 +19,7 @@ OUT = Path("superbatch-caffe")
 
 
 Solver = Annotated[Path, typer.Argument(help="the solver file, such as solver.prototxt")]
-BatchSize = Annotated[int | None, option("samples of a micro-batch: the batch_size of the net's data layer")]
+BatchSize = Annotated[int | None, option("samples of a micro-batch: batch_size of the data layer of the net")]
 Out = Annotated[
     Path | None, option(f"folder for report.json, plot.png, report.html and train.py (default: {OUT})")
 ]
@@ -31,9 +31,9 @@ def caffe(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a Caffe solver file: batch, updates, learning rate, and where its traps are.
+    """Explain a Caffe solver file: batch, updates, learning rate and pitfalls.
 
-    Shows each field in PyTorch's terms and what may surprise; writes the learning-rate curve as a plot, a
+    Shows each field in PyTorch's terms, with warnings; writes the learning-rate curve as a plot, a
     JSON report, a page, and a program in plain PyTorch that trains as the file says. Exit code: 0 done, 2
     wrong input, with line and column.
     """

@@ -25,8 +25,8 @@ OUT = Path("superbatch-compare")
 
 
 Recipe = Annotated[str | None, recipe_argument(default="digits", show_default=False)]
-RecipeName = Annotated[str | None, option("alias: the recipe", "--recipe")]
-BatchNorm = Annotated[bool, option("the recipe with BatchNorm: digits, digits-conv", "--batchnorm")]
+RecipeName = Annotated[str | None, option("alias of the argument RECIPE", "--recipe")]
+BatchNorm = Annotated[bool, option("add BatchNorm to the recipe digits or digits-conv", "--batchnorm")]
 Splits = Annotated[
     str | None,
     option(
@@ -49,9 +49,9 @@ Workers = Annotated[int | None, option("processes (default: 2, where the machine
 Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 Check = Annotated[bool, option("exit code 1 unless every exact arm agrees with the real batch", "--check")]
 AverageGradients = Annotated[
-    int | None, option("alias: micro-batches per update; --batch-size is then their size")
+    int | None, option("micro-batches per update; --batch-size is then the micro-batch size")
 ]
-Iterations = Annotated[int | None, option("alias: micro-batches of a run, instead of --updates")]
+Iterations = Annotated[int | None, option("micro-batches of a run, instead of --updates")]
 
 
 def compare(

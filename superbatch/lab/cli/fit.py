@@ -26,7 +26,7 @@ Recipe = Annotated[str, recipe_argument()]
 BatchSize = Annotated[int | None, option("samples of one update (default: the recipe's)")]
 LimitOption = Annotated[
     str | None,
-    option("memory beyond what is in use, such as 2GiB or 500MB (default: what the machine has)"),
+    option("memory limit, beyond memory in use, such as 2GiB or 500MB (default: the machine's)"),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, float64 or bfloat16")]
 Sizes = Annotated[
@@ -34,7 +34,7 @@ Sizes = Annotated[
     option("micro-batches to measure, such as 8,16,32 (default: the largest that fits and its halves)"),
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Seconds = Annotated[float, typer.Option(help="for measuring, roughly; the rest stays predicted")]
+Seconds = Annotated[float, typer.Option(help="approximate time limit; sizes beyond it are predicted only")]
 Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
@@ -52,10 +52,10 @@ def fit(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the micro-batch: memory predicted and measured, time measured, for several sizes.
+    """Find the micro-batch size: predict and measure memory, and measure time, for several sizes.
 
     Shows the largest that fits, the fastest, the effective batches within reach and what would lower the
-    peak; writes a JSON report, a plot and a page. Nothing is trained: the weights stay what they are. Exit
+    peak; writes a JSON report, a plot and a page. Nothing is trained: the weights do not change. Exit
     code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     bytes_ = None if limit is None else parse_bytes(limit, flag="--limit")

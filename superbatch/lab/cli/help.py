@@ -1,4 +1,4 @@
-"""Texts of help and of wrong usage: whole paragraphs, flags without a type, suggestions for typos."""
+"""Help and usage errors: unwrapped paragraphs, flags without a type, suggestions for typos."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Choose a batch:
   superbatch survey recipe.py:recipe     which learning rate?
 More:
   superbatch study                       open questions, answered on this machine
-  superbatch caffe solver.prototxt       what a Caffe solver file says
+  superbatch caffe solver.prototxt       explain a Caffe solver file
 
-superbatch COMMAND --help lists the options; superbatch --install-completion sets up Tab."""
+superbatch COMMAND --help lists the options; superbatch --install-completion sets up tab completion."""
 
 
 def paragraphs(function: Callable[..., Any]) -> str:
     r"""The docstring of a command with one line per paragraph, so that a terminal folds it at its own width.
 
     Args:
-        function: of a command.
+        function: the function of a command.
 
     Returns:
-        Paragraphs, an empty line between two.
+        Paragraphs, separated by empty lines.
 
     Examples:
         >>> def command():
@@ -62,12 +62,12 @@ class Command(TyperCommand):
     """A command whose help shows no type beside a flag."""
 
     def get_params(self, ctx: Any) -> Any:
-        """Parameters; those that take no value have no type to show."""
+        """Parameters, without a type for flags."""
         return _without_types(super().get_params(ctx))
 
 
 class Group(TyperGroup):
-    """A group of commands whose help shows no type beside a flag, and that says what Ctrl-C left."""
+    """A group of commands whose help shows no type beside a flag; prints a message after Ctrl-C."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         """Read the arguments of the group; typer alone would print nothing after Ctrl-C."""
@@ -80,7 +80,7 @@ class Group(TyperGroup):
             return super().invoke(ctx)
 
     def get_params(self, ctx: Any) -> Any:
-        """Parameters; those that take no value have no type to show."""
+        """Parameters, without a type for flags."""
         return _without_types(super().get_params(ctx))
 
 
@@ -101,7 +101,7 @@ def _without_types(parameters: Any) -> Any:
 
 
 def usage_text(error: Any) -> str:
-    """Describe a wrong command line: the mistake, what was probably meant, and where help is.
+    """Describe a usage error: the mistake, the closest names, and the command that prints help.
 
     Args:
         error: typer's usage error.

@@ -12,13 +12,13 @@ from superbatch.errors import InputError
 
 from .printing import write_file
 
-File = Annotated[Path, typer.Argument(help="the file to write, such as recipe.py")]
+File = Annotated[Path, typer.Argument(help="file to write")]
 
 
 def init(file: File = Path("recipe.py")) -> None:
-    """Write a commented recipe that runs as it stands: replace its model, data and loss by yours.
+    """Write a commented recipe that runs unchanged: replace its model, data and loss with your own.
 
-    A file that is there already is never overwritten. Exit code: 0 done, 2 wrong input.
+    An existing file is never overwritten. Exit code: 0 done, 2 wrong input.
     """
     if file.suffix != ".py":
         raise InputError(f"{str(file)!r} is no name of a Python file. Write recipe.py, for example.")
@@ -29,4 +29,4 @@ def init(file: File = Path("recipe.py")) -> None:
         write_file(file, text.replace("recipe.py:recipe", f"{file}:recipe"))
     except OSError as error:
         raise InputError(f"{str(file)!r} cannot be written: {error.strerror}. Name another file.") from error
-    print(f"wrote {file}; it runs as it stands:\n\n  superbatch verify {file}:recipe")
+    print(f"wrote {file}; it runs unchanged:\n\n  superbatch verify {file}:recipe")

@@ -26,7 +26,7 @@ BatchSize = Annotated[int | None, option("samples of one update (default: the re
 MicrobatchSize = Annotated[int | None, option("samples of a micro-batch (default: an eighth of the batch)")]
 Updates = Annotated[int | None, option("length of the run (default: the recipe's)")]
 Rate = Annotated[float | None, option("learning rate (default: the recipe's for the optimizer)", "--lr")]
-Seed = Annotated[int, typer.Option(help="of the initial weights and the order of samples")]
+Seed = Annotated[int, typer.Option(help="seed of the initial weights and the order of samples")]
 Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
 
 
@@ -43,10 +43,10 @@ def noise(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a recipe and measure how noisy its gradient is: is a larger batch worth it?
+    """Train a recipe and measure the noise scale of its gradient: is a larger batch worth it?
 
-    Shows the noise scale over the training with its interval, or why there is none, and the time to a target
-    loss against the number of micro-batches per update; writes a JSON report, a plot and a page.
+    Shows the noise scale during training with its interval, or the reason why it has none, and the time to a
+    target loss by number of micro-batches per update; writes a JSON report, a plot and a page.
     Exit code: 0 done, 2 wrong input, 130 interrupted (a partial report is written).
     """
     folder = out if out is not None or as_json else OUT

@@ -1,4 +1,4 @@
-"""Options that several commands share: how their help reads, and what a shell completes."""
+"""Options that several commands share: help texts and shell completion."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ RECIPE_HELP = f"{', '.join(RECIPES)}; {OWN}"
 
 
 def option(text: str, *flags: str) -> Any:
-    """An option whose default is said in its help, if at all.
+    """Make an option whose help text states its default.
 
     Args:
-        text: of the help.
-        flags: its names, where they are not that of the parameter.
+        text: help text.
+        flags: names of the option, if not derived from the parameter.
 
     Returns:
-        What typer takes beside the type.
+        Metadata for `Annotated`.
     """
     return typer.Option(*flags, help=text, show_default=False)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Recipes that begin with what was typed: built in, and Python files of the working directory.
+    """Complete a recipe: built-in names, and Python files of the working directory.
 
     Args:
-        incomplete: what was typed.
+        incomplete: the text typed so far.
 
     Returns:
         Names; a file ends with a colon, after which its function is typed.
@@ -44,20 +44,20 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def recipe_argument(*, default: str | None = None, show_default: bool = True) -> Any:
-    """The argument that names a recipe.
+    """Make the argument that names a recipe.
 
     Args:
-        default: said in its help.
-        show_default: typer says the default of the parameter.
+        default: the default as stated in the help text.
+        show_default: show the default of the parameter.
 
     Returns:
-        What typer takes beside the type.
+        Metadata for `Annotated`.
     """
     text = RECIPE_HELP if default is None else f"{RECIPE_HELP} (default: {default})"
     return typer.Argument(help=text, show_default=show_default, autocompletion=complete_recipe)
 
 
-OptimizerName = Annotated[str | None, option("one that the recipe offers: sgd, momentum, adam, adamw")]
-Data = Annotated[Path | None, option("folder of data, for the recipe mnist (IDX files)")]
-Threads = Annotated[int | None, option("torch threads (default: as many as torch takes)")]
+OptimizerName = Annotated[str | None, option("sgd, momentum, adam or adamw, as the recipe offers")]
+Data = Annotated[Path | None, option("data folder, for the recipe mnist (IDX files)")]
+Threads = Annotated[int | None, option("torch threads (default: torch's own default)")]
 AsJson = Annotated[bool, option("print the report as JSON, and write files only if --out is given", "--json")]

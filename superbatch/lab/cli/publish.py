@@ -68,7 +68,7 @@ def publish(
 
 
 def _write(files: Mapping[str, str | bytes], folder: Path) -> str:
-    """Write files, and name them."""
+    """Write files and return their names."""
     for name, content in files.items():
         write_file(folder / name, content)
     first, *others = files

@@ -35,15 +35,15 @@ Name = Annotated[
 Recipe = Annotated[str, recipe_argument()]
 Quick = Annotated[bool, option("shorter runs and fewer seeds: under a minute", "--quick")]
 Runs = Annotated[int | None, option("seeds (default: the study's own number)")]
-Samples = Annotated[int | None, option("that each run sees (default: the study's own number)")]
+Samples = Annotated[int | None, option("samples that each run sees (default: the study's own number)")]
 BatchSize = Annotated[
     int | None,
     option(
-        "momentum: the large batch; grow-batch, critical-batch: the first one; splits, survey: the whole one"
+        "momentum: the large batch; grow-batch, critical-batch: the first batch; splits, survey: the batch"
     ),
 ]
 LearningRate = Annotated[
-    float | None, option("at that batch; of the study momentum: at batch 1 (default: the study's)", "--lr")
+    float | None, option("learning rate at --batch-size; momentum: at batch 1 (default: the study's)", "--lr")
 ]
 Margin = Annotated[float | None, option("a difference of the metric that does not matter, in its unit")]
 Tolerance = Annotated[
@@ -73,7 +73,7 @@ def study(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Answer one of the sources' open questions about batches on a recipe.
+    """Answer an open question about batch sizes with an experiment on a recipe.
 
     Shows a table, tests and a conclusion in one sentence; writes a JSON report, a plot and a page. Exit code:
     0 done, 2 wrong input, 130 interrupted (a partial report is written).

@@ -30,17 +30,17 @@ Splits = Annotated[
     str | None,
     option("KxM or sizes such as 80/15/5, separated by commas (default: 10x10,20x5 for a batch of 100)"),
 ]
-Repeats = Annotated[int, typer.Option(help="surveys of every arm, each from a seed of its own")]
+Repeats = Annotated[int, typer.Option(help="surveys of each arm, with different seeds")]
 Updates = Annotated[int, typer.Option(help="points of the ramp, one update each")]
-WhatOption = Annotated[str, typer.Option(help="what grows: lr, momentum or weight_decay")]
+WhatOption = Annotated[str, typer.Option(help="quantity to survey: lr, momentum or weight_decay")]
 Low = Annotated[float | None, option("first value (default: 1e-6 for SGD's rate, 1e-7 for others')")]
 High = Annotated[float | None, option("last value (default: 10 for SGD's rate, 1 for others')")]
 Dtype = Annotated[str, typer.Option(help="float32 or float64")]
-LearningRate = Annotated[float | None, option("learning rate, where something else is surveyed", "--lr")]
+LearningRate = Annotated[float | None, option("learning rate, if --what is momentum or weight_decay", "--lr")]
 BatchSize = Annotated[int | None, option("samples of one update (default: the recipe's)")]
 IncludeWrong = Annotated[
     bool,
-    option("add a missing 1/K and batches of other sizes, which should be told apart", "--include-wrong"),
+    option("add wrong arms: a missing 1/K and other batch sizes", "--include-wrong"),
 ]
 Threads = Annotated[int, typer.Option(help="torch threads")]
 Out = Annotated[Path | None, option(f"folder for report.json, plot.png and report.html (default: {OUT})")]
@@ -68,10 +68,9 @@ def survey(
 ) -> None:
     """Survey learning rates with the real batch and with each split of it, and compare the curves.
 
-    Every point of a survey is one update, with a rate that grows from point to point. Shows what is
-    suggested and whether splits can be told from the real batch; writes a JSON
-    report, a plot and a page. Exit code:
-    0 done, 1 --check failed, 2 wrong input, 130 interrupted (a partial report is written).
+    Every point of a survey is one update; the rate grows from point to point. Shows the suggested values and
+    whether splits differ from the real batch; writes a JSON report, a plot and a page. Exit code: 0 done, 1
+    --check failed, 2 wrong input, 130 interrupted (a partial report is written).
     """
     if what not in WHAT:
         raise InputError(

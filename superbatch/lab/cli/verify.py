@@ -32,15 +32,15 @@ def verify(
     batch_size: Annotated[
         int | None, typer.Option(help="samples of the batch (default: the recipe's)")
     ] = None,
-    seed: Annotated[int, typer.Option(help="of the initial weights and the choice of samples")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the initial weights and the choice of samples")] = 0,
     dtype: Annotated[str, typer.Option(help="own (the model's), float64, or both")] = "both",
     against: Annotated[
-        str, typer.Option(help="batch, splits (two splits), or auto (splits where the batch does not fit)")
+        str, typer.Option(help="batch, splits (two splits), or auto (splits if the batch does not fit)")
     ] = "auto",
     sample_rng: Annotated[
         bool, typer.Option("--sample-rng", help="give every sample its own random numbers")
     ] = False,
-    data: Annotated[Path | None, typer.Option(help="a folder of data, for recipes that read one")] = None,
+    data: Annotated[Path | None, typer.Option(help="data folder, for recipes that read one")] = None,
     out: Annotated[
         Path | None, option("folder for report.json and report.html (default: none are written)")
     ] = None,

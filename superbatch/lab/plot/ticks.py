@@ -1,4 +1,4 @@
-"""Ticks of logarithmic axes: some are always labelled, also where an axis spans less than a decade."""
+"""Tick labels of logarithmic axes, also for ranges of less than a decade."""
 
 # matplotlib leaves the types of its ticks open:
 # pyright: standard
@@ -12,7 +12,7 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import Locator, MaxNLocator, NullLocator
 
 MOST = 8
-"""Powers that an axis shows, at most."""
+"""Maximum number of powers on an axis."""
 
 Text = Callable[[float], str]
 
@@ -29,7 +29,7 @@ def ticks_between(low: float, high: float, *, base: int = 10) -> list[float]:
         base: 2 or 10.
 
     Returns:
-        Three numbers or more, about eight at most; none where the range is no range above zero.
+        Three numbers or more, about eight at most; none if the range is empty or not positive.
 
     Examples:
         >>> ticks_between(1.1, 1.8)
@@ -48,7 +48,7 @@ def ticks_between(low: float, high: float, *, base: int = 10) -> list[float]:
 
 
 def _powers(low: float, high: float, base: int) -> list[float]:
-    """Powers of the base, or of its square, cube, ... where those are too many."""
+    """Powers of the base; of its square, cube, ... if those are too many."""
     first, last = math.ceil(math.log(low, base) - 1e-9), math.floor(math.log(high, base) + 1e-9)
     stride = max(1, -(-(last - first + 1) // MOST))
     return [float(base) ** power for power in range(first, last + 1) if power % stride == 0]
@@ -69,11 +69,11 @@ def _equal_steps(low: float, high: float, base: int) -> list[float]:
 
 
 def readable(axis: Axis, text: Text | None = None, *, base: int = 10) -> None:
-    """Label a logarithmic axis with round numbers, whatever it spans.
+    """Label a logarithmic axis with round numbers over any range.
 
     Args:
-        axis: of a plot, whose scale is logarithmic already.
-        text: of a tick; by default the number itself, or a power of ten where that is shorter.
+        axis: an axis with a logarithmic scale.
+        text: formats a tick; by default the number itself, or a power of ten if that is shorter.
         base: 2 or 10.
 
     Examples:
@@ -92,7 +92,7 @@ def readable(axis: Axis, text: Text | None = None, *, base: int = 10) -> None:
 
 
 def tick_text(value: float) -> str:
-    r"""A number on an axis, as short as it can be read.
+    r"""Format a number on an axis, as briefly as possible.
 
     Examples:
         >>> tick_text(0.02), tick_text(1500.0), tick_text(1e-6), tick_text(2e-6)

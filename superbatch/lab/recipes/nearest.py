@@ -1,4 +1,4 @@
-"""Names that were probably meant: a typo is answered with the closest name."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from difflib import get_close_matches
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence that says which name was probably meant.
+    """End an error message with the closest name.
 
     Args:
-        name: as it was typed.
-        names: those that there are.
+        name: the unknown name.
+        names: the known names.
 
     Returns:
-        A question with the closest name, or a full stop where none is close.
+        A question with the closest name, or a full stop if none is close.
 
     Examples:
         >>> did_you_mean("digit", ["digits", "text"]), did_you_mean("image", ["digits", "text"])

@@ -25,7 +25,7 @@ def _not_measured(model: nn.Module) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A task: model, data, loss, optimizer and measure.
+    """A task: model, data, loss, optimizer and metric.
 
     Attributes:
         name: a short name, as the user would type it.
@@ -35,13 +35,13 @@ class Recipe:
         batch: indices, an int64 tensor of shape (n,) with values in [0, samples) -> the batch of these
             samples (any structure that the accumulator splits), floating-point leaves in float32.
         loss_fn: model -> the loss function of a batch or micro-batch, a closure over the model.
-        evaluate: model -> the metric on held-out data, in `unit`. This and the next four are what training
-            is measured by: `superbatch verify` and `superbatch fit` do without.
+        evaluate: model -> the metric on held-out data, in `unit`. `superbatch verify` and `superbatch fit`
+            do not need this field or the next four.
         metric: what `evaluate` measures, such as ``"test accuracy"``.
         unit: its unit, such as ``"%"``.
         margin: a difference of the metric, in `unit`, that does not matter (equivalence margin).
         learning_rates: the optimizers that the recipe allows and the learning rate of each; the first is
-            the default. Without any, all of `optimizers` are allowed where nothing is trained.
+            the default. If empty, commands that do not train allow all of `optimizers`.
         optimizers: how each is made: (parameters, learning rate) -> optimizer.
         batch_size: samples of one update.
         updates: length of a run.
@@ -130,18 +130,18 @@ class Recipe:
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """Names of the optimizers: those of `learning_rates`, or all of `optimizers` where there are none."""
+        """Names of the optimizers: those of `learning_rates`, or all of `optimizers` if it is empty."""
         return tuple(self.learning_rates or self.optimizers)
 
     def require(self, *names: str, by: str) -> None:
-        """Raise where fields are left out that a command reads.
+        """Raise if fields that a command needs are missing.
 
         Args:
-            names: of ``"evaluate"``, ``"metric"``, ``"margin"`` and ``"learning_rates"``.
-            by: the command.
+            names: any of ``"evaluate"``, ``"metric"``, ``"margin"`` and ``"learning_rates"``.
+            by: name of the command.
 
         Raises:
-            InputError: with the fields that are missing.
+            InputError: lists the missing fields.
         """
         left_out = {
             "evaluate": self.evaluate is _not_measured,

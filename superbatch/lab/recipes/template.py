@@ -1,11 +1,11 @@
-"""A recipe: a model, its data and its loss, for the commands of superbatch. It runs as it stands.
+"""A recipe for the commands of superbatch: a model, its data and its loss. It runs unchanged.
 
     superbatch verify recipe.py:recipe     is the accumulated gradient that of the batch?
     superbatch fit recipe.py:recipe        which micro-batch fits, and which is fastest?
     superbatch compare recipe.py:recipe    does accumulation train like the real batch?
     superbatch advise recipe.py:recipe     does accumulation pay?
 
-Replace what is marked REPLACE. The commands run this file as a program, with all that it does.
+Replace the parts marked REPLACE. The commands import and execute this file.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def new_model(seed: int) -> nn.Module:
 
 
 def recipe() -> Recipe:
-    """The recipe. Its name is what stands behind the colon on the command line."""
+    """Return the recipe. Give this function's name after the colon on the command line."""
     inputs, labels = points(2000, seed=1)
     test_inputs, test_labels = points(1000, seed=2)
 
     def batch(indices: Tensor) -> dict[str, Tensor]:
-        # REPLACE: the samples of these indices, as your loader would give them, on the CPU.
+        # REPLACE: the samples of these indices, as your loader yields them, on the CPU.
         return {"inputs": inputs[indices], "labels": labels[indices]}
 
     def loss_fn(model: nn.Module):
-        # REPLACE: the loss of a batch or of a part of it, as your training loop computes it.
+        # REPLACE: the loss of a batch or micro-batch, as in your training loop.
         def loss(microbatch: dict[str, Tensor]) -> Tensor:
             return functional.cross_entropy(model(microbatch["inputs"]), microbatch["labels"])
 
@@ -64,18 +64,18 @@ def recipe() -> Recipe:
         samples=len(inputs),
         batch=batch,
         loss_fn=loss_fn,
-        batch_size=128,  # samples of one update: the batch that you want
+        batch_size=128,  # samples of one update: the full batch
         # What loss_fn returns: a "mean" (the default of PyTorch's losses) or a "sum".
         reduction="mean",
-        # How much a micro-batch counts in the mean: None for its samples. A mean over the tokens that are
-        # not padding takes their count:
+        # The weight of a micro-batch in the mean: None for its number of samples. For a mean over tokens
+        # other than padding, count them:
         #   from superbatch.torch import count_tokens
         #   weight=count_tokens("labels"), counts="tokens",
         weight=None,
         # A loss that compares samples, or BatchNorm: coupled="exact".
         coupled="error",
-        # verify and fit need nothing below this line.
-        learning_rates={"adam": 0.01, "sgd": 0.5},  # the optimizers on offer; the first is the default
+        # verify and fit do not need the fields below.
+        learning_rates={"adam": 0.01, "sgd": 0.5},  # allowed optimizers; the first is the default
         updates=300,
         evaluate=evaluate,
         metric="test accuracy",

@@ -163,7 +163,7 @@ def findings(report: Advice) -> list[str]:
 
 
 def answer(report: Advice) -> list[str]:
-    """The verdict with its reason, the best number of micro-batches, and what to do where no table says so.
+    """The verdict with its reason, the best number of micro-batches, and the alternative if no table has it.
 
     Args:
         report: of an advice, whole or partial.
@@ -176,11 +176,11 @@ def answer(report: Advice) -> list[str]:
 
 
 def caveats(report: Advice, most: int = 3) -> list[str]:
-    """Limits of the verdict: what went wrong here first, what holds everywhere last.
+    """Limits of the verdict: problems of this run first, general caveats last.
 
     Args:
         report: of an advice, whole or partial.
-        most: so many at most; `findings` has all.
+        most: maximum number; `findings` returns all.
 
     Returns:
         Sentences.

@@ -45,8 +45,8 @@ def comparison_page(report: Comparison, *, light: bytes, dark: bytes) -> str:
         terms((column.heading, column.meaning) for column in comparison_table(report).columns),
         "<h2>How each arm makes its update</h2>",
         terms((arm.name, f"{arm.how}; micro-batches of {_sizes(arm.sizes)} samples") for arm in report.arms),
-        "<h2>What was run</h2>",
-        f'<div class="columns">{pairs("Setting", _setting(report))}{pairs("Asked for", report.command)}'
+        "<h2>Command and versions</h2>",
+        f'<div class="columns">{pairs("Setting", _setting(report))}{pairs("Options", report.command)}'
         f"{pairs('Versions', report.versions)}</div>",
     ]
     return document(title, body)
@@ -78,8 +78,8 @@ def study_page(report: Study, *, light: bytes, dark: bytes) -> str:
         terms((each.name, each.meaning) for each in report.quantities),
         "<h2>The arms</h2>",
         terms((arm.name, arm.how) for arm in report.arms),
-        "<h2>What was run</h2>",
-        f'<div class="columns">{pairs("Setting", report.setting)}{pairs("Asked for", report.command)}'
+        "<h2>Command and versions</h2>",
+        f'<div class="columns">{pairs("Setting", report.setting)}{pairs("Options", report.command)}'
         f"{pairs('Versions', report.versions)}</div>",
     ]
     return document(f"superbatch study {report.name}", body)

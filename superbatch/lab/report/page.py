@@ -1,4 +1,4 @@
-"""Parts of a self-contained page: no script, no request to anywhere, light and dark."""
+"""Parts of a self-contained HTML page: no scripts, no requests, light and dark mode."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def document(title: str, body: Iterable[str]) -> str:
 
 
 def partial_mark(text: str = "interrupted before the end.") -> str:
-    """A frame that says that a report is partial.
+    """A box that marks a report as partial.
 
     Args:
         text: plain text.
@@ -78,7 +78,7 @@ def partial_mark(text: str = "interrupted before the end.") -> str:
 
 
 def table(content: Table) -> str:
-    """A table; the meaning of a column is the title of its heading.
+    """An HTML table; the tooltip of a heading explains its column.
 
     Args:
         content: text.
@@ -101,12 +101,12 @@ def table(content: Table) -> str:
 
 
 def picture(light: bytes, dark: bytes, *, what: str) -> str:
-    """A plot, light or dark as the reader's system is.
+    """A plot that follows the light or dark mode of the browser.
 
     Args:
-        light: PNG on a light ground.
-        dark: PNG on a dark ground.
-        what: it shows, for those who cannot see it.
+        light: PNG on a light background.
+        dark: PNG on a dark background.
+        what: alternative text.
 
     Returns:
         HTML.
@@ -118,7 +118,7 @@ def picture(light: bytes, dark: bytes, *, what: str) -> str:
 
 
 def terms(pairs: Iterable[tuple[str, str]]) -> str:
-    """Terms and their meanings.
+    """A definition list.
 
     Args:
         pairs: plain text.
@@ -130,7 +130,7 @@ def terms(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def pairs(heading: str, values: Mapping[str, str]) -> str:
-    """A table of names and values; nothing where there are none.
+    """A table of names and values, or an empty string if there are none.
 
     Args:
         heading: plain text.

@@ -1,4 +1,4 @@
-"""Reports of the commands that measure and advise as self-contained pages; `html` has the two of training."""
+"""HTML pages of the reports; those of `compare` and `study` are in `html`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def fitting_page(report: Fitting, *, light: bytes, dark: bytes) -> str:
 
     Args:
         report: of a fit, whole or partial.
-        light: PNG of the plot on a light ground.
-        dark: PNG of the plot on a dark ground.
+        light: PNG of the plot on a light background.
+        dark: PNG of the plot on a dark background.
 
     Returns:
         HTML with everything inside it.
@@ -43,8 +43,8 @@ def noise_page(report: NoiseStudy, *, light: bytes, dark: bytes) -> str:
 
     Args:
         report: whole or partial.
-        light: PNG of the plot on a light ground.
-        dark: PNG of the plot on a dark ground.
+        light: PNG of the plot on a light background.
+        dark: PNG of the plot on a dark background.
 
     Returns:
         HTML with everything inside it.
@@ -61,8 +61,8 @@ def surveys_page(report: Surveys, *, light: bytes, dark: bytes) -> str:
 
     Args:
         report: whole or partial.
-        light: PNG of the plot on a light ground.
-        dark: PNG of the plot on a dark ground.
+        light: PNG of the plot on a light background.
+        dark: PNG of the plot on a dark background.
 
     Returns:
         HTML with everything inside it.
@@ -75,12 +75,12 @@ def surveys_page(report: Surveys, *, light: bytes, dark: bytes) -> str:
 
 
 def advice_page(report: Advice, *, light: bytes, dark: bytes) -> str:
-    """Write an advice as an HTML page: all that the terminal leaves out is here.
+    """Write an advice as an HTML page with every finding.
 
     Args:
         report: of an advice, whole or partial.
-        light: PNG of the plot on a light ground.
-        dark: PNG of the plot on a dark ground.
+        light: PNG of the plot on a light background.
+        dark: PNG of the plot on a dark background.
 
     Returns:
         HTML with everything inside it.
@@ -101,15 +101,15 @@ def caffe_page(report: CaffeExplained, *, light: bytes, dark: bytes) -> str:
 
     Args:
         report: of `superbatch.caffe.explain_solver`.
-        light: PNG of the plot on a light ground.
-        dark: PNG of the plot on a dark ground.
+        light: PNG of the plot on a light background.
+        dark: PNG of the plot on a dark background.
 
     Returns:
         HTML with everything inside it.
     """
     tables = (caffe_text.settings_table(report),)
     plot = picture(light, dark, what="The learning rate over the updates.")
-    body = [*_tables(tables), "<h2>What may surprise</h2>"]
+    body = [*_tables(tables), "<h2>Pitfalls</h2>"]
     body += [f"<p>{escape(each)}</p>" for each in caffe_text.findings(report)]
     body += ["<h2>Plot</h2>", plot, "<h2>train.py</h2>", f"<pre>{escape(report.code)}</pre>"]
     body += [_run(report.command, report.versions)]
@@ -122,7 +122,7 @@ def verification_page(report: Verification, *, recipe: str, command: Mapping[str
     Args:
         report: of `superbatch.torch.verify`.
         recipe: its name.
-        command: what was asked for: name of a flag -> value.
+        command: values of the flags, by name.
 
     Returns:
         HTML with everything inside it.
@@ -190,5 +190,5 @@ def _columns(tables: Sequence[Table]) -> list[str]:
 
 
 def _run(command: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    asked = pairs("Asked for", command) + pairs("Versions", versions)
-    return f'<h2>What was run</h2><div class="columns">{asked}</div>' if asked else ""
+    asked = pairs("Options", command) + pairs("Versions", versions)
+    return f'<h2>Command and versions</h2><div class="columns">{asked}</div>' if asked else ""
