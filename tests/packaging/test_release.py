@@ -141,5 +141,5 @@ def test_issue_forms(name: str) -> None:
 def test_the_policy_names_the_versions_that_are_tested() -> None:
     table = text_of("docs/stability.md")
     first, *_, last = versions_of_python()
-    assert f"| Python | {first} | {first} to {last}; 3.14 on trial |" in table
+    assert f"| Python | {first} | {first} to {last}; 3.14 may fail |" in table
     assert "| PyTorch | 2.6 |" in table
