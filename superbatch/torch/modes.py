@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import (
+    _GeneratorContextManager,  # pyright: ignore[reportPrivateUsage]
+    contextmanager,
+    suppress,
+)
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -15,6 +20,8 @@ from torch.overrides import (
 from torch.utils import _python_dispatch as dispatch
 
 from .memory.out_of_memory import out_of_memory
+
+_EDGES = [_GeneratorContextManager.__enter__.__code__, _GeneratorContextManager.__exit__.__code__]
 
 
 class Modes:
@@ -54,6 +61,7 @@ class Modes:
         if self.grad:
             torch.set_grad_enabled(True)
         if _cuts(error):
+            _close_contexts(error)
             self.restore()
 
     def restore(self) -> None:
@@ -105,6 +113,25 @@ def _cuts(error: BaseException | None) -> bool:
             return True
         error = error.__context__
     return False
+
+
+def _close_contexts(error: BaseException) -> None:
+    """Close the context managers that an error has left suspended, the innermost first.
+
+    An interrupt may come after a function of `contextlib.contextmanager` has entered and before Python takes
+    note of it. Its end then runs whenever the error's traceback is freed: it would take off whichever mode is
+    in force by then, and restore what is out of date.
+    """
+    suspended = list[Any]()
+    each: BaseException | None = error
+    while each is not None:
+        for frame, _ in walk_tb(each.__traceback__):
+            if frame.f_code in _EDGES:
+                suspended.append(frame.f_locals["self"])
+        each = each.__context__
+    for context in reversed(suspended):
+        with suppress(Exception):  # its error: Python prints and ignores it where a generator is freed
+            context.gen.close()
 
 
 def _become(

@@ -1,0 +1,112 @@
+"""Ctrl-C while a context is entered or left: its end does not run late, when the error is forgotten."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from superbatch.errors import SuperbatchError
+from superbatch.torch.modes import Modes
+from tests.torch.interrupted_windows import MODES, interrupt
+from tests.torch.states import assert_unchanged
+from tests.torch.test_interrupt_sweep import trained, undisturbed
+
+POINTS = 8  # places of a window, in the default suite
+
+
+class AtEdge:
+    """Ctrl-C after the n-th function of C that is called by an `__enter__` or `__exit__`.
+
+    That of `contextlib.contextmanager` has then entered, and Python has not taken note of it.
+
+    Attributes:
+        calls: of such functions.
+        place: where it happened.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Count the calls, and interrupt one of them; 0: none."""
+        self.number, self.calls, self.place = number, 0, ""
+
+    def __enter__(self) -> AtEdge:
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event != "c_return" or code.co_name not in {"__enter__", "__exit__"}:
+            return
+        if code.co_filename.endswith("interrupts.py") or code.co_filename == __file__:
+            return
+        self.calls += 1
+        if self.calls == self.number:
+            self.place = f"{code.co_filename}:{frame.f_lineno} ({code.co_name})"
+            interrupt()
+
+
+def modes_in_force() -> list[Any]:
+    now = Modes()
+    return [*now.functions, *now.dispatch, now.grad]
+
+
+def wrong_at(mode: str, number: int) -> str | None:
+    """Return what is wrong after an interrupt at a place, or when its error is freed; None: nothing is."""
+    run = trained(mode, 1)
+    before, held = run.state(), None
+    with AtEdge(number) as edge:
+        try:
+            run.update(1)
+        except KeyboardInterrupt as error:
+            held = error
+    made = run.accumulate.updates - 1
+    try:
+        assert edge.place, "the premise: the place was reached"
+        assert held is not None, "the interrupt was lost"
+        if run.owned and not made:
+            run.accumulate.discard()  # in case Python had not begun to run the end of the block
+        after = run.state()
+        with torch.device("cpu"), torch.no_grad():
+            in_force = modes_in_force()
+            held = None
+            gc.collect()
+            assert modes_in_force() == in_force, "modes changed when the error was forgotten"
+        assert torch.is_grad_enabled()
+        assert_unchanged(after, run.state())
+        run.reseed()
+        run.update(2)
+        as_it_should_be, following = undisturbed(mode, 1 + made)
+        assert_unchanged(as_it_should_be if made else before, after)
+        assert_unchanged(following, run.state())
+    except (AssertionError, SuperbatchError) as error:
+        return f"call {number}, {edge.place}: {error}"
+    return None
+
+
+def sweep(mode: str, points: int | None) -> None:
+    trained(mode, 2)  # what is cached once per process is cached
+    counted = trained(mode, 1)
+    with AtEdge(0) as edge:
+        counted.update(1)
+    assert edge.calls > 0, "the premise: contexts were entered"
+    numbers = range(1, edge.calls + 1, 1 if points is None else -(-edge.calls // points))
+    wrong = [found for number in numbers if (found := wrong_at(mode, number))]
+    assert not wrong, f"{len(wrong)} of {len(numbers)}:\n" + "\n".join(wrong[:10])
+
+
+@pytest.mark.parametrize("mode", ["sample_rng", "whole batch", "momentum"])
+def test_interrupted_at_some_edges_of_contexts(mode: str) -> None:
+    sweep(mode, POINTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", list(MODES))
+def test_interrupted_at_every_edge_of_a_context(mode: str) -> None:
+    sweep(mode, None)
