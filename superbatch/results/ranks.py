@@ -21,7 +21,7 @@ class RanksReport:
         ranks: those whose data makes one batch.
         reduced: when gradients are reduced: once in a ``"window"``, or after each ``"microbatch"``.
         kept: bytes of gradients that this rank keeps until the end of a window because they are not reduced.
-        shards: bytes of them where they are reduced after each micro-batch.
+        shards: bytes of them where they are reduced after each micro-batch; 0 where that is impossible.
         why: the reason of the choice.
 
     Examples:
@@ -43,7 +43,8 @@ class RanksReport:
         kept, shards = binary_text(self.kept), binary_text(self.shards)
         if self.reduced == "window":
             when = "once in a window"
-            bytes_ = f"{kept} of them until then, {shards} if reduced after each micro-batch"
+            less = f", {shards} if reduced after each micro-batch" if self.shards else ""
+            bytes_ = f"{kept} of them until then{less}"
         else:
             when = "after each micro-batch"
             bytes_ = f"{shards} of them until the end of a window, {kept} if reduced once in a window"

@@ -43,9 +43,9 @@ class WholeBatch:
         participants: `FrozenBatchNorm`, and objects of your own.
         weight: on several ranks: how much this rank's batch counts, a function of it such as
             ``count_tokens("labels")``; None: its samples.
-        sync: as the `Accumulator`'s, but for ``"microbatch"`` and sharded models. Every BatchNorm in training
-            mode is over the samples of all ranks; `loss_fn` gets those of this rank, and exchanges itself
-            whatever else it couples.
+        sync: as the `Accumulator`'s, but for ``"microbatch"``. Models sharded by FSDP2 gather parameters
+            for a window. Every BatchNorm in training mode is over the samples of all ranks; `loss_fn` gets
+            those of this rank, and exchanges itself whatever else it couples.
 
     Attributes:
         engine: what opens the windows, for tools that make updates of their own.

@@ -24,7 +24,7 @@ from superbatch.errors import SuperbatchError
 from superbatch.torch import WholeBatch, WholeGradient, count_tokens
 from superbatch.torch.virtual.run.store import Store
 from superbatch.torch.window import coupled_work
-from tests.torch.sharded_training import join, leave
+from tests.torch.sharded_training import full, join, leave
 
 Found = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -128,11 +128,11 @@ class Training:
         loss: Any = error_of,
         *,
         make: Callable[[], nn.Module] = net,
-        wrap: bool = True,
+        wrap: Callable[[nn.Module], nn.Module] | None = DistributedDataParallel,
         **options: Any,
     ) -> None:
         self.rank, self.inner = rank, make()
-        self.model = DistributedDataParallel(self.inner) if wrap else self.inner
+        self.model = self.inner if wrap is None else wrap(self.inner)
         self.optimizer = adamw(self.inner)
         self.accumulate = WholeBatch(
             self.model,
@@ -146,7 +146,7 @@ class Training:
         """Make the updates, and return what the test compares."""
         self.updates += [self.accumulate(batch) for batch in batches]
         return {
-            "state": {name: value.clone() for name, value in self.inner.state_dict().items()},
+            "state": {name: full(value) for name, value in self.inner.state_dict().items()},
             "losses": [u.loss for u in self.updates],
             "norms": [u.grad_norm for u in self.updates],
             "failures": [u.failures for u in self.updates],
@@ -156,11 +156,11 @@ class Training:
         }
 
 
-def resumed(rank: int) -> Found:
+def resumed(rank: int, **options: Any) -> Found:
     """Continue with a new model after the first update."""
-    first = Training(rank)
+    first = Training(rank, **options)
     first.run(data(rank)[:1])
-    second = Training(rank)
+    second = Training(rank, **options)
     second.inner.load_state_dict(first.inner.state_dict())
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     second.accumulate.load_state_dict(first.accumulate.state_dict())
@@ -172,7 +172,9 @@ class BrokenError(Exception):
     """An error of the user's program."""
 
 
-def failing(rank: int, where: str, how: str, loss: Any = error_of, counts: Any = COUNTS) -> Found:
+def failing(
+    rank: int, where: str, how: str, loss: Any = error_of, counts: Any = COUNTS, **options: Any
+) -> Found:
     """Train, and go on after rank 1 has failed in the first window.
 
     Args:
@@ -181,6 +183,7 @@ def failing(rank: int, where: str, how: str, loss: Any = error_of, counts: Any =
         how: ``"memory"`` or ``"error"``.
         loss: of a rank's batch.
         counts: of the samples.
+        options: of `Training`.
     """
     armed = [rank == 1]
 
@@ -201,15 +204,16 @@ def failing(rank: int, where: str, how: str, loss: Any = error_of, counts: Any =
             fail()
         return keep(self, piece)
 
-    training, outcome, before = Training(rank, broken), [], {}
+    training, outcome, before = Training(rank, broken, **options), [], {}
     with mock.patch.object(Store, "keep", keeping), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for batch in data(rank, counts):
-            before = {name: value.clone() for name, value in training.inner.state_dict().items()}
+            before = {name: full(value) for name, value in training.inner.state_dict().items()}
             try:
                 training.run([batch])
             except (SuperbatchError, BrokenError) as error:
-                same = all(torch.equal(v, before[n]) for n, v in training.inner.state_dict().items())
+                now = training.inner.state_dict()
+                same = all(torch.equal(full(v), before[n]) for n, v in now.items())
                 outcome.append((type(error).__name__, str(error), same))
                 training.run([batch])
     return {**training.run([]), "outcome": outcome, "fired": rank == 1 and not armed[0]}
@@ -231,13 +235,13 @@ def infinite(rank: int) -> Found:
     return refused(rank, lambda model, batch: error_of(model, batch) * (float("nan") if rank else 1.0))
 
 
-def of_gradient(rank: int) -> Found:
+def of_gradient(rank: int, wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel) -> Found:
     """Add up the gradients of all batches, without a step."""
     inner = net()
-    model = DistributedDataParallel(inner)
+    model = wrap(inner)
     gradient_of = WholeGradient(model, partial(error_of, model), microbatch_size=2)
     records = [gradient_of(batch) for batch in data(rank)]
-    gradients = {name: p.grad.clone() for name, p in inner.named_parameters() if p.grad is not None}
+    gradients = {name: full(p.grad) for name, p in inner.named_parameters() if p.grad is not None}
     return {"gradients": gradients, "losses": [each.loss for each in records]}
 
 
@@ -262,8 +266,8 @@ def cells(rank: int) -> dict[str, Callable[[], Found]]:
     within = coupled_work.Coupled._options
     return {
         "DDP": trained(),
-        "SyncBatchNorm": trained(make=partial(net, synchronised=True), wrap=False, sync="all_reduce"),
-        "all_reduce": trained(wrap=False, sync="all_reduce"),
+        "SyncBatchNorm": trained(make=partial(net, synchronised=True), wrap=None, sync="all_reduce"),
+        "all_reduce": trained(wrap=None, sync="all_reduce"),
         "auto": trained(microbatch_size="auto"),
         "labels": trained(of_labels, weight=count_tokens("labels")),
         "all labels": trained(of_all_labels),
@@ -285,7 +289,7 @@ def cells(rank: int) -> dict[str, Callable[[], Found]]:
         "own negatives": lambda: refused(rank, own_negatives),
         "labels without weight": lambda: refused(rank, of_labels, counts=COUNTS),
         "no weight": lambda: refused(rank, weight=lambda batch: 0),
-        "not stated": lambda: refused(rank, wrap=False),
+        "not stated": lambda: refused(rank, wrap=None),
     }
 
 

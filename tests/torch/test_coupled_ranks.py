@@ -22,28 +22,30 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return found_by_both("tests.torch.coupled_ranks", tmp_path_factory.mktemp("ranks"))
 
 
+WITHOUT = ("without BatchNorm", "checkpointed")
 LOSSES: dict[str, Any] = {
     "labels": ranks.of_labels,
     "all labels": ranks.of_all_labels,
     "contrastive": ranks.own_negatives,
     "memory in a gather": ranks.own_negatives,
     "balanced": partial(ranks.balanced, alone=True),
-    "without BatchNorm": partial(ranks.balanced, alone=True),
+    **dict.fromkeys(WITHOUT, partial(ranks.balanced, alone=True)),
 }
 
 
-def large_batches(cell: str) -> list[dict[str, Tensor]]:
-    """The samples of both ranks together."""
-    counts = ranks.EVEN if cell in ("contrastive", "memory in a gather") else ranks.COUNTS
-    both = zip(ranks.data(0, counts), ranks.data(1, counts), strict=True)
-    return [{key: torch.cat([one[key], other[key]]) for key in one} for one, other in both]
+def large_batches(cell: str, counts: Any = None) -> list[dict[str, Tensor]]:
+    """The samples of all ranks together."""
+    if counts is None:
+        counts = ranks.EVEN if cell in ("contrastive", "memory in a gather") else ranks.COUNTS
+    every = zip(*(ranks.data(rank, counts) for rank in range(len(counts[0]))), strict=True)
+    return [{key: torch.cat([each[key] for each in parts]) for key in parts[0]} for parts in every]
 
 
-def reference(cell: str) -> tuple[nn.Module, list[float], list[float]]:
+def reference(cell: str, counts: Any = None) -> tuple[nn.Module, list[float], list[float]]:
     """The model that the large batches have trained, its losses and norms."""
-    model = ranks.plain() if cell == "without BatchNorm" else ranks.net()
+    model = ranks.plain() if cell in WITHOUT else ranks.net()
     optimizer, losses, norms = ranks.adamw(model), [], []
-    for batch in large_batches(cell):
+    for batch in large_batches(cell, counts):
         optimizer.zero_grad()
         loss = LOSSES.get(cell, ranks.error_of)(model, batch)
         loss.backward()

@@ -116,7 +116,7 @@ def engine_of(
         raise InputError('gradient_sum="momentum" needs SGD, and a gradient has no optimizer. Leave it out.')
     participants = _participants(given.participants)
     separate = given.coupled is None
-    sync = find_sync(models, no_sync=True, sharded=separate, sync=given.sync)
+    sync = find_sync(models, no_sync=True, sharded="split" if separate else "gathered", sync=given.sync)
     if given.steps:
         parameters = OwnedParameters(models, optimizers, masters)
     else:

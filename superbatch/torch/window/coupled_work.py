@@ -166,7 +166,7 @@ class Coupled:
         models = [*config.models, *_others(config.models, config.owned)]
         self.report = None
         try:
-            with open_block(models, self._options(models)) as virtual:
+            with config.sync.gathered(), open_block(models, self._options(models)) as virtual:
                 begun.append(virtual)
                 value = self._backward(window, virtual, batch, place.inputs)
         finally:  # in how many micro-batches memory ran out, too

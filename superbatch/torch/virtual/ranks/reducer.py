@@ -29,6 +29,7 @@ from superbatch.torch.window.sync.find import find_sync
 from superbatch.torch.window.sync.local import Local
 from superbatch.torch.window.sync.manual import Manual
 from superbatch.torch.window.sync.sync import Sync
+from superbatch.torch.window.wrapped_models import sharded_part
 
 from ..ir.calls import Recipe, blank
 from ..ir.layout import Layout, Part
@@ -68,7 +69,8 @@ class RankReducer:
         *,
         reduces: bool = True,
     ) -> None:
-        self.sync = find_sync(models, group)
+        gathered = not reduces and sharded_part(models) is not None  # by the window, which reduces gradients
+        self.sync = Manual(group, device) if gathered else find_sync(models, group)
         self.heard = self.settled = self.exchanges = False
         self._now = self.sync if group is not None and self.sync.shared else None
         # The user's own `no_sync` says that the gradients are reduced later.

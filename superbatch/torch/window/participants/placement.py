@@ -48,7 +48,9 @@ class Placement:
             self.require_allowed()
             return MomentumGradientSum(config.owned, config.rule.optimizers[0], only_owned=only_owned)
         if config.whole:
-            return ParameterGradientSum(config.owned, only_owned=only_owned, whole=True, run=self._run)
+            return ParameterGradientSum(
+                config.owned, only_owned=only_owned, whole=True, run=self._run, sync=config.sync
+            )
         dtype = self._sum_dtype(microbatches)
         isolated = config.nonfinite == "skip_microbatch"
         if dtype is None and not isolated:

@@ -25,7 +25,7 @@ def find_sync(
     group: Any = None,
     *,
     no_sync: bool = False,
-    sharded: bool = False,
+    sharded: Literal["split", "gathered"] | None = None,
     sync: SyncOption | Literal["warn"] = "warn",
 ) -> Sync:
     """Return the ranks that share a batch of the models.
@@ -34,7 +34,8 @@ def find_sync(
         models: those that share a batch.
         group: the process group, where the models are not wrapped in DDP; None: that of their wrappers.
         no_sync: several backward passes will run under ``no_sync()``, which a static graph does not allow.
-        sharded: models whose parameters are sharded over the ranks can be worked with.
+        sharded: how parameters that are sharded over the ranks are worked with: ``"split"`` as they are, or
+            ``"gathered"`` for the whole window; None: not at all.
         sync: the option of an accumulator; ``"warn"``: ``"auto"``, but models that nothing wraps train apart
             with a warning.
 
@@ -63,14 +64,17 @@ def find_sync(
             )
         )
     part = sharded_part(models)
-    if part is not None and not sharded:
-        raise InputError(f"{part}, which only Accumulator and Gradient can work with. {INSTEAD}.")
+    if part is not None and sharded is None:
+        raise InputError(
+            f"{part}, which only Accumulator, Gradient, WholeBatch and WholeGradient can work with. "
+            f"{INSTEAD}."
+        )
     if part is not None and wrappers:
         raise InputError(
             f"{part}, and is wrapped in DistributedDataParallel as well. Replicate it by fully_shard over a "
             "mesh of two dimensions (HSDP) instead."
         )
-    _check_option(sync, wrapped=bool(wrappers), part=part)
+    _check_option(sync, wrapped=bool(wrappers), part=part, each=sharded == "split")
     refuse_comm_hooks(wrappers)
     if no_sync:
         refuse_static_graphs(wrappers)
@@ -79,6 +83,8 @@ def find_sync(
     if part is not None:
         from .sharded import Sharded  # here: it imports much of torch.distributed
 
+        if sharded == "gathered":
+            return Sharded(models, reduced="window", whole=True)
         return Sharded(models, reduced=sync if sync in ("window", "microbatch") else "auto")
     if sync == "all_reduce":
         return _replicas(models, device)
@@ -87,15 +93,22 @@ def find_sync(
     return DDP(wrappers, device) if wrappers else Manual(group, device)
 
 
-def _check_option(sync: object, *, wrapped: bool, part: str | None) -> None:
+def _check_option(sync: object, *, wrapped: bool, part: str | None, each: bool) -> None:
     """Check that a choice of `sync` fits the models.
+
+    Args:
+        sync: the choice.
+        wrapped: they are in DDP.
+        part: a name of a part that is sharded.
+        each: the gradients of such parts can be reduced after each micro-batch.
 
     Raises:
         InputError: it does not.
     """
     if sync in ("auto", "warn") or (sync == "window" and (wrapped or part)):
         return
-    if sync == "microbatch" and part is not None:
+    each = each and part is not None
+    if sync == "microbatch" and each:
         return
     if sync in (None, "all_reduce") and not wrapped and part is None:
         return
@@ -104,7 +117,7 @@ def _check_option(sync: object, *, wrapped: bool, part: str | None) -> None:
     what = part or (
         "The model is in DistributedDataParallel" if wrapped else "Nothing wraps or shards the model"
     )
-    fits = '"window" or "microbatch"' if part else '"window"' if wrapped else '"all_reduce" or None'
+    fits = '"window" or "microbatch"' if each else '"window"' if wrapped or part else '"all_reduce" or None'
     raise InputError(f"{what}, so sync={sync!r} is not possible. Leave it out, or pass {fits}.")
 
 

@@ -68,6 +68,24 @@ class FSDP2:
             if not group.is_sharded:
                 group._to_sharded()
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep all parameters whole during the body, and after it, where it did not fail, until `flush`."""
+        with ExitStack() as stack:
+            for group in self._groups():
+                for name, value in (("reshard_after_backward", False), ("post_forward_mesh_info", None)):
+                    stack.callback(setattr, group, name, getattr(group, name))
+                    setattr(group, name, value)
+            for group in self._groups():
+                group.lazy_init()
+                group.unshard()
+                group.wait_for_unshard()
+            try:
+                yield
+            except BaseException:
+                self.discard()
+                raise
+
     def settings(self) -> ExitStack:
         """Return a context that leaves everything that can be set as it was.
 
@@ -177,6 +195,7 @@ class FSDP2:
         """Drop gradients that were not reduced, and what a forward or backward that failed has left."""
         for state in self._roots():
             _reset(state)
+        self.reshard()  # those that no forward has come to, after `gathered`
         for each in self._parameters():
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,10 @@ class Local:
 
     def reshard(self) -> None:
         """No-op: parameters stay the same."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Return an empty context: parameters are whole."""
+        return nullcontext()
 
     def turn(self, *, last: bool, idle: bool = False) -> None:
         """No-op: no rank waits for another one."""

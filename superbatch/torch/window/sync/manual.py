@@ -6,7 +6,7 @@ The gradients of a window are summed once, by bucketed all-reduces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class Manual:
 
     def reshard(self) -> None:
         """No-op: parameters stay the same."""
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Return an empty context: parameters are whole."""
+        return nullcontext()
 
     def turn(self, *, last: bool, idle: bool = False) -> None:
         """No-op: no rank waits for another one."""

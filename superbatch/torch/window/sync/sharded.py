@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -36,12 +36,20 @@ class Sharded(Manual):
         reduced: gradients are reduced once in a ``"window"``, or after each ``"microbatch"`` (over replicas,
             which HSDP has, once); ``"auto"``: once, unless those that are kept until then take a tenth of a
             rank's memory.
+        whole: each rank has the whole parameters during a window, as coupled samples need.
+
+    Raises:
+        InputError: `whole`, and tensor parallel splits the parameters.
     """
 
     in_step = True
 
     def __init__(
-        self, models: Iterable[nn.Module], reduced: Literal["auto", "window", "microbatch"] = "auto"
+        self,
+        models: Iterable[nn.Module],
+        reduced: Literal["auto", "window", "microbatch"] = "auto",
+        *,
+        whole: bool = False,
     ) -> None:
         self._models = list(models)
         self._fsdp = FSDP2(self._models)
@@ -49,7 +57,10 @@ class Sharded(Manual):
         self._data, every, kind = _ranks_of(self._models, self._fsdp)
         super().__init__(_group_of(every), kind)
         self._copies = len(every) // len(self._data)
-        self._why = "stated"
+        if whole and (self._copies > 1 or self._is_split()):
+            raise InputError(_SPLIT)
+        self._whole = whole
+        self._why = "samples are coupled, so each rank has all parameters meanwhile" if whole else "stated"
         self._each = reduced == "microbatch" or (reduced == "auto" and self._is_short())
         self._outputs: list[Tensor] = []
         self._idle = False
@@ -81,9 +92,15 @@ class Sharded(Manual):
             self.count,
             "microbatch" if self._each else "window",
             kept=kept,
-            shards=shards,
+            shards=0 if self._whole else shards,
             why=self._why,
         )
+
+    def _is_split(self) -> bool:
+        """Return whether a parameter is distributed by something other than FSDP2."""
+        managed = self._fsdp.managed()
+        every = (parameter for model in self._models for parameter in model.parameters())
+        return any(hasattr(each, "device_mesh") and id(each) not in managed for each in every)
 
     def _is_short(self) -> bool:
         """Return whether gradients that are not sharded would take a tenth of a rank's memory."""
@@ -102,6 +119,10 @@ class Sharded(Manual):
     def reshard(self) -> None:
         """Register the sharded parameters in the modules, where a forward has left whole ones."""
         self._fsdp.reshard()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Return a context in which each rank has all parameters whole."""
+        return self._fsdp.gathered()
 
     def no_sync(self) -> ExitStack:
         """Return a context in which gradients add up beside the shards; its end drops them."""
@@ -265,6 +286,12 @@ class Sharded(Manual):
             if not placement.is_replicate()
         )
         return every // shards
+
+
+_SPLIT = (
+    "Coupled samples need whole parameters on each rank, and tensor parallel splits operations too. Shard "
+    "the model by fully_shard (FSDP2) alone, over a mesh of one or two dimensions."
+)
 
 
 def _laid_out(gradient: Any, parameter: Any) -> Tensor | None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -69,6 +69,10 @@ class Sync(Protocol):
 
     def reshard(self) -> None:
         """Give the models the parameters that optimizers update, where a forward has left others."""
+        ...
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Return a context, inside of `no_sync`, in which this rank has all parameters whole."""
         ...
 
     def turn(self, *, last: bool, idle: bool = False) -> None:

@@ -1,0 +1,111 @@
+"""`WholeBatch` of models sharded by FSDP2, two gloo ranks and four, beside the large batch in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torch import coupled_fsdp_ranks as ranks
+from tests.torch.coupled_ranks import CLIP, error_of, net, plain
+from tests.torch.test_coupled_ranks import EXACT, WITHOUT, Found, large_batches, reference, worst
+from tests.torch.two_ranks import found_by_both
+
+TRAINED = (
+    *("BatchNorm", "kept gathered", "offloaded", "auto", "labels", "contrastive", "balanced"),
+    *("without BatchNorm", "checkpointed"),
+)
+FAILING = ("memory in the loss", "memory in a sweep", "error in the loss", "error in a sweep")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of two ranks found."""
+    return found_by_both("tests.torch.coupled_fsdp_ranks", tmp_path_factory.mktemp("ranks"), "2")
+
+
+def assert_as_large_batch(found: Found, cell: str, counts: Any = None) -> None:
+    trained, losses, norms = reference(cell, counts)
+    assert max(norms) > CLIP, "premise: it is clipped"
+    for each in found:
+        assert worst(each[cell], trained) <= EXACT
+        assert each[cell]["losses"] == pytest.approx(losses, rel=EXACT)
+        assert each[cell]["norms"] == pytest.approx(norms, rel=EXACT)
+        assert each[cell]["gradients"] == 0
+
+
+@pytest.mark.parametrize("cell", [*TRAINED, "resumed", *FAILING])
+def test_sharded_models_train_as_the_large_batch(cell: str, found: Found) -> None:
+    assert_as_large_batch(found, cell)
+
+
+@pytest.mark.parametrize("cell", TRAINED)
+def test_the_parameters_are_sharded_after_a_window(cell: str, found: Found) -> None:
+    every = sum(p.numel() for p in (plain() if cell in WITHOUT else net()).parameters())
+    for each in found:
+        assert each[cell]["elements"] < every
+        assert "each rank has all parameters meanwhile" in each[cell]["report"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["BatchNorm", "balanced"])
+def test_replicas_of_shards_train_as_the_large_batch(cell: str, tmp_path: Path) -> None:
+    four = found_by_both("tests.torch.coupled_fsdp_ranks", tmp_path, "4", cell, count=4)
+    assert_as_large_batch(four, cell, ranks.OF_FOUR)
+    assert four[0][cell]["report"].startswith("HSDP over 4 ranks")
+
+
+def test_gradients_add_up_without_a_step(found: Found) -> None:
+    model = net()
+    for batch in large_batches("BatchNorm"):
+        error_of(model, batch).backward()
+    for each in found:
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            error = (each["gradient"]["gradients"][name] - parameter.grad).norm()
+            assert error <= EXACT * parameter.grad.norm()
+
+
+def test_low_precision_rounds_as_one_backward_of_each_rank(found: Found) -> None:
+    library, by_hand, exact = (found[0][name] for name in ("bfloat16", "bfloat16, by hand", "float32"))
+    start = plain().float().state_dict()
+
+    def off(one: dict[str, Any], name: str) -> float:
+        moved = (exact["state"][name] - start[name]).norm()
+        return float((one["state"][name] - exact["state"][name]).norm() / moved)
+
+    for name in start:
+        assert off(by_hand, name) > 1e-5, "premise: it rounds"
+        assert off(library, name) < 0.02
+
+
+def test_parameters_that_are_not_gathered_are_told(found: Found) -> None:
+    for each in found:
+        assert "its data is not allocated" in each["mutant: not gathered"]["error"]
+
+
+@pytest.mark.parametrize("where", ["the loss", "a sweep"])
+def test_a_failure_on_one_rank(where: str, found: Found) -> None:
+    healthy, bad = (each[f"memory in {where}"] for each in found)
+    assert bad["fired"], "premise"
+    assert bad["failures"][0] == 1
+    assert not healthy["outcome"] and not bad["outcome"]
+    healthy, bad = (each[f"error in {where}"]["outcome"] for each in found)
+    assert bad == [("BrokenError", "no such label", True)]
+    text = "Another rank cannot make this window, so no rank does: see that rank's error."
+    assert healthy == [("InputError", text, True)]
+
+
+def test_what_cannot_be_gathered_is_refused(found: Found) -> None:
+    for each in found:
+        assert each["tensor parallel"]["error"] == (
+            "InputError",
+            "Coupled samples need whole parameters on each rank, and tensor parallel splits operations too. "
+            "Shard the model by fully_shard (FSDP2) alone, over a mesh of one or two dimensions.",
+        )
+        assert each["each micro-batch"]["error"] == (
+            "InputError",
+            "The model is sharded by fully_shard (FSDP2), so sync='microbatch' is not possible. Leave it "
+            'out, or pass "window".',
+        )
