@@ -7,7 +7,9 @@ micro-batches ``i`` of weight ``w_i``, what `loss_fn` returns ``l_i``, and ``W =
     reduction="sum":     L = sum_i l_i / W
     reduction="total":   L = sum_i l_i
     several terms:       L = sum_t L_t, each with a reduction and a weight of its own
-    coupled samples:     L = loss_fn(concatenation of encode(i)), by two passes (`coupled_gradient`)
+    coupled by the loss: L = loss_fn(concatenation of encode(i)), by two passes (`coupled_gradient`)
+    coupled in a model:  L = loss_fn(concatenation of i), as a BatchNorm needs it: `superbatch.torch.virtual`
+                         runs each operator of forward and backward in micro-batches, by a rule for each
 
 Ranks add nothing to the definition: ``i`` runs over the micro-batches of all of them.
 """

@@ -175,6 +175,7 @@ class Transaction:
 
 
 def _scale_of(config: Config) -> LossScale:
+    # Gradients without a step of ours stay scaled, as the host's own scaler expects them.
     by_host, unscaled = config.backward is not None, config.earlier is None
     device = config.owned[0].parameter.device
     return LossScale(config.rule.scaler, device, scaled_by_host=by_host, unscaled=unscaled)
