@@ -3,8 +3,8 @@
 reduce -> normalise -> unscale -> finite check -> clip
        -> optimizer -> scaler -> masters -> scheduler -> zero_grad
 
-The norm must be taken of the reduced, normalised, unscaled gradient (`ready`). The finite check is part of the
-norm (`Sync.norm`); `Ending.finish` decides what follows from it. A scheduler steps once per update.
+The norm must be taken of the reduced, normalised, unscaled gradient (`ready`). The finite check is part of
+the norm (`Sync.norm`); `Ending.finish` decides what follows from it. A scheduler steps once per update.
 """
 
 from __future__ import annotations
