@@ -49,6 +49,28 @@ def test_an_example_shows_its_point(name: str, tmp_path: Path) -> None:
     assert first_number(printed, right) < 1e-12
 
 
+@pytest.mark.slow
+def test_the_training_program_trains_the_same_under_torchrun(tmp_path: Path) -> None:
+    alone = run("train.py", *SMALL, folder=tmp_path)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
+            *(str(EXAMPLES / "train.py"), *SMALL),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks" in done.stdout
+    updates = re.compile(r"update +\d+  loss [\d.]+  gradient [\d.]+  \d+ tokens")
+    assert updates.findall(alone)
+    assert updates.findall(done.stdout) == updates.findall(alone)
+
+
 def test_the_training_program_trains_and_resumes(tmp_path: Path) -> None:
     printed = run("train.py", *SMALL, folder=tmp_path)
     found = re.search(rf"tutorial loop {NUMBER}, superbatch {NUMBER}", printed)
