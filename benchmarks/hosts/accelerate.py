@@ -38,7 +38,10 @@ def window(training: str, exact: bool) -> Window:
 
     if not exact:
         return Window(own)
-    gradient_of = make_gradient(accelerator, model, loss_fn, weight=count_tokens("labels"))
+    if training == "coupled":
+        gradient_of = make_gradient(accelerator, model, loss_fn, coupled=True)
+    else:
+        gradient_of = make_gradient(accelerator, model, loss_fn, weight=count_tokens("labels"))
 
     def ours() -> None:
         accelerator.gradient_accumulation_steps = 1

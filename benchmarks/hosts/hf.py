@@ -25,7 +25,11 @@ def window(training: str, exact: bool) -> TrainerWindow:
 
     def fit(loader: Any) -> None:
         kinds = (Exact, Trainer) if exact else (Trainer,)
-        endless: Any = type("Endless", kinds, {"get_train_dataloader": lambda self: loader})
+        endless: Any = type(
+            "Endless",
+            kinds,
+            {"get_train_dataloader": lambda self: loader, "coupled": training == "coupled" or None},
+        )
         with tempfile.TemporaryDirectory() as folder:
             arguments = arguments_for(
                 folder=folder, accumulation_steps=STEPS, max_steps=10**9, max_grad_norm=1.0
@@ -48,11 +52,11 @@ def _model(training: str) -> nn.Module:
         num_labels=4,
         pad_token_id=0,
     )
-    return (LlamaForCausalLM if training == "causal" else LlamaForSequenceClassification)(config)
+    return (LlamaForSequenceClassification if training == "classes" else LlamaForCausalLM)(config)
 
 
 def _microbatch(training: str, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY, (SIZE, LENGTH), generator=generator)
-    labels = ids.clone() if training == "causal" else torch.randint(4, (SIZE,), generator=generator)
+    labels = torch.randint(4, (SIZE,), generator=generator) if training == "classes" else ids.clone()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}

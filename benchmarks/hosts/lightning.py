@@ -40,6 +40,8 @@ class Exact(ExactAccumulation, Module):
 def window(training: str, exact: bool) -> TrainerWindow:
     """One endless `Trainer.fit`."""
     module = (Exact if exact else Module)(training)
+    if isinstance(module, Exact):
+        module.coupled = training == "coupled"
 
     def fit(loader: Any) -> None:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

@@ -18,8 +18,8 @@ class Network(nn.Module):
         layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, VOCABULARY if training == "causal" else CLASSES)
-        self.is_causal = training == "causal"
+        self.head = nn.Linear(WIDTH, CLASSES if training == "classes" else VOCABULARY)
+        self.is_causal = training != "classes"
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1]) if self.is_causal else None
@@ -43,6 +43,6 @@ def microbatches(training: str) -> list[Batch]:
     found: list[Batch] = []
     for _ in range(STEPS):
         ids = torch.randint(VOCABULARY, (SIZE, LENGTH + 1), generator=generator)
-        labels = ids[:, 1:] if training == "causal" else ids[:, 0] % CLASSES
+        labels = ids[:, 0] % CLASSES if training == "classes" else ids[:, 1:]
         found.append({"ids": ids[:, :-1].contiguous(), "labels": labels.contiguous()})
     return found

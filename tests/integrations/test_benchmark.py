@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_it_measures_each_accumulation(tmp_path: Path) -> None:
     program, file = str(ROOT / "benchmarks" / "integrations.py"), tmp_path / "times.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, program, "--hosts", "hf", "--trainings", "classes", "--rounds", "1"]
+    command = [sys.executable, program, "--hosts", "hf", "--trainings", "classes,coupled", "--rounds", "1"]
 
     done = subprocess.run(
         [*command, "--json", str(file)],
@@ -32,5 +32,5 @@ def test_it_measures_each_accumulation(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())
-    assert [row["name"] for row in rows] == ["its own", "its own, again", "superbatch"]
+    assert [row["name"] for row in rows] == 2 * ["its own", "its own, again", "superbatch"]
     assert all(row["milliseconds"] > 0 and row["ratio"] > 0 for row in rows)
