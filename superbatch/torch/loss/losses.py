@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,9 +123,15 @@ class WindowLoss:
 
 
 def over_ranks(
-    sums: list[Sum], sync: Sync, *, bad: bool, mark: int = 0, news: tuple[bool, int] = (False, 0)
-) -> tuple[list[Sum], bool, bool]:
-    """Return the sums over all ranks, whether any rank has a loss that is not finite, and any news.
+    sums: list[Sum],
+    sync: Sync,
+    *,
+    bad: bool,
+    mark: int = 0,
+    news: tuple[bool, int] = (False, 0),
+    ahead: Callable[[], list[float]] = list,
+) -> tuple[list[Sum], bool, bool, list[float] | None]:
+    """Return the sums over all ranks, whether any rank has a loss that is not finite, any news, and `ahead`.
 
     Args:
         sums: of this rank, one for each term.
@@ -134,6 +140,7 @@ def over_ranks(
         mark: how this rank stands with measuring the noise (see `NoiseOfWindows.mark`).
         news: whether this rank has seen what no check of the loss has (see `check_schedule`), and a number
             that tells what its samples count (see `rank_counts`): ranks with other numbers are news too.
+        ahead: returns numbers that a later step needs the sums of, which this exchange takes along.
 
     Raises:
         InputError: another rank has failed; or the ranks stand differently there, on every rank: a rank that
@@ -142,15 +149,15 @@ def over_ranks(
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
         >>> over_ranks([Sum(4.0, 2, nonzero=True)], Local(), bad=False)
-        ([Sum(total=4.0, weight=2, nonzero=True)], False, False)
+        ([Sum(total=4.0, weight=2, nonzero=True)], False, False, None)
     """
     if not sync.shared:
-        return sums, bad, news[0]
+        return sums, bad, news[0], None
     mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
     has_news, count = news
-    *numbers, bad_ranks, news_of, marks, squares, counts, their_squares = sync.sum_numbers(
-        [*mine, bad, has_news, mark, mark * mark, count, count * count]
-    )
+    found = sync.sum_numbers([*mine, bad, has_news, mark, mark * mark, count, count * count, *ahead()])
+    numbers, rest = found[: len(mine)], found[len(mine) :]
+    bad_ranks, news_of, marks, squares, counts, their_squares, *later = rest
     if math.isnan(bad_ranks):
         raise InputError(NOT_ON_ANOTHER_RANK)
     differ = int(counts) ** 2 != sync.count * int(their_squares)
@@ -171,15 +178,17 @@ def over_ranks(
         ],
         bool(bad_ranks),
         bool(news_of) or differ,
+        later,
     )
 
 
-def tell_failed(terms: int, sync: Sync) -> None:
+def tell_failed(terms: int, sync: Sync, ahead: int = 0) -> None:
     """Take part in the exchange of `over_ranks` for a rank that has failed before it.
 
     Args:
         terms: number of losses.
         sync: the ranks, which raise there.
+        ahead: count of the numbers that the exchange takes along.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
@@ -187,7 +196,7 @@ def tell_failed(terms: int, sync: Sync) -> None:
     """
     if sync.shared:
         with suppress(RuntimeError):  # the error of this rank says more than that others are gone
-            sync.sum_numbers([math.nan] * (3 * terms + 6))
+            sync.sum_numbers([math.nan] * (3 * terms + 6 + ahead))
 
 
 def check_loss(loss: object) -> None:

@@ -82,7 +82,10 @@ class Ending:
             shown = Shown(progress.microbatches, weights.each(losses), weights.counted(dropped), took_part)
             news = self._looks.news(shown)
         mark = 0 if noise is None else noise.mark()
-        sums, bad_ranks, look = over_ranks(sums, config.sync, bad=bool(bad), mark=mark, news=news)
+        ahead = partial(update_rule.announced, window.gradients, config.sync, config.owned)
+        sums, bad_ranks, look, announced = over_ranks(
+            sums, config.sync, bad=bool(bad), mark=mark, news=news, ahead=ahead
+        )
         if bad_ranks:
             self._refuse(sums, rates, culprit.by_loss(window, losses, bad))
             return
@@ -93,9 +96,11 @@ class Ending:
             return
         if look and shown is not None:
             self._look_again(shown)
+            announced = None  # it runs models
         if window.scale is not None:
             window.scale.require()
-        gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, found.divisor)
+        divisor = found.divisor
+        gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, divisor, announced)
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
             finite = config.sync.norm(gradients)[1]

@@ -168,11 +168,21 @@ class Sync(Protocol):
         """Return a message of each rank, any object that can be pickled, in the order of the ranks."""
         ...
 
+    def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
+        """Return the numbers whose sums over the ranks `reduce` needs, to be exchanged together with others.
+
+        Args:
+            gradients: as for `reduce`; how many numbers there are does not depend on them.
+            parameters: likewise.
+        """
+        ...
+
     def reduce(
         self,
         gradients: list[Tensor | None],
         parameters: Sequence[Tensor],
         zeros: Callable[[int], Tensor],
+        announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
         """Return the gradients that this rank's optimizer needs of the sum over the ranks.
 
@@ -182,6 +192,7 @@ class Sync(Protocol):
                 leaves its parameter alone as it would for the large batch.
             parameters: in the same order.
             zeros: ``zeros(i)`` makes an empty gradient ``i``.
+            announced: sums over the ranks of what `announce` returned; None: they are exchanged here.
         """
         ...
 
