@@ -527,9 +527,9 @@ def in_buckets(
 reduce_in_buckets = Buckets.reduce
 
 
-def of_means(buckets: Buckets, gradients: Any, parameters: Any) -> list[int]:
+def of_means(self: Buckets, gradients: Any, parameters: Any) -> list[int]:
     """Leave the means over the ranks that DDP makes, as a mutant would."""
-    missed = reduce_in_buckets(buckets, gradients, parameters)
+    missed = reduce_in_buckets(self, gradients, parameters)
     for each in parameters:
         each.grad.div_(2)
     return missed

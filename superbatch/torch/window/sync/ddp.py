@@ -36,6 +36,7 @@ class DDP(Manual):
     ) -> None:
         super().__init__(wrappers[0].process_group, device)
         self._wrappers = tuple(wrappers)
+        self._in_buckets = in_buckets
         self._buckets = Buckets(wrappers) if in_buckets and Buckets.usable(wrappers) else None
 
     @property
@@ -71,7 +72,9 @@ class DDP(Manual):
                 wrapper._sync_buffers()
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
-        """Return the numbers of the gradients, and whether they do not fit the buckets, or those wait."""
+        """Return a number for each gradient; and whether they do not fit the buckets, or those wait."""
+        if not self._in_buckets:
+            return super().announce(gradients, parameters)
         buckets = self._buckets
         fit = buckets is not None and buckets.fit(gradients, parameters)
         return [*super().announce(gradients, parameters), not fit, buckets is None or not buckets.ready]
@@ -84,8 +87,8 @@ class DDP(Manual):
         announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
         """Return the sums of the gradients over the ranks, in the buckets where they fit on all ranks."""
-        if not self.shared:
-            return gradients
+        if not self.shared or not self._in_buckets:
+            return super().reduce(gradients, parameters, zeros, announced)
         if announced is None:
             announced = self.sum_numbers(self.announce(gradients, parameters))
         *held, unfit, unready = announced
