@@ -24,7 +24,6 @@ class Buckets:
 
     Args:
         wrappers: the models' DDP wrappers, all of which have ``gradient_as_bucket_view=True``.
-
     """
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -39,6 +38,8 @@ class Buckets:
         return all(
             wrapper.gradient_as_bucket_view
             and not wrapper.static_graph
+            # Its reducer would warn that it finds no unused parameter: the backward comes to all of them.
+            and not wrapper.find_unused_parameters
             and wrapper.mixed_precision is None
             and not getattr(wrapper, "_use_python_reducer", False)
             and not getattr(wrapper, "_delay_all_reduce_params", ())
@@ -48,7 +49,7 @@ class Buckets:
 
     @property
     def ready(self) -> bool:
-        """True if the buckets are laid out for the parameters that require a gradient now."""
+        """True if `prepare` was called for the parameters that require a gradient now."""
         return self._known == frozenset(map(id, self._parameters()))
 
     def fit(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> bool:
@@ -66,13 +67,10 @@ class Buckets:
         )
 
     def prepare(self) -> bool:
-        """Let the reducers lay out their buckets, as they do after a first reduction: here one of nothing.
-
-        A later forward would do it, and communicate: a rank without weight has none, and the others would
-        wait for it. Gradients must not be in the buckets meanwhile, whose memory they would keep.
+        """Try a reduction of nothing, which leaves the gradients as they are.
 
         Returns:
-            False if a reducer waits for a parameter that gets no gradient, so that none can be used.
+            False if a reducer waits for a parameter that was frozen since it was made: none is used then.
         """
         own = self._parameters()
         kept = [parameter.grad for parameter in own]
@@ -80,16 +78,9 @@ class Buckets:
             parameter.grad = None
         try:
             self._run()
-            for wrapper in self._wrappers:
-                wrapper.reducer._check_reducer_finalized()
-        except RuntimeError:  # a parameter was frozen since it was wrapped, and its bucket waits for it
+        except RuntimeError:
             self._broken = True
         finally:
-            for parameter in own:
-                parameter.grad = None
-            for wrapper in self._wrappers:
-                wrapper.reducer._reset_state()
-                wrapper.reducer._rebuild_buckets()
             for parameter, gradient in zip(own, kept, strict=True):
                 parameter.grad = gradient
         self._known = frozenset(map(id, own))
@@ -123,11 +114,18 @@ class Buckets:
     def _run(self) -> None:
         """Run the reducers of all wrappers in a backward without gradients."""
         for wrapper in self._wrappers:
-            wrapper.reducer._reset_state()
+            reducer = wrapper.reducer
+            reducer._reset_state()
             with torch.enable_grad():
                 root = _Nothing.apply(*_trained(wrapper))
-                wrapper.reducer.prepare_for_backward([root] if wrapper.find_unused_parameters else [])
-            root.backward()
+                reducer.prepare_for_backward([])
+            try:
+                root.backward()
+                reducer._check_reducer_finalized()
+            finally:
+                # Otherwise the next forward would lay out the buckets anew, and communicate for it: a rank
+                # without weight has no forward, and the others would wait for it.
+                reducer._reset_state()
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for wrapper in self._wrappers for parameter in _trained(wrapper)]
