@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from superbatch import normalize
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError, OptimizerError, explain
 
 from ..window.slips import without_tensor
-from ..window.sync.sync import Sync
-
-NOT_ON_ANOTHER_RANK = "Another rank cannot make this window, so no rank does: see that rank's error."
+from ..window.sync.sync import NOT_ON_ANOTHER_RANK, Sync
 
 
 class Losses:
@@ -127,6 +125,7 @@ def over_ranks(
     sync: Sync,
     *,
     bad: bool,
+    updates: int = 0,
     mark: int = 0,
     news: tuple[bool, int] = (False, 0),
     ahead: Callable[[], list[float]] = list,
@@ -137,12 +136,14 @@ def over_ranks(
         sums: of this rank, one for each term.
         sync: the ranks to sum over.
         bad: whether this rank has a loss that is not finite.
+        updates: that this rank has made before.
         mark: how this rank stands with measuring the noise (see `NoiseOfWindows.mark`).
         news: whether this rank has seen what no check of the loss has (see `check_schedule`), and a number
             that tells what its samples count (see `rank_counts`): ranks with other numbers are news too.
         ahead: returns numbers that a later step needs the sums of, which this exchange takes along.
 
     Raises:
+        OptimizerError: the ranks have made different numbers of updates.
         InputError: another rank has failed; or the ranks stand differently there, on every rank: a rank that
             went on would wait for ever.
 
@@ -155,13 +156,19 @@ def over_ranks(
         return sums, bad, news[0], None
     mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
     has_news, count = news
-    found = sync.sum_numbers([*mine, bad, has_news, mark, mark * mark, count, count * count, *ahead()])
+    found = sync.sum_numbers([*mine, bad, has_news, *_squared(updates, mark, count), *ahead()])
     numbers, rest = found[: len(mine)], found[len(mine) :]
-    bad_ranks, news_of, marks, squares, counts, their_squares, *later = rest
+    bad_ranks, news_of, *rest = rest
     if math.isnan(bad_ranks):
         raise InputError(NOT_ON_ANOTHER_RANK)
-    differ = int(counts) ** 2 != sync.count * int(their_squares)
-    if int(marks) ** 2 != sync.count * int(squares):  # equal where all marks are, and only there
+    apart, marks_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2, 4))
+    later = rest[6:]
+    if apart:
+        raise OptimizerError(
+            f"The ranks have made different numbers of updates (this one {updates}): one has failed in an update "
+            "that others made. Load the same checkpoint on every rank."
+        )
+    if marks_differ:
         raise InputError(
             explain(
                 f"{sync.count} ranks that measure the noise, but do not agree on which windows",
@@ -177,9 +184,19 @@ def over_ranks(
             for total, weight, nonzero in columns
         ],
         bool(bad_ranks),
-        bool(news_of) or differ,
+        bool(news_of) or counts_differ,
         later,
     )
+
+
+def _squared(*numbers: int) -> list[int]:
+    """Return each number and its square."""
+    return [each for number in numbers for each in (number, number * number)]
+
+
+def _differ(total: float, squares: float, ranks: int) -> bool:
+    """Return whether numbers differ between ranks, from their sum and that of their squares."""
+    return int(total) ** 2 != ranks * int(squares)  # equal where all numbers are, and only there
 
 
 def tell_failed(terms: int, sync: Sync, ahead: int = 0) -> None:
@@ -196,7 +213,7 @@ def tell_failed(terms: int, sync: Sync, ahead: int = 0) -> None:
     """
     if sync.shared:
         with suppress(RuntimeError):  # the error of this rank says more than that others are gone
-            sync.sum_numbers([math.nan] * (3 * terms + 6 + ahead))
+            sync.sum_numbers([math.nan] * (3 * terms + 8 + ahead))
 
 
 def check_loss(loss: object) -> None:

@@ -26,6 +26,7 @@ from ...memory.limits import memory_limit
 from ..norm import finite_norm
 from .fsdp2 import FSDP2
 from .manual import Manual
+from .sync import NOT_ON_ANOTHER_RANK, OtherRankError
 
 
 class Sharded(Manual):
@@ -197,11 +198,18 @@ class Sharded(Manual):
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
         """Return the most micro-batches of any rank: each forward gathers from all of them."""
-        return self.max(microbatches)
+        return max(self._agreed(microbatches))
 
     def agree_size(self, samples: int) -> int:
         """Return the smallest size that a rank has found."""
-        return int(min(self._of_each(samples)))
+        return min(self._agreed(samples))
+
+    def _agreed(self, number: int) -> list[int]:
+        """Return the number of each rank, all of which can make the window."""
+        each = [int(one) for one in self._of_each(number)]
+        if min(each) < 0:
+            raise OtherRankError(NOT_ON_ANOTHER_RANK)
+        return each
 
     # -- tensors -------------------------------------------------------------------------------------------
 
