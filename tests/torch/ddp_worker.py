@@ -494,7 +494,14 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
 
 
 def in_buckets(
-    rank: int, group: Any, *, view: bool = True, ignored: str = "", frozen: str = "", mutant: bool = False
+    rank: int,
+    group: Any,
+    *,
+    view: bool = True,
+    ignored: str = "",
+    frozen: str = "",
+    hooked: str = "",
+    mutant: bool = False,
 ) -> dict[str, Any]:
     """Train in DDP's buckets, and count the gradients that share their memory when the optimizer steps."""
     model, found = mlp(), []
@@ -503,6 +510,8 @@ def in_buckets(
     wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=view)
     if frozen:
         model.get_parameter(frozen).requires_grad = False
+    if hooked:
+        model.get_parameter(hooked).register_hook(lambda gradient: gradient.clone())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = sgd(trained)
     if mutant:
@@ -656,6 +665,7 @@ SPECIAL: dict[str, Callable[[int, Any], dict[str, Any]]] = {
     "in_buckets": in_buckets,
     "in_buckets_ignored": partial(in_buckets, ignored="0.bias"),
     "in_buckets_frozen": partial(in_buckets, frozen="0.bias"),
+    "in_buckets_hooked": partial(in_buckets, hooked="0.bias"),
     "in_buckets_mutant": partial(in_buckets, mutant=True),
     "overflow": overflow,
     "scaler_without_weight": scaler_without_weight,

@@ -342,7 +342,10 @@ def test_one_reduction_of_weights_before_and_one_of_gradients_after(results: dic
         assert len(after) == 2, "before them losses, with the gradients that exist, in one exchange"
 
 
-@pytest.mark.parametrize("name", ["beside_buckets", "in_buckets", "in_buckets_ignored", "in_buckets_frozen"])
+@pytest.mark.parametrize(
+    "name",
+    ["beside_buckets", "in_buckets", "in_buckets_ignored", "in_buckets_frozen", "in_buckets_hooked"],
+)
 def test_gradients_are_reduced_in_the_buckets_of_ddp(name: str, results: dict[str, Any]):
     frozen = ("0.bias",) if name == "in_buckets_frozen" else ()
     reference, start = trained_on_rows(frozen)

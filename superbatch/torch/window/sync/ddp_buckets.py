@@ -61,6 +61,8 @@ class Buckets:
         """
         if self._broken or not {id(each) for each in parameters}.issuperset(map(id, self._parameters())):
             return False
+        if any(getattr(parameter, "_backward_hooks", None) for parameter in parameters):
+            return False  # they would be called, with None in place of a gradient
         return all(
             gradient is parameter.grad and (gradient is None or _is_plain(gradient, parameter))
             for gradient, parameter in zip(gradients, parameters, strict=True)
@@ -149,7 +151,7 @@ def _trained(wrapper: Any) -> list[Tensor]:
 
 
 def _is_plain(gradient: Tensor, parameter: Tensor) -> bool:
-    """Return whether a gradient can be copied into a bucket without a loss.
+    """Return whether a gradient can be copied into a bucket without a loss, in a backward.
 
     The reducer divides it by the number of ranks, which rounds, in a low precision too much.
     """
