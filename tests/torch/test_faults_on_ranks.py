@@ -1,4 +1,4 @@
-"""An error of one of two ranks, in each phase of a window: the other hears of it, and nothing drifts apart."""
+"""An error of one of two ranks, in each phase: the other hears of it, and they do not drift apart."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.torch.two_ranks import found_by_both
 Found = list[dict[str, Any]]
 OTHER = "InputError: Another rank cannot make this window, so no rank does: see that rank's error."
 APART = (
-    "OptimizerError: The ranks have made different numbers of updates (this one {}): one has failed in an "
-    "update that others made. Load the same checkpoint on every rank."
+    "OptimizerError: The ranks have made different numbers of updates (this one {}): one failed in an update "
+    "that others made, or a state was loaded on some of them. Load the same checkpoint on every rank."
 )
 TORN = "OptimizerError: The last update broke inside the optimizer's step"
 OWN = {"split": "SplitError: Given: parts of different lengths", "step": TORN}

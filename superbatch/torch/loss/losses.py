@@ -163,11 +163,6 @@ def over_ranks(
         raise InputError(NOT_ON_ANOTHER_RANK)
     apart, marks_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2, 4))
     later = rest[6:]
-    if apart:
-        raise OptimizerError(
-            f"The ranks have made different numbers of updates (this one {updates}): one has failed in an update "
-            "that others made. Load the same checkpoint on every rank."
-        )
     if marks_differ:
         raise InputError(
             explain(
@@ -176,6 +171,11 @@ def over_ranks(
                 "ranks only",
                 "load the same state_dict() on every rank, and make every Accumulator with the same `noise`",
             )
+        )
+    if apart:
+        raise OptimizerError(
+            f"The ranks have made different numbers of updates (this one {updates}): one failed in an update "
+            "that others made, or a state was loaded on some of them. Load the same checkpoint on every rank."
         )
     columns = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     return (
