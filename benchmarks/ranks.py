@@ -10,9 +10,9 @@ has most; the ratio of the median wall times of rank 0 to those of the loop by h
 ratios within a round.
 
 The exchanges of each loop are then made alone, and their time is compared with that of a model of a ring
-whose latency and bandwidth were measured on the first number of ranks. Last comes what the same exchanges
-take on 8 and 64 ranks of networks whose latency and bandwidth are stated, for a model of 7 billion parameters
-in as many groups.
+whose latency and bandwidth were measured on the first number of ranks, for each kind of exchange. Last comes
+what the same exchanges take on 8 and 64 ranks of networks whose latency and bandwidth are stated, for a model
+of 7 billion parameters in as many groups.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks_cost import NETWORKS, Exchange, Network, counted, on_gloo, scaled_up
-from ranks_work import SMALL, Contestant, Setting, Shape, contestants
+from ranks_cost import KINDS, NETWORKS, Exchange, Kind, Network, counted, scaled_up, seconds
+from ranks_work import PEERS, SMALL, Contestant, Setting, Shape, contestants, missing_peers
 from rounds import in_rounds
 from tables import print_table
 from torch import Tensor, nn
@@ -80,8 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = [int(each) for each in options.ranks.split(",")]
     if options.rank is not None:
         _one_rank(options, counts[0])
+    if options.peers == "all":
+        for name in missing_peers():
+            print(f"{name} is not installed here: its row is left out.")
     rows: list[Row] = []
-    network: Network | None = None
+    network: dict[Kind, Network] | None = None
     for count in counts:
         found, measured = _on_ranks(count, options)
         rows += found
@@ -98,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return bool(wrong)
 
 
-def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], Network]:
+def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], dict[Kind, Network]]:
     """Start the ranks; return what the first one has found."""
     with tempfile.TemporaryDirectory() as folder:
         own = ["--ranks", str(count), "--rounds", str(options.rounds), "--peers", options.peers]
@@ -117,13 +120,16 @@ def _on_ranks(count: int, options: argparse.Namespace) -> tuple[list[Row], Netwo
             raise SystemExit(f"a rank has ended with an error: {codes}")
         found = json.loads(Path(folder, "found.json").read_text())
     rows = [Row(**{**row, "exchanges": [Exchange(**e) for e in row["exchanges"]]}) for row in found["rows"]]
-    return rows, Network(**found["network"])
+    return rows, {kind: Network(**each) for kind, each in found["network"].items()}
 
 
 def _one_rank(options: argparse.Namespace, count: int) -> None:
     """Do what one rank does, and end the process."""
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(options.rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(options.rank)}
+    os.environ |= {"RANK": str(options.rank), "WORLD_SIZE": str(count)}
+    # Other libraries read these, and join the process group that is there.
+    os.environ |= {"LOCAL_RANK": str(options.rank), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     dist.init_process_group(
         "gloo", init_method=f"file://{options.folder / 'store'}", rank=options.rank, world_size=count
     )
@@ -131,7 +137,10 @@ def _one_rank(options: argparse.Namespace, count: int) -> None:
     rows = _measured(setting, contestants(options.peers == "all"), options.rounds)
     network = _network()
     if options.rank == 0:
-        found = {"rows": [asdict(row) for row in rows], "network": asdict(network)}
+        found = {
+            "rows": [asdict(row) for row in rows],
+            "network": {kind: asdict(each) for kind, each in network.items()},
+        }
         (options.folder / "found.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()
@@ -219,9 +228,13 @@ def _time_of(exchanges: list[Exchange]) -> float:
     return time.perf_counter() - start
 
 
-def _network() -> Network:
-    """Return the latency and bandwidth of all-reduces among the ranks."""
-    few, many = Exchange("all_reduce", 8), Exchange("all_reduce", 1 << 24)
+def _network() -> dict[Kind, Network]:
+    """Return the latency and bandwidth of each kind of exchange among the ranks."""
+    return {kind: _network_of(kind) for kind in KINDS}
+
+
+def _network_of(kind: Kind) -> Network:
+    few, many = Exchange(kind, 64), Exchange(kind, 1 << 24)
     ranks = dist.get_world_size()
     short = statistics.median(_time_of([few] * 20) / 20 for _ in range(5))
     long = statistics.median(_time_of([many]) for _ in range(7))
@@ -242,11 +255,11 @@ def _print_rows(count: int, rows: list[Row]) -> None:
     print()
 
 
-def _print_check(rows: list[Row], network: Network, first: int) -> None:
+def _print_check(rows: list[Row], network: dict[Kind, Network], first: int) -> None:
     base = {row.name: row for row in rows if row.ranks == first}
     cells = []
     for row in rows:
-        predicted = 1e3 * network.seconds(on_gloo(base[row.name].exchanges), row.ranks)
+        predicted = 1e3 * seconds(base[row.name].exchanges, row.ranks, network)
         bytes_ = sum(each.sent(row.ranks) for each in base[row.name].exchanges)
         cells.append(
             [
@@ -258,9 +271,9 @@ def _print_check(rows: list[Row], network: Network, first: int) -> None:
                 f"{predicted:.1f}",
             ]
         )
-    title = (
-        f"What {first} ranks predict: {1e6 * network.latency:.0f} us for each turn of a ring, "
-        f"{network.bandwidth / 1e9:.2f} GB/s"
+    title = f"What {first} ranks predict: " + ", ".join(
+        f"{kind} {1e6 * each.latency:.0f} us for each turn of a ring, {each.bandwidth / 1e9:.2f} GB/s"
+        for kind, each in network.items()
     )
     print_table(
         title,
@@ -274,7 +287,7 @@ def _print_larger(rows: list[Row], first: int) -> None:
     for title, (ranks, network) in NETWORKS.items():
         cells = []
         for row in rows:
-            if row.ranks != first or row.name.startswith("Accelerate"):
+            if row.ranks != first or row.name in PEERS:
                 continue
             larger = scaled_up(row.exchanges, 4 * PARAMETERS / row.parameters)
             sent = sum(each.sent(ranks) for each in larger)

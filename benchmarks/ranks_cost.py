@@ -4,7 +4,7 @@ A ring of R ranks takes R - 1 turns for an all-gather or a reduce-scatter and 2 
 each rank sends (R - 1) / R of the bytes in the first two, twice that in the last.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _NUMBERS = 512  # what has fewer elements is numbers, in float64; all else is float32
 _OPS: dict[str, tuple[Kind, int]] = {  # and which argument has all of the bytes
     "c10d::allreduce_": ("all_reduce", 0),
@@ -93,9 +94,9 @@ def _bytes(elements: int) -> int:
     return elements * (8 if elements < _NUMBERS else 4)
 
 
-def on_gloo(exchanges: Iterable[Exchange]) -> list[Exchange]:
-    """Return the exchanges as gloo makes them, for which a reduce-scatter is an all-reduce."""
-    return [Exchange("all_reduce", e.bytes) if e.kind == "reduce_scatter" else e for e in exchanges]
+def seconds(exchanges: Iterable[Exchange], ranks: int, networks: Mapping[Kind, Network]) -> float:
+    """Return the time of exchanges one after the other, where each kind has its own network."""
+    return sum(networks[each.kind].seconds([each], ranks) for each in exchanges)
 
 
 NETWORKS = {

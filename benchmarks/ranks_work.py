@@ -115,6 +115,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
+def replicated(setting: Setting, *, view: bool) -> nn.Module:
+    """Return the model in DDP."""
+    return DistributedDataParallel(setting.model(), gradient_as_bucket_view=view)
+
+
 def sharded(setting: Setting) -> nn.Module:
     """Return the model, each block of which is sharded."""
     model: Any = setting.model()
@@ -123,9 +128,9 @@ def sharded(setting: Setting) -> nn.Module:
     return fully_shard(model, mesh=setting.mesh)
 
 
-def by_hand_ddp(setting: Setting) -> tuple[Loop, nn.Module]:
-    """Return a loop around DDP, which reduces in the last backward."""
-    model: Any = DistributedDataParallel(setting.model(), gradient_as_bucket_view=True)
+def by_hand_ddp(setting: Setting, *, view: bool = True) -> tuple[Loop, nn.Module]:
+    """Return a loop around DDP, which reduces in the last backward, where gradients may be in its buckets."""
+    model: Any = replicated(setting, view=view)
     optimizer, window = adamw(model), setting.window()
 
     def update() -> None:
@@ -234,12 +239,48 @@ def by_accelerate(setting: Setting) -> tuple[Loop, nn.Module]:
     return update, model
 
 
+def by_fabric(setting: Setting) -> tuple[Loop, nn.Module]:
+    """Return Fabric's loop, as its guide writes it; it knows no weights, so its update is another one."""
+    from lightning.fabric import Fabric  # pyright: ignore[reportMissingImports]  (it need not be there)
+    from lightning.fabric.plugins.environments import (  # pyright: ignore[reportMissingImports]
+        LightningEnvironment,
+    )
+
+    fabric = Fabric(accelerator="cpu", devices=setting.ranks, strategy="ddp", plugins=LightningEnvironment())
+    fabric.launch()
+    bare = setting.model()
+    model, optimizer = fabric.setup(bare, adamw(bare))
+    window = setting.window()
+
+    def update() -> None:
+        for index, microbatch in enumerate(window):
+            with fabric.no_backward_sync(model, enabled=index < len(window) - 1):
+                fabric.backward(loss_of(model, microbatch) / len(window))
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update, model
+
+
+PEERS = {"Accelerate": ("accelerate", by_accelerate), "Fabric": ("lightning", by_fabric)}
+"""Loops of other libraries, by name: the module that must be installed, and the loop."""
+
+
+def missing_peers() -> list[str]:
+    """Return the names of libraries that are not installed here."""
+    return [name for name, (module, _) in PEERS.items() if importlib.util.find_spec(module) is None]
+
+
 def contestants(peers: bool) -> list[Contestant]:
     """Return the rows, each loop by hand before what is compared with it."""
-    ddp, once, each = "DDP by hand", "FSDP2 by hand, once", "FSDP2 by hand, each micro-batch"
+    ddp, beside = "DDP by hand", "DDP by hand, default"
+    once, each = "FSDP2 by hand, once", "FSDP2 by hand, each micro-batch"
     rows = [
         Contestant(ddp, ddp, by_hand_ddp),
-        Contestant("superbatch, DDP", ddp, partial(ours, wrap=lambda s: DistributedDataParallel(s.model()))),
+        Contestant("superbatch, DDP", ddp, partial(ours, wrap=partial(replicated, view=True))),
+        Contestant(beside, beside, partial(by_hand_ddp, view=False)),
+        Contestant("superbatch, DDP, default", beside, partial(ours, wrap=partial(replicated, view=False))),
         Contestant("bare by hand", "bare by hand", by_hand_bare),
         Contestant(
             "superbatch, all_reduce", "bare by hand", partial(ours, wrap=Setting.model, sync="all_reduce")
@@ -249,6 +290,5 @@ def contestants(peers: bool) -> list[Contestant]:
         Contestant(each, each, partial(by_hand_fsdp, once=False)),
         Contestant("superbatch, FSDP2, microbatch", each, partial(ours, wrap=sharded, sync="microbatch")),
     ]
-    if peers and importlib.util.find_spec("accelerate") is not None:
-        rows.append(Contestant("Accelerate, DDP", ddp, by_accelerate))
-    return rows
+    there = PEERS.keys() - missing_peers() if peers else set()
+    return rows + [Contestant(name, beside, make) for name, (_, make) in PEERS.items() if name in there]

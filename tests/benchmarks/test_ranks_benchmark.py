@@ -20,13 +20,15 @@ def test_no_loop_by_hand_has_fewer_collectives(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     rows = {(row["name"], row["ranks"]): row for row in json.loads(path.read_text())}
     ours = [row for row in rows.values() if row["name"].startswith("superbatch")]
-    assert len(ours) == 2 * 4
+    assert len(ours) == 2 * 5
     for row in ours:
         by_hand = rows[row["against"], row["ranks"]]
         assert row["distance"] <= 1e-5, "in float32"
         assert row["collectives"] <= by_hand["collectives"]
         assert row["sent"] <= by_hand["sent"] + 2048, "numbers"
-        assert row["numbers"] <= by_hand["numbers"] + 4
+        # Where forwards are collective, ranks agree on their number, and hear whether one has failed.
+        assert row["numbers"] <= by_hand["numbers"] + 2 * ("FSDP2" in row["name"])
+        assert row["peak"] <= by_hand["peak"] + 1024, "numbers"
     for name in {row["name"] for row in ours}:
         kinds = [Counter(each["kind"] for each in rows[name, ranks]["exchanges"]) for ranks in (2, 3)]
         assert kinds[0] == kinds[1], "two ranks predict three"

@@ -20,8 +20,8 @@ SLEEP = 0.05
 class Late(Manual):
     """Ranks whose second one is late in every exchange."""
 
-    def reduce(self, gradients: Any, parameters: Any, zeros: Any) -> Any:
-        result = super().reduce(gradients, parameters, zeros)
+    def reduce(self, gradients: Any, parameters: Any, zeros: Any, announced: Any = None) -> Any:
+        result = super().reduce(gradients, parameters, zeros, announced)
         time.sleep(SLEEP if self.index == 1 else 0.0)
         return result
 
@@ -33,9 +33,9 @@ class Counting(Manual):
         super().__init__(*args, **options)
         self.numbers: list[int] = []
 
-    def reduce(self, gradients: Any, parameters: Any, zeros: Any) -> Any:
+    def reduce(self, gradients: Any, parameters: Any, zeros: Any, announced: Any = None) -> Any:
         self.numbers.append(sum(gradient.numel() for gradient in gradients))
-        return super().reduce(gradients, parameters, zeros)
+        return super().reduce(gradients, parameters, zeros, announced)
 
 
 def main(folder: Path) -> None:

@@ -14,7 +14,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from superbatch.torch import Accumulator, Window, count_tokens, sample_weights
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm, PerSampleRandom
+from superbatch.torch.window.sync.ddp_buckets import Buckets
 from tests.torch import cached_ranks, virtual_ranks
 from tests.torch.helpers import TinyLM, mlp, rows, sgd, tiny_lm, token_mean, tokens
 
@@ -283,6 +285,17 @@ EXACT: dict[str, Case] = {
     "mutant_unweighted_ranks": Case(tiny_lm, token_mean, UNEQUAL, mutant="own weights"),
     "mutant_sync_on_the_wrong_microbatch": Case(tiny_lm, token_mean, UNEQUAL, mutant="first synced"),
 }
+EXACT |= {
+    f"{name}_bucket_view": replace(EXACT[name], wrap={**EXACT[name].wrap, "gradient_as_bucket_view": True})
+    for name in (
+        "tokens_clipped",
+        "rank_without_weight",
+        "unused_on_one_rank",
+        "unused_found",
+        "adamw",
+        "sparse_without_weight",
+    )
+}
 OTHER: dict[str, Case] = {
     "fp32_buffers": Case(
         lambda: mlp(torch.bfloat16),
@@ -480,6 +493,57 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
     return {"events": events, "parameters": sum(p.numel() for p in model.parameters())}
 
 
+def in_buckets(
+    rank: int,
+    group: Any,
+    *,
+    view: bool = True,
+    ignored: str = "",
+    frozen: str = "",
+    hooked: str = "",
+    mutant: bool = False,
+) -> dict[str, Any]:
+    """Train in DDP's buckets, and count the gradients that share their memory when the optimizer steps."""
+    model, found = mlp(), []
+    if ignored:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [ignored])
+    wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=view)
+    if frozen:
+        model.get_parameter(frozen).requires_grad = False
+    if hooked:
+        model.get_parameter(hooked).register_hook(lambda gradient: gradient.clone())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = sgd(trained)
+    if mutant:
+        Buckets.reduce = of_means
+
+    def note(*_: Any) -> None:
+        places = [p.grad.untyped_storage().data_ptr() for p in trained if p.grad is not None]
+        found.append(max(map(places.count, places)))
+        assert len(places) == len(trained), "premise: all have gradients"
+
+    optimizer.register_step_pre_hook(note)
+    accumulate = Accumulator(wrapped, optimizer, lambda mb: mse(wrapped, mb))
+    try:
+        updates = [accumulate(Window(window)) for window in ROWS_CUT[rank]]
+    finally:
+        Buckets.reduce = reduce_in_buckets
+    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    shared = [each if each > 1 else 0 for each in found]
+    return {"in buckets": shared, "parameters": state_of(model), "left": left, "updates": updates}
+
+
+reduce_in_buckets = Buckets.reduce
+
+
+def of_means(self: Buckets, gradients: Any, parameters: Any) -> list[int]:
+    """Leave the means over the ranks that DDP makes, as a mutant would."""
+    missed = reduce_in_buckets(self, gradients, parameters)
+    for each in parameters:
+        each.grad.div_(2)
+    return missed
+
+
 def overflow(rank: int, group: Any) -> dict[str, Any]:
     """A scale that overflows on rank 1 only: both skip, both lower the scale, both go on alike."""
     model = mlp()
@@ -597,6 +661,12 @@ SPECIAL: dict[str, Callable[[int, Any], dict[str, Any]]] = {
     "batchnorm_dropped": batchnorm_dropped,
     "nobody_has_weight": nobody_has_weight,
     "collectives": collectives,
+    "beside_buckets": partial(in_buckets, view=False),
+    "in_buckets": in_buckets,
+    "in_buckets_ignored": partial(in_buckets, ignored="0.bias"),
+    "in_buckets_frozen": partial(in_buckets, frozen="0.bias"),
+    "in_buckets_hooked": partial(in_buckets, hooked="0.bias"),
+    "in_buckets_mutant": partial(in_buckets, mutant=True),
     "overflow": overflow,
     "scaler_without_weight": scaler_without_weight,
     "forward_between": forward_between,

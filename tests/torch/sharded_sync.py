@@ -120,18 +120,25 @@ class ShardedSync(Manual):
         """Return the smallest size that was found."""
         return min(self.gather(samples))
 
+    def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
+        """Return whether there is a gradient, for each."""
+        return [self.module.name_of(parameter) in self.module.unsharded for parameter in parameters]
+
     def reduce(
         self,
         gradients: list[Tensor | None],
         parameters: Sequence[Tensor],
         zeros: Callable[[int], Tensor],
+        announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
         """Reduce and scatter what has added up."""
         assert gradients == [None] * len(parameters), "premise: the backward left nothing in `.grad`"
         self.reductions += 1
         sums = self.module.unsharded
         names = [self.module.name_of(parameter) for parameter in parameters]
-        held = self.sum_numbers(name in sums for name in names)
+        held = announced
+        if held is None:  # models have run since the losses were exchanged
+            held = self.sum_numbers(self.announce(gradients, parameters))
         for name in names:
             if name not in sums:
                 sums[name] = torch.zeros(self.module.shapes[name], dtype=torch.float64)

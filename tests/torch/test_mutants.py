@@ -163,8 +163,10 @@ def sum_never_divided(patch: Patch) -> None:
 def clip_before_normalising(patch: Patch) -> None:
     ready = update_rule.ready
 
-    def clipped_first(step: Any, place: Any, ranks: Any, owned: Any, divisor: float) -> list[Tensor | None]:
-        summed = ready(step, place, ranks, owned, 1.0)
+    def clipped_first(
+        step: Any, place: Any, ranks: Any, owned: Any, divisor: float, announced: Any
+    ) -> list[Tensor | None]:
+        summed = ready(step, place, ranks, owned, 1.0, announced)
         update_rule.clip(step, summed, finite_norm(summed)[0])
         return [None if gradient is None else gradient / divisor for gradient in summed]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from superbatch import normalize
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError, OptimizerError, explain
 
 from ..window.slips import without_tensor
-from ..window.sync.sync import Sync
-
-NOT_ON_ANOTHER_RANK = "Another rank cannot make this window, so no rank does: see that rank's error."
+from ..window.sync.sync import NOT_ON_ANOTHER_RANK, Sync
 
 
 class Losses:
@@ -123,38 +121,49 @@ class WindowLoss:
 
 
 def over_ranks(
-    sums: list[Sum], sync: Sync, *, bad: bool, mark: int = 0, news: tuple[bool, int] = (False, 0)
-) -> tuple[list[Sum], bool, bool]:
-    """Return the sums over all ranks, whether any rank has a loss that is not finite, and any news.
+    sums: list[Sum],
+    sync: Sync,
+    *,
+    bad: bool,
+    updates: int = 0,
+    mark: int = 0,
+    news: tuple[bool, int] = (False, 0),
+    ahead: Callable[[], list[float]] = list,
+) -> tuple[list[Sum], bool, bool, list[float] | None]:
+    """Return the sums over all ranks, whether any rank has a loss that is not finite, any news, and `ahead`.
 
     Args:
         sums: of this rank, one for each term.
         sync: the ranks to sum over.
         bad: whether this rank has a loss that is not finite.
+        updates: that this rank has made before.
         mark: how this rank stands with measuring the noise (see `NoiseOfWindows.mark`).
         news: whether this rank has seen what no check of the loss has (see `check_schedule`), and a number
             that tells what its samples count (see `rank_counts`): ranks with other numbers are news too.
+        ahead: returns numbers that a later step needs the sums of, which this exchange takes along.
 
     Raises:
+        OptimizerError: the ranks have made different numbers of updates.
         InputError: another rank has failed; or the ranks stand differently there, on every rank: a rank that
             went on would wait for ever.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
         >>> over_ranks([Sum(4.0, 2, nonzero=True)], Local(), bad=False)
-        ([Sum(total=4.0, weight=2, nonzero=True)], False, False)
+        ([Sum(total=4.0, weight=2, nonzero=True)], False, False, None)
     """
     if not sync.shared:
-        return sums, bad, news[0]
+        return sums, bad, news[0], None
     mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
     has_news, count = news
-    *numbers, bad_ranks, news_of, marks, squares, counts, their_squares = sync.sum_numbers(
-        [*mine, bad, has_news, mark, mark * mark, count, count * count]
-    )
+    found = sync.sum_numbers([*mine, bad, has_news, *_squared(updates, mark, count), *ahead()])
+    numbers, rest = found[: len(mine)], found[len(mine) :]
+    bad_ranks, news_of, *rest = rest
     if math.isnan(bad_ranks):
         raise InputError(NOT_ON_ANOTHER_RANK)
-    differ = int(counts) ** 2 != sync.count * int(their_squares)
-    if int(marks) ** 2 != sync.count * int(squares):  # equal where all marks are, and only there
+    apart, marks_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2, 4))
+    later = rest[6:]
+    if marks_differ:
         raise InputError(
             explain(
                 f"{sync.count} ranks that measure the noise, but do not agree on which windows",
@@ -163,6 +172,11 @@ def over_ranks(
                 "load the same state_dict() on every rank, and make every Accumulator with the same `noise`",
             )
         )
+    if apart:
+        raise OptimizerError(
+            f"The ranks have made different numbers of updates (this one {updates}): one failed in an update "
+            "that others made, or a state was loaded on some of them. Load the same checkpoint on every rank."
+        )
     columns = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     return (
         [
@@ -170,16 +184,28 @@ def over_ranks(
             for total, weight, nonzero in columns
         ],
         bool(bad_ranks),
-        bool(news_of) or differ,
+        bool(news_of) or counts_differ,
+        later,
     )
 
 
-def tell_failed(terms: int, sync: Sync) -> None:
+def _squared(*numbers: int) -> list[int]:
+    """Return each number and its square."""
+    return [each for number in numbers for each in (number, number * number)]
+
+
+def _differ(total: float, squares: float, ranks: int) -> bool:
+    """Return whether numbers differ between ranks, from their sum and that of their squares."""
+    return int(total) ** 2 != ranks * int(squares)  # equal where all numbers are, and only there
+
+
+def tell_failed(terms: int, sync: Sync, ahead: int = 0) -> None:
     """Take part in the exchange of `over_ranks` for a rank that has failed before it.
 
     Args:
         terms: number of losses.
         sync: the ranks, which raise there.
+        ahead: count of the numbers that the exchange takes along.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
@@ -187,7 +213,7 @@ def tell_failed(terms: int, sync: Sync) -> None:
     """
     if sync.shared:
         with suppress(RuntimeError):  # the error of this rank says more than that others are gone
-            sync.sum_numbers([math.nan] * (3 * terms + 6))
+            sync.sum_numbers([math.nan] * (3 * terms + 8 + ahead))
 
 
 def check_loss(loss: object) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from superbatch import normalize
 from superbatch.errors import InputError, LossSpecError, explain
 
-from ..window.sync.sync import Sync
-from .losses import NOT_ON_ANOTHER_RANK, Losses, Sum, WindowLoss, check_loss
+from ..window.sync.sync import NOT_ON_ANOTHER_RANK, Sync
+from .losses import Losses, Sum, WindowLoss, check_loss
 
 Weigh = Callable[[Any], Any] | Literal["samples", "returned"]
 Ahead = tuple[list[normalize.Number], normalize.Number]

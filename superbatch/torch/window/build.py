@@ -116,7 +116,8 @@ def engine_of(
         raise InputError('gradient_sum="momentum" needs SGD, and a gradient has no optimizer. Leave it out.')
     participants = _participants(given.participants)
     separate = given.coupled is None
-    sync = find_sync(models, no_sync=True, sharded="split" if separate else "gathered", sync=given.sync)
+    sharded = "split" if separate else "gathered"
+    sync = find_sync(models, no_sync=True, sharded=sharded, sync=given.sync, in_buckets=given.steps)
     if given.steps:
         parameters = OwnedParameters(models, optimizers, masters)
     else:

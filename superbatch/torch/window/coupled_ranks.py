@@ -17,13 +17,12 @@ from torch import Tensor
 from superbatch import normalize
 from superbatch.errors import CoupledSamplesError, InputError
 
-from ..loss.weighing import NOT_ON_ANOTHER_RANK
 from ..memory.out_of_memory import out_of_memory
 from ..virtual.block import VirtualBatch
 from ..warn import warn
 from .lockstep import Failure
 from .participants.gradient_sum import LOW_PRECISION
-from .sync.sync import Sync
+from .sync.sync import NOT_ON_ANOTHER_RANK, Sync
 
 
 def positive_weight(weight: Callable[[Any], Any]) -> Callable[[Any], Any]:

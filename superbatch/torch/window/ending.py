@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superbatch.errors import NonFiniteError
+from superbatch.errors import InputError, NonFiniteError
 from superbatch.results.update import Update
 
 from ..checks.check_schedule import CheckSchedule
@@ -24,6 +24,7 @@ from .nonfinite import Culprit
 from .participants.gradient_sum import clear
 from .participants.momentum_gradients import MomentumGradientSum
 from .participants.noise.windows import Summed
+from .sync.sync import NOT_ON_ANOTHER_RANK
 from .transaction import Transaction, take_each
 from .update_rule import Once, OptimizerSteps
 
@@ -34,6 +35,7 @@ class Ending:
     Args:
         window: all that it changes.
         looks: schedule of the loss check; None: it is off.
+        updates: that were made before.
         started: when the window was made, by `time.perf_counter`.
 
     Attributes:
@@ -42,9 +44,11 @@ class Ending:
             would hold the losses: `OpenWindow` clears them.
     """
 
-    def __init__(self, window: Transaction, looks: CheckSchedule | None, started: float) -> None:
+    def __init__(
+        self, window: Transaction, looks: CheckSchedule | None, updates: int, started: float
+    ) -> None:
         self.update: Update | None = None
-        self._window, self._looks, self._started = window, looks, started
+        self._window, self._looks, self._updates, self._started = window, looks, updates, started
         self._point: Once | OptimizerSteps | None = None  # of no return
         self.rest: list[Callable[[], Any]] = []
         # An autocast around the whole training loop caches casts of the old parameters.
@@ -82,7 +86,10 @@ class Ending:
             shown = Shown(progress.microbatches, weights.each(losses), weights.counted(dropped), took_part)
             news = self._looks.news(shown)
         mark = 0 if noise is None else noise.mark()
-        sums, bad_ranks, look = over_ranks(sums, config.sync, bad=bool(bad), mark=mark, news=news)
+        ahead = partial(update_rule.announced, window.gradients, config.sync, config.owned)
+        sums, bad_ranks, look, announced = over_ranks(
+            sums, config.sync, bad=bool(bad), updates=self._updates, mark=mark, news=news, ahead=ahead
+        )
         if bad_ranks:
             self._refuse(sums, rates, culprit.by_loss(window, losses, bad))
             return
@@ -93,9 +100,11 @@ class Ending:
             return
         if look and shown is not None:
             self._look_again(shown)
+            announced = None  # it runs models
         if window.scale is not None:
             window.scale.require()
-        gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, found.divisor)
+        divisor = found.divisor
+        gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, divisor, announced)
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
             finite = config.sync.norm(gradients)[1]
@@ -133,6 +142,20 @@ class Ending:
         scale = [] if window.scale is None else [window.scale.restore]
         take_each(*self._after_step, partial(clear, config.owned), *scale, *window.commits())
 
+    def _clip(self, gradients: list[Tensor | None], norm: float) -> None:
+        """Clip; where the user's function fails on one rank, no rank makes the update."""
+        rule, sync = self._window.config.rule, self._window.config.sync
+        if rule.clip is None or not sync.shared:
+            update_rule.clip(rule, gradients, norm)
+            return
+        try:
+            update_rule.clip(rule, gradients, norm)
+        except Exception:
+            sync.vote(raised=True)
+            raise
+        if sync.vote(raised=False):
+            raise InputError(NOT_ON_ANOTHER_RANK)
+
     def _apply(
         self,
         found: WindowLoss,
@@ -144,7 +167,7 @@ class Ending:
         window, config = self._window, self._window.config
         rule = config.rule
         if norm is not None:
-            update_rule.clip(rule, gradients, norm)
+            self._clip(gradients, norm)
         config.reserve.require()
         self._prepare_commit()
         window.gradients.attach(gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from ..checks.check_schedule import CheckSchedule
 from ..checks.first_check import check_first_window
 from ..loss.records import WindowWeights
 from ..loss.terms import TermWeights, returned_weights
-from ..loss.weighing import NOT_ON_ANOTHER_RANK, Weights
+from ..loss.weighing import Weights
 from ..masters import masters_at_first, masters_loader, masters_state, masters_written, take_over
 from ..modes import kept_modes
 from ..sizes.sizing import Sizing
@@ -36,6 +36,7 @@ from .participants.gradient_sum import ManagedParameter
 from .participants.placement import Placement
 from .slip_watch import SlipWatch
 from .slips import PLAIN, refuse_no_batch
+from .sync.sync import CANNOT, NOT_ON_ANOTHER_RANK, OtherRankError
 from .update_rule import Once
 from .work import Work
 
@@ -126,8 +127,16 @@ class Engine:
             raise misuse.second_window()
         try:
             microbatches, sizing = self._cut(batch)
+        except OtherRankError as error:  # every rank has heard
+            raise InputError(str(error)) from None
         except BaseException:
-            _tell_ranks(config)  # they would wait for this one
+            _tell_at_the_cut(config)  # they would wait for this one
+            raise
+        try:
+            if self._resume is not None and self._resume["samples"] is not None:
+                microbatches.follow(self._resume["samples"])
+        except BaseException:
+            _tell_ranks(config)
             raise
         weights = _weights_in(config, microbatches.microbatches, microbatches.samples)
         if schedule is not None:
@@ -139,6 +148,7 @@ class Engine:
             microbatches,
             weights,
             sizing,
+            updates=self.updates,
             resume=self._resume,
             watch=validation.BackwardWatch(config.owned) if first else None,
             looks=schedule,
@@ -153,10 +163,7 @@ class Engine:
             refuse_no_batch(batch)
         self._make_ready()
         with self.config.aside() if self.work.sizing.measures else nullcontext():  # sizes may be tried
-            microbatches, sizing = self.work.cut(batch)
-        if self._resume is not None and self._resume["samples"] is not None:
-            microbatches.follow(self._resume["samples"])
-        return microbatches, sizing
+            return self.work.cut(batch)
 
     def _make_ready(self) -> None:
         """Take in what the program did to models, optimizers and masters since the last window.
@@ -338,6 +345,19 @@ def _weights_in(config: Config, microbatches: list[Any], samples: list[int] | No
     return Weights(
         declared.weigh, declared.reduction, microbatches, samples, config.sync, min_weight=declared.min_weight
     )
+
+
+def _tell_at_the_cut(config: Config) -> None:
+    """Tell the other ranks, which may be about to agree on a number of micro-batches.
+
+    Args:
+        config: of the accumulator.
+    """
+    if config.sync.in_step and not config.whole:
+        with suppress(OtherRankError):  # this one
+            config.sync.turns(CANNOT, None)
+    else:
+        _tell_ranks(config)
 
 
 def _tell_ranks(config: Config) -> None:

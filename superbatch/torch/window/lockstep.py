@@ -20,7 +20,6 @@ from torch import Tensor
 from superbatch.batch.tree import plan as plan_of
 from superbatch.errors import InputError, OutOfMemoryError, SplitError
 
-from ..loss.weighing import NOT_ON_ANOTHER_RANK
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..warn import warn
 from .microbatches import cut_large, even_out
@@ -28,7 +27,7 @@ from .nonfinite import first_bad_parameter
 from .participants.gradient_sum import all_finite, clear
 from .progress import Progress
 from .retry import OpenWindow, backward_of, give_up, require_inputs, require_restorable
-from .sync.sync import Sync
+from .sync.sync import NOT_ON_ANOTHER_RANK, Sync
 from .transaction import Transaction
 from .transfer import to_device
 

@@ -54,6 +54,7 @@ class OpenWindow(Generic[T]):
         weights: WindowWeights,
         sizing: Sizing,
         *,
+        updates: int,
         resume: dict[str, Any] | None,
         watch: BackwardWatch | None,
         looks: CheckSchedule | None,
@@ -69,7 +70,7 @@ class OpenWindow(Generic[T]):
         self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
         self._progress = Progress(pieces, weights, weights.new_losses())
         self.transaction = Transaction(config, gradients, self._progress, sizing, watch)
-        self._ending = Ending(self.transaction, looks, started)
+        self._ending = Ending(self.transaction, looks, updates, started)
         self._noise = self.transaction.noise
         self._pooled = self.transaction.pooled
         if resume is not None:

@@ -57,11 +57,22 @@ class UpdateRule:
     scaling: bool = False
 
 
+def announced(gradient_sum: GradientSum, sync: Sync, owned: list[ManagedParameter]) -> list[float]:
+    """Return the numbers that `ready` needs the sums of over the ranks."""
+    return sync.announce(gradient_sum.sums(), [entry.parameter for entry in owned])
+
+
 def ready(
-    rule: UpdateRule, gradient_sum: GradientSum, sync: Sync, owned: list[ManagedParameter], divisor: float
+    rule: UpdateRule,
+    gradient_sum: GradientSum,
+    sync: Sync,
+    owned: list[ManagedParameter],
+    divisor: float,
+    announced: Sequence[float] | None,
 ) -> list[Tensor | None]:
     """Reduce, normalise, unscale: return the gradient of the batch, one tensor (or None) per parameter."""
-    gradients = sync.reduce(gradient_sum.close(), [entry.parameter for entry in owned], gradient_sum.zeros)
+    parameters = [entry.parameter for entry in owned]
+    gradients = sync.reduce(gradient_sum.close(), parameters, gradient_sum.zeros, announced)
     if divisor != 1.0:
         present = [gradient for gradient in gradients if gradient is not None]
         if present:

@@ -22,6 +22,7 @@ from .microbatches import MicrobatchList, Paths, pieces_of
 from .open_window import OpenWindow
 from .participants import batchnorm as norms
 from .retry import work_through
+from .update_rule import announced
 
 
 class Work(Protocol):
@@ -123,14 +124,17 @@ class ByMicrobatch:
 
     def run(self, window: OpenWindow[Any]) -> None:
         """Run the loss on every micro-batch, in smaller ones where memory runs out."""
-        sync, terms = self._config.sync, self._config.declared.terms
+        config = self._config
+        sync, terms = config.sync, config.declared.terms
         if sync.in_step:
             work_in_step(window)
             return
         try:
             work_through(window)
         except Exception:
-            tell_failed(len(terms) or 1, sync)  # the others would wait for it at the end of the window
+            ahead = announced(window.transaction.gradients, sync, config.owned)
+            # The others would wait for this rank at the end of the window.
+            tell_failed(len(terms) or 1, sync, len(ahead))
             raise
 
     def record(self, window: OpenWindow[Any]) -> Update:

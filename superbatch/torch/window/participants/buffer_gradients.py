@@ -109,6 +109,10 @@ class BufferGradientSum:
         clear(self._owned)
         return True
 
+    def sums(self) -> list[Tensor | None]:
+        """Return the sums so far, one per owned parameter."""
+        return [self._buffers.get(entry.name) for entry in self._owned]
+
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
         remove(self._hooks)

@@ -80,6 +80,10 @@ class GradientSum(Protocol):
         """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
         ...
 
+    def sums(self) -> list[Tensor | None]:
+        """Return the sums so far, one per owned parameter."""
+        ...
+
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
         ...

@@ -100,6 +100,10 @@ class ParameterGradientSum:
         """Restore the sums of the savepoint; False if that is impossible, and the window must restart."""
         return self._marks.rollback()
 
+    def sums(self) -> list[Tensor | None]:
+        """Return the sums so far, one per owned parameter."""
+        return self._marks.gradients
+
     def close(self) -> list[Tensor | None]:
         """End the sums and return them, one per owned parameter."""
         self._marks.require()

@@ -1,22 +1,25 @@
 """Models wrapped in DistributedDataParallel, reduced once per window.
 
-Every micro-batch runs under ``no_sync``, which must enclose the forward too. DDP's own reduction is not used:
-it happens inside the backward of a last micro-batch, which a rank without any weight does not have.
+Every micro-batch runs under ``no_sync``, which must enclose the forward too. DDP's own reduction happens
+inside the backward of a last micro-batch, which a rank without any weight does not have. So the sums are
+reduced afterwards: in DDP's buckets where gradients may stay there (`ddp_buckets`), or beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.results.ranks import RanksReport
 
 from ..wrapped_models import refuse_comm_hooks
-from .manual import Manual
+from .ddp_buckets import Buckets
+from .manual import SPARSE, Manual
 
 
 class DDP(Manual):
@@ -25,11 +28,16 @@ class DDP(Manual):
     Args:
         wrappers: the models' DDP wrappers.
         device: where numbers are exchanged.
+        in_buckets: gradients may be left in the wrappers' buckets, which the next window writes to.
     """
 
-    def __init__(self, wrappers: Sequence[DistributedDataParallel], device: torch.device) -> None:
+    def __init__(
+        self, wrappers: Sequence[DistributedDataParallel], device: torch.device, *, in_buckets: bool = False
+    ) -> None:
         super().__init__(wrappers[0].process_group, device)
         self._wrappers = tuple(wrappers)
+        self._in_buckets = in_buckets
+        self._buckets = Buckets(wrappers) if in_buckets and Buckets.usable(wrappers) else None
 
     @property
     def report(self) -> RanksReport:
@@ -62,6 +70,42 @@ class DDP(Manual):
         for wrapper in self._wrappers:
             if torch.is_grad_enabled() and wrapper.will_sync_module_buffers():
                 wrapper._sync_buffers()
+
+    def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
+        """Return a number for each gradient; and whether they do not fit the buckets, or those wait."""
+        if not self._in_buckets:
+            return super().announce(gradients, parameters)
+        buckets = self._buckets
+        fit = buckets is not None and buckets.fit(gradients, parameters)
+        return [*super().announce(gradients, parameters), not fit, buckets is None or not buckets.ready]
+
+    def reduce(
+        self,
+        gradients: list[Tensor | None],
+        parameters: Sequence[Tensor],
+        zeros: Callable[[int], Tensor],
+        announced: Sequence[float] | None = None,
+    ) -> list[Tensor | None]:
+        """Return the sums of the gradients over the ranks, in the buckets where they fit on all ranks."""
+        if not self.shared or not self._in_buckets:
+            return super().reduce(gradients, parameters, zeros, announced)
+        if announced is None:
+            announced = self.sum_numbers(self.announce(gradients, parameters))
+        *held, unfit, unready = announced
+        buckets = None if unfit or max(held, default=0.0) >= SPARSE else self._buckets
+        if buckets is None or (unready and not buckets.prepare()):
+            return super().reduce(gradients, parameters, zeros, held)
+        missed = [index for index in buckets.reduce(gradients, parameters) if held[index]]
+        reduced = [each.grad if ranks else None for each, ranks in zip(parameters, held, strict=True)]
+        others = super().reduce(
+            [reduced[index] for index in missed],
+            [parameters[index] for index in missed],
+            lambda place: zeros(missed[place]),
+            [held[index] for index in missed],
+        )
+        for index, gradient in zip(missed, others, strict=True):
+            reduced[index] = gradient
+        return reduced
 
 
 def _set(stack: ExitStack, wrapper: DistributedDataParallel, **values: Any) -> None:

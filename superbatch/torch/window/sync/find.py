@@ -27,6 +27,7 @@ def find_sync(
     no_sync: bool = False,
     sharded: Literal["split", "gathered"] | None = None,
     sync: SyncOption | Literal["warn"] = "warn",
+    in_buckets: bool = False,
 ) -> Sync:
     """Return the ranks that share a batch of the models.
 
@@ -38,6 +39,7 @@ def find_sync(
             ``"gathered"`` for the whole window; None: not at all.
         sync: the option of an accumulator; ``"warn"``: ``"auto"``, but models that nothing wraps train apart
             with a warning.
+        in_buckets: reduced gradients may be left in the buckets of DDP, which the next window writes to.
 
     Raises:
         InputError: the models' DDP wrappers use different process groups, or a communication hook; parameters
@@ -90,7 +92,7 @@ def find_sync(
         return _replicas(models, device)
     if not groups:
         return _alone(sync)
-    return DDP(wrappers, device) if wrappers else Manual(group, device)
+    return DDP(wrappers, device, in_buckets=in_buckets) if wrappers else Manual(group, device)
 
 
 def _check_option(sync: object, *, wrapped: bool, part: str | None, each: bool) -> None:

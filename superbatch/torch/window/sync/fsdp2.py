@@ -18,8 +18,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ...devices import local_part
 
-Count = Callable[[list[float]], list[float]]
-
 
 class FSDP2:
     """All modules of some models that are sharded by `fully_shard`.
@@ -140,26 +138,36 @@ class FSDP2:
                 note = partial(_note, self._used, index)
                 stack.callback(each._unsharded_param.register_post_accumulate_grad_hook(note).remove)
 
-    def forget_unused(self, count: Count) -> None:
-        """Drop the zeros of parameters that got a gradient on no rank since `watch`."""
+    def used(self) -> list[float]:
+        """Return 1 for each parameter that got a gradient here since `watch`, else 0; nothing unwatched."""
+        if self._used is None:
+            return []
+        return [float(index in self._used) for index, _ in enumerate(self._parameters())]
+
+    def forget_unused(self, used: Sequence[float]) -> None:
+        """Drop the zeros of parameters that got a gradient on no rank since `watch`.
+
+        Args:
+            used: what `used` returned, summed over the ranks.
+        """
         if self._used is None:
             return
-        parameters = list(self._parameters())
-        held = count([float(index in self._used) for index in range(len(parameters))])
-        for each, ranks in zip(parameters, held, strict=True):
+        for each, ranks in zip(self._parameters(), used, strict=True):
             if not ranks:
                 each.sharded_param.grad = None
         self._used = None
 
-    def flush(self, count: Count) -> None:
+    def held(self) -> list[float]:
+        """Return 1 for each parameter of which a gradient was left beside the shards here, else 0."""
+        return [float(_gradient_of(each) is not None) for each in self._parameters()]
+
+    def flush(self, held: Sequence[float]) -> None:
         """Reduce and scatter the gradients that backward passes have left beside the shards.
 
         Args:
-            count: sums numbers over the ranks; it tells of which parameters another rank has a gradient.
+            held: what `held` returned, summed over the ranks.
         """
-        parameters = list(self._parameters())
-        held = count([float(_gradient_of(each) is not None) for each in parameters])
-        for each, ranks in zip(parameters, held, strict=True):
+        for each, ranks in zip(self._parameters(), held, strict=True):
             if ranks and _gradient_of(each) is None and hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = torch.zeros_like(each._unsharded_param)
         before = [

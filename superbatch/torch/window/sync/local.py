@@ -96,11 +96,16 @@ class Local:
         """Return the message alone."""
         return [message]
 
+    def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
+        """Return no number."""
+        return []
+
     def reduce(
         self,
         gradients: list[Tensor | None],
         parameters: Sequence[Tensor],
         zeros: Callable[[int], Tensor],
+        announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
         """Return the gradients."""
         return gradients

@@ -142,16 +142,21 @@ class Manual:
         dist.all_gather_object(messages, message, group=self.group)
         return messages
 
+    def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
+        """Return a number for each gradient: which ranks have one, and whether one of them is sparse."""
+        return [_kind(gradient) for gradient in gradients]
+
     def reduce(
         self,
         gradients: list[Tensor | None],
         parameters: Sequence[Tensor],
         zeros: Callable[[int], Tensor],
+        announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
         """Return the sums of the gradients over the ranks; None where no rank has one."""
         if not self.shared:
             return gradients
-        held = self.sum_numbers(_kind(gradient) for gradient in gradients)
+        held = self.sum_numbers(map(_kind, gradients)) if announced is None else announced
         summed = [
             _present(zeros(index) if gradient is None else gradient, ranks) if ranks else None
             for index, (gradient, ranks) in enumerate(zip(gradients, held, strict=True))
@@ -178,18 +183,18 @@ class Manual:
 
 
 # One number per gradient tells every rank both whether any rank has it and whether one has it sparse.
-_DENSE, _SPARSE = 1.0, float(1 << 20)
+_DENSE, SPARSE = 1.0, float(1 << 20)
 
 
 def _kind(gradient: Tensor | None) -> float:
     if gradient is None:
         return 0.0
-    return _SPARSE if gradient.is_sparse else _DENSE
+    return SPARSE if gradient.is_sparse else _DENSE
 
 
 def _present(gradient: Tensor, ranks: float) -> Tensor:
     """This rank's part of a gradient that some rank has."""
-    if ranks >= _SPARSE and not gradient.is_sparse:
+    if ranks >= SPARSE and not gradient.is_sparse:
         gradient = gradient.to_sparse(1)
     return gradient.coalesce() if gradient.is_sparse else gradient
 

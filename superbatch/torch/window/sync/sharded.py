@@ -26,6 +26,7 @@ from ...memory.limits import memory_limit
 from ..norm import finite_norm
 from .fsdp2 import FSDP2
 from .manual import Manual
+from .sync import NOT_ON_ANOTHER_RANK, OtherRankError
 
 
 class Sharded(Manual):
@@ -197,11 +198,18 @@ class Sharded(Manual):
 
     def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
         """Return the most micro-batches of any rank: each forward gathers from all of them."""
-        return self.max(microbatches)
+        return max(self._agreed(microbatches))
 
     def agree_size(self, samples: int) -> int:
         """Return the smallest size that a rank has found."""
-        return int(min(self._of_each(samples)))
+        return min(self._agreed(samples))
+
+    def _agreed(self, number: int) -> list[int]:
+        """Return the number of each rank, all of which can make the window."""
+        each = [int(one) for one in self._of_each(number)]
+        if min(each) < 0:
+            raise OtherRankError(NOT_ON_ANOTHER_RANK)
+        return each
 
     # -- tensors -------------------------------------------------------------------------------------------
 
@@ -215,19 +223,29 @@ class Sharded(Manual):
                 found[index] = each
         return [found[index] for index in sorted(found)]
 
+    def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
+        """Return a number for each gradient that FSDP2 holds or has reduced, and for each other one."""
+        others = [each.grad for each in self._others(parameters)]
+        return [*self._fsdp.held(), *self._fsdp.used(), *super().announce(others, [])]
+
     def reduce(
         self,
         gradients: list[Tensor | None],
         parameters: Sequence[Tensor],
         zeros: Callable[[int], Tensor],
+        announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
         """Return the shards of the summed gradients."""
-        self.flush()
-        self._fsdp.forget_unused(self.sum_numbers)
+        if announced is None:
+            announced = self.sum_numbers(self.announce(gradients, parameters))
+        held, used = len(self._fsdp.held()), len(self._fsdp.used())
+        self._fsdp.flush(announced[:held])
+        self._fsdp.forget_unused(announced[held : held + used])
         reduced = [_laid_out(each.grad, each) for each in parameters]
         managed = self._fsdp.managed()
         if self.count > 1:
-            self._reduce_others(reduced, [id(each) not in managed for each in parameters], parameters, zeros)
+            others = [id(each) not in managed for each in parameters]
+            self._reduce_others(reduced, others, parameters, zeros, announced[held + used :])
         if not self._fsdp.sums:
             means = [
                 g for g, p in zip(reduced, parameters, strict=True) if g is not None and id(p) in managed
@@ -235,12 +253,18 @@ class Sharded(Manual):
             fastpaths.multiply([local_part(each) for each in means], self.count)
         return reduced
 
+    def _others(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters that `fully_shard` leaves alone, where several ranks have data."""
+        managed = self._fsdp.managed()
+        return [each for each in parameters if id(each) not in managed] if self.count > 1 else []
+
     def _reduce_others(
         self,
         reduced: list[Tensor | None],
         others: list[bool],
         parameters: Sequence[Tensor],
         zeros: Callable[[int], Tensor],
+        announced: Sequence[float],
     ) -> None:
         """Sum the gradients of parameters that `fully_shard` leaves alone, such as its ``ignored_params``."""
         places = [index for index, other in enumerate(others) if other]
@@ -248,14 +272,17 @@ class Sharded(Manual):
             return
         gradients = [reduced[index] for index in places]
         summed = super().reduce(
-            gradients, [parameters[index] for index in places], lambda place: zeros(places[place])
+            gradients,
+            [parameters[index] for index in places],
+            lambda place: zeros(places[place]),
+            announced,
         )
         for index, gradient in zip(places, summed, strict=True):
             reduced[index] = gradient if gradient is None else gradient.div_(self._copies)
 
     def flush(self) -> None:
         """Reduce and scatter what has added up beside the shards into ``.grad``."""
-        self._fsdp.flush(self.sum_numbers)
+        self._fsdp.flush(self.sum_numbers(self._fsdp.held()))
 
     def scale(self, factor: float) -> None:
         """Multiply what has added up beside the shards."""

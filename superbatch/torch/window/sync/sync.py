@@ -11,10 +11,20 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from superbatch.errors import InputError
 from superbatch.results.ranks import RanksReport
 
 SyncOption = Literal["auto", "window", "microbatch", "all_reduce"] | None
 CoupledSync = Literal["auto", "window", "all_reduce"] | None
+
+
+NOT_ON_ANOTHER_RANK = "Another rank cannot make this window, so no rank does: see that rank's error."
+CANNOT = -(2**40)
+"""A number of micro-batches or samples by which a rank says that it cannot make a window."""
+
+
+class OtherRankError(InputError):
+    """Another rank cannot make the window, and every rank has heard of it."""
 
 
 class Sync(Protocol):
@@ -147,11 +157,18 @@ class Sync(Protocol):
         Args:
             microbatches: the number that the window has as it was cut.
             samples: of each of them, which it can be cut into; None: it cannot be cut differently.
+
+        Raises:
+            OtherRankError: forwards communicate, and a rank has passed `CANNOT`.
         """
         ...
 
     def agree_size(self, samples: int) -> int:
-        """Return the size of micro-batches to use where this rank has found `samples`."""
+        """Return the size of micro-batches to use where this rank has found `samples`.
+
+        Raises:
+            OtherRankError: as `turns`, which exchanges as many numbers.
+        """
         ...
 
     # -- tensors -------------------------------------------------------------------------------------------
@@ -168,11 +185,21 @@ class Sync(Protocol):
         """Return a message of each rank, any object that can be pickled, in the order of the ranks."""
         ...
 
+    def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
+        """Return the numbers whose sums over the ranks `reduce` needs, to be exchanged together with others.
+
+        Args:
+            gradients: as for `reduce`; how many numbers there are does not depend on them.
+            parameters: likewise.
+        """
+        ...
+
     def reduce(
         self,
         gradients: list[Tensor | None],
         parameters: Sequence[Tensor],
         zeros: Callable[[int], Tensor],
+        announced: Sequence[float] | None = None,
     ) -> list[Tensor | None]:
         """Return the gradients that this rank's optimizer needs of the sum over the ranks.
 
@@ -182,6 +209,7 @@ class Sync(Protocol):
                 leaves its parameter alone as it would for the large batch.
             parameters: in the same order.
             zeros: ``zeros(i)`` makes an empty gradient ``i``.
+            announced: sums over the ranks of what `announce` returned; None: they are exchanged here.
         """
         ...
 

@@ -1,0 +1,163 @@
+"""Two gloo ranks of which rank 1 fails once in a phase of a window: `python -m ... RANK FOLDER [CELL ...]`.
+
+Both ranks catch every error and go on with the next batch, as a loop with a ``try`` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from superbatch.errors import SuperbatchError
+from superbatch.torch import Accumulator
+from tests.torch.sharded_training import full, fully, join, leave, run
+
+FAILS_AT = 1  # the second of four batches
+BATCHES = 4
+
+
+class FaultError(Exception):
+    """The error of rank 1."""
+
+
+class Fault:
+    """Raises once, on rank 1, in one phase of the window of one batch."""
+
+    def __init__(self, rank: int, phase: str) -> None:
+        self.phase, self.batch, self.armed = phase, -1, rank == 1
+
+    def at(self, phase: str) -> None:
+        """Raise if this is the phase."""
+        if self.armed and self.phase == phase and self.batch == FAILS_AT:
+            self.armed = False
+            raise FaultError(f"no {phase}")
+
+
+class Fragile(torch.autograd.Function):
+    """Identity whose backward may fail."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
+        """Return the same."""
+        ctx.fault = fault
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the same, or fail."""
+        ctx.fault.at("backward")
+        return gradients[0], None
+
+
+class FragileSGD(torch.optim.SGD):
+    """SGD whose step may fail, before it has written anything."""
+
+    fault: Fault
+
+    def step(self, closure: Any = None) -> Any:
+        """Step, or fail."""
+        self.fault.at("step")
+        return super().step(closure)
+
+
+def net() -> nn.Module:
+    """Return a model."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def rows(rank: int, batch: int) -> Tensor:
+    """Return the samples of a rank."""
+    generator = torch.Generator().manual_seed(10 * batch + rank)
+    return torch.randn(5 + 2 * rank, 4, generator=generator, dtype=torch.float64)
+
+
+def batch_of(fault: Fault, rank: int) -> Any:
+    """Return the batch of a rank, or one that cannot be cut."""
+    try:
+        fault.at("split")
+    except FaultError:
+        return rows(rank, fault.batch), torch.zeros(3)
+    return rows(rank, fault.batch)
+
+
+def error_of(model: nn.Module, x: Tensor) -> Tensor:
+    """Return a mean over samples."""
+    return (model(x) - x[:, :3].cos()).square().mean()
+
+
+def weight_of(fault: Fault, x: Tensor) -> int:
+    """Return the samples, or fail."""
+    fault.at("weight")
+    return len(x)
+
+
+def faulty(rank: int, how: str, phase: str) -> dict[str, Any]:
+    """Train on four batches; return what each came to, and the parameters after each."""
+    fault = Fault(rank, phase)
+    model: Any = net()
+    if how == "DDP":
+        model = DistributedDataParallel(model)
+    elif how == "FSDP2":
+        model = fully(model, init_device_mesh("cpu", (2,)))
+    # What a failure leaves in torch's own SGD can be restored; in another class it cannot be known.
+    optimizer = (FragileSGD if phase == "step" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    if isinstance(optimizer, FragileSGD):
+        optimizer.fault = fault
+    optimizer.register_step_pre_hook(lambda *_: fault.at("hook"))
+
+    def loss_fn(x: Tensor) -> Tensor:
+        fault.at("forward")
+        return Fragile.apply(error_of(model, x), fault)
+
+    def clip(gradients: Any) -> None:
+        fault.at("clip")
+
+    accumulate = Accumulator(
+        model,
+        optimizer,
+        loss_fn,
+        microbatch_size=2,
+        weight=partial(weight_of, fault),
+        clip=clip,
+        check=False,
+        sync="all_reduce" if how == "all_reduce" else "auto",
+    )
+    outcomes: list[str] = []
+    states: list[dict[str, Tensor]] = []
+    for fault.batch in range(BATCHES):
+        try:
+            accumulate(batch_of(fault, rank))
+            outcomes.append("made")
+        except (FaultError, SuperbatchError) as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+        states.append({name.removeprefix("module."): full(p) for name, p in model.named_parameters()})
+    return {"outcomes": outcomes, "states": states, "fired": rank == 1 and not fault.armed}
+
+
+HOW = ("DDP", "all_reduce", "FSDP2")
+PHASES = ("split", "weight", "forward", "backward", "clip", "hook", "step")
+
+
+def cells(rank: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return all cells by name."""
+    return {f"{how}, {phase}": partial(faulty, rank, how, phase) for how in HOW for phase in PHASES}
+
+
+def main(rank: int, folder: Path, chosen: list[str]) -> None:
+    """Run the cells, and leave what came out in the folder."""
+    join(rank, folder, 2)
+    leave(run(cells(rank), chosen), rank, folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
