@@ -115,7 +115,7 @@ def _in_microbatches(model: nn.Module, size: int) -> Iterator[None]:
 
 def _is_own_forward(model: nn.Module) -> bool:
     """Tell whether `forward` of a model is that of its class; Accelerate wraps it for mixed precision."""
-    forward = model.forward
+    forward: Any = model.forward
     is_bound = isinstance(forward, MethodType) and forward.__self__ is model
     return is_bound and inspect.unwrap(forward.__func__) is type(model).forward
 
