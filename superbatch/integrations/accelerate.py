@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -15,7 +15,7 @@ from .versions import check_version
 
 def make_gradient(
     accelerator: Accelerator,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     loss_fn: Callable[[Any], Any],
     *,
     coupled: bool = False,
@@ -28,7 +28,7 @@ def make_gradient(
 
     Args:
         accelerator: with ``gradient_accumulation_steps=1``, and each call outside of ``accumulate()``.
-        model: as ``accelerator.prepare`` returned it; `loss_fn` calls it.
+        model: as ``accelerator.prepare`` returned it, or a list of several; `loss_fn` calls it.
         loss_fn: as `Gradient`'s; autocast and casts of a prepared model stay Accelerate's.
         coupled: samples of a batch influence each other: return a `WholeGradient`.
         options: as `Gradient`'s, but for `backward` and `scaler`, which are Accelerate's.
@@ -38,7 +38,8 @@ def make_gradient(
     """
     check_version("accelerate")
     _refuse(accelerator)
-    if accelerator.num_processes > 1 and model is accelerator.unwrap_model(model):
+    models = [model] if isinstance(model, nn.Module) else model
+    if accelerator.num_processes > 1 and any(each is accelerator.unwrap_model(each) for each in models):
         raise InputError(
             "The model was not prepared, so each of several processes would have a gradient of its own. Pass "
             "the model that accelerator.prepare() returned."

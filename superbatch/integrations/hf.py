@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from ..errors import CoupledSamplesError, InputError, LossSpecError
+from ..errors import CoupledSamplesError, InputError, LossSpecError, SplitError
 from ..torch.gradient import Gradient
 from .hf_host import couples_samples, has_own_loss, has_single_samples, refuse_host
-from .hf_items import adds_up
+from .hf_items import adds_up, divides_by_items
 from .hf_losses import (
     HostLoss,
     WindowGradient,
@@ -29,6 +29,8 @@ from .hf_weights import is_sum
 from .hf_weights import weigh as weigh_labels
 from .scaled import skip_without_gradient
 from .versions import check_version
+
+_UNNAMED = "batch of a collator that returns no names"
 
 
 class Exact(Trainer):
@@ -92,7 +94,8 @@ class Exact(Trainer):
         Returns:
             The loss of the batch at the last micro-batch, and 0 before it: the host logs their sum.
         """
-        self._ready.append(dict(self._prepare_inputs(inputs)))
+        prepared = self._prepare_inputs(inputs)
+        self._ready.append(dict(prepared) if isinstance(prepared, Mapping) else {_UNNAMED: prepared})
         loss = 0.0
         if len(self._ready) == self._calls:
             ready, self._ready = self._ready[: self._real], []
@@ -127,6 +130,11 @@ class Exact(Trainer):
                 f"{error} In a Trainer: write `def weight_of(self, microbatch)` in the class, and return "
                 f"what the loss of {type(self.model).__name__} is divided by."
             ) from error
+        except SplitError as error:
+            raise SplitError(
+                f"{error} In a Trainer: set gradient_accumulation_steps and a smaller "
+                "per_device_train_batch_size, for micro-batches of the collator are not cut."
+            ) from error
         skip_without_gradient(self.accelerator.scaler, model.parameters())
         return found
 
@@ -148,14 +156,14 @@ class Exact(Trainer):
         own, is_given = has_own_loss(self), self._has_own_weight()
         by_items = self._adds_up(loss, samples, own=own, is_given=is_given)
         terms = None if own or is_given or by_items else terms_of(loss.model, samples, loss.ranks)
-        weigh = None if terms is not None else _known(self.weight_of, samples)
+        weigh = None if terms is not None else _known(self._weigh(samples), samples)
         count = weigh if own else _known(partial(weigh_labels, self.model), samples)
         if by_items:
             gradient_of = summed(loss, **options)
         elif terms is not None:
             gradient_of = separated(loss, terms, samples, **options)
         else:
-            gradient_of = Gradient(loss.wrapped, loss.of, weight=self.weight_of, **options)
+            gradient_of = Gradient(loss.wrapped, loss.of, weight=self._weigh(samples), **options)
         singles = self._checks and has_single_samples(self)
 
         def check(taken: list[dict[str, Any]]) -> bool:
@@ -169,23 +177,30 @@ class Exact(Trainer):
         """Tell whether losses of micro-batches are parts of that of the batch, which need no weight."""
         if not own and is_sum(self.model):
             return True
-        if not self._checks or not (own or self._weight_is_unknown(samples)):
+        if not self._checks:
             return False
-        return adds_up(loss, samples, is_hidden=own and has_single_samples(self) and not is_given)
+        if own or self._weight_is_unknown(samples):
+            return adds_up(loss, samples, is_hidden=own and has_single_samples(self) and not is_given)
+        # As the host divides, rounding included: models cast their logits to float32.
+        return not is_given and loss.items_are_global and divides_by_items(loss, samples)
 
     def _has_own_weight(self) -> bool:
         return type(self).weight_of is not Exact.weight_of
 
     def _weight_is_unknown(self, inputs: Mapping[str, Any]) -> bool:
-        return _known(self.weight_of, inputs) is None and terms_of(self.model, inputs) is None
+        return _known(self._weigh(inputs), inputs) is None and terms_of(self.model, inputs) is None
 
     def _as_samples(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return inputs of the host as a batch whose leaves have one row for each sample."""
         return dict(inputs)
 
-    def _as_inputs(self, samples: Mapping[str, Any]) -> dict[str, Any]:
+    def _as_inputs(self, samples: Mapping[str, Any]) -> Any:
         """Return the inputs of the host again; it may write into them."""
-        return dict(samples)
+        return samples[_UNNAMED] if _UNNAMED in samples else dict(samples)
+
+    def _weigh(self, samples: Mapping[str, Any]) -> Callable[[Any], int | float]:
+        """Return `weight_of` as a function of such samples."""
+        return (lambda each: self.weight_of(each[_UNNAMED])) if _UNNAMED in samples else self.weight_of
 
     def _is_coupled(self, inputs: Mapping[str, Any]) -> bool:
         return couples_samples(self.model, inputs) if self.coupled is None else self.coupled
@@ -205,6 +220,8 @@ def _known(weigh: Callable[[Any], float], inputs: Any) -> Callable[[Any], float]
     return weigh
 
 
-def _empty(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+def _empty(microbatch: Any) -> Any:
     """Return a micro-batch of no samples, in which the host counts no token."""
+    if not isinstance(microbatch, Mapping):
+        return tuple(value[:0] if isinstance(value, Tensor) else value for value in microbatch)
     return {key: value[:0] if isinstance(value, Tensor) else value for key, value in microbatch.items()}

@@ -24,11 +24,9 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
     Raises:
         InputError: it is not, and what divides it is not known.
     """
-    tried = _single(samples) if loss.items is not None else []
-    with evaluating(loss.model):
-        found = _divides_by_items(loss, tried)
-    if loss.on_all_ranks(found):  # a rank may have no labels
+    if divides_by_items(loss, samples):
         return True
+    tried = _single(loss, samples)
     with evaluating(loss.model):
         needs_items = bool(tried) and _needs_items(loss, tried[0])
     if needs_items:
@@ -45,14 +43,28 @@ def adds_up(loss: HostLoss, samples: Mapping[str, Any], *, is_hidden: bool) -> b
     return False
 
 
-def _single(samples: Mapping[str, Any]) -> list[Any]:
+def divides_by_items(loss: HostLoss, samples: Mapping[str, Any]) -> bool:
+    """Tell whether the loss is divided by the number of items that the host passes. Collective.
+
+    Args:
+        loss: of the host.
+        samples: a micro-batch.
+    """
+    with evaluating(loss.model):
+        found = _halves(loss, _single(loss, samples))
+    return loss.on_all_ranks(found)  # a rank may have no labels
+
+
+def _single(loss: HostLoss, samples: Mapping[str, Any]) -> list[Any]:
+    if loss.items is None:
+        return []
     try:
         return split(samples, 1)
-    except SplitError:
-        return []
+    except SplitError:  # such as flattened patches
+        return [] if loss.cuts else [samples]
 
 
-def _divides_by_items(loss: HostLoss, samples: list[Any]) -> bool:
+def _halves(loss: HostLoss, samples: list[Any]) -> bool:
     """Return whether doubling the items halves the loss; samples with a loss of zero are skipped."""
     for sample in samples[:_MOST]:
         once = float(loss.of(sample, loss.items, loss.model))

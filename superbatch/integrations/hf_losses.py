@@ -41,7 +41,7 @@ class HostLoss:
     trainer: Trainer
     model: nn.Module
     wrapped: nn.Module
-    as_inputs: Callable[[Samples], dict[str, Any]]
+    as_inputs: Callable[[Samples], Any]
     items: Any = None
     calls: LossCalls = field(default_factory=LossCalls)
 
@@ -58,8 +58,12 @@ class HostLoss:
     @property
     def has_no_items(self) -> bool:
         """True if no rank has labels in the window; False where only the host of another rank knows."""
-        known = self.ranks == 1 or self.trainer.args.average_tokens_across_devices
-        return self.items is not None and known and not bool(self.items)
+        return self.items is not None and self.items_are_global and not bool(self.items)
+
+    @property
+    def items_are_global(self) -> bool:
+        """True if the host counts the items of all ranks."""
+        return self.ranks == 1 or bool(self.trainer.args.average_tokens_across_devices)
 
     def on_all_ranks(self, found: bool) -> bool:
         """Return whether `found` is true on every rank.

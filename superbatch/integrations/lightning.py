@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.fabric import Fabric, is_wrapped
@@ -131,13 +131,13 @@ class ExactAccumulation(LightningModule):
 
 
 def make_gradient(
-    fabric: Fabric, model: nn.Module, loss_fn: Callable[[Any], Any], **options: Any
+    fabric: Fabric, model: nn.Module | Sequence[nn.Module], loss_fn: Callable[[Any], Any], **options: Any
 ) -> Gradient:
     """Return a `Gradient` for a Fabric loop, in place of its forward and ``fabric.backward``.
 
     Args:
         fabric: launched.
-        model: as ``fabric.setup`` returned it; `loss_fn` calls it.
+        model: as ``fabric.setup`` returned it, or a list of several; `loss_fn` calls it.
         loss_fn: as `Gradient`'s.
         options: as `Gradient`'s, but for `backward` and `scaler`, which are Fabric's.
 
@@ -146,10 +146,11 @@ def make_gradient(
     """
     check_version("lightning")
     refuse_strategy(fabric.strategy, SingleDeviceStrategy, DDPStrategy)
-    if not is_wrapped(model):
+    bare = [each for each in ([model] if isinstance(model, nn.Module) else model) if not is_wrapped(each)]
+    if bare:
         raise InputError(
-            f"The {type(model).__name__} was not set up, so Fabric's precision and ranks are not in it. Pass "
-            "the model that fabric.setup() returned, and call that one in loss_fn."
+            f"The {type(bare[0]).__name__} was not set up, so Fabric's precision and ranks are not in it. "
+            "Pass the model that fabric.setup() returned, and call that one in loss_fn."
         )
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     return Gradient(model, loss_fn, backward=fabric.backward, scaler=scaler, **options)

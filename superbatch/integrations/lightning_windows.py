@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import CoupledSamplesError, InputError
 from ..torch import Gradient, WholeGradient, Window
 from .logged_values import LoggedValues
 from .scaled import skip_without_gradient
@@ -106,7 +106,13 @@ class LightningWindows:
         # Lightning runs training_step in autocast, and the backward does not belong in it.
         with torch.autocast(self._module.device.type, enabled=False), self._logged.collected():
             self._has_run = False
-            update = self._gradient_of(batches[0] if len(batches) == 1 else Window(batches))
+            try:
+                update = self._gradient_of(batches[0] if len(batches) == 1 else Window(batches))
+            except CoupledSamplesError as error:
+                raise CoupledSamplesError(
+                    f"{error} In Lightning: write `coupled = True` in the class, which computes the batches "
+                    "of an update as one."
+                ) from error
             if update.weight and not self._has_run:
                 # This rank has no weight. Other ranks wait for the values that it logs, to average them.
                 self._logged.savepoint()

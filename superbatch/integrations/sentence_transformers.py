@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -97,7 +98,7 @@ class CachedLoss(nn.Module):
 def _in_microbatches(model: nn.Module, size: int) -> Iterator[None]:
     """Let a model encode in micro-batches, also inside DistributedDataParallel."""
     before = vars(model).get("forward")
-    if model.forward != MethodType(type(model).forward, model):
+    if not _is_own_forward(model):
         raise InputError(
             "Another loss has replaced forward() of the model around cached(). Wrap the outermost loss: "
             "cached(MatryoshkaLoss(model, loss), microbatch_size=...)."
@@ -110,6 +111,13 @@ def _in_microbatches(model: nn.Module, size: int) -> Iterator[None]:
         del model.forward
         if before is not None:
             model.forward = before
+
+
+def _is_own_forward(model: nn.Module) -> bool:
+    """Tell whether `forward` of a model is that of its class; Accelerate wraps it for mixed precision."""
+    forward: Any = model.forward
+    is_bound = isinstance(forward, MethodType) and forward.__self__ is model
+    return is_bound and inspect.unwrap(forward.__func__) is type(model).forward
 
 
 def _encode(forward: Any, size: int, features: dict[str, Any], **options: Any) -> dict[str, Any]:

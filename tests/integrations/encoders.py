@@ -114,13 +114,13 @@ def rows_seen(model: nn.Module) -> list[int]:
 
 
 def updates(
-    folder: Path, model: Any, make: Callable[[Any], nn.Module], size: int, steps: int = 1
+    folder: Path, model: Any, make: Callable[[Any], nn.Module], size: int, steps: int = 1, **more: Any
 ) -> tuple[Any, Any]:
     """Make two updates in the Trainer, with a copy; return the parameters' movement and the norms logged."""
     model = copy.deepcopy(model)
     before = copy.deepcopy(dict(model.named_parameters()))
     data = Dataset.from_dict({"anchor": sentences(24, 1), "positive": sentences(24, 2)})
-    options = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.5}
+    options = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.5, **more}
     given = arguments(folder / "out", size, steps, lr_scheduler_type="constant", **options)
     trainer = SentenceTransformerTrainer(
         model=model,

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from superbatch.errors import InputError, LossSpecError
 from superbatch.integrations import versions
 from superbatch.integrations.accelerate import make_gradient
-from superbatch.torch import Window
+from superbatch.torch import Window, windows
 from tests.integrations.accelerate_loop import Loop, apart, count, fresh, reset
 from tests.torch.two_ranks import found_by_both
 
@@ -102,6 +102,21 @@ def test_coupled_samples_are_those_of_the_large_batch() -> None:
     large, exact = trained(coupled=False), trained(coupled=True)
     for (name, a), (_, b) in zip(large.named_parameters(), exact.named_parameters(), strict=True):
         assert (a - b).detach().abs().max() <= 1e-12, name
+
+
+def test_several_models_make_one_loss() -> None:
+    large, loop = Loop("large", fresh()).run(), Loop("exact", fresh(), epochs=0)
+    first, *rest = loop.bare  # of one optimizer
+    models = [loop.accelerator.prepare_model(each) for each in (first, nn.Sequential(*rest))]
+    loop.model = nn.Sequential(*models)
+    gradient_of = make_gradient(loop.accelerator, models, loop.loss, microbatch_size=None, weight=count)
+    for _ in range(2):
+        for window in windows(loop.loader, 4):
+            gradient_of(window)
+            loop.optimizer.step()
+            loop.scheduler.step()
+            loop.optimizer.zero_grad()
+    assert apart(large, loop) <= 1e-12
 
 
 def test_a_wrong_weight_is_an_error_before_the_first_step() -> None:

@@ -15,11 +15,14 @@ pytest.importorskip("lightning", reason="lightning is not installed")
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies import FSDPStrategy
+from torch import nn
 
 from superbatch.errors import InputError
 from superbatch.integrations import versions
 from superbatch.integrations.lightning import make_gradient
-from tests.integrations.fabric_loop import Loop, apart, count
+from superbatch.torch import windows
+from tests.integrations.fabric_loop import WORDS, Loop, apart, count
+from tests.integrations.lightning_models import loader
 from tests.torch.two_ranks import found_by_both
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore:.*treespec")]
@@ -76,6 +79,40 @@ def test_a_model_that_was_not_set_up_is_refused() -> None:
     loop = Loop("exact", fabric())
     with pytest.raises(InputError, match="The Sequential was not set up, so Fabric's precision and ranks"):
         make_gradient(loop.fabric, loop.bare, loop.loss)
+
+
+def _several(way: str) -> list[nn.Module]:
+    """Train an embedding and a head with an optimizer each; return both."""
+    torch.manual_seed(0)
+    host = fabric()
+    body, head = nn.Embedding(WORDS, 6).double(), nn.Linear(6, WORDS).double()
+    set_up = [host.setup(each, torch.optim.SGD(each.parameters(), 0.5)) for each in (body, head)]
+    models = [model for model, _ in set_up]
+
+    def loss_fn(batch: Any) -> Any:
+        logits = models[1](models[0](batch[0]))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+    gradient_of = make_gradient(host, models, loss_fn, microbatch_size=None, weight=count)
+    large = way == "large"
+    for batch in loader(16) if large else windows(loader(4), 4):
+        if large:
+            host.backward(loss_fn(batch))
+        else:
+            gradient_of(batch)
+        for _, optimizer in set_up:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [body, head]
+
+
+def test_several_models_make_one_loss() -> None:
+    for large, exact in zip(_several("large"), _several("exact"), strict=True):
+        for real, found in zip(large.parameters(), exact.parameters(), strict=True):
+            assert float((real - found).detach().abs().max()) <= 1e-12
+    loop = Loop("exact", fabric())
+    with pytest.raises(InputError, match="The Linear was not set up"):
+        make_gradient(loop.fabric, [loop.model, nn.Linear(2, 2)], loop.loss)
 
 
 def test_a_version_that_was_not_tested_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

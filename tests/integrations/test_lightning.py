@@ -17,6 +17,7 @@ import lightning.pytorch as lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 
+from superbatch.errors import CoupledSamplesError
 from superbatch.integrations.lightning import ExactAccumulation
 from tests.integrations.lightning_models import (
     MARKS,
@@ -269,6 +270,19 @@ def test_coupled_samples_are_those_of_the_large_batch() -> None:
     assert float(ours.callback_metrics["loss_epoch"]) == pytest.approx(
         float(trainer.callback_metrics["loss_epoch"]), rel=1e-12
     )
+
+
+def test_coupled_samples_that_are_not_declared_are_an_error() -> None:
+    class Contrastive(Tokens):
+        def loss(self, batch: Any) -> Any:
+            rows = self.net[0](batch[0]).mean(1)
+            return nn.functional.cross_entropy(5 * rows @ rows.T, torch.arange(len(rows)))
+
+    class Undeclared(ExactAccumulation, Contrastive):
+        pass
+
+    with pytest.raises(CoupledSamplesError, match=r"In Lightning: write `coupled = True` in the class"):
+        train(Undeclared(), 4, 4)
 
 
 def test_memory_that_runs_out_changes_neither_the_update_nor_what_is_logged() -> None:

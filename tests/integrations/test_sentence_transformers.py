@@ -230,6 +230,23 @@ def test_in_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # likewise
+def test_mixed_precision_in_the_trainer(tmp_path: Path) -> None:
+    """Accelerate wraps the forward of the model, which is no other loss."""
+
+    def ours(model: Any) -> nn.Module:
+        return cached(Ranking(model), microbatch_size=4)
+
+    model = dense(tmp_path / "model").float()
+    real, _ = updates(tmp_path, model, Ranking, 12)
+    stock, norms = updates(tmp_path, model, Ranking, 12, bf16=True)
+    found, found_norms = updates(tmp_path, model, ours, 12, bf16=True)
+    rounding = apart(stock, real)
+    assert 1e-4 < rounding < 0.2, "the premise: bfloat16 rounds"
+    assert apart(found, real) < 2 * rounding
+    assert found_norms == pytest.approx(norms, rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore")  # likewise
 def test_two_ranks(tmp_path: Path) -> None:
     """In DistributedDataParallel, negatives gathered: as the large batch in one process."""
     ranks = found_by_both("tests.integrations.encoder_ranks", tmp_path, warnings="ignore")

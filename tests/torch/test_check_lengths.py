@@ -15,7 +15,7 @@ from superbatch.torch import Accumulator, Window, count_tokens
 from superbatch.torch.checks import check_schedule, lengths
 from tests.torch.helpers import assert_same_parameters, large_batch, sgd, start_of
 
-LABELS = 5
+LABELS, PATCHES = 5, ("patches", "counts")
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -97,6 +97,12 @@ def accumulator(loss: Loss, **options: Any) -> tuple[Accumulator, nn.Module]:
     return Accumulator(model, sgd(model.parameters()), lambda mb: loss(model, mb), **options), model
 
 
+def joined_with_padding(batch: Any) -> dict[str, Tensor]:
+    labels = [functional.pad(mb["labels"], (0, 6 - mb["x"].shape[1]), value=-100) for mb in batch]
+    inputs = [functional.pad(mb["x"], (0, 0, 0, 6 - mb["x"].shape[1])) for mb in batch]
+    return {"x": torch.cat(inputs), "labels": torch.cat(labels)}
+
+
 @pytest.mark.parametrize("samples", [1, 2, 3])
 @pytest.mark.parametrize("case", OVER_ENTRIES)
 def test_a_mean_over_entries_is_found_in_the_first_window_that_shows_it(case: str, samples: int) -> None:
@@ -117,12 +123,7 @@ def test_the_first_window_may_be_the_one_and_the_remedy_is_the_large_batch() -> 
     _, reference = accumulator(of_classes)
     start, batch = start_of(model), window(6, 3, 4)
     assert accumulate(batch).made
-    padded = {
-        "x": torch.cat([functional.pad(mb["x"], (0, 0, 0, 6 - mb["x"].shape[1])) for mb in batch]),
-        "labels": torch.cat(
-            [functional.pad(mb["labels"], (0, 6 - mb["x"].shape[1]), value=-100) for mb in batch]
-        ),
-    }
+    padded = joined_with_padding(batch)
     large_batch(sgd(reference.parameters()), lambda whole: of_classes(reference, whole), [padded])
     assert_same_parameters(reference, model, 1e-12, start=start)
 
@@ -209,3 +210,25 @@ def test_without_the_look_at_lengths_the_update_would_be_wrong(monkeypatch: pyte
     assert accumulate(window(6, 1)).made and right(window(6, 1)).made
     with pytest.raises(AssertionError, match="not the update of the large batch"):
         assert_same_parameters(other, model, 1e-2, start=start)
+
+
+def with_patches(model: nn.Module, batch: Any) -> Tensor:
+    seen = [each.mean(0) for each in batch["patches"].split(batch["counts"].tolist())]
+    return of_classes(model, {**batch, "x": batch["x"] + torch.stack(seen)[:, None]})
+
+
+@pytest.mark.filterwarnings("ignore:superbatch could not check")
+def test_microbatches_that_cannot_be_cut_are_not_refused() -> None:
+    """The patches of all samples are rows of one tensor, as vision-language models take them."""
+    counts = [torch.tensor([3, 1]), torch.tensor([2, 2]), torch.tensor([1, 4])]
+    batch = [
+        {**mb, "patches": torch.randn(int(each.sum()), 3, dtype=torch.float64), "counts": each}
+        for mb, each in zip(window(6, 3, 4), counts, strict=True)
+    ]
+    accumulate, model = accumulator(with_patches, weight=count_tokens("labels"))
+    _, reference = accumulator(with_patches)
+    start = start_of(model)
+    assert accumulate(Window(batch)).made
+    padded = joined_with_padding(batch) | {name: torch.cat([mb[name] for mb in batch]) for name in PATCHES}
+    large_batch(sgd(reference.parameters()), lambda whole: with_patches(reference, whole), [padded])
+    assert_same_parameters(reference, model, 1e-12, start=start)

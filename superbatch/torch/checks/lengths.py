@@ -79,7 +79,10 @@ def check_lengths(problem: Problem, pair: Pair, *, frozen: Sequence[nn.Module]) 
     paths = {"unsplit": problem.unsplit, "per_sample": problem.per_sample}
     of_pair = [lengths_in(one, paths) for one in pair]
     apart = {path: (n, of_pair[1][path]) for path, n in of_pair[0].items() if of_pair[1].get(path, n) != n}
-    first, second = (plan(one, **paths) for one in pair)
+    try:
+        first, second = (plan(one, **paths) for one in pair)
+    except SplitError:  # such as flattened patches: no samples can be taken from it
+        return
     tried = [first.take(0, 1), first.take(0, 2, order=(0, 0)), second.take(0, 2, order=(0, 0))]
     seen = divisions_of(problem, tried, frozen=frozen) if apart else None
     if seen is None:
