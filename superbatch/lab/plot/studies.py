@@ -216,6 +216,13 @@ def _splits(figure: Figure, report: Study, theme: Theme) -> None:
     apart.set_title("Weights at the end, against the real batch of the same seed")
 
 
+def _coupled(figure: Figure, report: Study, theme: Theme) -> None:
+    measures = [each.name for each in report.quantities if not each.name.startswith(("learning", "strength"))]
+    panels = figure.subplots(1, 2 if len(measures) > 1 else 1, squeeze=False)[0]
+    for axes, quantity in zip(panels, measures, strict=False):
+        _dots(axes, report, quantity, theme)
+
+
 def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False) -> None:
     """One row per arm: each run a dot, mean and sd; the margin of the tests as a band."""
     rows = [float(-index) for index in range(len(report.arms))]
@@ -295,4 +302,5 @@ _DRAWINGS: Mapping[str, Callable[[Figure, Study, Theme], None]] = {
     "survey": _survey,
     "precision": _precision,
     "splits": _splits,
+    "coupled": _coupled,
 }

@@ -27,6 +27,15 @@ RECIPES: Mapping[str, tuple[str, str]] = {
 }
 """Built-in recipes: name -> where it is made, and what it is in a few words."""
 
+COUPLED: Mapping[str, tuple[str, str]] = {
+    "code-search": ("superbatch.lab.recipes.coupled.code_search:code_search", "docstrings and code, InfoNCE"),
+    "counting": ("superbatch.lab.recipes.coupled.counting:counting", "spots in images, BatchNorm"),
+    "fairness": ("superbatch.lab.recipes.coupled.fairness:fairness", "a penalty on the gap of two groups"),
+    "ring": ("superbatch.lab.recipes.coupled.ring:ring", "a generator, sliced Wasserstein distance"),
+    "token-means": ("superbatch.lab.recipes.coupled.token_means:token_means", "means over tokens"),
+}
+"""Built-in recipes of the study `coupled`, which have several ways to make the update."""
+
 NEEDS_DATA = ("mnist",)
 
 
@@ -61,14 +70,15 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
                 f"leave it out, or use one of the recipes that do: {', '.join(NEEDS_DATA)}",
             )
         )
-    if name in RECIPES:
-        make = _function(RECIPES[name][0])
+    built_in = {**RECIPES, **COUPLED}
+    if name in built_in:
+        make = _function(built_in[name][0])
         return make(data) if name in NEEDS_DATA else make()
     if ":" not in name and name.endswith(".py"):
         raise InputError(f"{name!r} names a file without a function. Write {name}:recipe for its recipe().")
     if ":" not in name:
         raise InputError(
-            f"There is no recipe {name!r}{did_you_mean(name, RECIPES)} Use one of {', '.join(RECIPES)}, "
+            f"There is no recipe {name!r}{did_you_mean(name, built_in)} Use one of {', '.join(built_in)}, "
             "or your own file.py:function or package.module:function."
         )
     return _own(name)
