@@ -219,8 +219,23 @@ def _splits(figure: Figure, report: Study, theme: Theme) -> None:
 def _coupled(figure: Figure, report: Study, theme: Theme) -> None:
     measures = [each.name for each in report.quantities if not each.name.startswith(("learning", "strength"))]
     panels = figure.subplots(1, 2 if len(measures) > 1 else 1, squeeze=False)[0]
+    if report.curve_at and len(panels) > 1:
+        _outlines(panels[-1], report)
+        panels = panels[:-1]
     for axes, quantity in zip(panels, measures, strict=False):
         _dots(axes, report, quantity, theme)
+
+
+def _outlines(axes: Axes, report: Study) -> None:
+    """One closed line per arm: the mean radius over seeds at the angles of `Study.curve_at`."""
+    for index, arm in enumerate(report.arms):
+        radii = [statistics.fmean(each) for each in zip(*(run.curve for run in arm.runs), strict=True)]
+        points = [(r * math.cos(at), r * math.sin(at)) for at, r in zip(report.curve_at, radii, strict=False)]
+        style = {"linestyle": DASHES[index % 5], "linewidth": 2.0, "label": arm.name}
+        _line(axes, [*points, *points[:1]], color=COLOURS[index % 7], **style)
+    axes.set_aspect("equal")
+    axes.set_title("Mean radius of generated points in each direction; the data lie at 2")
+    _legend(axes, loc="center")
 
 
 def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False) -> None:
@@ -248,6 +263,7 @@ def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool =
 def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:
     """Leave out what is far away, and say where it is: one arm that failed would flatten all others."""
     near = [each for arm in report.arms for each in arm.values(quantity) if abs(each - middle) <= most]
+    near = near or [middle]  # runs that scatter by far more than the margin
     pad = 0.05 * (max(near) - min(near) + most)
     axes.set_xlim(min(near) - pad, max(near) + pad)
     for index, arm in enumerate(report.arms):

@@ -116,13 +116,14 @@ def _rows(texts: Texts, part: slice) -> Pairs:
     return {"query": texts.queries[part], "code": texts.codes[part]}
 
 
-def code_search() -> CoupledRecipe:
+def code_search(texts: Texts | None = None) -> CoupledRecipe:
     """Make the recipe.
 
-    Returns:
-        The recipe; the number of pairs differs with the version of Python.
+    Args:
+        texts: pairs, of which the first 1500 are held out; None: those of Python's standard library, whose
+            number differs with its version.
     """
-    texts = load_texts()
+    texts = texts or load_texts()
     test, valid, train = (_rows(texts, part) for part in (slice(1000), slice(1000, 1500), slice(1500, None)))
     model = seeded(partial(Towers, texts.words))
 

@@ -89,8 +89,10 @@ def _pairs(library: Path) -> Iterator[Pair]:
             continue
         for node in _functions(path):
             query = _words(ast.get_docstring(node) or "")[:40]
+            if len(query) < FEWEST or (key := " ".join(query)) in seen:
+                continue
             code = _words(" ".join(map(ast.unparse, node.body[1:])))[:80]
-            if min(len(query), len(code)) >= FEWEST and (key := " ".join(query)) not in seen:
+            if len(code) >= FEWEST:
                 seen.add(key)
                 yield query, code
 

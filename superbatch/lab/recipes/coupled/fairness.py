@@ -48,15 +48,18 @@ def people(count: int, seed: int) -> Table:
 
 
 def gap(scores: Tensor, group: Tensor) -> Tensor:
-    """Compute the mean score of group 1 less that of group 0 along the last dimension; 0 for a missing group.
+    """Compute the mean score of group 1 less that of group 0, along the last dimension; 0 if one is missing.
 
     Examples:
         >>> gap(torch.tensor([0.5, 1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0])).item()
         0.0
     """
     other = 1 - group
-    ones = (scores * group).sum(-1) / group.sum(-1).clamp_min(1)
-    return ones - (scores * other).sum(-1) / other.sum(-1).clamp_min(1)
+    counts = group.sum(-1), other.sum(-1)
+    ones, others = (
+        (scores * of).sum(-1) / n.clamp_min(1) for of, n in zip((group, other), counts, strict=True)
+    )
+    return (ones - others) * (counts[0] * counts[1]).clamp_max(1)
 
 
 def loss_at(model: nn.Module, strength: float, *, size: int | None = None, unbiased: bool = False) -> Loss:
@@ -152,6 +155,6 @@ def fairness() -> CoupledRecipe:
         mechanism="the square of a mean over m samples is the square of the mean plus variance / m",
         limits=(
             "The unbiased penalty repairs the bias for this loss alone, and takes the formula to know it.",
-            "In micro-batches of 16 some halves miss a group, whose mean is then 0.",
+            "A micro-batch, or a half of one, that misses a group has no penalty.",
         ),
     )

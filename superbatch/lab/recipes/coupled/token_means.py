@@ -148,14 +148,20 @@ def bits(model: nn.Module, texts: Texts) -> float:
     return token_losses(model, texts).sum().item() / int(tokens(texts).sum()) / math.log(2)
 
 
-def token_means() -> CoupledRecipe:
+def token_means(held_out: int = HELD_OUT) -> CoupledRecipe:
     """Make the recipe.
+
+    Args:
+        held_out: texts of each kind for validation, and as many for the test.
 
     Returns:
         The recipe; the number of texts differs with the version of Python.
     """
     longs, shorts = corpus()
-    held_out = [[_rows(each, part) for each in (longs, shorts)] for part in _parts()]
+    valid, test = (
+        tuple(_rows(each, slice(first, first + held_out)) for each in (longs, shorts))
+        for first in (0, HELD_OUT)
+    )
     some = slice(2 * HELD_OUT, None)
     train_long, train_short = _rows(longs, some), _rows(shorts, some)
     rest = (SHARE - 1) * len(train_long["ids"])
@@ -176,7 +182,7 @@ def token_means() -> CoupledRecipe:
         samples=len(train["ids"]),
         batch=lambda indices: _rows(train, indices),
         loss_fn=lambda model: loss_at(model, 0.0),
-        evaluate=lambda model: bits(model, held_out[1][0]),
+        evaluate=lambda model: bits(model, test[0]),
         metric="source",
         unit="bits/byte",
         margin=0.03,
@@ -201,16 +207,13 @@ def token_means() -> CoupledRecipe:
             ),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
-        validate=lambda model: -_over_tokens(model, held_out[0]),
+        validate=lambda model: -_measure(model, valid)[-1],
         measures=(
             Measure(name="source, bits/byte", meaning="of 300 pieces of 128 bytes", form=".3f"),
             Measure(name="comments, bits/byte", meaning="of 300 comments", form=".3f"),
             Measure(name="all tokens, bits/byte", meaning="as training mixes them", form=".3f"),
         ),
-        measure=lambda model: (
-            *(bits(model, each) for each in held_out[1]),
-            _over_tokens(model, held_out[1]),
-        ),
+        measure=lambda model: _measure(model, test),
         lower_is_better=True,
         mechanism="a mean of means gives a byte of a short text more weight than one of a long text",
         limits=(
@@ -220,13 +223,9 @@ def token_means() -> CoupledRecipe:
     )
 
 
-def _parts() -> tuple[slice, slice]:
-    return slice(HELD_OUT), slice(HELD_OUT, 2 * HELD_OUT)
-
-
-def _over_tokens(model: nn.Module, texts: list[Texts]) -> float:
-    """Measure bits per byte of both kinds, weighted as training mixes them."""
+def _measure(model: nn.Module, texts: tuple[Texts, ...]) -> tuple[float, float, float]:
+    """Measure bits per byte of source, of comments, and of both as training mixes them."""
     long, short = (bits(model, each) for each in texts)
     of_long, of_short = (tokens(each).double().mean().item() for each in texts)
     of_short *= SHARE - 1
-    return (of_long * long + of_short * short) / (of_long + of_short)
+    return long, short, (of_long * long + of_short * short) / (of_long + of_short)
