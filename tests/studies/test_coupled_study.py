@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from superbatch.lab.recipes.coupled import CoupledRecipe
 from superbatch.lab.recipes.coupled.code_search import code_search
 from superbatch.lab.recipes.coupled.docstrings import Texts
 from superbatch.lab.recipes.coupled.token_means import token_means
+from superbatch.lab.recipes.coupled.ways import whole_batch
 from superbatch.lab.report.json import from_json, to_json
 from superbatch.lab.report.study import Study, StudyArm, StudyRun
 from superbatch.lab.report.study_text import study_table
@@ -101,6 +105,17 @@ def test_superbatch_makes_the_update_of_the_real_batch_and_a_plain_loop_does_not
             assert torch.allclose(buffer, kept[path], rtol=1e-12, atol=1e-14), "running statistics as well"
 
 
+@pytest.mark.parametrize(("name", "size"), [("counting", 2), ("fairness", 16), ("ring", 8)])
+def test_the_exact_update_does_not_depend_on_the_micro_batch(name: str, size: int) -> None:
+    """As small as the plain ways' micro-batches; the recipes take larger ones to save time."""
+    recipe = made(name)
+    module = importlib.import_module(f"superbatch.lab.recipes.coupled.{name}")
+    way = replace(recipe.ways[0], update=whole_batch(module.loss_at, size))
+    found, _ = of_way(replace(recipe, ways=(way, *recipe.ways[1:])), way.name)
+    real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
+    assert apart(found, real) < 1e-12
+
+
 def test_cached_gradients_are_exact_too() -> None:
     recipe = made("code-search")
     real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
@@ -148,6 +163,29 @@ def test_the_report_has_every_way(name: str) -> None:
     assert {run.values["learning rate"] for arm in report.arms for run in arm.runs} <= rates
     assert to_json(from_json(Study, to_json(report))) == to_json(report)
     assert plot.png(plot.study(report), dots_per_inch=30).startswith(b"\x89PNG")
+
+
+OWN = """
+from pathlib import Path
+from superbatch.lab.recipes.coupled.code_search import code_search
+from superbatch.lab.recipes.coupled.docstrings import as_numbers, words
+
+def recipe():
+    lines = Path(__file__).with_name("pairs.tsv").read_text().splitlines()
+    pairs = [tuple(map(words, line.split("\\t"))) for line in lines]
+    return code_search(as_numbers(pairs, training_from=1500))
+"""
+
+
+def test_pairs_of_ones_own(tmp_path: Path) -> None:
+    """A folder with a file of queries and passages, and a recipe file beside it."""
+    letters = [chr(ord("a") + i) * 3 for i in range(20)]
+    lines = [f"{letters[i % 20]} {letters[i % 7]}\t{letters[i % 20]} {letters[i % 11]}" for i in range(1800)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
+    report = study("coupled", f"{tmp_path / 'mine.py'}:recipe", Options(runs=2, samples=256))
+    assert {arm.name for arm in report.arms} == {way.name for way in made("code-search").ways}
+    assert all(len(arm.runs) == 2 for arm in report.arms)
 
 
 def planted(name: str, values: Sequence[float], quantity: str) -> StudyArm:

@@ -223,7 +223,7 @@ def _coupled(figure: Figure, report: Study, theme: Theme) -> None:
         _outlines(panels[-1], report)
         panels = panels[:-1]
     for axes, quantity in zip(panels, measures, strict=False):
-        _dots(axes, report, quantity, theme)
+        _dots(axes, report, quantity, theme, cut=False)
 
 
 def _outlines(axes: Axes, report: Study) -> None:
@@ -231,14 +231,15 @@ def _outlines(axes: Axes, report: Study) -> None:
     for index, arm in enumerate(report.arms):
         radii = [statistics.fmean(each) for each in zip(*(run.curve for run in arm.runs), strict=True)]
         points = [(r * math.cos(at), r * math.sin(at)) for at, r in zip(report.curve_at, radii, strict=False)]
-        style = {"linestyle": DASHES[index % 5], "linewidth": 2.0, "label": arm.name}
+        style = {"linestyle": DASHES[index % 5], "linewidth": 2.0}
         _line(axes, [*points, *points[:1]], color=COLOURS[index % 7], **style)
     axes.set_aspect("equal")
-    axes.set_title("Mean radius of generated points in each direction; the data lie at 2")
-    _legend(axes, loc="center")
+    axes.set_title("Outline of the generated points, in the rows' colours")
 
 
-def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False) -> None:
+def _dots(
+    axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False, cut: bool = True
+) -> None:
     """One row per arm: each run a dot, mean and sd; the margin of the tests as a band."""
     rows = [float(-index) for index in range(len(report.arms))]
     for index, (arm, y) in enumerate(zip(report.arms, rows, strict=True)):
@@ -249,7 +250,8 @@ def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool =
         margin = tests[0].margin
         axes.axvspan(middle - margin, middle + margin, color=theme.faint, alpha=0.4, linewidth=0)
         axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
-        _cut(axes, report, quantity, middle, FAR * margin, theme)
+        if cut:
+            _cut(axes, report, quantity, middle, FAR * margin, theme)
     names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
     axes.set_yticks(rows, names)
     axes.tick_params(axis="y", labelsize=8)

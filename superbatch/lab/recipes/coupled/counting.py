@@ -78,7 +78,8 @@ def network(norm: Norm) -> nn.Sequential:
     """
     layers: list[nn.Module] = []
     for inputs, outputs, stride in ((1, 8, 1), (8, 16, 2), (16, 16, 1)):
-        layers += [nn.Conv2d(inputs, outputs, 3, stride, 1), norm(outputs), nn.ReLU()]
+        # BatchNorm takes a bias away again: its gradient is rounding, which Adam would turn into full steps.
+        layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), norm(outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 1))
 
 

@@ -1,4 +1,4 @@
-"""Functions of Python's standard library as words: docstrings beside bodies."""
+"""Pairs of texts as numbers of words: by default docstrings beside bodies of Python's standard library."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def as_numbers(pairs: Sequence[Pair], *, training_from: int) -> Texts:
     Examples:
         >>> pairs = [(["read", "file"], ["open", "file"])] * 2
         >>> as_numbers(pairs, training_from=0).queries[0, :3].tolist()
-        [2, 1, 0]
+        [3, 1, 0]
     """
     counts = Counter(word for query, code in pairs[training_from:] for word in sorted({*query, *code}))
     known = [word for word, count in counts.most_common(VOCABULARY - 1) if count > 1]
@@ -88,10 +88,10 @@ def _pairs(library: Path) -> Iterator[Pair]:
         if LEFT_OUT & set(path.relative_to(library).parts):
             continue
         for node in _functions(path):
-            query = _words(ast.get_docstring(node) or "")[:40]
+            query = words(ast.get_docstring(node) or "")[:40]
             if len(query) < FEWEST or (key := " ".join(query)) in seen:
                 continue
-            code = _words(" ".join(map(ast.unparse, node.body[1:])))[:80]
+            code = words(" ".join(map(ast.unparse, node.body[1:])))[:80]
             if len(code) >= FEWEST:
                 seen.add(key)
                 yield query, code
@@ -107,5 +107,11 @@ def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
             yield node
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """Split a text into words of letters, in lower case; names in camel case into their parts.
+
+    Examples:
+        >>> words("readLine(self, 3)")
+        ['read', 'line', 'self']
+    """
     return [word.lower() for word in re.findall("[A-Za-z]{2,}", re.sub("([a-z0-9])([A-Z])", r"\1 \2", text))]

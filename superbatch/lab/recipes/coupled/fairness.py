@@ -17,7 +17,7 @@ from ..models import dtype_of, seeded
 from .recipe import CoupledRecipe, Measure, Point
 from .ways import Loss, Way, groups, whole_batch, written_out
 
-BATCH, UPDATES, EXACT = 256, 300, 64
+BATCH, UPDATES, EXACT = 256, 300, 128
 HELD_OUT = 8000
 
 Table = dict[str, Tensor]
