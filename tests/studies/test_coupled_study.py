@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -196,11 +197,12 @@ def planted(name: str, values: Sequence[float], quantity: str) -> StudyArm:
 @pytest.mark.parametrize(
     ("shift", "spread", "said"),
     [
-        (0.7, 0.01, "other 1.700 (worse by 0.7, 0.69 to 0.71)."),
-        (-0.7, 0.01, "other 0.300 (better by 0.7, 0.69 to 0.71)."),
-        (0.05, 0.01, "other 1.050 (worse by 0.05, 0.039 to 0.061, within ±0.1)."),
-        (0.0, 0.01, "other 1.000 (the same within ±0.1)."),
-        (0.0, 0.5, "other 1.000 (no difference shown)."),
+        (0.7, 0.01, "other: 1.700 (worse by 0.7, 0.69 to 0.71)."),
+        (-0.7, 0.01, "other: 0.300 (better by 0.7, 0.69 to 0.71)."),
+        (0.05, 0.01, "other: 1.050 (worse by 0.05, 0.039 to 0.061, within ±0.1)."),
+        (0.0, 0.01, "other: 1.000 (the same within ±0.1)."),
+        (0.0, 0.5, "other: 1.000 (no difference shown)."),
+        (math.nan, 0.0, "other: nan (diverged)."),
     ],
 )
 def test_the_conclusion_follows_the_numbers(shift: float, spread: float, said: str) -> None:
@@ -208,7 +210,7 @@ def test_the_conclusion_follows_the_numbers(shift: float, spread: float, said: s
     first = planted("superbatch", [1.0] * 4, quantity)
     other = planted("other", [1 + shift + spread * s for s in (-1, 1, -0.5, 0.5)], quantity)
     found = study_coupled.find((first, other), recipe=made("counting"), margin=0.1)
-    assert found.conclusion == f"Mean absolute error, spots (lower is better): superbatch 1.000; {said}"
+    assert found.conclusion == f"Mean absolute error, spots (lower is better) of superbatch: 1.000; {said}"
 
 
 def test_no_conclusion_without_runs() -> None:

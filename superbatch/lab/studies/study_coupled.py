@@ -195,11 +195,11 @@ def find(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) ->
     form = recipe.measures[0].form
     sense = "lower" if recipe.lower_is_better else "higher"
     said = "; ".join(
-        f"{test.first} {format(recipe_value, form)} ({verdict(test, recipe.lower_is_better)})"
+        f"{test.first}: {format(recipe_value, form)} ({verdict(test, recipe.lower_is_better)})"
         for test in tests
         if (recipe_value := next(arm for arm in arms if arm.name == test.first).mean(quantity)) is not None
     )
-    conclusion = f"{quantity} ({sense} is better): {first.name} {format(value, form)}; {said}."
+    conclusion = f"{quantity} ({sense} is better) of {first.name}: {format(value, form)}; {said}."
     return Findings(tests=tests, conclusion=conclusion[0].upper() + conclusion[1:], notes=notes)
 
 
@@ -211,8 +211,11 @@ def verdict(test: StudyTest, lower_is_better: bool) -> str:
         lower_is_better: for the quantity.
 
     Returns:
-        ``"worse by 0.72, 0.6 to 0.84"``, the same within the margin, or that no difference was shown.
+        ``"worse by 0.72, 0.6 to 0.84"``, ``"the same within ±0.1"``, ``"no difference shown"`` or
+        ``"diverged"``.
     """
+    if not math.isfinite(test.difference):
+        return "diverged"
     low, high = sorted((abs(test.low), abs(test.high)))
     apart = f"by {abs(test.difference):.2g}, {low:.2g} to {high:.2g}"
     inside = f", within ±{test.margin:g}" if test.result.equivalent else ""
