@@ -44,7 +44,7 @@ def made(name: str) -> CoupledRecipe:
     if name == "code-search":
         g = torch.Generator().manual_seed(0)
         queries, codes = (torch.randint(0, 500, (1800, length), generator=g) for length in (32, 64))
-        return code_search(Texts(queries, codes, words=500))
+        return code_search(texts=Texts(queries, codes, words=500))
     recipe = load_recipe(name)
     assert isinstance(recipe, CoupledRecipe)
     return recipe
@@ -174,7 +174,7 @@ from superbatch.lab.recipes.coupled.docstrings import as_numbers, words
 def recipe():
     lines = Path(__file__).with_name("pairs.tsv").read_text().splitlines()
     pairs = [tuple(map(words, line.split("\\t"))) for line in lines]
-    return code_search(as_numbers(pairs, training_from=1500))
+    return code_search(texts=as_numbers(pairs, training_from=1500))
 """
 
 
@@ -187,6 +187,27 @@ def test_pairs_of_ones_own(tmp_path: Path) -> None:
     report = study("coupled", f"{tmp_path / 'mine.py'}:recipe", Options(runs=2, samples=256))
     assert {arm.name for arm in report.arms} == {way.name for way in made("code-search").ways}
     assert all(len(arm.runs) == 2 for arm in report.arms)
+
+
+def test_a_folder_of_sources(tmp_path: Path) -> None:
+    """Generated: 2100 documented functions, and a comment beside each."""
+    names = ["".join(chr(97 + i // 26**k % 26) * 2 for k in range(3)) for i in range(2100)]
+    lines = [
+        f'# Read {name} from file\ndef {name}(file):\n    """Read {name} from an open file again."""\n'
+        f"    {name} = file.read()\n    for each in {name}: print(each, file, {name})\n"
+        for name in names
+    ]
+    (tmp_path / "many.py").write_text("".join(lines) * 1, encoding="utf-8")
+    search = load_recipe("code-search", data=tmp_path)
+    assert search.samples == 2100 - 1500
+    with pytest.raises(
+        InputError, match=r"has \d+ pieces of source and 2100 comments, and token-means needs 1000"
+    ):
+        load_recipe("token-means", data=tmp_path)
+    (tmp_path / "more.py").write_text("".join(lines) * 10, encoding="utf-8")
+    assert load_recipe("token-means", data=tmp_path).samples > 1000
+    with pytest.raises(InputError, match="has 0 documented functions, and code-search needs 2000"):
+        load_recipe("code-search", data=tmp_path / "nothing")
 
 
 def planted(name: str, values: Sequence[float], quantity: str) -> StudyArm:

@@ -37,6 +37,8 @@ COUPLED: Mapping[str, tuple[str, str]] = {
 """Built-in recipes of the study `coupled`, which have several ways to make the update."""
 
 NEEDS_DATA = ("mnist",)
+TAKES_DATA = (*NEEDS_DATA, "code-search", "token-means")
+"""The others read Python's standard library by default, or a folder of Python sources."""
 
 
 def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
@@ -48,7 +50,7 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
 
     Args:
         name: of the recipe.
-        data: a folder of data, for the recipes that read one (``mnist``).
+        data: a folder of data, for the recipes that read one (`TAKES_DATA`).
 
     Returns:
         The recipe.
@@ -62,18 +64,18 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
         >>> load_recipe("superbatch.lab.recipes.digits:digits_conv").name
         'digits-conv'
     """
-    if data is not None and name not in NEEDS_DATA:
+    if data is not None and name not in TAKES_DATA:
         raise InputError(
             explain(
                 f"data={str(data)!r} with the recipe {name!r}",
                 "this recipe reads no folder",
-                f"leave it out, or use one of the recipes that do: {', '.join(NEEDS_DATA)}",
+                f"leave it out, or use one of the recipes that do: {', '.join(TAKES_DATA)}",
             )
         )
     built_in = {**RECIPES, **COUPLED}
     if name in built_in:
         make = _function(built_in[name][0])
-        return make(data) if name in NEEDS_DATA else make()
+        return make(data) if name in NEEDS_DATA or data is not None else make()
     if ":" not in name and name.endswith(".py"):
         raise InputError(f"{name!r} names a file without a function. Write {name}:recipe for its recipe().")
     if ":" not in name:

@@ -6,6 +6,7 @@ Margin and grid were set before the first run of the study: 1 point of recall@1;
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,14 +117,14 @@ def _rows(texts: Texts, part: slice) -> Pairs:
     return {"query": texts.queries[part], "code": texts.codes[part]}
 
 
-def code_search(texts: Texts | None = None) -> CoupledRecipe:
+def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -> CoupledRecipe:
     """Make the recipe.
 
     Args:
-        texts: pairs, of which the first 1500 are held out; None: those of Python's standard library, whose
-            number differs with its version.
+        data: folder of Python sources; None: the standard library, whose size differs with its version.
+        texts: pairs of one's own in place of them, of which the first 1500 are held out.
     """
-    texts = texts or load_texts()
+    texts = texts or load_texts(data)
     test, valid, train = (_rows(texts, part) for part in (slice(1000), slice(1000, 1500), slice(1500, None)))
     model = seeded(partial(Towers, texts.words))
 

@@ -38,20 +38,28 @@ class Texts:
     words: int
 
 
-def load_texts() -> Texts:
-    """Read the standard library of this Python.
+def load_texts(data: str | Path | None = None) -> Texts:
+    """Read the documented functions of a folder of Python sources.
+
+    Args:
+        data: the folder; None: the standard library of this Python.
 
     Raises:
-        InputError: it is not there in source form.
+        InputError: there are too few.
     """
-    found = [*_pairs(Path(sysconfig.get_paths()["stdlib"]))]
+    found = [*_pairs(library(data))]
     if len(found) < LEAST:
         raise InputError(
-            f"This Python's standard library has {len(found)} documented functions in source form; "
-            f"code-search needs {LEAST}. Run it with a Python that ships its sources."
+            f"{str(library(data))!r} has {len(found)} documented functions, and code-search needs {LEAST}. "
+            "Name a larger folder of Python sources with --data."
         )
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
     return as_numbers([found[i] for i in order], training_from=TRAINING_FROM)
+
+
+def library(data: str | Path | None) -> Path:
+    """Return the folder of sources: the one that was named, or the standard library of this Python."""
+    return Path(sysconfig.get_paths()["stdlib"] if data is None else data)
 
 
 def as_numbers(pairs: Sequence[Pair], *, training_from: int) -> Texts:

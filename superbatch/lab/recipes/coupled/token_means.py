@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import sysconfig
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from superbatch.errors import InputError
 from superbatch.torch import count_tokens
 
 from ..models import seeded
-from .docstrings import LEFT_OUT
+from .docstrings import LEFT_OUT, library
 from .recipe import CoupledRecipe, Measure, Point
 from .ways import Loss, Way, groups, weighted, written_out
 
@@ -54,27 +53,30 @@ class Convolutions(nn.Module):
         return self.head(x.mT)
 
 
-def corpus() -> tuple[Texts, Texts]:
-    """Read long and short texts from the standard library of this Python, in a fixed random order.
+def corpus(data: str | Path | None) -> tuple[Texts, Texts]:
+    """Read long and short texts from a folder of Python sources, in a fixed random order.
+
+    Args:
+        data: the folder; None: the standard library of this Python.
 
     Returns:
         Pieces of source of 128 bytes, and comments of at most 24.
 
     Raises:
-        InputError: it is not there in source form.
+        InputError: there are too few.
     """
     longs, shorts = list[bytes](), list[bytes]()
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(library.rglob("*.py")):
-        if {*LEFT_OUT, "encodings"} & set(path.relative_to(library).parts):
+    folder = library(data)
+    for path in sorted(folder.rglob("*.py")):
+        if {*LEFT_OUT, "encodings"} & set(path.relative_to(folder).parts):
             continue
         text = path.read_bytes()
         shorts += [found[1][:SHORT] for line in text.splitlines() if (found := COMMENT.fullmatch(line))]
         longs += [text[i : i + LONG] for i in range(0, len(text) - LONG, 16 * LONG)]
     if min(len(longs), len(shorts)) < LEAST:
         raise InputError(
-            f"This Python's standard library has {len(longs)} pieces of source; token-means needs {LEAST}. "
-            "Run it with a Python that ships its sources."
+            f"{str(folder)!r} has {len(longs)} pieces of source and {len(shorts)} comments, and token-means "
+            f"needs {LEAST} of each. Name a larger folder of Python sources with --data."
         )
     g = torch.Generator().manual_seed(0)
     return _shuffled(table(longs), g), _shuffled(table(shorts), g)
@@ -148,16 +150,14 @@ def bits(model: nn.Module, texts: Texts) -> float:
     return token_losses(model, texts).sum().item() / int(tokens(texts).sum()) / math.log(2)
 
 
-def token_means(held_out: int = HELD_OUT) -> CoupledRecipe:
+def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> CoupledRecipe:
     """Make the recipe.
 
     Args:
+        data: folder of Python sources; None: the standard library, whose size differs with its version.
         held_out: texts of each kind for validation, and as many for the test.
-
-    Returns:
-        The recipe; the number of texts differs with the version of Python.
     """
-    longs, shorts = corpus()
+    longs, shorts = corpus(data)
     valid, test = (
         tuple(_rows(each, slice(first, first + held_out)) for each in (longs, shorts))
         for first in (0, HELD_OUT)
