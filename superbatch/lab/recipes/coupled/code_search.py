@@ -20,7 +20,7 @@ from .docstrings import Texts, load_texts
 from .recipe import CoupledRecipe, Measure, Point
 from .ways import Loss, Update, Way, groups, whole_batch, written_out
 
-BATCH, UPDATES, EXACT = 256, 400, 128
+BATCH, UPDATES, EXACT = 256, 300, 128
 WIDTH, TEMPERATURE, LEFT_OUT = 64, 0.15, 0.5
 
 Pairs = dict[str, Tensor]

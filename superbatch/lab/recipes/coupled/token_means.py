@@ -24,7 +24,7 @@ from .docstrings import LEFT_OUT, library
 from .recipe import CoupledRecipe, Measure, Point
 from .ways import Loss, Way, groups, weighted, written_out
 
-BATCH, UPDATES, EXACT = 32, 150, 16
+BATCH, UPDATES, EXACT = 32, 100, 16
 LONG, SHORT, SHARE = 128, 24, 8
 """Bytes of a long and of a short text; one of so many texts is long."""
 
