@@ -67,19 +67,20 @@ def _wide(values: Tensor) -> Tensor:
 Norm = Callable[[int], nn.Module]
 
 
-def network(norm: Norm) -> nn.Sequential:
+def network(norm: Norm, *, bias: bool) -> nn.Sequential:
     """Make the network: three convolutions with a norm each, pooling, one linear layer.
 
     Args:
         norm: channels -> a module.
+        bias: of the convolutions. BatchNorm takes it away again: its gradient is rounding, which Adam would
+            turn into full steps. The other norms need it.
 
     Returns:
         Images (n, 1, 24, 24) -> (n, 1).
     """
     layers: list[nn.Module] = []
     for inputs, outputs, stride in ((1, 8, 1), (8, 16, 2), (16, 16, 1)):
-        # BatchNorm takes a bias away again: its gradient is rounding, which Adam would turn into full steps.
-        layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), norm(outputs), nn.ReLU()]
+        layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=bias), norm(outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 1))
 
 
@@ -151,7 +152,7 @@ def _plain(size: int) -> Way:
     return Way(
         name=f"plain, m = {size}",
         how=f"micro-batches of {size}, each with its own BatchNorm statistics",
-        model=seeded(partial(network, lambda channels: GroupedBatchNorm(channels, size))),
+        model=seeded(partial(network, lambda channels: GroupedBatchNorm(channels, size), bias=False)),
         update=written_out(loss_at),
     )
 
@@ -165,7 +166,7 @@ def counting() -> CoupledRecipe:
     """
     images, numbers = spots(BATCH * UPDATES, seed=0)
     valid, test = spots(HELD_OUT, seed=1), spots(HELD_OUT, seed=2)
-    exact = seeded(partial(network, nn.BatchNorm2d))
+    exact = seeded(partial(network, nn.BatchNorm2d, bias=False))
     error = Measure(name="mean absolute error, spots", meaning="of 500 test images", form=".3f")
     return CoupledRecipe(
         name="counting",
@@ -193,13 +194,13 @@ def counting() -> CoupledRecipe:
             Way(
                 name="GroupNorm",
                 how="GroupNorm of 4 groups in place of BatchNorm: exact in any micro-batches",
-                model=seeded(partial(network, partial(nn.GroupNorm, 4))),
+                model=seeded(partial(network, partial(nn.GroupNorm, 4), bias=True)),
                 update=written_out(loss_at),
             ),
             Way(
                 name="frozen BatchNorm",
                 how="running statistics as initialised: exact in any micro-batches, and no normalisation",
-                model=seeded(partial(network, FrozenNorm)),
+                model=seeded(partial(network, FrozenNorm, bias=True)),
                 update=written_out(loss_at),
             ),
         ),
