@@ -63,6 +63,25 @@ def test_files_lie_in_a_folder_of_their_own(
     assert names == ["plot.png", "report.html", "report.json"]
 
 
+def test_a_recipe_of_coupled_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        run("coupled", "ring", "--runs", "2", "--samples", "512", "--workers", "1", "--out", str(tmp_path))
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert shown.startswith("coupled: ring, 2 seeds, batch 256, updates 2, optimizer adam\n")
+    for way in ("superbatch", "plain, m = 32", "plain, m = 2"):
+        assert f"\n{way} " in shown
+    assert sorted(os.listdir(tmp_path)) == ["plot.png", "report.html", "report.json"]
+
+
+@pytest.mark.slow
+def test_coupled_without_a_recipe_makes_a_report_of_each(tmp_path: Path) -> None:
+    assert run("coupled", "--runs", "1", "--samples", "256", "--workers", "1", "--out", str(tmp_path)) == 0
+    assert sorted(os.listdir(tmp_path)) == sorted(STUDIES["coupled"].recipes)
+    assert {read(tmp_path / each).recipe for each in os.listdir(tmp_path)} == {*STUDIES["coupled"].recipes}
+
+
 def test_without_a_name_the_studies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     shown = capsys.readouterr().out
@@ -90,6 +109,14 @@ def test_help_does_not_import_torch() -> None:
         (("momentum", "digit"), "There is no recipe 'digit'"),
         (("precision", "--margin", "0.5"), "margin=0.5 with the study 'precision'. Wrong: it means nothing"),
         (("momentum", "pairs", "--quick"), "its samples see each other"),
+        (
+            ("coupled", "digits", "--quick"),
+            "The recipe 'digits' has no ways to compare. Use one of code-search",
+        ),
+        (
+            ("coupled", "--json"),
+            "--json prints one report. Name a recipe: superbatch study coupled code-search",
+        ),
         (("momentum", "--runs", "0"), "Given: runs=0. Wrong: it counts something"),
         (("momentum", "--out", f"{__file__}/report"), "test_study_cli.py' is a file"),
         (("momentum", "--colour", "red"), "No such option: --colour.* See superbatch study --help"),

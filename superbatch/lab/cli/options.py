@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..recipes import RECIPES
+from ..recipes import COUPLED, RECIPES
 
 OWN = "or your own file.py:function or package.module:function, whose code is run"
 RECIPE_HELP = f"{', '.join(RECIPES)}; {OWN}"
@@ -40,7 +40,7 @@ def complete_recipe(incomplete: str) -> list[str]:
         ['digits-conv', 'digits-conv-bn']
     """
     files = [f"{path.name}:" for path in sorted(Path().glob("*.py"))]
-    return [name for name in (*RECIPES, *files) if name.startswith(incomplete)]
+    return [name for name in (*RECIPES, *COUPLED, *files) if name.startswith(incomplete)]
 
 
 def recipe_argument(*, default: str | None = None, show_default: bool = True) -> Any:
@@ -58,6 +58,8 @@ def recipe_argument(*, default: str | None = None, show_default: bool = True) ->
 
 
 OptimizerName = Annotated[str | None, option("sgd, momentum, adam or adamw, as the recipe offers")]
-Data = Annotated[Path | None, option("data folder, for the recipe mnist (IDX files)")]
+Data = Annotated[
+    Path | None, option("data folder: IDX files for mnist; Python sources for code-search and token-means")
+]
 Threads = Annotated[int | None, option("torch threads (default: torch's own default)")]
 AsJson = Annotated[bool, option("print the report as JSON, and write files only if --out is given", "--json")]

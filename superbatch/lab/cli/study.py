@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from superbatch.errors import InputError
+
+from ..recipes import COUPLED
 from ..report.table import Column, Table
 from ..studies.catalogue import STUDIES, entry_of
 from .options import AsJson, Data, OptimizerName, option, recipe_argument
@@ -32,7 +36,9 @@ Name = Annotated[
         autocompletion=lambda incomplete: [name for name in STUDIES if name.startswith(incomplete)],
     ),
 ]
-Recipe = Annotated[str, recipe_argument()]
+Recipe = Annotated[
+    str | None, recipe_argument(default=f"digits; coupled: {', '.join(COUPLED)}, one after the other")
+]
 Quick = Annotated[bool, option("shorter runs and fewer seeds: under a minute", "--quick")]
 Runs = Annotated[int | None, option("seeds (default: the study's own number)")]
 Samples = Annotated[int | None, option("samples that each run sees (default: the study's own number)")]
@@ -58,7 +64,7 @@ Out = Annotated[
 
 def study(
     name: Name = None,
-    recipe: Recipe = "digits",
+    recipe: Recipe = None,
     quick: Quick = False,
     runs: Runs = None,
     samples: Samples = None,
@@ -81,7 +87,11 @@ def study(
     if name is None:
         show_studies(Console())
         return
-    entry_of(name)
+    recipes = entry_of(name).recipes if recipe is None else (recipe,)
+    if as_json and len(recipes) > 1:
+        raise InputError(
+            f"--json prints one report. Name a recipe: superbatch study {name} {recipes[0]} --json."
+        )
     folder = out if out is not None else None if as_json else OUT / name
     if folder is not None:
         check_folder(folder)
@@ -100,15 +110,12 @@ def study(
         workers=min(2, os.cpu_count() or 1) if workers is None else workers,
         data=data,
     )
-    report = measure(name, recipe, options)
-    publish(
-        report,
-        folder,
-        as_json=as_json,
-        show=lambda console: show_report(report, console),
-        draw=lambda: _draw(report),
-    )
-    raise typer.Exit(INTERRUPTED if report.partial else 0)
+    for each in recipes:
+        report = measure(name, each, options)
+        own = folder / each if folder is not None and len(recipes) > 1 else folder
+        publish(report, own, as_json=as_json, show=partial(show_report, report), draw=partial(_draw, report))
+        if report.partial:
+            raise typer.Exit(INTERRUPTED)
 
 
 def measure(name: str, recipe: str, options: Options) -> Study:

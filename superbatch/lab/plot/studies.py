@@ -216,7 +216,30 @@ def _splits(figure: Figure, report: Study, theme: Theme) -> None:
     apart.set_title("Weights at the end, against the real batch of the same seed")
 
 
-def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False) -> None:
+def _coupled(figure: Figure, report: Study, theme: Theme) -> None:
+    measures = [each.name for each in report.quantities if not each.name.startswith(("learning", "strength"))]
+    panels = figure.subplots(1, 2 if len(measures) > 1 else 1, squeeze=False)[0]
+    if report.curve_at and len(panels) > 1:
+        _outlines(panels[-1], report)
+        panels = panels[:-1]
+    for axes, quantity in zip(panels, measures, strict=False):
+        _dots(axes, report, quantity, theme, cut=False)
+
+
+def _outlines(axes: Axes, report: Study) -> None:
+    """One closed line per arm: the mean radius over seeds at the angles of `Study.curve_at`."""
+    for index, arm in enumerate(report.arms):
+        radii = [statistics.fmean(each) for each in zip(*(run.curve for run in arm.runs), strict=True)]
+        points = [(r * math.cos(at), r * math.sin(at)) for at, r in zip(report.curve_at, radii, strict=False)]
+        style = {"linestyle": DASHES[index % 5], "linewidth": 2.0}
+        _line(axes, [*points, *points[:1]], color=COLOURS[index % 7], **style)
+    axes.set_aspect("equal")
+    axes.set_title("Outline of the generated points, in the rows' colours")
+
+
+def _dots(
+    axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool = False, cut: bool = True
+) -> None:
     """One row per arm: each run a dot, mean and sd; the margin of the tests as a band."""
     rows = [float(-index) for index in range(len(report.arms))]
     for index, (arm, y) in enumerate(zip(report.arms, rows, strict=True)):
@@ -227,7 +250,8 @@ def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool =
         margin = tests[0].margin
         axes.axvspan(middle - margin, middle + margin, color=theme.faint, alpha=0.4, linewidth=0)
         axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
-        _cut(axes, report, quantity, middle, FAR * margin, theme)
+        if cut:
+            _cut(axes, report, quantity, middle, FAR * margin, theme)
     names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
     axes.set_yticks(rows, names)
     axes.tick_params(axis="y", labelsize=8)
@@ -241,6 +265,7 @@ def _dots(axes: Axes, report: Study, quantity: str, theme: Theme, *, log: bool =
 def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:
     """Leave out what is far away, and say where it is: one arm that failed would flatten all others."""
     near = [each for arm in report.arms for each in arm.values(quantity) if abs(each - middle) <= most]
+    near = near or [middle]  # runs that scatter by far more than the margin
     pad = 0.05 * (max(near) - min(near) + most)
     axes.set_xlim(min(near) - pad, max(near) + pad)
     for index, arm in enumerate(report.arms):
@@ -295,4 +320,5 @@ _DRAWINGS: Mapping[str, Callable[[Figure, Study, Theme], None]] = {
     "survey": _survey,
     "precision": _precision,
     "splits": _splits,
+    "coupled": _coupled,
 }

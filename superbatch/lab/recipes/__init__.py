@@ -1,8 +1,9 @@
 """Tasks that ship with the package: model, data and loss, ready to be trained."""
 
+from .loading import COUPLED as COUPLED
 from .loading import RECIPES as RECIPES
 from .loading import load_recipe as load_recipe
 from .optimizers import OPTIMIZERS as OPTIMIZERS
 from .recipe import Recipe as Recipe
 
-__all__ = ["OPTIMIZERS", "RECIPES", "Recipe", "load_recipe"]
+__all__ = ["COUPLED", "OPTIMIZERS", "RECIPES", "Recipe", "load_recipe"]

@@ -27,7 +27,18 @@ RECIPES: Mapping[str, tuple[str, str]] = {
 }
 """Built-in recipes: name -> where it is made, and what it is in a few words."""
 
+COUPLED: Mapping[str, tuple[str, str]] = {
+    "code-search": ("superbatch.lab.recipes.coupled.code_search:code_search", "docstrings and code, InfoNCE"),
+    "counting": ("superbatch.lab.recipes.coupled.counting:counting", "spots in images, BatchNorm"),
+    "fairness": ("superbatch.lab.recipes.coupled.fairness:fairness", "a penalty on the gap of two groups"),
+    "ring": ("superbatch.lab.recipes.coupled.ring:ring", "a generator, sliced Wasserstein distance"),
+    "token-means": ("superbatch.lab.recipes.coupled.token_means:token_means", "means over tokens"),
+}
+"""Built-in recipes of the study `coupled`, which have several ways to make the update."""
+
 NEEDS_DATA = ("mnist",)
+TAKES_DATA = (*NEEDS_DATA, "code-search", "token-means")
+"""The others read Python's standard library by default, or a folder of Python sources."""
 
 
 def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
@@ -39,7 +50,7 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
 
     Args:
         name: of the recipe.
-        data: a folder of data, for the recipes that read one (``mnist``).
+        data: a folder of data, for the recipes that read one (`TAKES_DATA`).
 
     Returns:
         The recipe.
@@ -53,22 +64,23 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
         >>> load_recipe("superbatch.lab.recipes.digits:digits_conv").name
         'digits-conv'
     """
-    if data is not None and name not in NEEDS_DATA:
+    if data is not None and name not in TAKES_DATA:
         raise InputError(
             explain(
                 f"data={str(data)!r} with the recipe {name!r}",
                 "this recipe reads no folder",
-                f"leave it out, or use one of the recipes that do: {', '.join(NEEDS_DATA)}",
+                f"leave it out, or use one of the recipes that do: {', '.join(TAKES_DATA)}",
             )
         )
-    if name in RECIPES:
-        make = _function(RECIPES[name][0])
-        return make(data) if name in NEEDS_DATA else make()
+    built_in = {**RECIPES, **COUPLED}
+    if name in built_in:
+        make = _function(built_in[name][0])
+        return make(data) if name in NEEDS_DATA or data is not None else make()
     if ":" not in name and name.endswith(".py"):
         raise InputError(f"{name!r} names a file without a function. Write {name}:recipe for its recipe().")
     if ":" not in name:
         raise InputError(
-            f"There is no recipe {name!r}{did_you_mean(name, RECIPES)} Use one of {', '.join(RECIPES)}, "
+            f"There is no recipe {name!r}{did_you_mean(name, built_in)} Use one of {', '.join(built_in)}, "
             "or your own file.py:function or package.module:function."
         )
     return _own(name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from superbatch.errors import InputError
 
+from ..recipes import COUPLED
 from ..recipes.nearest import did_you_mean
 
 
@@ -20,6 +21,8 @@ class Entry:
         takes: the options that mean something to it, beside the recipe, runs, workers and threads.
         runs: seeds by default.
         quick_runs: seeds with ``--quick``.
+        recipes: that are run if none is named, each with a report of its own.
+        first_seed: the seeds follow it; settings were tried with smaller ones.
     """
 
     question: str
@@ -27,6 +30,8 @@ class Entry:
     takes: tuple[str, ...]
     runs: int = 10
     quick_runs: int = 3
+    recipes: tuple[str, ...] = ("digits",)
+    first_seed: int = 0
 
 
 STUDIES: Mapping[str, Entry] = {
@@ -63,6 +68,15 @@ STUDIES: Mapping[str, Entry] = {
         "Does a batch in K micro-batches train like the batch in one piece?",
         "superbatch.lab.studies.study_splits:run",
         ("samples", "batch_size", "learning_rate", "optimizer", "margin"),
+    ),
+    "coupled": Entry(
+        "Where the update depends on the whole batch, what does plain accumulation lose?",
+        "superbatch.lab.studies.study_coupled:run",
+        ("samples", "margin"),
+        runs=8,
+        quick_runs=2,
+        recipes=tuple(COUPLED),
+        first_seed=100,
     ),
 }
 """Name -> study."""

@@ -36,7 +36,7 @@ class Options:
     """Options of a study; None stands for the study's own value.
 
     Attributes:
-        runs: seeds 0, 1, ...
+        runs: seeds 0, 1, ...; of the study coupled 100, 101, ...
         samples: that each run sees.
         batch_size: in samples: the large batch of momentum, the first one of grow-batch and critical-batch,
             the whole one of splits and survey.
@@ -193,17 +193,15 @@ def study(
 
 
 def seeds_of(name: str, options: Options) -> tuple[int, ...]:
-    """The seeds of a study.
+    """Return the seeds of a study: 0, 1, ..., or from the study's own first seed.
 
     Args:
         name: of the study.
         options: what was asked.
-
-    Returns:
-        0, 1, ...
     """
     entry = entry_of(name)
-    return tuple(range(options.runs or (entry.quick_runs if options.quick else entry.runs)))
+    runs = options.runs or (entry.quick_runs if options.quick else entry.runs)
+    return tuple(range(entry.first_seed, entry.first_seed + runs))
 
 
 def loaded(recipe: str | Recipe, options: Options) -> Recipe:

@@ -1,0 +1,125 @@
+"""Pairs of texts as numbers of words: by default docstrings beside bodies of Python's standard library."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superbatch.errors import InputError
+
+LEFT_OUT = frozenset(("site-packages", "test", "tests", "idlelib", "lib2to3"))
+VOCABULARY, QUERY_WORDS, CODE_WORDS, FEWEST = 4096, 32, 64, 5
+TRAINING_FROM, LEAST = 1500, 2000
+"""Pairs before the training pairs, and the fewest pairs in all."""
+
+Pair = tuple[list[str], list[str]]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Pairs as numbers of words, in a fixed random order; 0 is padding.
+
+    Attributes:
+        queries: int64 (n, 32).
+        codes: int64 (n, 64).
+        words: size of the table.
+    """
+
+    queries: Tensor
+    codes: Tensor
+    words: int
+
+
+def load_texts(data: str | Path | None = None) -> Texts:
+    """Read the documented functions of a folder of Python sources.
+
+    Args:
+        data: the folder; None: the standard library of this Python.
+
+    Raises:
+        InputError: there are too few.
+    """
+    found = [*_pairs(library(data))]
+    if len(found) < LEAST:
+        raise InputError(
+            f"{str(library(data))!r} has {len(found)} documented functions, and code-search needs {LEAST}. "
+            "Name a larger folder of Python sources with --data."
+        )
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
+    return as_numbers([found[i] for i in order], training_from=TRAINING_FROM)
+
+
+def library(data: str | Path | None) -> Path:
+    """Return the folder of sources: the one that was named, or the standard library of this Python."""
+    return Path(sysconfig.get_paths()["stdlib"] if data is None else data)
+
+
+def as_numbers(pairs: Sequence[Pair], *, training_from: int) -> Texts:
+    """Number the words that occur at least twice in the training pairs, the most frequent first.
+
+    Args:
+        pairs: of words.
+        training_from: index of the first training pair.
+
+    Examples:
+        >>> pairs = [(["read", "file"], ["open", "file"])] * 2
+        >>> as_numbers(pairs, training_from=0).queries[0, :3].tolist()
+        [3, 1, 0]
+    """
+    counts = Counter(word for query, code in pairs[training_from:] for word in sorted({*query, *code}))
+    known = [word for word, count in counts.most_common(VOCABULARY - 1) if count > 1]
+    numbers = {word: number for number, word in enumerate(known, start=1)}
+    return Texts(
+        _table([query for query, _ in pairs], numbers, QUERY_WORDS),
+        _table([code for _, code in pairs], numbers, CODE_WORDS),
+        VOCABULARY,
+    )
+
+
+def _table(texts: Sequence[Sequence[str]], numbers: dict[str, int], length: int) -> Tensor:
+    rows = [[numbers[word] for word in text if word in numbers][:length] for text in texts]
+    return torch.tensor([row + [0] * (length - len(row)) for row in rows], dtype=torch.int64)
+
+
+def _pairs(library: Path) -> Iterator[Pair]:
+    """Yield each documented function of a folder once: the words of its docstring and of its body."""
+    seen = set[str]()
+    for path in sorted(library.rglob("*.py")):
+        if LEFT_OUT & set(path.relative_to(library).parts):
+            continue
+        for node in _functions(path):
+            query = words(ast.get_docstring(node) or "")[:40]
+            if len(query) < FEWEST or (key := " ".join(query)) in seen:
+                continue
+            code = words(" ".join(map(ast.unparse, node.body[1:])))[:80]
+            if len(code) >= FEWEST:
+                seen.add(key)
+                yield query, code
+
+
+def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    try:
+        tree = ast.parse(path.read_text("utf8"))
+    except (SyntaxError, ValueError, OSError):  # files of other encodings and of tests
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
+            yield node
+
+
+def words(text: str) -> list[str]:
+    """Split a text into words of letters, in lower case; names in camel case into their parts.
+
+    Examples:
+        >>> words("readLine(self, 3)")
+        ['read', 'line', 'self']
+    """
+    return [word.lower() for word in re.findall("[A-Za-z]{2,}", re.sub("([a-z0-9])([A-Z])", r"\1 \2", text))]

@@ -1,0 +1,111 @@
+"""Ways to make an update of one batch: exact in micro-batches, plain accumulation, cached gradients.
+
+Plain accumulation is written as one loss over groups of m samples. The mean over the groups has the gradient
+of the loop over micro-batches, without the loop's time; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from superbatch.torch import Accumulator, WholeBatch
+
+Loss = Callable[[Any], Tensor]
+LossAt = Callable[[nn.Module, float], Loss]
+"""(model, strength of the point) -> the loss function of a batch."""
+
+Update = Callable[[Any], object]
+"""Makes one update from a batch."""
+
+MakeUpdate = Callable[[nn.Module, torch.optim.Optimizer, float], Update]
+"""(model, optimizer, strength of the point) -> the function that makes the updates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to make the update, and the model that it trains.
+
+    Attributes:
+        name: short.
+        how: in words.
+        model: seed -> a new model.
+        update: makes the function that makes the updates.
+    """
+
+    name: str
+    how: str
+    model: Callable[[int], nn.Module]
+    update: MakeUpdate
+
+
+def groups(values: Tensor, size: int | None) -> Tensor:
+    """Cut rows into micro-batches along a new first dimension.
+
+    Args:
+        values: shape (n, ...).
+        size: samples of each micro-batch; None: one of all samples.
+
+    Returns:
+        Shape (n / size, size, ...).
+
+    Examples:
+        >>> groups(torch.arange(4), 2).tolist()
+        [[0, 1], [2, 3]]
+    """
+    return values.unsqueeze(0) if size is None else values.unflatten(0, (-1, size))
+
+
+def whole_batch(loss_at: LossAt, microbatch_size: int) -> MakeUpdate:
+    """Make exact updates by `superbatch.torch.WholeBatch`.
+
+    Args:
+        loss_at: the loss of the whole batch.
+        microbatch_size: samples that are worked on at a time.
+    """
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
+        return WholeBatch(model, optimizer, loss_at(model, strength), microbatch_size=microbatch_size)
+
+    return make
+
+
+def weighted(loss_at: LossAt, weight: Callable[[Any], int | float], microbatch_size: int) -> MakeUpdate:
+    """Make exact updates by `superbatch.torch.Accumulator` with a weight.
+
+    Args:
+        loss_at: the mean loss of a micro-batch.
+        weight: how much a micro-batch counts.
+        microbatch_size: samples of a micro-batch.
+    """
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
+        return Accumulator(
+            model, optimizer, loss_at(model, strength), microbatch_size=microbatch_size, weight=weight
+        )
+
+    return make
+
+
+def written_out(loss_at: LossAt) -> MakeUpdate:
+    """Make updates by one backward of a loss that is written over groups of samples.
+
+    Args:
+        loss_at: the mean of the groups' losses.
+    """
+
+    def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
+        loss_fn = loss_at(model, strength)
+
+        def update(batch: Any) -> None:
+            loss_fn(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return update
+
+    return make

@@ -1,0 +1,224 @@
+"""Study of coupled samples: what plain accumulation loses against the exact update.
+
+Every way is trained from the same seeds on the same batches, with Adam and a cosine to zero. Each chooses its
+point of the recipe's grid by validation, for each seed alone; what is compared is test data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from superbatch.errors import InputError, NonFiniteError
+
+from ..recipes import COUPLED, Recipe
+from ..recipes.coupled import CoupledRecipe, Point, Way
+from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from .study import ArmSetting, Design, Findings, Options, Show, run_design
+from .study_common import compared, present, stream
+
+NAME = "coupled"
+RATE, STRENGTH = "learning rate", "strength"
+SHORTEST = 10
+"""Updates of the shortest run that a quick study makes."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Names of the ways, and the updates of a run; it can be sent to another process."""
+
+    arms: tuple[str, ...]
+    updates: int
+
+
+def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
+    """Run the study.
+
+    Args:
+        recipe: a name or a recipe.
+        options: what was asked.
+        progress: told what happens.
+
+    Returns:
+        The report.
+    """
+    return run_design(NAME, recipe, options, design, progress)
+
+
+def design(recipe: Recipe, *, options: Options) -> Design:
+    """Make the study's own part.
+
+    Args:
+        recipe: with its ways and its grid.
+        options: what was asked.
+
+    Returns:
+        The study's own part.
+
+    Raises:
+        InputError: the recipe has no ways to compare, or `samples` makes no update.
+    """
+    if not isinstance(recipe, CoupledRecipe):
+        raise InputError(
+            f"The recipe {recipe.name!r} has no ways to compare. Use one of {', '.join(COUPLED)}, or your "
+            "own CoupledRecipe."
+        )
+    updates = recipe.updates if options.samples is None else options.samples // recipe.batch_size
+    if not updates:
+        raise InputError(
+            f"samples={options.samples} makes no update of {recipe.batch_size} samples. "
+            f"Give at least {recipe.batch_size}."
+        )
+    setting = Setting(tuple(way.name for way in recipe.ways), updates)
+    return Design(
+        arms=tuple(ArmSetting(name=way.name, how=way.how, facts={}) for way in recipe.ways),
+        setting=setting,
+        train=train,
+        ticks=len(recipe.ways) * len(recipe.points) * updates,
+        quantities=_quantities(recipe),
+        headline=recipe.measures[0].name,
+        fixed={"batch": str(recipe.batch_size), "updates": str(updates), "optimizer": "adam"},
+        find=partial(find, recipe=recipe, margin=options.margin or recipe.margin),
+        curve_at=recipe.curve_at,
+        samples=updates * recipe.batch_size,
+        shortest=SHORTEST * recipe.batch_size,
+    )
+
+
+def _quantities(recipe: CoupledRecipe) -> tuple[Quantity, ...]:
+    chosen = [Quantity(name=RATE, meaning="chosen by validation, mean over seeds", form=".3g")]
+    if len({point.strength for point in recipe.points}) > 1:
+        chosen.append(Quantity(name=STRENGTH, meaning="of the penalty, chosen by validation", form=".3g"))
+    measured = (Quantity(name=each.name, meaning=each.meaning, form=each.form) for each in recipe.measures)
+    return (*measured, *chosen)
+
+
+def train(
+    recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
+) -> Iterator[tuple[int, StudyRun]]:
+    """Train every way from one seed at every point, and keep the best by validation.
+
+    Args:
+        recipe: with its ways and its grid.
+        setting: the names of the ways and the updates.
+        seed: of weights and of the order of samples.
+        tick: told the updates made.
+
+    Yields:
+        (index of the way, its run).
+    """
+    assert isinstance(recipe, CoupledRecipe)
+    order = stream(recipe.samples, setting.updates * recipe.batch_size, seed).split(recipe.batch_size)
+    for index, name in enumerate(setting.arms):
+        way = recipe.way(name)
+        trained = [(point, trained_model(recipe, way, point, order, seed, tick)) for point in recipe.points]
+        point, model = max(trained, key=lambda each: _score(recipe, each[1]))
+        values = {
+            each.name: value for each, value in zip(recipe.measures, recipe.measure(model), strict=True)
+        }
+        curve = () if recipe.curve is None else recipe.curve(model)
+        chosen = {RATE: point.learning_rate, STRENGTH: point.strength}
+        yield index, StudyRun(seed=seed, values={**values, **chosen}, curve=curve)
+
+
+def trained_model(
+    recipe: CoupledRecipe,
+    way: Way,
+    point: Point,
+    order: tuple[torch.Tensor, ...],
+    seed: int,
+    tick: Callable[[int], None],
+) -> nn.Module:
+    """Train one way at one point.
+
+    Args:
+        recipe: its batches.
+        way: its model and its updates.
+        point: of the grid.
+        order: indices of the samples of each update.
+        seed: of the weights.
+        tick: told the updates made.
+
+    Returns:
+        The model; as it was at the first update that was not finite.
+    """
+    model = way.model(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=point.learning_rate)
+    update: Callable[[Any], object] = way.update(model, optimizer, point.strength)
+    for number, indices in enumerate(order):
+        rate = point.learning_rate * (1 + math.cos(math.pi * number / len(order))) / 2
+        optimizer.param_groups[0]["lr"] = rate
+        try:
+            update(recipe.batch(indices))
+        except NonFiniteError:
+            tick(len(order) - number)
+            break
+        tick(1)
+    return model
+
+
+def _score(recipe: CoupledRecipe, model: nn.Module) -> float:
+    score = recipe.validate(model)
+    return score if math.isfinite(score) else -math.inf
+
+
+def find(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) -> Findings:
+    """Test each way against the exact one, and conclude.
+
+    Args:
+        arms: with their runs.
+        recipe: what was trained.
+        margin: of the first measure.
+
+    Returns:
+        Tests, conclusion and notes.
+    """
+    first, *others = arms
+    quantity = recipe.measures[0].name
+    tests = present([compared(arm, first, quantity, margin=margin) for arm in others])
+    notes = (
+        f"Mechanism: {recipe.mechanism}.",
+        *recipe.limits,
+        "Seeds vary weights and order of samples, not the data; intervals are not corrected for many arms.",
+    )
+    value = first.mean(quantity)
+    if not tests or value is None:
+        return Findings(
+            tests=tests, conclusion="Too few runs were finished to conclude anything.", notes=notes
+        )
+    form = recipe.measures[0].form
+    sense = "lower" if recipe.lower_is_better else "higher"
+    said = "; ".join(
+        f"{test.first}: {format(recipe_value, form)} ({verdict(test, recipe.lower_is_better)})"
+        for test in tests
+        if (recipe_value := next(arm for arm in arms if arm.name == test.first).mean(quantity)) is not None
+    )
+    conclusion = f"{quantity} ({sense} is better) of {first.name}: {format(value, form)}; {said}."
+    return Findings(tests=tests, conclusion=conclusion[0].upper() + conclusion[1:], notes=notes)
+
+
+def verdict(test: StudyTest, lower_is_better: bool) -> str:
+    """Describe the outcome of a test in a few words.
+
+    Args:
+        test: of a way against the exact one.
+        lower_is_better: for the quantity.
+
+    Returns:
+        ``"worse by 0.72, 0.6 to 0.84"``, ``"the same within ±0.1"``, ``"no difference shown"`` or
+        ``"diverged"``.
+    """
+    if not math.isfinite(test.difference):
+        return "diverged"
+    low, high = sorted((abs(test.low), abs(test.high)))
+    apart = f"by {abs(test.difference):.2g}, {low:.2g} to {high:.2g}"
+    inside = f", within ±{test.margin:g}" if test.result.equivalent else ""
+    if test.low > 0 or test.high < 0:
+        return f"{'worse' if (test.low > 0) == lower_is_better else 'better'} {apart}{inside}"
+    return f"the same within ±{test.margin:g}" if test.result.equivalent else "no difference shown"

@@ -1,0 +1,261 @@
+"""The study `coupled`: its ways against the real large batch, its report, and what it concludes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superbatch.errors import InputError
+from superbatch.lab.recipes import COUPLED, load_recipe
+from superbatch.lab.recipes.coupled import CoupledRecipe
+from superbatch.lab.recipes.coupled.code_search import code_search
+from superbatch.lab.recipes.coupled.docstrings import Texts
+from superbatch.lab.recipes.coupled.token_means import token_means
+from superbatch.lab.recipes.coupled.ways import whole_batch
+from superbatch.lab.report.json import from_json, to_json
+from superbatch.lab.report.study import Study, StudyArm, StudyRun
+from superbatch.lab.report.study_text import study_table
+from superbatch.lab.studies import study_coupled
+from superbatch.lab.studies.arms import cut
+from superbatch.lab.studies.on_torch import cast_batch
+from superbatch.lab.studies.study import Options, study
+from superbatch.lab.studies.study_common import stream
+from tests.studies import own_recipe
+
+STRENGTH = 10.0
+Gradient = dict[str, Tensor]
+
+
+@cache
+def made(name: str) -> CoupledRecipe:
+    """The recipe; code search on random words, since it takes long to read the standard library."""
+    if name == "token-means":
+        return token_means(held_out=20)
+    if name == "code-search":
+        g = torch.Generator().manual_seed(0)
+        queries, codes = (torch.randint(0, 500, (1800, length), generator=g) for length in (32, 64))
+        return code_search(texts=Texts(queries, codes, words=500))
+    recipe = load_recipe(name)
+    assert isinstance(recipe, CoupledRecipe)
+    return recipe
+
+
+def whole(recipe: CoupledRecipe) -> Any:
+    """A batch of random samples."""
+    return cast_batch(recipe.batch(stream(recipe.samples, recipe.batch_size, seed=1)), "float64")
+
+
+def of_loop(recipe: CoupledRecipe, model: nn.Module, parts: Sequence[Any]) -> Gradient:
+    """Gradients of a plain loop; of one part: of the real large batch."""
+    loss_fn = recipe.loss_fn(model)
+    for part in parts:
+        (loss_fn(part) / len(parts)).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def of_way(recipe: CoupledRecipe, name: str) -> tuple[Gradient, nn.Module]:
+    """Gradients that the optimizer of a way is handed for the first batch, in float64, and the model."""
+    way = recipe.way(name)
+    model = way.model(3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found: Gradient = {}
+
+    def look(*_: object) -> None:
+        found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(look)
+    way.update(model, optimizer, STRENGTH)(whole(recipe))
+    return found, model
+
+
+def apart(found: Gradient, reference: Gradient) -> float:
+    """The largest relative difference of a parameter; rounding of a gradient of 0 is relative to all."""
+    assert found.keys() == reference.keys()
+    total = torch.stack([each.norm() for each in reference.values()]).norm()
+    assert total > 1e-6, "premise: there is a gradient"
+    norms = {name: torch.clamp_min(each.norm(), 1e-3 * total) for name, each in reference.items()}
+    return max(float((found[name] - each).norm() / norms[name]) for name, each in reference.items())
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_superbatch_makes_the_update_of_the_real_batch_and_a_plain_loop_does_not(name: str) -> None:
+    recipe = made(name)
+    real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
+    assert apart(of_way(recipe, recipe.ways[0].name)[0], real) < 1e-12
+    plain = [way.name for way in recipe.ways if way.name.startswith("plain")]
+    assert len(plain) >= 2
+    for each in plain:
+        found, model = of_way(recipe, each)
+        assert apart(found, real) > 1e-2, "premise, and the mutant: micro-batches one by one"
+        size = int(each.rpartition(" ")[2])
+        looped = recipe.model(3).double()
+        parts = cut(whole(recipe), (size,) * (recipe.batch_size // size))
+        assert apart(found, of_loop(recipe, looped, parts)) < 1e-12, "the plain way is the loop"
+        kept = dict(looped.named_buffers())
+        for path, buffer in model.named_buffers():
+            assert torch.allclose(buffer, kept[path], rtol=1e-12, atol=1e-14), "running statistics as well"
+
+
+@pytest.mark.parametrize(("name", "size"), [("counting", 2), ("fairness", 16), ("ring", 8)])
+def test_the_exact_update_does_not_depend_on_the_micro_batch(name: str, size: int) -> None:
+    """As small as the plain ways' micro-batches; the recipes take larger ones to save time."""
+    recipe = made(name)
+    module = importlib.import_module(f"superbatch.lab.recipes.coupled.{name}")
+    way = replace(recipe.ways[0], update=whole_batch(module.loss_at, size))
+    found, _ = of_way(replace(recipe, ways=(way, *recipe.ways[1:])), way.name)
+    real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
+    assert apart(found, real) < 1e-12
+
+
+def test_cached_gradients_are_exact_too() -> None:
+    recipe = made("code-search")
+    real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
+    assert apart(of_way(recipe, "cached gradients")[0], real) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["GroupNorm", "frozen BatchNorm"])
+def test_norms_without_coupling_are_exact_in_any_micro_batches(name: str) -> None:
+    recipe = made("counting")
+    found, model = of_way(recipe, name)
+    model = copy.deepcopy(recipe.way(name).model(3).double())
+    parts = cut(whole(recipe), (4,) * (recipe.batch_size // 4))
+    assert apart(found, of_loop(recipe, model, parts)) < 1e-12
+
+
+def test_the_unbiased_penalty_has_the_mean_of_the_square_of_the_whole() -> None:
+    """Over many draws, where the plain penalty of m = 16 is too large."""
+    from superbatch.lab.recipes.coupled.fairness import gap, people
+
+    table = people(64_000, seed=5)
+    group = table["group"].double().view(-1, 16)
+    scores = table["features"][:, 0].double().sigmoid().view(-1, 16) + 0.05 * group
+    exact = float(gap(scores.flatten(), group.flatten()).square())
+    plain = float(gap(scores, group).square().mean())
+    halves = zip(scores.chunk(2, -1), group.chunk(2, -1), strict=True)
+    left, right = (gap(*each) for each in halves)
+    unbiased = float((left * right).mean())
+    assert plain > 4 * exact
+    assert abs(unbiased - exact) < 0.2 * (plain - exact)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_the_report_has_every_way(name: str) -> None:
+    from superbatch.lab import plot
+
+    recipe = made(name)
+    report = study("coupled", recipe, Options(runs=2, samples=recipe.batch_size))
+    assert report.seeds == (100, 101), "seeds of their own"
+    assert [arm.name for arm in report.arms] == [way.name for way in recipe.ways]
+    assert [row[0] for row in study_table(report).rows] == [way.name for way in recipe.ways]
+    assert {test.second for test in report.tests} == {"superbatch"} == {recipe.ways[0].name}
+    assert all(way.name in report.conclusion for way in recipe.ways)
+    assert report.conclusion.endswith(".") and ". " not in report.conclusion, "one sentence"
+    rates = {point.learning_rate for point in recipe.points}
+    assert {run.values["learning rate"] for arm in report.arms for run in arm.runs} <= rates
+    assert to_json(from_json(Study, to_json(report))) == to_json(report)
+    assert plot.png(plot.study(report), dots_per_inch=30).startswith(b"\x89PNG")
+
+
+OWN = """
+from pathlib import Path
+from superbatch.lab.recipes.coupled.code_search import code_search
+from superbatch.lab.recipes.coupled.docstrings import as_numbers, words
+
+def recipe():
+    lines = Path(__file__).with_name("pairs.tsv").read_text().splitlines()
+    pairs = [tuple(map(words, line.split("\\t"))) for line in lines]
+    return code_search(texts=as_numbers(pairs, training_from=1500))
+"""
+
+
+def test_pairs_of_ones_own(tmp_path: Path) -> None:
+    """A folder with a file of queries and passages, and a recipe file beside it."""
+    letters = [chr(ord("a") + i) * 3 for i in range(20)]
+    lines = [f"{letters[i % 20]} {letters[i % 7]}\t{letters[i % 20]} {letters[i % 11]}" for i in range(1800)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
+    report = study("coupled", f"{tmp_path / 'mine.py'}:recipe", Options(runs=2, samples=256))
+    assert {arm.name for arm in report.arms} == {way.name for way in made("code-search").ways}
+    assert all(len(arm.runs) == 2 for arm in report.arms)
+
+
+def test_a_folder_of_sources(tmp_path: Path) -> None:
+    """Generated: 2100 documented functions, and a comment beside each."""
+    names = ["".join(chr(97 + i // 26**k % 26) * 2 for k in range(3)) for i in range(2100)]
+    lines = [
+        f'# Read {name} from file\ndef {name}(file):\n    """Read {name} from an open file again."""\n'
+        f"    {name} = file.read()\n    for each in {name}: print(each, file, {name})\n"
+        for name in names
+    ]
+    (tmp_path / "many.py").write_text("".join(lines) * 1, encoding="utf-8")
+    search = load_recipe("code-search", data=tmp_path)
+    assert search.samples == 2100 - 1500
+    with pytest.raises(
+        InputError, match=r"has \d+ pieces of source and 2100 comments, and token-means needs 1000"
+    ):
+        load_recipe("token-means", data=tmp_path)
+    (tmp_path / "more.py").write_text("".join(lines) * 10, encoding="utf-8")
+    assert load_recipe("token-means", data=tmp_path).samples > 1000
+    with pytest.raises(InputError, match="has 0 documented functions, and code-search needs 2000"):
+        load_recipe("code-search", data=tmp_path / "nothing")
+
+
+def planted(name: str, values: Sequence[float], quantity: str) -> StudyArm:
+    runs = tuple(StudyRun(seed=seed, values={quantity: value}) for seed, value in enumerate(values))
+    return StudyArm(name=name, how="planted", facts={}, runs=runs)
+
+
+@pytest.mark.parametrize(
+    ("shift", "spread", "said"),
+    [
+        (0.7, 0.01, "other: 1.700 (worse by 0.7, 0.69 to 0.71)."),
+        (-0.7, 0.01, "other: 0.300 (better by 0.7, 0.69 to 0.71)."),
+        (0.05, 0.01, "other: 1.050 (worse by 0.05, 0.039 to 0.061, within ±0.1)."),
+        (0.0, 0.01, "other: 1.000 (the same within ±0.1)."),
+        (0.0, 0.5, "other: 1.000 (no difference shown)."),
+        (math.nan, 0.0, "other: nan (diverged)."),
+    ],
+)
+def test_the_conclusion_follows_the_numbers(shift: float, spread: float, said: str) -> None:
+    quantity = made("counting").measures[0].name
+    first = planted("superbatch", [1.0] * 4, quantity)
+    other = planted("other", [1 + shift + spread * s for s in (-1, 1, -0.5, 0.5)], quantity)
+    found = study_coupled.find((first, other), recipe=made("counting"), margin=0.1)
+    assert found.conclusion == f"Mean absolute error, spots (lower is better) of superbatch: 1.000; {said}"
+
+
+def test_no_conclusion_without_runs() -> None:
+    nothing = (planted("superbatch", [], ""), planted("other", [], ""))
+    found = study_coupled.find(nothing, recipe=made("ring"), margin=0.1)
+    assert found.conclusion == "Too few runs were finished to conclude anything."
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        (
+            own_recipe.plane,
+            {},
+            r"The recipe 'plane' has no ways to compare\. Use one of code-search",
+        ),
+        (
+            lambda: made("ring"),
+            {"samples": 255},
+            r"samples=255 makes no update of 256 samples\. Give at",
+        ),
+        (lambda: made("ring"), {"learning_rate": 0.1}, "this study takes samples, margin"),
+    ],
+)
+def test_wrong_options(recipe: Callable[[], Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        study("coupled", recipe(), Options(**options))
