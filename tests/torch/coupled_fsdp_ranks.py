@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -18,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from superbatch.errors import SuperbatchError
-from superbatch.torch import WholeBatch, count_tokens
+from superbatch.torch import WholeBatch, count_tokens, virtual_batch
 from superbatch.torch.window.sync.sharded import Sharded
 from tests.torch.coupled_ranks import (
     COUNTS,
@@ -30,6 +31,7 @@ from tests.torch.coupled_ranks import (
     data,
     error_of,
     failing,
+    net,
     of_gradient,
     of_labels,
     plain,
@@ -105,6 +107,23 @@ def refused(rank: int, shard: Callable[[nn.Module], nn.Module], **options: Any) 
     return {"error": None}
 
 
+def by_block(rank: int, wrap: Callable[[nn.Module], nn.Module], how: str = "") -> Found:
+    """Add up gradients by `virtual_batch`, of ranks that count the same; the first block may fail."""
+    model = wrap(net())
+    gradients: list[dict[str, torch.Tensor]] = []
+    for batch in data(rank, EVEN):
+        if how == "error" and not gradients:
+            with suppress(ZeroDivisionError), virtual_batch(model, microbatch_size=4) as virtual:
+                error_of(model, virtual(batch)).backward()
+                raise ZeroDivisionError
+        with virtual_batch(model, microbatch_size=2 + rank, group=dist.group.WORLD) as virtual:
+            error_of(model, virtual(batch)).backward()
+        found = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        gradients.append(found)
+    whole = {name: full(each) for name, each in model.state_dict().items()}
+    return {"gradients": gradients, "whole": whole}
+
+
 def not_gathered(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Found:
     """Train with parameters that each layer frees after its forward: a mutant."""
     with mock.patch.object(Sharded, "gathered", return_value=nullcontext()):
@@ -149,6 +168,8 @@ def cells(rank: int, count: int) -> dict[str, Callable[[], Found]]:
         "bfloat16": partial(mixed, rank, by_bfloat16),
         "bfloat16, by hand": partial(mixed, rank, by_bfloat16, by_hand=True),
         "float32": partial(mixed, rank, fsdp),
+        "block": partial(by_block, rank, fsdp),
+        "block after an error": partial(by_block, rank, fsdp, "error"),
         "mutant: not gathered": partial(not_gathered, rank, fsdp),
         "tensor parallel": partial(refused, rank, partial(parallel, mesh=mesh)),
         "each micro-batch": partial(refused, rank, fsdp, sync="microbatch"),

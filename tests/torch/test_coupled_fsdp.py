@@ -67,6 +67,21 @@ def test_gradients_add_up_without_a_step(found: Found) -> None:
             assert error <= EXACT * parameter.grad.norm()
 
 
+@pytest.mark.parametrize("cell", ["block", "block after an error"])
+def test_a_virtual_batch_adds_the_gradient_of_the_batch_to_the_shards(cell: str, found: Found) -> None:
+    model = net()
+    for number, batch in enumerate(large_batches("contrastive")):  # as many samples on each rank
+        error_of(model, batch).backward()
+        for each in found:
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                error = (each[cell]["gradients"][number][name] - parameter.grad).norm()
+                assert error <= EXACT * parameter.grad.norm()
+    for each in found:
+        for name, value in model.state_dict().items():
+            assert (each[cell]["whole"][name] - value).double().norm() <= EXACT * value.double().norm()
+
+
 def test_low_precision_rounds_as_one_backward_of_each_rank(found: Found) -> None:
     library, by_hand, exact = (found[0][name] for name in ("bfloat16", "bfloat16, by hand", "float32"))
     start = plain().float().state_dict()

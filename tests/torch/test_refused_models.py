@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import InputError, OptimizerError
-from superbatch.torch import Accumulator, WholeBatch, virtual_batch
+from superbatch.torch import Accumulator, WholeBatch
 from superbatch.torch.gradcache.cached import cached_gradients
 from tests.forked import ROOT, Forked
 from tests.torch.helpers import mlp, mse, rows
@@ -52,15 +52,17 @@ def test_fsdp1_is_refused_by_name(original: bool) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_fsdp2_is_refused_by_name_in_a_virtual_batch() -> None:
+def test_fsdp2_is_refused_by_name_where_gradients_are_cached() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = mlp()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    text = r"by fully_shard \(FSDP2\), which only Accumulator, Gradient, WholeBatch and WholeGradient can"
-    with pytest.raises(InputError, match=text), virtual_batch(model, microbatch_size=2):
-        pass
+    text = (
+        r"sharded by fully_shard \(FSDP2\), which only Accumulator, Gradient, WholeBatch, WholeGradient and"
+    )
+    with pytest.raises(InputError, match=text):
+        cached_gradients(model, torch.Tensor.sum, rows(6)[0], microbatch_size=2)
 
 
 @pytest.mark.usefixtures("group")

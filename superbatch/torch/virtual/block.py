@@ -122,9 +122,10 @@ def virtual_batch(
         compile: operations that follow each other in a sweep are compiled by Inductor into one that reads and
             writes once, for each size of micro-batch, when they are met first. That takes seconds for each,
             once for the process; how it rounds is in the guide. What cannot be compiled runs as without it.
-        group: the process group whose ranks share the batch, where models are not wrapped in
-            DistributedDataParallel: gradients are averaged over it. With it every BatchNorm in training mode
-            is over the samples of all its ranks; without, only `torch.nn.SyncBatchNorm` is, over its own.
+        group: the process group whose ranks share the batch, where models are neither wrapped in
+            DistributedDataParallel nor sharded by ``fully_shard``: gradients are averaged over it. With it
+            every BatchNorm in training mode is over the samples of all its ranks; without, only
+            `torch.nn.SyncBatchNorm` is, over its own.
 
     Yields:
         A function that takes the batch and returns its virtual tensors; its `report` says what happened.
@@ -138,7 +139,8 @@ def virtual_batch(
     Ranks: each calls the block with its own samples; numbers of samples and of micro-batches may differ. What
     `torch.nn.SyncBatchNorm` and ``group`` normalise with is that of all samples of all ranks, on any device:
     one all-gather for each layer and one all-reduce in its backward, in the order of the program whenever a
-    rank asks for numbers. Models in DistributedDataParallel do not communicate in the block; where it ends,
+    rank asks for numbers. Models sharded by FSDP2 have their parameters gathered for the block. They and
+    those in DistributedDataParallel do not communicate in it; where it ends,
     ``.grad`` of all parameters given is averaged over the ranks once, as DDP defines it (each rank's loss
     counts the same; not inside ``no_sync``; hooks for DDP's communication are not called). Collectives that
     the program calls on virtual tensors (``torch.distributed.nn.functional.all_gather``) work on their

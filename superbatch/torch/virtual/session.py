@@ -125,6 +125,7 @@ class Session:
             refuse_hollow(tensor)
         if recording is not None:
             _leave_leaves_real(recording)
+            self.across.scatter()
             for model in self._models:
                 _leave_real(paths(model), recording)
 

@@ -38,7 +38,7 @@ from ..ir.reductions import Moments
 from ..ir.values import Operand, Value
 from ..trace.aliases import assign
 from ..trace.tensor import VirtualTensor
-from . import collectives
+from . import collectives, shards
 from .sync_norm import routed, synchronised_layers
 
 
@@ -70,7 +70,7 @@ class RankReducer:
         reduces: bool = True,
     ) -> None:
         gathered = not reduces and sharded_part(models) is not None  # by the window, which reduces gradients
-        self.sync = Manual(group, device) if gathered else find_sync(models, group)
+        self.sync = Manual(group, device) if gathered else find_sync(models, group, sharded="gathered")
         self.heard = self.settled = self.exchanges = False
         self._now = self.sync if group is not None and self.sync.shared else None
         # The user's own `no_sync` says that the gradients are reduced later.
@@ -110,9 +110,9 @@ class RankReducer:
 
     @contextmanager
     def held_together(self) -> Iterator[None]:
-        """Hold DDP back, and let SyncBatchNorm take virtual tensors, for as long as the context lasts."""
+        """Hold DDP back, gather shards, and let SyncBatchNorm take virtual tensors during the body."""
         self.sync.broadcast_buffers()  # DDP's own forward may not wait for the others inside the block
-        with self.sync.no_sync(), routed(self._layers):
+        with self.sync.no_sync(), self.sync.gathered(), routed(self._layers):
             yield
 
     # -- statistics -----------------------------------------------------------------------------------------
@@ -379,9 +379,12 @@ class RankReducer:
         if not (self._reduces and torch.is_grad_enabled()):
             return gradients
         with torch.no_grad():
-            # Divided first, as in DDP: a sum of float16 gradients may overflow.
-            mine = [None if gradient is None else gradient / self.sync.count for gradient in gradients]
-            return self.sync.reduce(mine, parameters, lambda index: torch.zeros_like(parameters[index]))
+            return shards.mean(self.sync, parameters, gradients, self._device)
+
+    def scatter(self) -> None:
+        """Reduce and scatter the gradients of parameters that were gathered."""
+        if self._reduces and torch.is_grad_enabled():
+            shards.scatter(self.sync)
 
 
 def _different(all_ranks: Iterable[Sync]) -> list[Sync]:

@@ -68,8 +68,8 @@ def find_sync(
     part = sharded_part(models)
     if part is not None and sharded is None:
         raise InputError(
-            f"{part}, which only Accumulator, Gradient, WholeBatch and WholeGradient can work with. "
-            f"{INSTEAD}."
+            f"{part}, which only Accumulator, Gradient, WholeBatch, WholeGradient and virtual_batch can work "
+            f"with. {INSTEAD}."
         )
     if part is not None and wrappers:
         raise InputError(

@@ -1,0 +1,42 @@
+"""Gradients of a block whose models are sharded by FSDP2: means over the ranks, in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from superbatch.torch.window.sync.manual import Manual
+from superbatch.torch.window.sync.sync import Sync
+
+
+def mean(
+    sync: Sync, parameters: Sequence[Tensor], gradients: list[Tensor | None], device: torch.device
+) -> list[Tensor | None]:
+    """Return the means of gradients over the ranks, as DDP defines them.
+
+    Args:
+        sync: the ranks. Where they share shards, the gradients of sharded parameters are not here yet; those
+            returned are the ones given, and `scatter` follows.
+        parameters: of the gradients.
+        gradients: of this rank; they are left alone.
+        device: where numbers are exchanged.
+    """
+    chosen = [not (sync.in_step and hasattr(parameter, "device_mesh")) for parameter in parameters]
+    # Divided first, as in DDP: a sum of float16 gradients may overflow.
+    mine = [
+        None if gradient is None else gradient / sync.count
+        for gradient, here in zip(gradients, chosen, strict=True)
+        if here
+    ]
+    plain = [parameter for parameter, here in zip(parameters, chosen, strict=True) if here]
+    ranks = Manual(sync.group, device) if sync.in_step else sync
+    means = iter(ranks.reduce(mine, plain, lambda index: torch.zeros_like(plain[index])) if plain else [])
+    return [next(means) if here else gradient for gradient, here in zip(gradients, chosen, strict=True)]
+
+
+def scatter(sync: Sync) -> None:
+    """Add the means of the gradients of gathered parameters to those of the shards."""
+    sync.scale(1 / sync.count)
+    sync.flush()
