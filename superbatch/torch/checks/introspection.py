@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..interrupts import DeferredInterrupts
 from ..warn import warn
 
 
@@ -27,19 +28,19 @@ class _Stance:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # else an error on the way out of its block stops this thread
         self._looks = 0
         self._eager: Any = None
 
     def begin(self) -> None:
-        with self._lock:
+        with DeferredInterrupts(), self._lock:
             if not self._looks:
                 self._eager = torch.compiler.set_stance("force_eager")
                 self._eager.__enter__()
             self._looks += 1
 
     def end(self) -> None:
-        with self._lock:
+        with DeferredInterrupts(), self._lock:
             self._looks -= 1
             if not self._looks:
                 self._eager.__exit__(None, None, None)

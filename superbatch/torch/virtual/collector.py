@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from superbatch.torch.interrupts import DeferredInterrupts
+
 OBJECTS = 50_000  # more than the blocks of large models make, at some hundred bytes each
 
 
@@ -23,12 +25,12 @@ class _Threshold:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # else an error on the way out of its block stops this thread
         self._blocks = 0
         self._found = self._set = gc.get_threshold()
 
     def begin(self) -> None:
-        with self._lock:
+        with DeferredInterrupts(), self._lock:
             if not self._blocks:
                 self._found = gc.get_threshold()
                 least, *rest = self._found
@@ -38,7 +40,7 @@ class _Threshold:
             self._blocks += 1
 
     def end(self) -> None:
-        with self._lock:
+        with DeferredInterrupts(), self._lock:
             self._blocks -= 1
             if (
                 not self._blocks and gc.get_threshold() == self._set
