@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from superbatch.errors import OptimizerError
 from superbatch.torch.window.sync.manual import Manual
 from superbatch.torch.window.sync.sharded import Sharded
 from tests.torch.sharded_tasks import TASKS
@@ -101,7 +102,10 @@ def mutated(name: str, place: Place) -> Found:
     """Train with something wrong."""
     cell, change = MUTANTS[name]
     with change():
-        return trained(TASKS[cell.split("/")[-1]], place)
+        try:
+            return trained(TASKS[cell.split("/")[-1]], place)
+        except OptimizerError as error:
+            return {"error": str(error)}
 
 
 def cells(rank: int) -> dict[str, Callable[[], Found]]:

@@ -150,6 +150,17 @@ def bits(model: nn.Module, texts: Texts) -> float:
     return token_losses(model, texts).sum().item() / int(tokens(texts).sum()) / math.log(2)
 
 
+_MEASURES = (
+    Measure(name="source, bits/byte", meaning="of 300 pieces of 128 bytes", form=".3f"),
+    Measure(name="comments, bits/byte", meaning="of 300 comments", form=".3f"),
+    Measure(name="all tokens, bits/byte", meaning="as training mixes them", form=".3f"),
+)
+_LIMITS = (
+    "The mean of means is another objective: it favours comments, as the table shows.",
+    "The models are undertrained, and the effect needs short texts of another kind.",
+)
+
+
 def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> CoupledRecipe:
     """Make the recipe.
 
@@ -208,18 +219,11 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -_measure(model, valid)[-1],
-        measures=(
-            Measure(name="source, bits/byte", meaning="of 300 pieces of 128 bytes", form=".3f"),
-            Measure(name="comments, bits/byte", meaning="of 300 comments", form=".3f"),
-            Measure(name="all tokens, bits/byte", meaning="as training mixes them", form=".3f"),
-        ),
+        measures=_MEASURES,
         measure=lambda model: _measure(model, test),
         lower_is_better=True,
         mechanism="a mean of means gives a byte of a short text more weight than one of a long text",
-        limits=(
-            "The mean of means is another objective: it favours comments, as the table shows.",
-            "The models are undertrained, and the effect needs short texts of another kind.",
-        ),
+        limits=_LIMITS,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from superbatch.errors import InputError
 from superbatch.results.ranks import RanksReport
 
 SyncOption = Literal["auto", "window", "microbatch", "all_reduce"] | None
@@ -23,8 +22,8 @@ CANNOT = -(2**40)
 """A number of micro-batches or samples by which a rank says that it cannot make a window."""
 
 
-class OtherRankError(InputError):
-    """Another rank cannot make the window, and every rank has heard of it."""
+class OtherRankError(Exception):
+    """Another rank cannot make the window, and every rank knows; the engine turns it into an `InputError`."""
 
 
 class Sync(Protocol):
