@@ -79,6 +79,7 @@ def wrong_at(mode: str, number: int) -> str | None:
             gc.collect()
             assert modes_in_force() == in_force, "modes changed when the error was forgotten"
         assert torch.is_grad_enabled()
+        assert not torch._C._is_view_replay_enabled()
         assert_unchanged(after, run.state())
         run.reseed()
         run.update(2)
