@@ -122,10 +122,10 @@ def virtual_batch(
         compile: operations that follow each other in a sweep are compiled by Inductor into one that reads and
             writes once, for each size of micro-batch, when they are met first. That takes seconds for each,
             once for the process; how it rounds is in the guide. What cannot be compiled runs as without it.
-        group: the process group whose ranks share the batch, where models are neither wrapped in
-            DistributedDataParallel nor sharded by ``fully_shard``: gradients are averaged over it. With it
-            every BatchNorm in training mode is over the samples of all its ranks; without, only
-            `torch.nn.SyncBatchNorm` is, over its own.
+        group: the process group whose ranks share the batch, where models are not wrapped in
+            DistributedDataParallel and not sharded by ``fully_shard``: gradients are averaged over it. With
+            a group every BatchNorm in training mode is over the samples of all its ranks; without one only
+            `torch.nn.SyncBatchNorm` is, over its own group.
 
     Yields:
         A function that takes the batch and returns its virtual tensors; its `report` says what happened.

@@ -157,7 +157,7 @@ class OptimizerSteps:
     """All steps of one update, in their order: momentum buffers', each optimizer's, the scaler's.
 
     If an error occurs between two steps, the remaining steps are still made, then it is raised; lack of
-    memory is not raised if the retry succeeds. Half of an update can neither be kept nor undone.
+    memory is not raised if the retry succeeds. Half of an update cannot be kept, and it cannot be undone.
 
     Args:
         rule: whose optimizers step.

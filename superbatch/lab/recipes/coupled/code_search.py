@@ -96,7 +96,7 @@ def cached(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) 
 
 @torch.no_grad()
 def recall(model: nn.Module, pairs: Pairs, first: int) -> float:
-    """Measure the percentage of docstrings whose function is among the first so many of all."""
+    """Measure the percentage of docstrings whose function is among their `first` best matches."""
     query, code = model(pairs["query"], pairs["code"])
     scores = query @ code.T
     rank = (scores > scores.diagonal()[:, None]).sum(1)

@@ -26,7 +26,7 @@ from .ways import Loss, Way, groups, weighted, written_out
 
 BATCH, UPDATES, EXACT = 32, 100, 16
 LONG, SHORT, SHARE = 128, 24, 8
-"""Bytes of a long and of a short text; one of so many texts is long."""
+"""Bytes of a long and of a short text; one of `SHARE` texts is long."""
 
 WIDTH, START, IGNORE = 32, 256, -100
 HELD_OUT, LEAST = 300, 1000

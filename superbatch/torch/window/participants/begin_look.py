@@ -41,7 +41,7 @@ class Noted(NamedTuple):
 class BeginLook:
     """Look at the tables that the last search has found, at the beginning of each window.
 
-    A table keeps what is bound in it alive: when a module or an object of the search dies, all is let go.
+    A table keeps what is bound in it alive: when a module or an object of the search dies, all are dropped.
 
     Args:
         found: by the search; None: nothing.
