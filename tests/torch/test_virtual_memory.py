@@ -20,6 +20,7 @@ from superbatch.torch.memory.meter import peak_bytes
 from superbatch.torch.virtual.ir.layout import Part
 from superbatch.torch.virtual.ir.reductions import Moments
 from superbatch.torch.virtual.run.prefetch import Prefetcher
+from superbatch.torch.virtual.run.store import DEVICE
 
 MIB = 2**20
 
@@ -113,10 +114,10 @@ def test_nothing_is_kept_after_the_block() -> None:
         loss = F.cross_entropy(model(batch(x)), y)
         loss.backward()
     recording = batch._session.recording
-    assert recording is not None and recording.store.most_on_device > 0, "premise"
+    assert recording is not None and recording.store.most[DEVICE] > 0, "premise"
     del x, y
     gc.collect()
-    assert recording.store.on_device == 0
+    assert recording.store.now()[DEVICE] == 0
     assert float(loss.detach()) > 0
 
 

@@ -198,9 +198,7 @@ class Log:
 
     def report(self, samples: int, microbatches: int, store: Store | None = None) -> CouplingReport:
         """Return the report."""
-        on_device, on_host, whole = (
-            (0, 0, 0) if store is None else (store.most_on_device, store.most_on_host, store.most_whole)
-        )
+        on_device, on_host, whole = (0, 0, 0) if store is None else store.most
         rows = -(-samples // max(microbatches, 1))
         return CouplingReport(
             samples=samples,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import ref
+
 import torch
 from torch import Tensor
 
@@ -13,6 +16,10 @@ from .prefetch import Prefetcher
 ELSEWHERE = {"cuda", "xpu", "mps"}  # devices whose memory is not the host's
 
 
+DEVICE, HOST, WHOLE = range(3)
+"""Kinds of bytes: of rows on the device, of rows in the host's memory, of whole values."""
+
+
 class Store:
     """Counts what is kept, and decides where.
 
@@ -22,25 +29,50 @@ class Store:
             is beyond the budget is only counted as the host's.
 
     Attributes:
-        on_device, on_host: bytes that are kept now.
-        most_on_device, most_on_host: the most at a time.
-        whole, most_whole: bytes of whole values that grow with the batch, now and at most. They cannot go to
-            the host; they leave so much less of the budget to rows.
+        most: bytes of each kind, the most at a time. Whole values are those that grow with the batch. They
+            cannot go to the host, so the budget of rows is smaller by them.
         ahead: brings rows to the device; None where there is no other place.
     """
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
         self._device = device
         self.budget = budget
-        self.on_device = self.on_host = 0
-        self.most_on_device = self.most_on_host = 0
-        self.whole = self.most_whole = 0
+        self.most = [0, 0, 0]
+        self._now = [0, 0, 0]
+        self._owners: dict[ref[Any], list[int]] = {}
+        self._freed: list[ref[Any]] = []
         self._to_host = SideStream(device)
         self.ahead = Prefetcher(device, self._to_host) if device.type in ELSEWHERE else None
 
+    def now(self) -> list[int]:
+        """Return the bytes of each kind that are kept now."""
+        while self._freed:
+            for kind, nbytes in enumerate(self._owners.pop(self._freed.pop())):
+                self._now[kind] -= nbytes
+        return self._now
+
+    def owned_by(self, owner: object) -> list[int]:
+        """Return the bytes of each kind of an owner, which count until it is freed.
+
+        Python ignores an error that is raised while an object is freed, so a Ctrl-C would be lost in a
+        ``__del__``. The callback of the weak reference is a function of C, and `now` subtracts.
+        """
+        return self._owners.setdefault(ref(owner, self._freed.append), [0, 0, 0])
+
+    def add(self, owner: list[int], kind: int, nbytes: int) -> None:
+        """Count more bytes of an owner, or fewer."""
+        now = self.now() if self._freed else self._now
+        owner[kind] += nbytes
+        now[kind] += nbytes
+        if now[kind] > self.most[kind]:
+            self.most[kind] = now[kind]
+
     def is_full(self, nbytes: int) -> bool:
         """Return whether that many more bytes would exceed the budget."""
-        return self.budget is not None and self.on_device + self.whole + nbytes > self.budget
+        if self.budget is None:
+            return False
+        now = self.now()
+        return now[DEVICE] + now[WHOLE] + nbytes > self.budget
 
     def keep(self, piece: Tensor) -> tuple[Tensor, bool]:
         """Return the rows, where they are to be kept, and whether that is the host."""
@@ -48,26 +80,13 @@ class Store:
         if piece.untyped_storage().nbytes() > 2 * piece.nbytes:
             piece = piece.clone()
         host = self.is_full(piece.nbytes)
-        if host:
-            self.on_host += piece.nbytes
-            self.most_on_host = max(self.most_on_host, self.on_host)
-            if self._device.type != "cpu":
-                kept = empty_on_host(piece)
-                with self._to_host.beside(after_computation=True):
-                    kept.copy_(piece, non_blocking=True)
-                self._to_host.hold(piece)
-                piece = kept
-        else:
-            self.on_device += piece.nbytes
-            self.most_on_device = max(self.most_on_device, self.on_device)
+        if host and self._device.type != "cpu":
+            kept = empty_on_host(piece)
+            with self._to_host.beside(after_computation=True):
+                kept.copy_(piece, non_blocking=True)
+            self._to_host.hold(piece)
+            piece = kept
         return piece, host
-
-    def forget(self, piece: Tensor, host: bool) -> None:
-        """Count rows that are kept no longer."""
-        if host:
-            self.on_host -= piece.nbytes
-        else:
-            self.on_device -= piece.nbytes
 
 
 class Held:
@@ -79,14 +98,7 @@ class Held:
     """
 
     def __init__(self, store: Store, nbytes: int) -> None:
-        self._store, self._nbytes = store, 0
-        store.whole, self._nbytes = store.whole + nbytes, nbytes  # on one line: counted once, and off once
-        store.most_whole = max(store.most_whole, store.whole)
-
-    def __del__(self) -> None:
-        """Count it no longer."""
-        if hasattr(self, "_nbytes"):  # not where its making failed
-            self._store.whole -= self._nbytes
+        store.add(store.owned_by(self), WHOLE, nbytes)
 
 
 class RowStore:
@@ -98,11 +110,13 @@ class RowStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._bytes = store.owned_by(self)
         self._pieces: dict[int, tuple[Tensor, bool]] = {}
 
     def put(self, part: Part, piece: Tensor) -> None:
         """Keep the rows of a micro-batch."""
-        self._pieces[part.number] = self._store.keep(piece)
+        piece, host = self._pieces[part.number] = self._store.keep(piece)
+        self._store.add(self._bytes, HOST if host else DEVICE, piece.nbytes)
 
     def get(self, part: Part) -> Tensor:
         """Return the rows, where they are kept."""
@@ -112,9 +126,5 @@ class RowStore:
         """Forget the rows: nothing reads them again."""
         kept = self._pieces.pop(part.number, None)
         if kept is not None:
-            self._store.forget(*kept)
-
-    def __del__(self) -> None:
-        """Subtract the bytes that are freed with the value."""
-        for kept in vars(self).get("_pieces", {}).values():  # none where its making failed
-            self._store.forget(*kept)
+            piece, host = kept
+            self._store.add(self._bytes, HOST if host else DEVICE, -piece.nbytes)
