@@ -8,11 +8,16 @@ from contextlib import (
     contextmanager,
     suppress,
 )
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch._C import _pop_torch_function_stack  # pyright: ignore[reportPrivateUsage]
+from torch._C import (
+    _is_view_replay_enabled,  # pyright: ignore[reportPrivateUsage]
+    _pop_torch_function_stack,  # pyright: ignore[reportPrivateUsage]
+    _set_view_replay_enabled,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.overrides import (
     _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
     _push_mode,  # pyright: ignore[reportPrivateUsage]
@@ -104,6 +109,16 @@ def kept_modes() -> Iterator[None]:
         yield
     finally:
         modes.restore()
+
+
+def view_tracking() -> Callable[[], None]:
+    """Return a function that restores how autograd tracks views now.
+
+    Examples:
+        >>> restore = view_tracking()
+        >>> restore()
+    """
+    return partial(_set_view_replay_enabled, _is_view_replay_enabled())
 
 
 def _cuts(error: BaseException | None) -> bool:

@@ -14,7 +14,6 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from superbatch import normalize
@@ -27,6 +26,7 @@ from superbatch.window import Window
 
 from ..loss.losses import check_loss
 from ..memory.out_of_memory import out_of_memory, release_caches
+from ..modes import view_tracking
 from ..module_tables import parameters_of
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
 from ..virtual.block import VirtualBatch, open_block
@@ -166,14 +166,13 @@ class Coupled:
         assert isinstance(place, ParameterGradientSum)
         models = [*config.models, *_others(config.models, config.owned)]
         self.report = None
-        views = torch._C._is_view_replay_enabled()  # pyright: ignore[reportPrivateUsage]
+        restore_views = view_tracking()
         try:
             with config.sync.gathered(), open_block(models, self._options(models)) as virtual:
                 begun.append(virtual)
                 value = self._backward(window, virtual, batch, place.inputs)
         finally:  # in how many micro-batches memory ran out, too
-            # An interrupt between two lines of torch's context leaves this on.
-            torch._C._set_view_replay_enabled(views)  # pyright: ignore[reportPrivateUsage]
+            restore_views()  # an interrupt between two lines of torch's own context leaves it changed
             self.report = begun[0].report() if begun else None
         if self._apart:  # the update is right all the same, but it took the memory of the whole batch
             self.report = replace(begun[0].report(), microbatches=1)
