@@ -48,6 +48,10 @@ class OutOfMemoryError(SuperbatchError, MemoryError):
     """There is no memory for what must be done in one piece: a sample, or an update."""
 
 
+class CheckpointError(SuperbatchError, ValueError):
+    """A checkpoint cannot be written, or is not one that can be loaded here."""
+
+
 class WindowError(SuperbatchError, RuntimeError):
     """A window was used out of order."""
 

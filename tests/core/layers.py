@@ -37,7 +37,7 @@ def _part(layer: int, *packages: str) -> Part:
 HOSTS = ("accelerate", "lightning", "sentence_transformers", "transformers", "trl")  # loops of others
 PARTS = {
     "core": _part(0),
-    "torch": _part(1, "torch"),
+    "torch": _part(1, "torch", "safetensors"),  # the latter for checkpoints, imported when one is written
     "jax": _part(1, "jax", "optax", "numpy"),
     "tensorflow": _part(1, "tensorflow"),
     "keras": _part(1, "keras", "tensorflow", "jax", "torch", "numpy"),  # one step for each of its backends

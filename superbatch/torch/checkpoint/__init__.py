@@ -1,0 +1,6 @@
+"""Durable checkpoints of a training, which any number of ranks can resume."""
+
+from .loading import Checkpoint as Checkpoint
+from .loading import load_checkpoint as load_checkpoint
+from .saving import save_checkpoint as save_checkpoint
+from .stopping import StopSignals as StopSignals

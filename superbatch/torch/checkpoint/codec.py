@@ -1,0 +1,173 @@
+"""State as JSON and tensors: plain containers keep their types, tensors are named by their path."""
+
+from __future__ import annotations
+
+import math
+import sys
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superbatch.errors import CheckpointError
+
+_SCALARS = (type(None), bool, int, str)
+
+
+class Encoder:
+    """Turns a state into JSON values, and collects its tensors.
+
+    Two tensors of one place in memory (tied weights) are one entry, and one tensor again after decoding.
+
+    Args:
+        like: names the parameter that a DTensor is sharded as; None where there is none.
+
+    Attributes:
+        tensors: name -> tensor, as it is in memory.
+        sharded: name -> DTensor, which its ranks write together.
+
+    Examples:
+        >>> encoder = Encoder()
+        >>> encoder.encode({1: (2.0, torch.ones(2))}, "state")
+        {'dict': [[1, {'tuple': [2.0, {'tensor': 'state.1.1'}]}]]}
+        >>> list(encoder.tensors)
+        ['state.1.1']
+    """
+
+    def __init__(self, like: Callable[[Tensor], str | None] = lambda tensor: None) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.sharded: dict[str, Tensor] = {}
+        self._like = like
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, where: str) -> Any:
+        """Return a value as JSON.
+
+        Args:
+            value: scalars, texts, tensors, arrays and dtypes in dicts, lists, tuples and sets.
+            where: its path, for names and errors.
+
+        Raises:
+            CheckpointError: there is something else in it; the text names its place.
+        """
+        if type(value) in _SCALARS:
+            return value
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        if type(value) is list:
+            return [self.encode(each, f"{where}.{i}") for i, each in enumerate(value)]
+        return self._tagged(value, where)
+
+    def _tagged(self, value: Any, where: str) -> dict[str, Any]:
+        if isinstance(value, torch.Size):
+            return {"size": list(value)}
+        if type(value) is tuple:
+            return {"tuple": [self.encode(each, f"{where}.{i}") for i, each in enumerate(value)]}
+        if isinstance(value, Mapping):
+            items = [[self.encode(k, where), self.encode(v, f"{where}.{k}")] for k, v in value.items()]
+            return {"dict": items}
+        if type(value) is set:
+            return {"set": [self.encode(each, where) for each in value]}
+        if type(value) is bytes:
+            return {"bytes": b64encode(value).decode()}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic):
+            return self.encode(value.item(), where)
+        if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype != object:
+            return {"array": self.encode(torch.from_numpy(numpy.ascontiguousarray(value)), where)}
+        raise CheckpointError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved "
+            "without pickle. Keep numbers, texts, tensors, lists, tuples and dicts in the state."
+        )
+
+    def _tensor(self, tensor: Tensor, where: str) -> dict[str, Any]:
+        if hasattr(tensor, "device_mesh"):
+            return self._shards(tensor, where)
+        if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+            raise CheckpointError(
+                f"{where} is a tensor that has no plain values ({tensor.layout}, {tensor.device}), so it "
+                "cannot be saved. Make it a dense tensor on a device first."
+            )
+        if tensor.is_complex():
+            return {"complex": self._tensor(torch.view_as_real(tensor.detach().resolve_conj()), where)}
+        form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        place = (tensor.data_ptr(), *form) if tensor.numel() else (where, *form)
+        name = self._names.setdefault(place, where)
+        self.tensors.setdefault(name, tensor.detach())
+        return {"tensor": name}
+
+    def _shards(self, tensor: Any, where: str) -> dict[str, Any]:
+        like = self._like(tensor)
+        if like is None:  # no parameter will tell how to shard it again
+            return self._tensor(tensor.full_tensor(), where)
+        self.sharded[where] = tensor.detach()
+        form = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        return {"sharded": where, "like": like, **form}
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that `Encoder.encode` has made JSON of.
+
+    Args:
+        value: JSON.
+        tensors: by the names that it has.
+
+    Raises:
+        CheckpointError: it is not such JSON.
+
+    Examples:
+        >>> decode({"dict": [[1, {"tuple": [2.0, {"float": "inf"}]}]]}, {})
+        {1: (2.0, inf)}
+    """
+    if isinstance(value, list):
+        return [decode(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value), "")
+    read = _READ.get(kind)
+    try:
+        if read is None:
+            raise KeyError(kind)
+        return read(value[kind], tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"The checkpoint holds {kind!r}, which cannot be read ({error!r}).") from None
+
+
+def sharded_in(value: Any) -> dict[str, dict[str, Any]]:
+    """Return the entries of DTensors in a JSON value, by their names.
+
+    Examples:
+        >>> sharded_in([{"sharded": "w", "like": "0.w", "shape": [2], "dtype": "float32"}, 1])
+        {'w': {'sharded': 'w', 'like': '0.w', 'shape': [2], 'dtype': 'float32'}}
+    """
+    if isinstance(value, list):
+        return {name: entry for each in value for name, entry in sharded_in(each).items()}
+    if not isinstance(value, dict):
+        return {}
+    if "sharded" in value:
+        return {value["sharded"]: value}
+    return {name: entry for each in value.values() for name, entry in sharded_in(each).items()}
+
+
+_READ: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "tensor": lambda name, tensors: tensors[name],
+    "sharded": lambda name, tensors: tensors[name],
+    "complex": lambda real, tensors: torch.view_as_complex(decode(real, tensors)),
+    "array": lambda array, tensors: decode(array, tensors).numpy(),
+    "dict": lambda items, tensors: {decode(k, tensors): decode(v, tensors) for k, v in items},
+    "tuple": lambda items, tensors: tuple(decode(items, tensors)),
+    "set": lambda items, tensors: set(decode(items, tensors)),
+    "size": lambda items, tensors: torch.Size(items),
+    "float": lambda text, tensors: float(text),
+    "bytes": lambda text, tensors: b64decode(text),
+    "dtype": lambda name, tensors: getattr(torch, name),
+    "device": lambda name, tensors: torch.device(name),
+}

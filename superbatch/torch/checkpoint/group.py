@@ -1,0 +1,83 @@
+"""Ranks that write and read a checkpoint together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from superbatch.errors import CheckpointError
+
+from ..window.sync.sync import Sync
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a training, or the one process.
+
+    Attributes:
+        rank: of this process.
+        count: number of ranks.
+        gather: returns a message of each rank, in their order.
+    """
+
+    rank: int
+    count: int
+    gather: Callable[[Any], list[Any]]
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Do something on every rank; an error of one is an error of all.
+
+        Raises:
+            CheckpointError: another rank failed; the text has its error.
+        """
+        try:
+            result = work()
+        except BaseException as error:
+            self.gather(f"{type(error).__name__}: {error}")  # the others wait for this
+            raise
+        _raise_for(self.gather(None))
+        return result
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Do something on the first rank, and return its result on all of them.
+
+        Raises:
+            CheckpointError: the first rank failed; the text has its error.
+        """
+        if self.rank == 0:
+            try:
+                result = work()
+            except BaseException as error:
+                self.gather((f"{type(error).__name__}: {error}", None))
+                raise
+            return self.gather((None, result))[0][1]
+        error, result = self.gather((None, None))[0]
+        _raise_for([error])
+        return result
+
+
+def group_of(sync: Sync, models: Sequence[nn.Module]) -> Group:
+    """Return the ranks that share a model: all where it is sharded, else those that share a window."""
+    sharded = any(hasattr(p, "device_mesh") for model in models for p in model.parameters())
+    if not sharded:
+        return Group(sync.index, sync.count, sync.gather)
+    count = dist.get_world_size()
+
+    def gather(message: Any) -> list[Any]:
+        messages: list[Any] = [None] * count
+        dist.all_gather_object(messages, message)
+        return messages
+
+    return Group(dist.get_rank(), count, gather)
+
+
+def _raise_for(errors: Sequence[str | None]) -> None:
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise CheckpointError(f"Rank {rank} failed: {error}")

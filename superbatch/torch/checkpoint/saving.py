@@ -1,0 +1,161 @@
+"""Writing of a checkpoint: aside, flushed, then renamed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from superbatch import _version
+from superbatch.errors import InputError
+
+from ..window.engine import Engine
+from . import files, folders
+from .codec import Encoder
+from .group import Group, group_of
+from .random_state import random_state
+from .shards import FOLDER, sharding_names, write_shards
+from .state import shared_state
+
+
+class HasEngine(Protocol):
+    """An `Accumulator` or a `WholeBatch`."""
+
+    engine: Engine
+
+
+def save_checkpoint(
+    folder: str | Path,
+    accumulate: HasEngine,
+    *,
+    samples: int = 0,
+    extra: Mapping[str, Any] | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
+    keep: int = 3,
+) -> Path:
+    """Write all that a training needs to resume, so that no kill leaves half a checkpoint.
+
+    Models, optimizers, schedulers, scaler and float32 masters; the window in flight; the states of torch's,
+    Python's and NumPy's random generators; the sizes that ``"auto"`` found. Tensors are safetensors, the rest
+    is JSON with checksums; sharded tensors (FSDP2, tensor parallel) are written by
+    ``torch.distributed.checkpoint``. All ranks call it together, with a folder that all of them see.
+
+    Args:
+        folder: of the checkpoints of one training; each is a folder in it, ``000007-update-1200``.
+        accumulate: an `Accumulator` or a `WholeBatch`. Between windows, or after a ``backward`` of one.
+        samples: of the data that all ranks together have worked through, for the program to find its place.
+        extra: more state: numbers, texts, tensors, lists, tuples and dicts, equal on all ranks.
+        generators: random generators of the program's own, by names.
+        keep: how many checkpoints stay; older ones are deleted when the new one is whole.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        InputError: an argument has the wrong type or value.
+        CheckpointError: safetensors is not installed, a state holds an object that JSON and safetensors
+            cannot keep, or another rank failed. No checkpoint has changed.
+        OSError: the disk is full or the folder cannot be written. No checkpoint has changed.
+        WindowError: between the forward and the backward of a micro-batch.
+
+    Examples:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from superbatch.torch import Accumulator, load_checkpoint
+        >>> model = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> accumulate = Accumulator(model, sgd, lambda x: model(x).square().mean())
+        >>> update = accumulate(torch.randn(8, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = save_checkpoint(folder, accumulate, samples=8)
+        ...     load_checkpoint(folder, accumulate).samples
+        8
+
+    Source: https://huggingface.co/docs/safetensors
+    """
+    _check(accumulate, samples, keep)
+    engine = accumulate.engine
+    group = group_of(engine.config.sync, engine.config.models)
+    group.each(files.require_safetensors)
+    encoder = Encoder(sharding_names(engine.config.models))
+    state = group.each(engine.state_dict)
+    shared = encoder.encode(shared_state(engine.config, state, extra or {}), "state")
+    own = Encoder()
+    tree = group.each(lambda: own.encode(_of_rank(engine, state, generators or {}), "rank"))
+    aside, final = group.first(lambda: _begin(Path(folder), engine.updates))
+    try:
+        if encoder.sharded:
+            write_shards(aside, encoder.sharded)
+        group.each(lambda: _write_own(aside, group, tree, own))
+        facts = {
+            "superbatch": _version.__version__,
+            "torch": torch.__version__,
+            "updates": engine.updates,
+            "samples": samples,
+            "ranks": group.count,
+        }
+        in_flight = any(group.gather(state["window"] is not None))
+        group.first(lambda: _finish(aside, final, {**facts, "in_flight": in_flight}, shared, encoder, keep))
+    except BaseException:
+        if group.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return final
+
+
+def _check(accumulate: object, samples: object, keep: object) -> None:
+    if not isinstance(getattr(accumulate, "engine", None), Engine):
+        raise InputError(
+            f"accumulate is of type {type(accumulate).__name__}. Pass the Accumulator or the WholeBatch."
+        )
+    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
+        raise InputError(
+            f"samples is {samples!r}. Pass the number of samples that were worked through, an int."
+        )
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise InputError(f"keep is {keep!r}. Pass how many checkpoints stay, 1 or more.")
+
+
+def _of_rank(
+    engine: Engine, state: dict[str, Any], generators: Mapping[str, torch.Generator]
+) -> dict[str, Any]:
+    return {
+        "accumulator": {**state, "masters": None},
+        "random": random_state(engine.config.models, generators),
+    }
+
+
+def _begin(folder: Path, updates: int) -> tuple[Path, Path]:
+    aside, final = folders.place_of(folder, updates)
+    folders.prepare(aside)
+    return aside, final
+
+
+def _write_own(aside: Path, group: Group, tree: Any, own: Encoder) -> None:
+    """Write what this rank has of its own, and the checksums of all files that it wrote."""
+    name = f"rank-{group.rank}.safetensors"
+    files.write_tensors(aside / name, own.tensors)
+    shards = [f"{FOLDER}/{path.name}" for path in sorted((aside / FOLDER).glob(f"__{group.rank}_*"))]
+    if group.rank == 0 and (aside / FOLDER).is_dir():
+        shards.append(f"{FOLDER}/.metadata")
+    for shard in shards:
+        files.flush(aside / shard)
+    sums = files.sums_of(aside, [name, *shards])
+    files.write_json(aside / f"rank-{group.rank}.json", {"state": tree, "files": sums})
+
+
+def _finish(
+    aside: Path, final: Path, facts: dict[str, Any], shared: Any, encoder: Encoder, keep: int
+) -> None:
+    """Write what all ranks share and the file that makes it a checkpoint, and give it its name."""
+    files.write_tensors(aside / "state.safetensors", encoder.tensors)
+    files.write_json(aside / "state.json", shared)
+    if (aside / FOLDER).is_dir():
+        files.flush(aside / FOLDER)
+    names = ["state.json", "state.safetensors", *(f"rank-{rank}.json" for rank in range(facts["ranks"]))]
+    folders.write_head(aside, {**facts, "files": files.sums_of(aside, names)})
+    folders.publish(aside, final)
+    folders.keep_last(final.parent, keep)

@@ -1,0 +1,197 @@
+"""State of a training: what all ranks share, what each has of its own, and whether it fits a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from superbatch.errors import CheckpointError
+
+from ..window.config import Config
+from ..window.engine import Engine
+from .names import parameter_names, plain_names
+from .shards import placed
+
+
+def shared_state(config: Config, state: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is equal on all ranks: models, optimizers, schedulers, scaler, float32 masters.
+
+    Args:
+        config: of the windows.
+        state: of the accumulator, which has the masters.
+        extra: of the program.
+    """
+    names = _names(config)
+    return {
+        "models": [_model_state(model) for model in config.models],
+        "optimizers": [
+            {"kind": _kind(each), "parameters": _groups(each, names), "state": each.state_dict()}
+            for each in config.rule.optimizers
+        ],
+        "schedulers": [{"kind": _kind(each), "state": each.state_dict()} for each in config.rule.schedulers],
+        "scaler": None if config.rule.scaler is None else config.rule.scaler.state_dict(),
+        "masters": _by_plain_name(config, state["masters"]),
+        "extra": dict(extra),
+    }
+
+
+def check_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Check that a saved state is that of this program, before any of it is loaded.
+
+    Raises:
+        CheckpointError: another model, optimizer or scheduler was saved; the text names the first difference.
+    """
+    config = engine.config
+    for what, here in (
+        ("models", config.models),
+        ("optimizers", config.rule.optimizers),
+        ("schedulers", config.rule.schedulers),
+    ):
+        if len(saved[what]) != len(here):
+            raise _other(f"{len(saved[what])} {what}, and the Accumulator has {len(here)}")
+    for number, (model, state) in enumerate(zip(config.models, saved["models"], strict=True)):
+        where = f"model {number}" if len(config.models) > 1 else "the model"
+        _check_model(where, _model_state(model)["state"], state["state"])
+    names = _names(config)
+    for optimizer, state in zip(config.rule.optimizers, saved["optimizers"], strict=True):
+        _check_kind("optimizer", optimizer, state["kind"])
+        _check_groups(_groups(optimizer, names), state["parameters"])
+    for scheduler, state in zip(config.rule.schedulers, saved["schedulers"], strict=True):
+        _check_kind("scheduler", scheduler, state["kind"])
+    if (saved["scaler"] is None) != (config.rule.scaler is None):
+        has, lacks = ("a scaler", "none") if config.rule.scaler is None else ("no scaler", "one")
+        raise _other(f"{has}, and the Accumulator has {lacks}")
+
+
+def load_shared(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Load models, optimizers, schedulers and scaler: what `check_shared` has checked."""
+    config = engine.config
+    for model, state in zip(config.models, saved["models"], strict=True):
+        _load_model(model, state)
+    for optimizer, state in zip(config.rule.optimizers, saved["optimizers"], strict=True):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.load_state_dict(_placed_state(parameters, state["state"]))
+    for scheduler, state in zip(config.rule.schedulers, saved["schedulers"], strict=True):
+        scheduler.load_state_dict(state["state"])
+    if config.rule.scaler is not None:
+        config.rule.scaler.load_state_dict(saved["scaler"])
+
+
+def masters_here(engine: Engine, saved: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """Return saved masters by the names that the accumulator has for them, sharded as those here."""
+    if saved is None:
+        return None
+    names, found = _plain_master_names(engine.config), dict(saved)
+    here = engine.state_dict()["masters"] or {}
+    for name, master in here.items():
+        if names[name] in found:
+            found[name] = placed(found.pop(names[name]), master)
+    return found
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    state = model.state_dict()
+    names = plain_names(model, state)
+    return {
+        "state": {names[key]: value for key, value in state.items()},
+        # Versions of the modules, which their loading may depend on.
+        "metadata": dict(getattr(state, "_metadata", {})),
+    }
+
+
+def _load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    state = model.state_dict()
+    for key, plain in plain_names(model, state).items():
+        state[key] = placed(saved["state"][plain], state[key])
+    state._metadata = saved["metadata"]  # type: ignore[attr-defined]
+    model.load_state_dict(state)
+
+
+def _placed_state(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state with the tensors of sharded parameters sharded as these are."""
+    of_each = {
+        index: {
+            key: placed(value, parameters[index]) if _has_shape_of(value, parameters[index]) else value
+            for key, value in values.items()
+        }
+        if isinstance(values, Mapping) and isinstance(index, int)
+        else values
+        for index, values in state.get("state", {}).items()
+    }
+    return {**state, "state": of_each} if "state" in state else state
+
+
+def _has_shape_of(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _names(config: Config) -> dict[Tensor, str]:
+    """Return the plain names of parameters, and of the masters that are updated in their place."""
+    names = parameter_names(config.models)
+    return {**names, **{master: names[p] for p, master in config.masters.items() if p in names}}
+
+
+def _plain_master_names(config: Config) -> dict[str, str]:
+    """Return the plain names of masters by those of the accumulator's state."""
+    found: dict[str, str] = {}
+    for number, model in enumerate(config.models):
+        names = [name for name, _ in model.named_parameters()]
+        for name, plain in plain_names(model, names).items():
+            found[name if number == 0 else f"models[{number}].{name}"] = f"{number}.{plain}"
+    return found
+
+
+def _by_plain_name(config: Config, masters: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    if masters is None:
+        return None
+    names = _plain_master_names(config)
+    return {names[name]: master for name, master in masters.items()}
+
+
+def _groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> list[list[str]]:
+    return [[names.get(p, "") for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _kind(one: object) -> str:
+    return f"{type(one).__module__}.{type(one).__qualname__}"
+
+
+def _check_model(where: str, here: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    for name in here.keys() ^ saved.keys():
+        only = "the checkpoint" if name in saved else "this program"
+        raise _other(f"{name!r} of {where} differs: only {only} has it")
+    for name, value in here.items():
+        other = saved[name]
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            for form in ("shape", "dtype"):
+                one, two = getattr(other, form), getattr(value, form)
+                if one != two:
+                    raise _other(f"{name!r} of {where} has {form} {_shown(one)}, here {_shown(two)}")
+
+
+def _shown(form: Any) -> str:
+    return str(tuple(form)) if hasattr(form, "numel") else str(form)
+
+
+def _check_kind(what: str, here: object, saved: str) -> None:
+    if _kind(here) != saved:
+        raise _other(f"a {what} {saved}, and the Accumulator has a {_kind(here)}")
+
+
+def _check_groups(here: list[list[str]], saved: list[list[str]]) -> None:
+    if [len(group) for group in here] != [len(group) for group in saved]:
+        sizes = [len(group) for group in saved], [len(group) for group in here]
+        raise _other(f"an optimizer with groups of {sizes[0]} parameters, here {sizes[1]}")
+    for one, two in zip(chain(*saved), chain(*here), strict=True):
+        if one != two:
+            raise _other(f"an optimizer with {one!r} where it has {two!r} here")
+
+
+def _other(text: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint holds {text}. Load it into the program that wrote it; nothing changed."
+    )
