@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -53,6 +52,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Args:
         path: of the file.
         tensors: of any device; views of one memory are written each on its own.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
     """
     storages: set[int] = set()
     whole: dict[str, Tensor] = {}
@@ -63,7 +65,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             contiguous = contiguous.clone()  # safetensors takes no part of a memory, and none twice
         storages.add(contiguous.untyped_storage().data_ptr())
         whole[name] = contiguous
-    _safetensors().save_file(whole, path)
+    safetensors = _safetensors()
+    try:
+        safetensors.torch.save_file(whole, path)
+    except safetensors.SafetensorError as error:  # the system's error is in its text
+        raise OSError(f"{path} cannot be written: {error}") from None
     flush(path)
 
 
@@ -73,11 +79,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is not in that format.
     """
+    safetensors = _safetensors()
     try:
-        return _safetensors().load_file(path)
-    except Exception as error:  # the library's own kind, of its Rust code
-        if isinstance(error, CheckpointError | MemoryError):
-            raise
+        return safetensors.torch.load_file(path)
+    except safetensors.SafetensorError as error:
         raise CheckpointError(f"{path} cannot be read as safetensors ({error}). {OLDER}") from None
 
 
@@ -156,14 +161,14 @@ def _sha256(path: Path) -> str:
     return found.hexdigest()
 
 
-def _safetensors() -> ModuleType:
+def _safetensors() -> Any:
     try:
         import safetensors.torch
     except ImportError:
         raise CheckpointError(
             'Checkpoints need safetensors, which is not installed: pip install "superbatch[checkpoint]"'
         ) from None
-    return safetensors.torch
+    return safetensors
 
 
 def as_dtype(name: str) -> torch.dtype:

@@ -28,7 +28,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [(int(m[1]), path) for path in folder.iterdir() if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / HEAD).is_file()]
+    return [path for _, path in sorted(found)]
 
 
 def place_of(folder: Path, updates: int) -> tuple[Path, Path]:
@@ -118,8 +118,10 @@ def newest(path: Path) -> Path | None:
     """
     if (path / HEAD).is_file():
         return path
+    if path.is_dir() and _NAME.fullmatch(path.name):
+        return path  # without its head, which `read_head` tells
     if path.is_file() or _NAME.fullmatch(path.name):
-        what = "a file" if path.is_file() else "not there" if not path.exists() else "not a whole checkpoint"
+        what = "a file" if path.is_file() else "not there"
         raise CheckpointError(f"{path} is {what}. Pass the folder that save_checkpoint() was given.")
     found = checkpoints_in(path)
     return found[-1] if found else None

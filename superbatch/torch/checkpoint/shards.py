@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def read_shards(
             tensors[name] = torch.empty_like(like.detach(), dtype=dtype, requires_grad=False)
         else:
             tensors[name] = torch.empty(entry["shape"], dtype=dtype)
-    load(tensors, checkpoint_id=str(folder / FOLDER), no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():  # one process reads what several have written: that is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        load(tensors, checkpoint_id=str(folder / FOLDER), no_dist=not dist.is_initialized())
     return tensors
 
 

@@ -98,16 +98,27 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     names = plain_names(model, state)
     return {
         "state": {names[key]: value for key, value in state.items()},
-        # Versions of the modules, which their loading may depend on.
-        "metadata": dict(getattr(state, "_metadata", {})),
+        "metadata": {plain: _metadata(state)[path] for path, plain in _modules(model, state).items()},
     }
+
+
+def _metadata(state: Any) -> Mapping[str, Any]:
+    """Return the versions of the modules by their paths, which loading may depend on."""
+    return getattr(state, "_metadata", {})
+
+
+def _modules(model: nn.Module, state: Any) -> dict[str, str]:
+    """Return the plain paths of the modules that a state has versions of; the last of a wrapper's counts."""
+    return plain_names(model, _metadata(state))
 
 
 def _load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
     state = model.state_dict()
     for key, plain in plain_names(model, state).items():
         state[key] = placed(saved["state"][plain], state[key])
-    state._metadata = saved["metadata"]  # type: ignore[attr-defined]
+    for path, plain in _modules(model, state).items():
+        if plain in saved["metadata"]:
+            state._metadata[path] = saved["metadata"][plain]  # type: ignore[attr-defined]
     model.load_state_dict(state)
 
 
