@@ -5,10 +5,6 @@ from ..results.update import Update as Update
 from ..window import Window as Window
 from ..window import windows as windows
 from .accumulator import Accumulator as Accumulator
-from .checkpoint import Checkpoint as Checkpoint
-from .checkpoint import StopSignals as StopSignals
-from .checkpoint import load_checkpoint as load_checkpoint
-from .checkpoint import save_checkpoint as save_checkpoint
 from .gradient import Gradient as Gradient
 from .gradient import WholeGradient as WholeGradient
 from .gradient import gradient as gradient

@@ -23,6 +23,7 @@ MODULES = (
     TESTING,
     "superbatch.torch",
     "superbatch.torch.caffe",
+    "superbatch.torch.checkpoint",
     OPTIONS,
     "superbatch.torch.tuning",
 )

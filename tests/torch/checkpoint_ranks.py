@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from superbatch.errors import SuperbatchError
-from superbatch.torch import Accumulator, load_checkpoint, save_checkpoint
+from superbatch.torch import Accumulator
+from superbatch.torch.checkpoint import load_checkpoint, save_checkpoint
+from superbatch.torch.options import PerSampleRandom
 from tests.torch.sharded_training import full, fully, join, leave
 
 UPDATES, SAVED = 5, 2
@@ -34,13 +36,13 @@ def net() -> nn.Module:
 def rows(update: int, rank: int, count: int) -> Tensor:
     """Return a rank's share of the samples of an update, whose number does not depend on the ranks."""
     generator = torch.Generator().manual_seed(update)
-    return torch.randn(13, 4, generator=generator, dtype=torch.float64)[rank::count]
+    return torch.randn(13, 4, generator=generator, dtype=torch.float64).tensor_split(count)[rank]
 
 
 class Training:
     """A model that is wrapped in one way, with AdamW and a schedule."""
 
-    def __init__(self, how: str, *, noisy: bool = False) -> None:
+    def __init__(self, how: str, *, noisy: bool = False, by_sample: bool = False) -> None:
         self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if how != "alone" else (0, 1)
         model, self.noisy = net(), noisy
         if how == "DDP":
@@ -55,6 +57,7 @@ class Training:
             self.loss,
             microbatch_size=3 if how == "DDP" else 2,
             max_grad_norm=0.1,
+            participants=[PerSampleRandom()] if by_sample else [],
             scheduler=torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.8),
             check=False,
         )
@@ -102,6 +105,12 @@ def save_all(folder: Path) -> dict[str, Any]:
         save_checkpoint(folder / how, training.accumulate, samples=13 * SAVED)
         training.run(SAVED, UPDATES)
         found[how] = training.parameters()
+        training = Training(how, noisy=True, by_sample=True)
+        torch.manual_seed(7)
+        training.run(0, SAVED)
+        save_checkpoint(folder / f"{how}, by sample", training.accumulate)
+        training.run(SAVED, UPDATES)
+        found[f"{how}, by sample"] = training.parameters()
         found[f"{how}, in flight"] = in_flight(how, folder / f"{how}, in flight")
     found["failed"] = failed(folder / "DDP")
     return found
@@ -150,6 +159,10 @@ def load_all(folder: Path) -> dict[str, Any]:
         if saved != "alone":
             load = partial(load_checkpoint, folder / f"{saved}, in flight", Training("FSDP2").accumulate)
             found[f"{saved}, in flight"] = error_of(load)
+            training = Training("DDP", noisy=True, by_sample=True)
+            load_checkpoint(folder / f"{saved}, by sample", training.accumulate)
+            training.run(SAVED, UPDATES)
+            found[f"{saved}, by sample"] = training.parameters()
     return found
 
 

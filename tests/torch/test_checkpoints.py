@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from superbatch.errors import CheckpointError, InputError, WindowError
-from superbatch.torch import Accumulator, WholeBatch, load_checkpoint, save_checkpoint
+from superbatch.torch import Accumulator, WholeBatch
+from superbatch.torch.checkpoint import load_checkpoint, save_checkpoint
 from superbatch.torch.checkpoint.codec import Encoder, decode
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from tests.torch.states import assert_unchanged

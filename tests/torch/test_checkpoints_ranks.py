@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from superbatch.torch import load_checkpoint, save_checkpoint
+from superbatch.torch.checkpoint import load_checkpoint, save_checkpoint
 from tests.torch import checkpoint_ranks as ranks
 from tests.torch.two_ranks import found_by_both
 
@@ -96,6 +96,9 @@ def test_three_ranks_go_on(saved: Found, folder: Path, alone: dict[str, Tensor],
                 close(cell["parameters"], alone)
         for how in ranks.HOW:
             assert "within a window by 2 ranks, and here are 3. Start 2" in each[f"{how}, in flight"]
+            close(each[f"{how}, by sample"], saved[0][f"{how}, by sample"])
+            dropout = found[0][f"{how}, by sample"]["0.weight"] - alone["0.weight"]
+            assert dropout.norm() > 0.01 * alone["0.weight"].norm(), "premise"
 
 
 def test_a_rank_that_cannot_write_fails_all_and_no_checkpoint_is_lost(saved: Found) -> None:

@@ -31,7 +31,7 @@ class Group:
     gather: Callable[[Any], list[Any]]
 
     def each(self, work: Callable[[], T]) -> T:
-        """Do something on every rank; an error of one is an error of all.
+        """Run a function on every rank; an error of one is an error of all.
 
         Raises:
             CheckpointError: another rank failed; the text has its error.
@@ -45,7 +45,7 @@ class Group:
         return result
 
     def first(self, work: Callable[[], T]) -> T:
-        """Do something on the first rank, and return its result on all of them.
+        """Run a function on the first rank, and return its result on all of them.
 
         Raises:
             CheckpointError: the first rank failed; the text has its error.

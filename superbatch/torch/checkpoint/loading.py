@@ -53,8 +53,9 @@ def load_checkpoint(
 
     At the boundary of windows any number of ranks, another wrapping of the model (none, DDP, FSDP2) and any
     micro-batch size may go on: updates are those of the training that was never stopped, to rounding, where
-    no random operation depends on the split. Random generators are restored where the number of ranks is that
-    of the checkpoint. A window in flight is resumed by the same number of ranks, with the same batch.
+    no random operation depends on the split. Each rank restores the random generators that it had; those of a
+    rank that is new stay as they are. A window in flight is resumed by the same number of ranks, with the
+    same batch.
 
     Args:
         path: the folder that `save_checkpoint` was given, or that of one checkpoint in it.
@@ -92,19 +93,19 @@ def load_checkpoint(
     tree = group.each(lambda: files.read_json(found / "state.json"))
     shards = read_shards(found, sharded_in(tree), engine.config.models)
     shared, own = group.each(lambda: _decoded(found, head, group, tree, shards))
-    same_ranks = head["ranks"] == group.count
+    had_this_rank = group.rank < head["ranks"]
     before = engine.state_dict()
 
     def check() -> None:
         check_shared(engine, shared)
-        if same_ranks:
+        if had_this_rank:
             check_generators(own["random"], own_generators)
 
     group.each(check)
     with DeferredInterrupts():
         _load_own(engine, group, own["accumulator"], shared["masters"], before)
         load_shared(engine, shared)
-        if same_ranks:
+        if had_this_rank:
             restore_random(own["random"], own_generators)
     facts = {name: head[name] for name in ("updates", "samples", "ranks", "in_flight")}
     return Checkpoint(path=found, extra=shared["extra"], **facts)
@@ -130,9 +131,9 @@ def _checked_head(path: Path, group: Group) -> dict[str, Any]:
 def _decoded(
     path: Path, head: Mapping[str, Any], group: Group, tree: Any, shards: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state that ranks share, and this rank's own: the first one's where their number differs."""
+    """Return the state that ranks share, and this rank's own: the first one's for a rank that is new."""
     shared = decode(tree, {**files.read_tensors(path / "state.safetensors"), **shards})
-    rank = group.rank if head["ranks"] == group.count else 0
+    rank = group.rank if group.rank < head["ranks"] else 0
     own = files.read_json(path / f"rank-{rank}.json")["state"]
     return shared, decode(own, files.read_tensors(path / f"rank-{rank}.safetensors"))
 

@@ -64,7 +64,8 @@ def save_checkpoint(
     Examples:
         >>> import tempfile
         >>> from torch import nn
-        >>> from superbatch.torch import Accumulator, load_checkpoint
+        >>> from superbatch.torch import Accumulator
+        >>> from superbatch.torch.checkpoint import load_checkpoint
         >>> model = nn.Linear(2, 1)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> accumulate = Accumulator(model, sgd, lambda x: model(x).square().mean())
