@@ -65,10 +65,21 @@ def explain(given: str, wrong: str, do: str) -> str:
         do: the remedy, as an instruction.
 
     Returns:
-        One text of three sentences.
+        One text of two sentences.
 
     Examples:
         >>> explain("microbatch_size=0", "a micro-batch needs a sample", "pass a positive int")
-        'Given: microbatch_size=0. Wrong: a micro-batch needs a sample. Do: pass a positive int.'
+        'microbatch_size=0: a micro-batch needs a sample. Pass a positive int.'
     """
-    return f"Given: {given}. Wrong: {wrong}. Do: {do}."
+    return f"{given}: {wrong}. {instruction(do)}."
+
+
+def instruction(text: str) -> str:
+    """Return a remedy as the sentence that begins with it: its first word, unless it is code, with a capital.
+
+    Examples:
+        >>> instruction("pass a positive int"), instruction("model.eval()")
+        ('Pass a positive int', 'model.eval()')
+    """
+    first = text.split(" ", 1)[0].rstrip(",:;")
+    return text[:1].upper() + text[1:] if first.isalpha() else text

@@ -119,7 +119,7 @@ def unmet(batch: Any, path: str) -> InputError:
 
     Examples:
         >>> print(unmet({"x": 1}, "y"))
-        Given: declared path 'y'. Wrong: the batch has no such part. Do: use one of the paths there are: 'x'.
+        declared path 'y': the batch has no such part. Use one of the paths there are: 'x'.
     """
     if find(batch, path) is ABSENT:
         remedy = f"use one of the paths there are: {listed_paths(batch)}"

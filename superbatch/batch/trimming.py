@@ -63,7 +63,7 @@ def check_trimmed(node: Any, path: str, *, packed: bool) -> int:
     Examples:
         >>> check_trimmed([1, 2], "labels", packed=False)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        superbatch.errors.InputError: Given: trim=('labels',), which names a list. Wrong: ...
+        superbatch.errors.InputError: trim=('labels',), which names a list: ...
     """
     shape = array_shape(node)
     if shape is not None and len(shape) >= 2 and not packed:

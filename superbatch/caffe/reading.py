@@ -68,7 +68,7 @@ def parse_solver(text: str) -> SolverConfig:
         (10, 20)
         >>> parse_solver('base_lr: 0.01\nlr_polcy: "fixed"')
         Traceback (most recent call last):
-        superbatch.errors.PrototxtError: Given: line 2, column 1: 'lr_polcy'. Wrong: ...
+        superbatch.errors.PrototxtError: line 2, column 1: 'lr_polcy': ...
     """
     values, places = _message(parse(text), _SOLVER, "a solver")
     if "solver_type" in values:

@@ -87,7 +87,7 @@ def parse(text: str) -> Message:
         ['stepvalue', 'stepvalue', 'net_param']
         >>> parse("gamma 0.1")
         Traceback (most recent call last):
-        superbatch.errors.PrototxtError: Given: line 1, column 7: '0.1'. Wrong: a colon is missing ...
+        superbatch.errors.PrototxtError: line 1, column 7: '0.1': a colon is missing ...
     """
     reader = _Reader(text)
     fields = tuple(reader.fields(None, 0))

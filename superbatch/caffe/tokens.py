@@ -47,7 +47,7 @@ def wrong_at(line: int, column: int, given: str, wrong: str, do: str) -> Prototx
 
     Examples:
         >>> print(wrong_at(3, 7, "gamma 0.1", "a colon is missing", "write gamma: 0.1"))
-        Given: line 3, column 7: gamma 0.1. Wrong: a colon is missing. Do: write gamma: 0.1.
+        line 3, column 7: gamma 0.1: a colon is missing. Write gamma: 0.1.
     """
     return PrototxtError(
         explain(f"line {line}, column {column}: {given}", wrong, do), line=line, column=column

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..errors import instruction
 from .coupling import CouplingPoint
 
 
@@ -29,7 +30,7 @@ class Finding:
     Examples:
         >>> finding = Finding("batchnorm", "1", 0.3, "type", "BatchNorm1d in training mode", "model.eval()")
         >>> print(finding)
-        batchnorm in 1 (type, 0.3): BatchNorm1d in training mode. Do: model.eval().
+        batchnorm in 1 (type, 0.3): BatchNorm1d in training mode. model.eval().
     """
 
     kind: str
@@ -45,7 +46,7 @@ class Finding:
         if self.term:
             where = f"{where}, term {self.term!r}"
         found = f"{self.kind} in {where} ({self.found_by}, {self.evidence:.3g})"
-        return f"{found}: {self.detail}. Do: {self.remedy}."
+        return f"{found}: {self.detail}. {instruction(self.remedy)}."
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,7 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(OptimizerError, match="a sparse gradient"):
         optimizer.step()
-    with pytest.raises(InputError, match=r"clip='sum'.* Do: pass clip=\"caffe\""):
+    with pytest.raises(InputError, match=r"clip='sum'.* Pass clip=\"caffe\""):
         solver(config, layer.parameters(), clip="sum")  # pyright: ignore[reportArgumentType]  (the mistake)
     with pytest.raises(InputError, match=r"a solver of type str.*read_solver"):
         solver("solver.prototxt", layer.parameters())  # pyright: ignore[reportArgumentType]  (the mistake)

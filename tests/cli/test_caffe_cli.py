@@ -71,10 +71,10 @@ def test_json_is_all_that_is_printed(solver: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("gamma: 0.1", "gama: 0.1", "Given: line 4, column 1: 'gama'. Wrong: a solver has no such field"),
-        ("gamma: 0.1", "gamma 0.1", "Given: line 4, column 7: '0.1'. Wrong: a colon is missing after gamma"),
-        ("max_iter: 1000", "max_iter: 1e3", "Given: line 6, column 11: max_iter: 1e3. Wrong: max_iter is"),
-        ('prototxt"', "prototxt", "Given: line 1, column 6: .*the string has no end on its line"),
+        ("gamma: 0.1", "gama: 0.1", "line 4, column 1: 'gama': a solver has no such field"),
+        ("gamma: 0.1", "gamma 0.1", "line 4, column 7: '0.1': a colon is missing after gamma"),
+        ("max_iter: 1000", "max_iter: 1e3", "line 6, column 11: max_iter: 1e3: max_iter is"),
+        ('prototxt"', "prototxt", "line 1, column 6: .*the string has no end on its line"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(
@@ -88,9 +88,9 @@ def test_a_mistake_in_the_file_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("none.prototxt",), "the solver file 'none.prototxt'. Wrong: No such file or directory"),
+        (("none.prototxt",), "the solver file 'none.prototxt': No such file or directory"),
         ((), "Missing argument"),
-        (("solver.prototxt", "--batch-size", "0"), "Given: batch_size=0"),
+        (("solver.prototxt", "--batch-size", "0"), "batch_size=0"),
         (
             ("solver.prototxt", "--batch", "8"),
             r"No such option: --batch. Did you mean --batch-size\? See superbatch caffe --help",

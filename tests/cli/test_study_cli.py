@@ -107,7 +107,7 @@ def test_help_does_not_import_torch() -> None:
     [
         (("momentun",), r"There is no study 'momentun'; did you mean 'momentum'\? Use one of"),
         (("momentum", "digit"), "There is no recipe 'digit'"),
-        (("precision", "--margin", "0.5"), "margin=0.5 with the study 'precision'. Wrong: it means nothing"),
+        (("precision", "--margin", "0.5"), "margin=0.5 with the study 'precision': it means nothing"),
         (("momentum", "pairs", "--quick"), "its samples see each other"),
         (
             ("coupled", "digits", "--quick"),
@@ -117,7 +117,7 @@ def test_help_does_not_import_torch() -> None:
             ("coupled", "--json"),
             "--json prints one report. Name a recipe: superbatch study coupled code-search",
         ),
-        (("momentum", "--runs", "0"), "Given: runs=0. Wrong: it counts something"),
+        (("momentum", "--runs", "0"), "runs=0: it counts something"),
         (("momentum", "--out", f"{__file__}/report"), "test_study_cli.py' is a file"),
         (("momentum", "--colour", "red"), "No such option: --colour.* See superbatch study --help"),
     ],

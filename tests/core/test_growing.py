@@ -206,7 +206,7 @@ def test_batches_for_a_loader_of_samples() -> None:
     [
         ({"batch": 0}, "batch=0"),
         ({"microbatch": 65}, "already smaller than a micro-batch"),
-        ({"form": "exact"}, "give dataset="),
+        ({"form": "exact"}, "Give dataset="),
         ({"form": "exact", "dataset": 64}, "more than those of a batch"),
         ({"form": "other"}, "form='other'"),
         ({"decay_from": -1.0}, "decay_from"),

@@ -355,7 +355,7 @@ def test_wrong_input_is_refused() -> None:
         NoiseMeter().add({"all": Estimate(math.nan, 1.0)}, samples=8)
     meter = NoiseMeter()
     meter.add({"all": Estimate(1.0, 1.0)}, samples=8)
-    with pytest.raises(InputError, match="make a new NoiseMeter"):
+    with pytest.raises(InputError, match="Make a new NoiseMeter"):
         meter.add({"other": Estimate(1.0, 1.0)}, samples=8)
     with pytest.raises(InputError, match="positive numbers"):
         noise_over_run([], batch_size=8)

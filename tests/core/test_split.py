@@ -70,7 +70,7 @@ def test_sizes_are_positive(value: Any) -> None:
         lambda: split(torch.zeros(8), value),
         lambda: TokenBudget(value, "lengths"),
     ):
-        with pytest.raises(InputError, match=r"at least 1 is needed.*pass a positive int"):
+        with pytest.raises(InputError, match=r"at least 1 is needed.*Pass a positive int"):
             call()
 
 
@@ -123,7 +123,7 @@ def test_near_equal_cost_makes_the_largest_part_smallest() -> None:
 
 def test_a_sample_above_the_budget_is_named() -> None:
     with pytest.raises(
-        SplitError, match=r"sample 2 with cost 9.*budget of 8.*alone is above.*raise the budget"
+        SplitError, match=r"sample 2 with cost 9.*budget of 8.*alone is above.*Raise the budget"
     ):
         near_equal_cost([1, 8, 9, 2], 8)
 

@@ -55,8 +55,8 @@ def test_axis_and_back(m: float) -> None:
         (1.0, 1.0, 100, "no rising ramp of positive numbers"),
         (1e-3, math.inf, 100, "no rising ramp of positive numbers"),
         (math.nan, 1.0, 100, "no rising ramp of positive numbers"),
-        (1e-3, 1.0, 11, "give at least 12"),
-        (1e-3, 1.0, True, "give at least 12"),
+        (1e-3, 1.0, 11, "Give at least 12"),
+        (1e-3, 1.0, True, "Give at least 12"),
     ],
 )
 def test_what_is_no_ramp(low: float, high: float, updates: int, message: str) -> None:

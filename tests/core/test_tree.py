@@ -169,7 +169,7 @@ def test_a_mapping_that_cannot_be_made_again_is_named() -> None:
         def __init__(self, number: int, entries: dict[str, Any]) -> None:
             super().__init__(entries)
 
-    with pytest.raises(SplitError, match=r"Stubborn at path 'inputs'.*cannot be made.*pass a dict"):
+    with pytest.raises(SplitError, match=r"Stubborn at path 'inputs'.*cannot be made.*Pass a dict"):
         take({"inputs": Stubborn(1, {"x": x()})}, 0, 2)
 
 
@@ -254,7 +254,7 @@ def test_a_declared_path_inside_another_is_refused() -> None:
 
 
 def test_a_part_cannot_be_whole_and_per_sample() -> None:
-    with pytest.raises(InputError, match=r"'y' in unsplit= and in per_sample=.*declare it once"):
+    with pytest.raises(InputError, match=r"'y' in unsplit= and in per_sample=.*Declare it once"):
         plan({"x": x(), "y": NAMES}, unsplit=("y",), per_sample=("y",))
 
 

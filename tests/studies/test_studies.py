@@ -517,7 +517,7 @@ def test_wrong_options(name: str, options: dict[str, float], message: str) -> No
 
 @pytest.mark.parametrize("name", ["grow-batch", "critical-batch"])
 def test_a_training_that_diverges_is_said_to(name: str) -> None:
-    with pytest.raises(InputError, match=r"Given: lr 50\. Wrong: training diverges.*--lr"):
+    with pytest.raises(InputError, match=r"lr 50: training diverges.*--lr"):
         study(name, own_recipe.plane(), Options(runs=1, samples=900, learning_rate=50.0))
 
 

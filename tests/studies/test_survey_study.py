@@ -363,7 +363,7 @@ def test_progress_goes_to_its_end() -> None:
     ("changes", "message"),
     [
         ({"repeats": 0}, "repeats=0"),
-        ({"updates": 5}, "give at least 12"),
+        ({"updates": 5}, "Give at least 12"),
         ({"dtype": "float16"}, "rounding of their dtype"),
         ({"learning_rate": -1.0}, "must be above zero"),
         ({"optimizer": "lion"}, "does not offer it"),

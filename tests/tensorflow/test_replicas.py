@@ -84,12 +84,12 @@ def test_a_window_goes_on_from_a_checkpoint(found: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("an optimizer from outside", "OptimizerError: Given: an optimizer of type SGD that cannot be built"),
-        ("add outside", "WindowError: Given: add() outside of strategy.run, to variables on 2 replicas"),
-        ("apply inside", "WindowError: Given: apply() inside of strategy.run or strategy.scope()"),
+        ("an optimizer from outside", "OptimizerError: an optimizer of type SGD that cannot be built"),
+        ("add outside", "WindowError: add() outside of strategy.run, to variables on 2 replicas"),
+        ("apply inside", "WindowError: apply() inside of strategy.run or strategy.scope()"),
         (
             "plain variables",
-            "WindowError: Given: add() in a replica, to an accumulator of variables that are",
+            "WindowError: add() in a replica, to an accumulator of variables that are",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def _one(cell: Cell, whole: _Run, at: int, on: bool, found: Found) -> None:
     text = str(run.error)
     if not out_of_memory(run.error) and not isinstance(run.error, OutOfMemoryError):
         found.wrong.append(f"{where}: {type(run.error).__name__}: {text[:300]}")
-    elif "load a checkpoint" in text:
+    elif "Load a checkpoint" in text:
         found.torn += 1
     elif (moved := run.moved_since(before)) is not None:
         found.wrong.append(f"{where}: {moved} has moved, and the error does not say so: {text[:300]}")

@@ -54,7 +54,6 @@ def test_the_error_names_the_modules_and_the_choices_before_any_update():
         accumulate(BATCHES[0])
     text = str(caught.value)
     assert all(choice in text for choice in ("GhostBatchNorm()", "FrozenBatchNorm()", "WholeBatch"))
-    assert all(word in text for word in ("Given:", "Wrong:", "Do:"))
     assert_unchanged(before, fingerprint(model, optimizer))
 
 
@@ -88,7 +87,7 @@ def test_without_running_statistics_it_couples_in_evaluation_mode_too():
 def test_without_running_statistics_it_cannot_be_frozen(check: bool):
     model = net(nn.BatchNorm1d(4, track_running_stats=False))
     before = fingerprint(model)
-    with pytest.raises(SuperbatchError, match="Do:"):
+    with pytest.raises(SuperbatchError, match=r"\. [A-Z]"):
         accumulator(model, participants=[FrozenBatchNorm()], check=check)(BATCHES[0])
     assert_unchanged(before, fingerprint(model))
 

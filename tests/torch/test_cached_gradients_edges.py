@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import re
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -55,8 +56,7 @@ def refused(
     before = fingerprint(*models)
     with pytest.raises(kind, match=match) as caught:
         cached_gradients(encode, loss_fn, batch, size, **options)
-    text = str(caught.value)
-    assert all(word in text for word in ("Given:", "Wrong:", "Do:")) or ". Pass " in text
+    assert re.search(r"\. [A-Z]", str(caught.value)), "no instruction"
     assert_unchanged(before, fingerprint(*models))
 
 
@@ -131,11 +131,11 @@ def test_running_statistics_that_no_version_counter_shows():
 
 
 def test_a_function_needs_its_models():
-    refused(InputError, r"without models.*pass models=\[\.\.\.\]", lambda b: b, ring, normal(7, 6))
+    refused(InputError, r"without models.*Pass models=\[\.\.\.\]", lambda b: b, ring, normal(7, 6))
     model, hidden = tower(), tower(4)
     refused(
         InputError,
-        r"a parameter of shape \(4, 8\).*\(Sequential\).*pass models",
+        r"a parameter of shape \(4, 8\).*\(Sequential\).*Pass models",
         lambda b: hidden(model(b)),
         ring,
         normal(7, 6),

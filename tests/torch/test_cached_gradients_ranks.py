@@ -78,7 +78,7 @@ def test_a_temperature_counted_on_every_rank_is_noticed(results: Any):
 @pytest.mark.parametrize("where", ["first_pass", "loss", "second_pass", "empty"])
 def test_where_one_rank_fails_both_do_and_are_as_before(results: Any, where: str):
     first, second = both(results, f"fails_{where}")
-    assert first["error"].startswith("WindowError: Given: ranks that share a batch")
+    assert first["error"].startswith("WindowError: ranks that share a batch")
     assert second["error"].startswith("SplitError" if where == "empty" else "KeyError: 'user code'")
     for result in (first, second):
         assert_unchanged(result["before"], result["after"])

@@ -408,7 +408,7 @@ def test_a_tail_is_a_batch_of_its_own_size() -> None:
     [
         (
             [torch.ones(2, 3), torch.ones(2, 4)],
-            r"samples of the shapes \(3,\), \(4,\).*pad them to one shape",
+            r"samples of the shapes \(3,\), \(4,\).*Pad them to one shape",
         ),
         ([{"x": torch.ones(2), "rate": 1}, {"x": torch.ones(2), "rate": 2}], "parts 'rate' differ"),
         ([{"x": torch.ones(2)}, {"y": torch.ones(2)}], "different entries"),
@@ -458,7 +458,7 @@ def test_the_report_says_where_samples_met() -> None:
 
 def test_by_default_coupled_samples_are_refused_with_the_choices() -> None:
     with pytest.raises(
-        CoupledSamplesError, match=r"choose superbatch\.torch\.WholeBatch.*FrozenBatchNorm.*GhostBatchNorm"
+        CoupledSamplesError, match=r"Choose superbatch\.torch\.WholeBatch.*FrozenBatchNorm.*GhostBatchNorm"
     ):
         Twins("BatchNorm").plain()(batches()[0])
     with pytest.raises(CoupledSamplesError, match=r"samples influence each other.*use WholeBatch"):
@@ -482,9 +482,9 @@ def test_options_of_separate_samples_are_not_there(options: dict[str, Any]) -> N
 
 
 def test_options_of_other_libraries_are_answered_with_those_that_are_there() -> None:
-    with pytest.raises(InputError, match=r"WholeBatch has no option lr_scheduler=.*pass scheduler="):
+    with pytest.raises(InputError, match=r"WholeBatch has no option lr_scheduler=.*Pass scheduler="):
         Twins("BatchNorm", lr_scheduler=None)
-    with pytest.raises(InputError, match=r"WholeBatch has no option weights=.*pass weight="):
+    with pytest.raises(InputError, match=r"WholeBatch has no option weights=.*Pass weight="):
         Twins("BatchNorm", weights=None)
 
 
@@ -511,8 +511,8 @@ def test_options_of_other_libraries_are_answered_with_those_that_are_there() -> 
                 (numpy.array([1, 2]), r"microbatch_size=array\(.*\)"),
             ]
         ),
-        ({"rng": "yes"}, "rng='yes'.*pass one of 'microbatch', 'batch'"),
-        ({"rng": None}, "rng=None.*pass one of 'microbatch', 'batch'"),
+        ({"rng": "yes"}, "rng='yes'.*Pass one of 'microbatch', 'batch'"),
+        ({"rng": None}, "rng=None.*Pass one of 'microbatch', 'batch'"),
     ],
 )
 def test_options_that_have_no_meaning_beside_it(options: dict[str, Any], text: str) -> None:
@@ -537,7 +537,7 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
     twins = Twins()
     packed = {"x": torch.ones(6, 2), "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
     with pytest.raises(
-        SplitError, match=r"a batch of 2 coupled samples with a tensor of length 6.*give a padded batch"
+        SplitError, match=r"a batch of 2 coupled samples with a tensor of length 6.*Give a padded batch"
     ):
         twins.accumulate(packed)
 
@@ -551,9 +551,9 @@ def test_a_batch_whose_tensors_are_not_one_row_per_sample() -> None:
             {"x": torch.ones(2, 2), "boxes": [{"at": 1}, {"at": 2}]},
             "lists of per-sample targets.*Pad them to",
         ),
-        (3, "nothing to split.*pass tensors with one row for each sample"),
+        (3, "nothing to split.*Pass tensors with one row for each sample"),
         ({"x": numpy.ones((6, 2)), "name": "six"}, "6 coupled samples without a tensor.*torch.from_numpy"),
-        (["a", "b"], "2 coupled samples without a tensor.*make tensors of them before the call"),
+        (["a", "b"], "2 coupled samples without a tensor.*Make tensors of them before the call"),
     ],
 )
 def test_a_batch_that_cannot_be_a_virtual_one(batch: Any, text: str) -> None:
@@ -665,7 +665,7 @@ def test_what_is_not_finite(where: str) -> None:
         one.loss = spoilt
     before = fingerprint(twins.model, twins.ours, twins.accumulate)
     with pytest.raises(
-        NonFiniteError, match=f"a batch with loss .* its {where} is not finite.*look at that batch; "
+        NonFiniteError, match=f"a batch with loss .* its {where} is not finite.*Look at that batch; "
     ):
         twins.accumulate(second)
     assert_unchanged(before, fingerprint(twins.model, twins.ours, twins.accumulate))
@@ -674,7 +674,7 @@ def test_what_is_not_finite(where: str) -> None:
     assert_unchanged(before, fingerprint(skipping.model, skipping.ours))
     assert not update.made and update.microbatches == 6
     assert update.skipped is not None and f"its {where} is not finite" in update.skipped
-    assert update.skipped.endswith("Do: look at that batch.")
+    assert update.skipped.endswith("Look at that batch.")
     for one in (twins, skipping):
         one.loss = classify
         assert one.accumulate(third).made
@@ -712,7 +712,7 @@ def test_memory_may_run_out_at_any_operation() -> None:
         with quiet():
             for number, batch in enumerate(batches()):
                 if number != 1:
-                    updates += [] if error and "load a checkpoint" in error else [twins.accumulate(batch)]
+                    updates += [] if error and "Load a checkpoint" in error else [twins.accumulate(batch)]
                     continue
                 with fail:
                     fail.arm(-1 if at is None else at)
@@ -721,7 +721,7 @@ def test_memory_may_run_out_at_any_operation() -> None:
                     except (OutOfMemoryError, RuntimeError) as raised:
                         error = str(raised)
                         # With half of an update made there is no other before a state is loaded.
-                        updates += [] if "load a checkpoint" in error else [twins.accumulate(batch)]
+                        updates += [] if "Load a checkpoint" in error else [twins.accumulate(batch)]
         return twins, fail, updates, error
 
     reference, whole, updates, _ = train(None)
@@ -730,7 +730,7 @@ def test_memory_may_run_out_at_any_operation() -> None:
     for at in range(0, whole.count, 97):
         twins, fail, updates, error = train(at)
         assert len(fail.failed) == 1, "premise: it failed once"
-        if error is not None and "load a checkpoint" in error:
+        if error is not None and "Load a checkpoint" in error:
             continue
         assert_same_parameters(reference.model, twins.model, EXACT, start=reference.start)
         for name, buffer in reference.model.named_buffers():

@@ -18,7 +18,7 @@ APART = (
     "that others made, or a state was loaded on some of them. Load the same checkpoint on every rank."
 )
 TORN = "OptimizerError: The last update broke inside the optimizer's step"
-OWN = {"split": "SplitError: Given: parts of different lengths", "step": TORN}
+OWN = {"split": "SplitError: parts of different lengths", "step": TORN}
 BEFORE_THE_STEP = ("split", "weight", "forward", "backward", "clip")
 
 

@@ -268,7 +268,7 @@ def test_settings_follow_the_controller() -> None:
     again.load_state_dict(steps.state_dict())
     again(3)
     assert optimizer.param_groups[0]["lr"] == 0.1
-    with pytest.raises(InputError, match="use AdaScaleRate"):
+    with pytest.raises(InputError, match="Use AdaScaleRate"):
         AdaptiveBatch(optimizer, steps, rule="gain")
 
 

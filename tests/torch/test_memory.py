@@ -186,7 +186,7 @@ def test_nested_measurements_agree():
 
 
 def test_other_devices_are_refused():
-    with pytest.raises(InputError, match=r"device='meta'.*CPU and CUDA only.*pass device"):
+    with pytest.raises(InputError, match=r"device='meta'.*CPU and CUDA only.*Pass device"):
         peak_bytes(lambda: None, device="meta")
 
 

@@ -28,7 +28,7 @@ def test_a_state_or_an_option_on_one_rank_only_is_an_error_on_all(said: list[dic
     for name, found in first.items():
         for text in found["said"]:
             assert "2 ranks that measure the noise, but do not agree on which windows" in text, name
-            assert "load the same state_dict() on every rank" in text, name
+            assert "Load the same state_dict() on every rank" in text, name
         assert found["unchanged"], "nothing is updated by a window that one rank takes for another"
         assert found["after"] == ["", "", ""], "loaded on all ranks they go on"
         assert found["windows"] == (3 if "every 2" in name else 6)

@@ -241,7 +241,7 @@ def test_nothing_is_touched(fails: bool) -> None:
 
     if fails:
         with pytest.raises(
-            PredictionError, match=r"DataDependentOutputException.*measure small micro-batches"
+            PredictionError, match=r"DataDependentOutputException.*Measure small micro-batches"
         ):
             predict_peak(loss_fn, batch, models=model, optimizers=optimizer)
     else:
@@ -294,7 +294,7 @@ def test_no_operation_computes_anything() -> None:
 )
 def test_what_fake_tensors_cannot_run_is_said(name: str, loss_of: Callable[[Tensor], Tensor]) -> None:
     model = mlp()
-    with pytest.raises(PredictionError, match=rf"could not: {name}.*measure small micro-batches"):
+    with pytest.raises(PredictionError, match=rf"could not: {name}.*Measure small micro-batches"):
         predict_peak(lambda x: loss_of(model(x)), torch.randn(4, 64), models=model)
 
 
@@ -480,7 +480,7 @@ def test_a_scripted_module_is_refused_before_anything_is_exchanged() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         model = nn.Sequential(nn.Linear(64, 10), torch.jit.script(nn.Linear(10, 10)), nn.Linear(10, 10))
     before = list(model.parameters())
-    with pytest.raises(PredictionError, match=r"scripted module.*measure small micro-batches"):
+    with pytest.raises(PredictionError, match=r"scripted module.*Measure small micro-batches"):
         predict_peak(cross_entropy(model), images(64)(4), models=model)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 

@@ -146,7 +146,7 @@ def test_the_rank_of_a_loss_that_is_not_finite_names_its_micro_batch(found: Foun
     assert one[0] == other[0] == "NonFiniteError"
     assert one[2] and other[2], "nothing has changed"
     assert "on another rank, or one that cannot be told" in one[1]
-    assert f"micro-batch {ranks.BAD} of 0..3 with loss nan. " in other[1]
+    assert f"micro-batch {ranks.BAD} of 0..3 with loss nan: " in other[1]
 
 
 def test_both_ranks_name_the_turn_and_the_parameter_of_a_gradient_that_is_not_finite(found: Found) -> None:
@@ -154,7 +154,7 @@ def test_both_ranks_name_the_turn_and_the_parameter_of_a_gradient_that_is_not_fi
         ((kind, text, unchanged),) = each["bad gradient"]["errors"]
         assert (kind, unchanged) == ("NonFiniteError", True)
         assert f"micro-batch {ranks.BAD} of 0..3 with loss" in text
-        assert "(on this rank; or that of another rank). Wrong: its gradient is not finite" in text
+        assert "(on this rank; or that of another rank): its gradient is not finite" in text
         assert "(the first parameter with such a gradient is 'shards." in text
         assert "skip_microbatch" not in text, "which sharded ranks cannot do"
 

@@ -108,7 +108,7 @@ def test_a_torn_update_is_refused_until_a_state_is_loaded() -> None:
     accumulate, batch = accumulator(model, optimizer), torch.randn(8, 3, dtype=F64)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     state = accumulate.state_dict()
-    with pytest.raises(OutOfMemoryError, match="load a checkpoint"):
+    with pytest.raises(OutOfMemoryError, match="Load a checkpoint"):
         accumulate(batch)
     torn = contents(model, optimizer)
     for _ in range(2):

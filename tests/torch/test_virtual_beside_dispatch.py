@@ -193,8 +193,8 @@ def test_numbers_are_handed_over_by_dlpack() -> None:
     ("ask", "error", "text"),
     [
         (lambda t: t.data_ptr(), WindowError, r"data_ptr\(\) of a tensor of the virtual batch.*no memory"),
-        (lambda t: t.share_memory_(), WindowError, r"share_memory_\(\) of a tensor.*take its numbers"),
-        (lambda t: t.apply_(abs), WindowError, r"apply_\(\) of a tensor.*take its numbers"),
+        (lambda t: t.share_memory_(), WindowError, r"share_memory_\(\) of a tensor.*Take its numbers"),
+        (lambda t: t.apply_(abs), WindowError, r"apply_\(\) of a tensor.*Take its numbers"),
         (to_dlpack, RuntimeError, "Cannot access data pointer"),
     ],
 )

@@ -192,7 +192,7 @@ def test_a_loss_may_be_used_after_the_block_and_outputs_may_not() -> None:
     assert f"{loss:.3f}" == f"{expected:.3f}"
     assert f"{expected:.4f}" in repr(loss)
     assert float(loss.detach() * 2) == pytest.approx(2 * expected, rel=1e-14)
-    with pytest.raises(WindowError, match=r"whose block has ended.*use it in the block"):
+    with pytest.raises(WindowError, match=r"whose block has ended.*Use it in the block"):
         outputs.sum()
 
 

@@ -71,7 +71,7 @@ def from_json(kind: type[T], text: str) -> T:
         >>> from superbatch.results.update import Update
         >>> from_json(Update, '{"report": "Update", "loss": 1}')
         Traceback (most recent call last):
-        superbatch.errors.InputError: Given: a report in JSON. Wrong: Update has no field grad_norm. ...
+        superbatch.errors.InputError: a report in JSON: Update has no field grad_norm. ...
     """
     try:
         content: Any = json.loads(text)

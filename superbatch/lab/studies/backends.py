@@ -119,7 +119,7 @@ def check_installed(name: str) -> None:
     Examples:
         >>> check_installed("numpy")
         Traceback (most recent call last):
-        superbatch.errors.InputError: Given: backend='numpy'. Wrong: there is none of that name. ...
+        superbatch.errors.InputError: backend='numpy': there is none of that name. ...
     """
     if name not in PACKAGES:
         raise InputError(

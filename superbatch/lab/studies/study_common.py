@@ -54,7 +54,7 @@ def diverged(learning_rate: float) -> InputError:
 
     Examples:
         >>> print(diverged(3.0))
-        Given: lr 3. Wrong: training diverges: its loss is not finite. Do: give a smaller learning rate ...
+        lr 3: training diverges: its loss is not finite. Give a smaller learning rate ...
     """
     return InputError(
         explain(

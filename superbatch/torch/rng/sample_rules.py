@@ -262,8 +262,8 @@ def refusal(op: str) -> InputError:
         The error, to be raised.
 
     Examples:
-        >>> str(refusal("aten.randperm.default"))[:39]
-        'Given: aten.randperm.default under PerS'
+        >>> str(refusal("aten.randperm.default"))[:32]
+        'aten.randperm.default under PerS'
     """
     other = (
         "its numbers cannot be drawn sample by sample",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from superbatch import normalize
 from superbatch.batch.split import near_equal
 from superbatch.batch.tree import count_samples, map_arrays
-from superbatch.errors import InputError, OutOfMemoryError, SplitError, explain
+from superbatch.errors import InputError, OutOfMemoryError, SplitError, explain, instruction
 from superbatch.results.coupling import CouplingReport
 from superbatch.results.update import Update
 from superbatch.window import Window
@@ -279,8 +279,8 @@ def _samples_of(batch: Any) -> int:
                 "them to one "
                 "tensor with a row per sample, or keep them out of the batch and let loss_fn look them up."
             ) from None
-        found = str(error).partition(" Do: ")[0]
-        raise SplitError(f"{found} Do: {_ROWS}.") from None
+        found = str(error).partition(". ")[0]
+        raise SplitError(f"{found}. {instruction(_ROWS)}.") from None
     tensors: list[Tensor] = []
 
     def note(leaf: Any) -> Any:

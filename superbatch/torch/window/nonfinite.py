@@ -43,8 +43,8 @@ class Culprit:
             skipping: whole updates are given up already, so that this is not advised.
 
         Examples:
-            >>> Culprit(1, math.nan, "fc.weight").text(4)[:52]
-            'Given: micro-batch 1 of 0..3 with loss nan. Wrong: i'
+            >>> Culprit(1, math.nan, "fc.weight").text(4)[:38]
+            'micro-batch 1 of 0..3 with loss nan: i'
         """
         if self.whole:
             given = f"a batch with loss {self.loss:g}"
