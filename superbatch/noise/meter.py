@@ -44,6 +44,10 @@ LEAST_SPREAD = 0.05
 """A window is measured where ``1 - Q`` is at least this: below, one micro-batch has nearly all the weight."""
 
 
+STATE_VERSION = 2
+"""Of `NoiseMeter.state_dict`: averages of differences over several windows came with 2."""
+
+
 class NoiseMeter:
     """Average over windows of the noise of their gradients: ``Accumulator(observers=[NoiseMeter()])``.
 
@@ -70,13 +74,13 @@ class NoiseMeter:
     Examples:
         >>> import random
         >>> meter, normal = NoiseMeter(), random.Random(0).gauss
-        >>> for _ in range(200):  # |G|^2 = 1, a variance of 30 per sample, two micro-batches of 10
-        ...     one, other = ([1 + normal(0, 1)] + [normal(0, 1) for _ in range(2)] for _ in range(2))
+        >>> for _ in range(200):  # |G|^2 = 4, a variance of 30 per sample, two micro-batches of 10
+        ...     one, other = ([2 + normal(0, 1)] + [normal(0, 1) for _ in range(2)] for _ in range(2))
         ...     half = [(x + y) / 2 for x, y in zip(one, other)]
         ...     a2 = sum(x * x for x in one + other) / 4
         ...     meter.add({"all": estimate(a2, sum(x * x for x in half), 0.5)}, samples=20)
         >>> noise = meter.estimate()
-        >>> noise.low < 30 < noise.high, noise.determined
+        >>> noise.low < 7.5 < noise.high, noise.determined
         (True, True)
     """
 
@@ -247,16 +251,16 @@ class NoiseMeter:
     def state_dict(self) -> dict[str, Any]:
         """Return the averages so far: plain containers of numbers."""
         return {
-            "version": 1,
+            "version": STATE_VERSION,
             "beta": self.beta,
             "passed": self.passed,
             "windows": self._windows,
             "left_out": dict(self._seen),
             "samples": self._samples,
-            "total": list(self._total.values),
-            "groups": {name: list(moments.values) for name, moments in self._groups.items()},
+            "total": self._total.state(),
+            "groups": {name: moments.state() for name, moments in self._groups.items()},
             "proxy_left_out": dict(self._seen_proxy),
-            "beside": {name: [m.count, *m.values] for name, m in self._beside.items()},
+            "beside": {name: moments.state() for name, moments in self._beside.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -268,7 +272,12 @@ class NoiseMeter:
         Raises:
             InputError: it is no such state; nothing has changed.
         """
-        if state.get("version") != 1 or state.get("beta") != self.beta:
+        if state.get("version") != STATE_VERSION:
+            raise InputError(
+                f"This average was saved in form {state.get('version')!r}, and this superbatch reads form "
+                f"{STATE_VERSION}. Begin with a new NoiseMeter: it knows the noise again after some windows."
+            )
+        if state.get("beta") != self.beta:
             raise InputError(
                 explain(
                     f"a saved average with beta={state.get('beta')!r}",
@@ -278,11 +287,10 @@ class NoiseMeter:
             )
         try:
             passed, windows, samples = int(state["passed"]), int(state["windows"]), float(state["samples"])
-            seen, total = dict(state["left_out"]), Moments(state["total"], windows)
-            groups = {name: Moments(values, windows) for name, values in state["groups"].items()}
-            # Neither is in a state of an earlier version.
-            seen_proxy, others = dict(state.get("proxy_left_out", {})), state.get("beside", {})
-            beside = {name: Moments(values, int(count)) for name, (count, *values) in others.items()}
+            seen, total = dict(state["left_out"]), Moments.of_state(state["total"])
+            groups = {name: Moments.of_state(each) for name, each in state["groups"].items()}
+            seen_proxy = dict(state["proxy_left_out"])
+            beside = {name: Moments.of_state(each) for name, each in state["beside"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(
                 explain(

@@ -118,7 +118,7 @@ def test_a_partial_report_says_so(partial: Comparison) -> None:
     table = comparison_table(partial)
     assert "1 of 3 runs" in table.title
     assert table.rows[2][1:] == ("–", "6", "–", table.rows[2][4], "–", "–")
-    assert "needs at least 2 runs" in verdict(partial)[0]
+    assert "needs at least 3 runs" in verdict(partial)[0]
 
 
 def test_sentences(report: Comparison) -> None:

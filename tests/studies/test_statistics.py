@@ -96,7 +96,7 @@ def test_pairs_remove_the_variation_between_seeds() -> None:
 
 @pytest.mark.parametrize(("difference", "p"), [(0.0, 0.0), (0.3, 0.0), (0.5, 1.0), (-0.7, 1.0)])
 def test_identical_differences_need_no_sampling_error(difference: float, p: float) -> None:
-    paired = tost_paired([difference] * 3, margin=0.5)
+    paired = tost_paired([difference] * 3, margin=0.5, step=0.0)
     welch = tost_welch(Summary(difference, 0.0, 3), Summary(0.0, 0.0, 3), margin=0.5)
     for test in (paired, welch):
         assert (test.p_value, test.equivalent) == (p, p == 0.0)

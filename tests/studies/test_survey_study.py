@@ -260,14 +260,20 @@ def test_surveys_that_end_at_once_can_be_shown() -> None:
 
 
 def test_a_ramp_that_begins_too_high_is_not_called_too_few_surveys() -> None:
-    report = survey(own_recipe.plane(), replace(SMALL, splits="4x5", repeats=2, low=1e4, high=1e9))
+    report = survey(own_recipe.plane(), replace(SMALL, splits="4x5", low=1e4, high=1e9))
     assert report.arms[2].suggested is None
     assert "these surveys suggest too little for a test from different seeds" in conclusions(report)[0]
 
 
+def test_two_surveys_are_not_tested() -> None:
+    report = survey(own_recipe.plane(), replace(SMALL, splits="4x5", repeats=2))
+    assert [arm.alike for arm in report.arms] == [None] * 3
+    assert "at least 3 surveys per arm are needed" in conclusions(report)[0]
+
+
 def test_how_many_surveys_would_do_is_said_of_the_suggestion_alone() -> None:
     """The curve is not shown, the suggestion is: nobody knows how many would do."""
-    found = survey(own_recipe.plane(), replace(SMALL, splits="4x5", repeats=2))
+    found = survey(own_recipe.plane(), replace(SMALL, splits="4x5"))
     again, split = arm_of(found, "1x20 again"), arm_of(found, "4x5")
     assert again.curve is not None
     assert again.suggested is not None

@@ -257,8 +257,6 @@ def test_the_report_the_band_and_the_saved_state() -> None:
     half = trained(10, preconditioned=True)[2]
     again, *_ = trained(20, preconditioned=True, state=half)
     assert again == noise
-    half[2]["noise"].pop("beside")  # a state of an earlier version
-    assert [each.windows for each in trained(20, preconditioned=True, state=half)[0].models] == [20, 10, 10]
 
 
 def test_each_power_is_right_for_its_curvature() -> None:

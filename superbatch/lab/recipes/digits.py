@@ -126,6 +126,7 @@ def classification(
         metric="test accuracy",
         unit="%",
         margin=MARGIN,
+        metric_step=100 / len(data.test_labels),
         batch_size=min(BATCH_SIZE, len(data.labels)),
         learning_rates=learning_rates(learning_rate),
         batchnorm="per_microbatch" if batchnorm else "error",

@@ -146,6 +146,7 @@ def digits_on(loss_fn: Callable[[Any], Callable[[Any], Any]]) -> Recipe:
         metric="test accuracy",
         unit="%",
         margin=MARGIN,
+        metric_step=100 / len(data.test_labels),
         batch_size=BATCH_SIZE,
         learning_rates=learning_rates(),
         **functions,

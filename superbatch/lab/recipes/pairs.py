@@ -52,6 +52,7 @@ def pairs() -> Recipe:
         metric="nearest-neighbour accuracy",
         unit="%",
         margin=0.5,
+        metric_step=100 / len(data.test_labels),
         learning_rates={"adam": 2e-3, "adamw": 2e-3, "sgd": 0.06, "momentum": 0.006},
         updates=300,
         coupled="exact",

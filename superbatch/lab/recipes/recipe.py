@@ -40,6 +40,8 @@ class Recipe:
         metric: what `evaluate` measures, such as ``"test accuracy"``.
         unit: its unit, such as ``"%"``.
         margin: a difference of the metric, in `unit`, that does not matter (equivalence margin).
+        metric_step: the smallest change of the metric: 100 / m for a percentage of m test samples, 0 for a
+            loss. None: the smallest difference between runs.
         learning_rates: the optimizers that the recipe allows and the learning rate of each; the first is
             the default. If empty, commands that do not train allow all of `optimizers`.
         optimizers: how each is made: (parameters, learning rate) -> optimizer.
@@ -84,6 +86,7 @@ class Recipe:
     metric: str = ""
     unit: str = ""
     margin: float = math.nan
+    metric_step: float | None = None
     learning_rates: Mapping[str, float] = field(default_factory=dict[str, float])
     optimizers: Mapping[str, OptimizerFactory] = field(default_factory=lambda: dict(OPTIMIZERS))
     batch_size: int = 100

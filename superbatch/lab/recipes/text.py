@@ -70,6 +70,7 @@ def text(*, lines: int = 8192) -> Recipe:
         metric="test loss",
         unit="bits/byte",
         margin=0.05,
+        metric_step=0.0,
         learning_rates={"adam": 5e-3, "adamw": 5e-3, "sgd": 0.5, "momentum": 0.05},
         batch_size=32,
         updates=200,

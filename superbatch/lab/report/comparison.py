@@ -17,6 +17,9 @@ In float32 two runs that differ by rounding can fall on the two sides of a ReLU'
 has been seen after 1000 updates, where 2e-7 is usual. A single update differs by rounding alone.
 """
 
+FEWEST_RUNS = 3
+"""Runs per arm from which a test of equivalence gives a verdict."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -55,9 +58,10 @@ class Equivalence:
         confidence: of the interval: 1 - 2 alpha, which makes it agree with the test.
         margin: differences inside (-margin, margin) do not matter.
         p_value: the larger of the two one-sided p-values.
-        equivalent: ``p_value < alpha``.
+        equivalent: ``p_value < alpha``, from at least `FEWEST_RUNS` runs.
         runs: per arm.
         runs_needed: per arm, for 80 % power if the true difference is zero; None if unknown.
+        identical: no run differs from its pair at all.
 
     Examples:
         >>> Equivalence(test="paired", difference=0.1, low=0.0, high=0.2, confidence=0.9, margin=0.5,
@@ -75,6 +79,14 @@ class Equivalence:
     equivalent: bool
     runs: int
     runs_needed: int | None
+    identical: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """``"yes"``, ``"not shown"``, or that there are too few runs for a verdict."""
+        if self.runs < FEWEST_RUNS:
+            return f"no verdict ({self.runs} of {FEWEST_RUNS} runs)"
+        return "yes" if self.equivalent else "not shown"
 
 
 @dataclass(frozen=True, kw_only=True)

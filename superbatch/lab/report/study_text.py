@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from .study import Quantity, Study, StudyArm, StudyTest
-from .table import Column, Table
+from .table import Column, Table, equivalence_text
 
 
 def study_table(report: Study) -> Table:
@@ -98,7 +98,6 @@ def _cell(arm: StudyArm, quantity: Quantity) -> str:
 
 def _test(test: StudyTest) -> tuple[str, ...]:
     kind, sign = ("x ", "") if test.ratio else ("", "+")
-    p = "p < 0.001" if test.result.p_value < 0.001 else f"p = {test.result.p_value:.3f}"
     low, middle, high = (
         kind + number(value, f"{sign}.3g") for value in (test.low, test.difference, test.high)
     )
@@ -109,5 +108,5 @@ def _test(test: StudyTest) -> tuple[str, ...]:
         middle,
         f"{low} … {high}",
         margin,
-        f"{'yes' if test.result.equivalent else 'not shown'}, {p}",
+        equivalence_text(test.result),
     )

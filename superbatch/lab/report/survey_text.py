@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from superbatch.results.survey import What
 from superbatch.tuning.survey_suggestions import by_chance, still_falling
 
+from .comparison import FEWEST_RUNS
 from .surveys import SurveyArm, Surveys
 from .table import Column, Table, difference_text
 
@@ -236,8 +237,12 @@ def _of_splits(report: Surveys, arms: Sequence[SurveyArm]) -> str:
         (arm.curve, arm.suggested) for arm in arms if arm.curve is not None and arm.suggested is not None
     ]
     if len(tests) < len(arms):
-        few = min(len(arm.runs) for arm in arms) < 2
-        why = "at least 2 surveys per arm are needed for" if few else "these surveys suggest too little for"
+        few = min(len(arm.runs) for arm in arms) < FEWEST_RUNS
+        why = (
+            f"at least {FEWEST_RUNS} surveys per arm are needed for"
+            if few
+            else "these surveys suggest too little for"
+        )
         return f"{said}; {why} a test from different seeds."
     curve = max(c.p_value for c, _ in tests)
     rate = max(r.p_value for _, r in tests)

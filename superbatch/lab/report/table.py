@@ -203,10 +203,10 @@ def equivalence_text(test: Equivalence | None) -> str:
     """
     if test is None:
         return "–"
-    if test.low == test.difference == test.high == 0:
-        return "yes, identical"
+    if test.identical:
+        return f"{test.verdict}, identical"
     p = "p < 0.001" if test.p_value < 0.001 else f"p = {test.p_value:.3f}"
-    return f"{'yes' if test.equivalent else 'not shown'}, {p}"
+    return f"{test.verdict}, {p}"
 
 
 def _row(arm: Arm, report: Comparison) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 # pyright: strict
 from collections.abc import Sequence
 
-from .comparison import Arm, Comparison
+from .comparison import FEWEST_RUNS, Arm, Comparison
 from .table import difference_text, margin_text
 
 
@@ -45,8 +45,9 @@ def failures(report: Comparison) -> list[str]:
         report: of a comparison.
 
     Returns:
-        One sentence per failure; none if every exact arm agrees with the real batch within rounding and is
-        equivalent to it. A report without an exact arm, or without its runs, fails: it has shown nothing.
+        One sentence per failure; none if the weights of every exact arm agree with the real batch's within
+        rounding, and the means of the metric within the margin. A report without an exact arm, or without
+        its runs, fails: it has shown nothing.
     """
     exact = [arm for arm in report.arms if arm.claim == "exact"]
     found = [sentence for arm in exact for sentence in _failures_of(arm, report)]
@@ -63,10 +64,11 @@ def _failures_of(arm: Arm, report: Comparison) -> list[str]:
     # `not <=` instead of `>`: a NaN must fail.
     if apart is None or not apart <= report.tolerance:
         found.append(f"{arm.name}: weights differ by {apart}, rounding explains {report.tolerance:g}")
-    if arm.paired is not None and not arm.paired.equivalent:
+    # Weights that agree to rounding are the proof: few runs or a coarse metric take nothing from it.
+    if arm.paired is not None and not abs(arm.paired.difference) < arm.paired.margin:
         found.append(
-            f"{arm.name}: {report.metric} is not shown to be equivalent within {margin_text(report)} "
-            f"(p = {arm.paired.p_value:.3g})"
+            f"{arm.name}: {report.metric} differs by {arm.paired.difference:.3g}, which is not within "
+            f"{margin_text(report)}"
         )
     return found
 
@@ -82,7 +84,11 @@ def _exact(report: Comparison, arms: Sequence[Arm]) -> str:
     pairs = [arm.paired for arm in arms if arm.paired is not None]
     groups = [arm.welch for arm in arms if arm.welch is not None]
     if not pairs or not groups:
-        return f"{said}; {report.metric} needs at least 2 runs for a test of equivalence."
+        return f"{said}; {report.metric} needs at least {FEWEST_RUNS} runs for a test of equivalence."
+    if (runs := min(test.runs for test in pairs)) < FEWEST_RUNS:
+        if all(test.identical for test in pairs):
+            return f"{said}, {report.metric} identical in {runs} runs."
+        return f"{said}; equivalence of {report.metric} takes at least {FEWEST_RUNS} runs, not {runs}."
     shown = "equivalent" if all(test.equivalent for test in pairs) else "NOT shown to be equivalent"
     paired, welch = (max(test.p_value for test in tests) for tests in (pairs, groups))
     return (

@@ -9,7 +9,7 @@ from ..recipes import Recipe
 from ..report.comparison import Arm, Run
 from .backends import Backend
 from .setting import ArmPlan, Setting
-from .statistics import summarise, tost_paired, tost_welch
+from .statistics import limits_of, smallest_gap, summarise, tost_paired, tost_welch
 
 PAIRED = (
     "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order, so their "
@@ -64,7 +64,7 @@ def arm_report(
     metrics = [run.metric for run in runs]
     of_seed = {run.seed: run.metric for run in real}
     pairs = [run.metric - of_seed[run.seed] for run in runs if run.seed in of_seed]
-    compared = arm.claim != "real"
+    compared, step = arm.claim != "real", recipe.metric_step
     how = backend.how[arm.way]
     if arm.way == "accumulator" and recipe.coupled == "exact":
         how = "superbatch.torch.WholeBatch"
@@ -85,8 +85,13 @@ def arm_report(
         weight_difference=max(apart, default=None),
         median_difference=statistics.median(apart) if apart else None,
         worst_difference=max((d for run in runs if (d := run.worst_difference) is not None), default=None),
-        paired=tost_paired(pairs, margin=margin) if compared and len(pairs) > 1 else None,
-        welch=tost_welch(summarise(metrics), summarise(list(of_seed.values())), margin=margin)
+        paired=tost_paired(pairs, margin=margin, step=step) if compared and len(pairs) > 1 else None,
+        welch=tost_welch(
+            summarise(metrics),
+            summarise(list(of_seed.values())),
+            margin=margin,
+            step=smallest_gap([*metrics, *of_seed.values()]) if step is None else step,
+        )
         if compared and len(metrics) > 1 and len(of_seed) > 1
         else None,
     )
@@ -104,7 +109,7 @@ def notes_on(arms: Sequence[Arm], setting: Setting, backend: Backend, workers: i
     Returns:
         One text per thing.
     """
-    notes = [PAIRED]
+    notes = [PAIRED, *limits_of(arm.paired for arm in arms if arm.paired is not None)]
     if setting.dtype == "float32":
         notes.append(ROUNDING)
     claims = {arm.claim for arm in arms}

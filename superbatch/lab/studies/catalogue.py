@@ -62,7 +62,7 @@ STUDIES: Mapping[str, Entry] = {
         "superbatch.lab.studies.study_precision:run",
         (),
         runs=5,
-        quick_runs=2,
+        quick_runs=3,
     ),
     "splits": Entry(
         "Does a batch in K micro-batches train like the batch in one piece?",
@@ -74,7 +74,7 @@ STUDIES: Mapping[str, Entry] = {
         "superbatch.lab.studies.study_coupled:run",
         ("samples", "margin"),
         runs=8,
-        quick_runs=2,
+        quick_runs=3,
         recipes=tuple(COUPLED),
         first_seed=100,
     ),

@@ -25,6 +25,7 @@ from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
 from . import quick
 from .catalogue import entry_of
 from .on_torch import torch_threads
+from .statistics import limits_of
 from .workers import Advanced, Event, Train, train_here, train_spread
 
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance")
@@ -272,7 +273,7 @@ def run_design(
             partial=partial,
             versions=versions(),
             command=asked(options),
-            notes=(*found.notes, *notes),
+            notes=(*found.notes, *limits_of(t.result for t in found.tests), *notes),
         )
 
     try:

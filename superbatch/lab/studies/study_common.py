@@ -151,7 +151,13 @@ def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
 
 
 def compared(
-    first: StudyArm, second: StudyArm, quantity: str, *, margin: float, ratio: bool = False
+    first: StudyArm,
+    second: StudyArm,
+    quantity: str,
+    *,
+    margin: float,
+    ratio: bool = False,
+    step: float | None = None,
 ) -> StudyTest | None:
     """Test that two arms are equivalent, on pairs of runs of the same seed.
 
@@ -161,6 +167,7 @@ def compared(
         quantity: that both have.
         margin: of the difference; of a ratio, the factor above 1 that does not matter.
         ratio: test the ratio: logarithms of a positive quantity.
+        step: the smallest change of the quantity (`Recipe.metric_step`), which a ratio does not have.
 
     Returns:
         The test; None with fewer than two pairs.
@@ -183,7 +190,11 @@ def compared(
     if len(pairs) < 2:
         return None
     read = _log if ratio else float
-    result = tost_paired([read(a) - read(b) for a, b in pairs], margin=math.log(margin) if ratio else margin)
+    result = tost_paired(
+        [read(a) - read(b) for a, b in pairs],
+        margin=math.log(margin) if ratio else margin,
+        step=0.0 if ratio else step,
+    )
     return StudyTest(first=first.name, second=second.name, quantity=quantity, ratio=ratio, result=result)
 
 

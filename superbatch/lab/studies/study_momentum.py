@@ -283,7 +283,10 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Reci
     of = {arm.name: arm for arm in arms}
     tests = present(
         [
-            *(compared(of[x], of[y], metric, margin=margin) for x, y in ((C, A), (D, A), (C, D))),
+            *(
+                compared(of[x], of[y], metric, margin=margin, step=recipe.metric_step)
+                for x, y in ((C, A), (D, A), (C, D))
+            ),
             *(compared(of[x], of[A], EXCESS, margin=NOISE_MARGIN, ratio=True) for x in (B, C, D)),
         ]
     )

@@ -18,9 +18,9 @@ from superbatch.results.survey import Survey
 from superbatch.tuning.survey_ramp import to_axis
 from superbatch.tuning.survey_suggestions import FIRST, LAST
 
-from ..report.comparison import Equivalence
+from ..report.comparison import FEWEST_RUNS, Equivalence
 from ..report.surveys import CurveTest
-from .statistics import ALPHA, summarise, tost_welch
+from .statistics import ALPHA, smallest_gap, summarise, tost_welch
 
 FACTOR = 1.10
 """Losses within 10 % of each other are alike."""
@@ -62,14 +62,16 @@ def curve_test(
     """Test that the loss is the baseline's within a factor, at every point before the lowest.
 
     Args:
-        surveys: in question, at least two.
-        baseline: what they are compared with, at least two, on the same ramp.
+        surveys: in question.
+        baseline: what they are compared with, on the same ramp.
         factor: above 1.
 
     Returns:
-        The test; None where a loss is not positive, so that it has no logarithm, and where a baseline ended
-        so early that no point counts.
+        The test; None with fewer than `FEWEST_RUNS` of either, where a loss is not positive, so that it has
+        no logarithm, and where a baseline ended so early that no point counts.
     """
+    if min(len(surveys), len(baseline)) < FEWEST_RUNS:
+        return None
     logs, reference = _logs(surveys), _logs(baseline)
     if logs is None or reference is None or min(map(len, reference)) <= FIRST:
         return None
@@ -104,18 +106,23 @@ def suggestion_test(
     """Test that the suggested values are the baseline's within some decades.
 
     Args:
-        surveys: in question, at least two.
-        baseline: what they are compared with, at least two.
+        surveys: in question.
+        baseline: what they are compared with, on the same ramp.
         margin: in decades.
 
     Returns:
-        The test; None where a survey suggests nothing.
+        The test; None with fewer than `FEWEST_RUNS` of either, and where a survey suggests nothing.
     """
+    if min(len(surveys), len(baseline)) < FEWEST_RUNS:
+        return None
     logs, reference = decades_of(surveys), decades_of(baseline)
     if None in logs or None in reference:
         return None
     sample, other = ([value for value in part if value is not None] for part in (logs, reference))
-    return tost_welch(summarise(sample), summarise(other), margin=margin)
+    # Suggestions are points of the ramp: they come out the same by chance.
+    return tost_welch(
+        summarise(sample), summarise(other), margin=margin, step=smallest_gap([*sample, *other])
+    )
 
 
 def decades_of(surveys: Sequence[Survey]) -> list[float | None]:
