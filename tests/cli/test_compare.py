@@ -246,7 +246,7 @@ def test_contradictions_of_flags(flags: dict[str, int | str], message: str) -> N
         (("--colour", "red"), "No such option: --colour.* See superbatch compare --help"),
         (("--runs", "0"), "Given: runs=0. Wrong: it counts something"),
         (("--dtype", "float16"), "Given: dtype='float16'"),
-        (("--data", "nowhere"), "Wrong: this recipe reads no folder"),
+        (("--data", "nowhere"), "reads no folder, and data="),
         (("mnist",), "Given: the recipe mnist. Wrong: it needs a folder of data and downloads none"),
         (("--out", f"{__file__}/report"), r"test_compare.py' is a file. Do: give a folder"),
         (("nowhere.py:make",), "Given: the recipe file 'nowhere.py'"),
