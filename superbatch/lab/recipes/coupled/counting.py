@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..models import dtype_of, seeded
 from .images import ImageTask, Samples, generated, read_folder
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Way, whole_batch, written_out
+from .ways import Loss, LossAt, Way, whole_batch, written_out
 
 BATCH, UPDATES, EXACT = 32, 200, 16
 
@@ -99,7 +99,7 @@ class FrozenNorm(nn.BatchNorm2d):
         return self
 
 
-def loss_of(task: ImageTask) -> Callable[[nn.Module, float], Loss]:
+def loss_of(task: ImageTask) -> LossAt:
     """Make the function that makes the loss of a network.
 
     Args:
@@ -125,6 +125,30 @@ def mean_error(model: nn.Module, task: ImageTask, samples: Samples) -> float:
     return task.error(outputs, batch["targets"]).mean().item()
 
 
+_LIMITS = (
+    "In plain classification of digits no loss was found down to m = 2.",
+    "The frozen statistics are those of a new network; in a pretrained one they normalise.",
+)
+
+
+def _uncoupled(model: Callable[..., Callable[[int], nn.Module]], loss_at: LossAt) -> tuple[Way, ...]:
+    """Norms that are exact in any micro-batches, in place of BatchNorm."""
+    return (
+        Way(
+            name="GroupNorm",
+            how="GroupNorm of 4 groups in place of BatchNorm: exact in any micro-batches",
+            model=model(partial(nn.GroupNorm, 4), bias=True),
+            update=written_out(loss_at),
+        ),
+        Way(
+            name="frozen BatchNorm",
+            how="running statistics as initialised: exact in any micro-batches, and no normalisation",
+            model=model(FrozenNorm, bias=True),
+            update=written_out(loss_at),
+        ),
+    )
+
+
 def counting(data: str | Path | None = None) -> CoupledRecipe:
     """Make the recipe.
 
@@ -136,11 +160,11 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
         torch.Size([4, 1, 24, 24])
     """
     task = generated(BATCH * UPDATES) if data is None else read_folder(Path(data))
-    shape = {"channels": task.train.images.shape[1], "outputs": task.outputs}
     loss_at = loss_of(task)
+    sized = partial(network, channels=task.train.images.shape[1], outputs=task.outputs)
 
     def model(norm: Norm, *, bias: bool) -> Callable[[int], nn.Module]:
-        return seeded(partial(network, norm, bias=bias, **shape))
+        return seeded(partial(sized, norm, bias=bias))
 
     def plain(size: int) -> Way:
         return Way(
@@ -152,7 +176,6 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
 
     exact = model(nn.BatchNorm2d, bias=False)
     held_out = f"of {len(task.test.targets)} test images"
-    error = Measure(name=f"{task.metric}, {task.unit}", meaning=held_out, form=".3f")
     return CoupledRecipe(
         name="counting",
         description=f"a convolutional network with BatchNorm: {task.description}",
@@ -176,27 +199,13 @@ def counting(data: str | Path | None = None) -> CoupledRecipe:
                 update=whole_batch(loss_at, EXACT),
             ),
             *map(plain, (8, 4, 2)),
-            Way(
-                name="GroupNorm",
-                how="GroupNorm of 4 groups in place of BatchNorm: exact in any micro-batches",
-                model=model(partial(nn.GroupNorm, 4), bias=True),
-                update=written_out(loss_at),
-            ),
-            Way(
-                name="frozen BatchNorm",
-                how="running statistics as initialised: exact in any micro-batches, and no normalisation",
-                model=model(FrozenNorm, bias=True),
-                update=written_out(loss_at),
-            ),
+            *_uncoupled(model, loss_at),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -mean_error(model, task, task.valid),
-        measures=(error,),
+        measures=(Measure(name=f"{task.metric}, {task.unit}", meaning=held_out, form=".3f"),),
         measure=lambda model: (mean_error(model, task, task.test),),
         lower_is_better=True,
         mechanism="normalising by a micro-batch's own mean and variance removes how much is in it",
-        limits=(
-            "In plain classification of digits no loss was found down to m = 2.",
-            "The frozen statistics are those of a new network; in a pretrained one they normalise.",
-        ),
+        limits=_LIMITS,
     )

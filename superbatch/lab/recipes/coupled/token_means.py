@@ -59,6 +59,12 @@ def _together(longs: Texts, shorts: Texts) -> Texts:
     }
 
 
+def _mixed(longs: Texts, shorts: Texts) -> Texts:
+    """Put so many short texts beside the long ones, repeated in turn, that one of `SHARE` is long."""
+    rest = torch.arange((SHARE - 1) * len(longs["ids"]))
+    return _together(longs, _rows(shorts, rest % len(shorts["ids"])))
+
+
 def token_losses(model: nn.Module, texts: Any) -> Tensor:
     """Compute the loss of each text, summed over its tokens: shape (n,)."""
     logits = model(texts["ids"])
@@ -119,11 +125,7 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
         tuple(_rows(each, slice(first, first + held_out)) for each in (longs, shorts))
         for first in (0, HELD_OUT)
     )
-    some = slice(2 * HELD_OUT, None)
-    train_long, train_short = _rows(longs, some), _rows(shorts, some)
-    rest = (SHARE - 1) * len(train_long["ids"])
-    repeated = _rows(train_short, torch.arange(rest) % len(train_short["ids"]))
-    train = _together(train_long, repeated)
+    train = _mixed(*(_rows(each, slice(2 * HELD_OUT, None)) for each in (longs, shorts)))
     usual = BATCH * tokens(train).double().mean().item()
     model = seeded(Convolutions)
 
