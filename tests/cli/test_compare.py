@@ -246,7 +246,7 @@ def test_contradictions_of_flags(flags: dict[str, int | str], message: str) -> N
         (("--colour", "red"), "No such option: --colour.* See superbatch compare --help"),
         (("--runs", "0"), "runs=0: it counts something"),
         (("--dtype", "float16"), "dtype='float16'"),
-        (("--data", "nowhere"), "this recipe reads no folder"),
+        (("--data", "nowhere"), "reads no folder, and data="),
         (("mnist",), "the recipe mnist: it needs a folder of data and downloads none"),
         (("--out", f"{__file__}/report"), r"test_compare.py' is a file. Give a folder"),
         (("nowhere.py:make",), "the recipe file 'nowhere.py'"),

@@ -107,7 +107,7 @@ def test_help_does_not_import_torch() -> None:
     [
         (("momentun",), r"There is no study 'momentun'; did you mean 'momentum'\? Use one of"),
         (("momentum", "digit"), "There is no recipe 'digit'"),
-        (("precision", "--margin", "0.5"), "margin=0.5 with the study 'precision': it means nothing"),
+        (("precision", "--margin", "0.5"), "The study 'precision' has no use for margin=0.5. Leave it out"),
         (("momentum", "pairs", "--quick"), "its samples see each other"),
         (
             ("coupled", "digits", "--quick"),
@@ -117,7 +117,12 @@ def test_help_does_not_import_torch() -> None:
             ("coupled", "--json"),
             "--json prints one report. Name a recipe: superbatch study coupled code-search",
         ),
-        (("momentum", "--runs", "0"), "runs=0: it counts something"),
+        (
+            ("coupled", "--data", "."),
+            "--data is for one recipe: code-search, counting, token-means. Name it: superbatch study",
+        ),
+        (("coupled", "ring", "--device", "gpu"), "device='gpu' cannot be used here: .*Leave it out to train"),
+        (("momentum", "--runs", "0"), "runs=0 is no count. Give an integer of at least 1"),
         (("momentum", "--out", f"{__file__}/report"), "test_study_cli.py' is a file"),
         (("momentum", "--colour", "red"), "No such option: --colour.* See superbatch study --help"),
     ],

@@ -48,7 +48,7 @@ PARTS = {
     "pytest_plugin": _part(3, "pytest"),  # loaded by every run of pytest, so that it may not load torch
     "report": _part(2, "jinja2"),
     "plot": _part(3, "matplotlib", "numpy"),
-    "recipes": _part(3, "torch", "sklearn", "numpy"),
+    "recipes": _part(3, "torch", "sklearn", "numpy", "PIL"),
     "studies": _part(4, "torch", "jax", "optax", "tensorflow", "keras", "numpy", "scipy"),
     "cli": _part(5, "typer", "click", "rich", "jinja2", "torch"),
 }

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,9 @@ from superbatch.lab.recipes import COUPLED, load_recipe
 from superbatch.lab.recipes.coupled import CoupledRecipe
 from superbatch.lab.recipes.coupled.code_search import code_search
 from superbatch.lab.recipes.coupled.docstrings import Texts
+from superbatch.lab.recipes.coupled.images import generated
 from superbatch.lab.recipes.coupled.token_means import token_means
-from superbatch.lab.recipes.coupled.ways import whole_batch
+from superbatch.lab.recipes.coupled.ways import LossAt, whole_batch
 from superbatch.lab.report.json import from_json, to_json
 from superbatch.lab.report.study import Study, StudyArm, StudyRun
 from superbatch.lab.report.study_text import study_table
@@ -106,12 +106,16 @@ def test_superbatch_makes_the_update_of_the_real_batch_and_a_plain_loop_does_not
             assert torch.allclose(buffer, kept[path], rtol=1e-12, atol=1e-14), "running statistics as well"
 
 
+def loss_at_of(name: str) -> LossAt:
+    module = importlib.import_module(f"superbatch.lab.recipes.coupled.{name}")
+    return module.loss_of(generated(32)) if name == "counting" else module.loss_at
+
+
 @pytest.mark.parametrize(("name", "size"), [("counting", 2), ("fairness", 16), ("ring", 8)])
 def test_the_exact_update_does_not_depend_on_the_micro_batch(name: str, size: int) -> None:
     """As small as the plain ways' micro-batches; the recipes take larger ones to save time."""
     recipe = made(name)
-    module = importlib.import_module(f"superbatch.lab.recipes.coupled.{name}")
-    way = replace(recipe.ways[0], update=whole_batch(module.loss_at, size))
+    way = replace(recipe.ways[0], update=whole_batch(loss_at_of(name), size))
     found, _ = of_way(replace(recipe, ways=(way, *recipe.ways[1:])), way.name)
     real = of_loop(recipe, recipe.model(3).double(), [whole(recipe)])
     assert apart(found, real) < 1e-12
@@ -164,50 +168,6 @@ def test_the_report_has_every_way(name: str) -> None:
     assert {run.values["learning rate"] for arm in report.arms for run in arm.runs} <= rates
     assert to_json(from_json(Study, to_json(report))) == to_json(report)
     assert plot.png(plot.study(report), dots_per_inch=30).startswith(b"\x89PNG")
-
-
-OWN = """
-from pathlib import Path
-from superbatch.lab.recipes.coupled.code_search import code_search
-from superbatch.lab.recipes.coupled.docstrings import as_numbers, words
-
-def recipe():
-    lines = Path(__file__).with_name("pairs.tsv").read_text().splitlines()
-    pairs = [tuple(map(words, line.split("\\t"))) for line in lines]
-    return code_search(texts=as_numbers(pairs, training_from=1500))
-"""
-
-
-def test_pairs_of_ones_own(tmp_path: Path) -> None:
-    """A folder with a file of queries and passages, and a recipe file beside it."""
-    letters = [chr(ord("a") + i) * 3 for i in range(20)]
-    lines = [f"{letters[i % 20]} {letters[i % 7]}\t{letters[i % 20]} {letters[i % 11]}" for i in range(1800)]
-    (tmp_path / "pairs.tsv").write_text("\n".join(lines), encoding="utf-8")
-    (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
-    report = study("coupled", f"{tmp_path / 'mine.py'}:recipe", Options(runs=2, samples=256))
-    assert {arm.name for arm in report.arms} == {way.name for way in made("code-search").ways}
-    assert all(len(arm.runs) == 2 for arm in report.arms)
-
-
-def test_a_folder_of_sources(tmp_path: Path) -> None:
-    """Generated: 2100 documented functions, and a comment beside each."""
-    names = ["".join(chr(97 + i // 26**k % 26) * 2 for k in range(3)) for i in range(2100)]
-    lines = [
-        f'# Read {name} from file\ndef {name}(file):\n    """Read {name} from an open file again."""\n'
-        f"    {name} = file.read()\n    for each in {name}: print(each, file, {name})\n"
-        for name in names
-    ]
-    (tmp_path / "many.py").write_text("".join(lines) * 1, encoding="utf-8")
-    search = load_recipe("code-search", data=tmp_path)
-    assert search.samples == 2100 - 1500
-    with pytest.raises(
-        InputError, match=r"has \d+ pieces of source and 2100 comments, and token-means needs 1000"
-    ):
-        load_recipe("token-means", data=tmp_path)
-    (tmp_path / "more.py").write_text("".join(lines) * 10, encoding="utf-8")
-    assert load_recipe("token-means", data=tmp_path).samples > 1000
-    with pytest.raises(InputError, match="has 0 documented functions, and code-search needs 2000"):
-        load_recipe("code-search", data=tmp_path / "nothing")
 
 
 def planted(name: str, values: Sequence[float], quantity: str) -> StudyArm:

@@ -498,10 +498,14 @@ def test_progress_ends_at_the_whole() -> None:
     ("name", "options", "message"),
     [
         ("nonsense", {}, "There is no study 'nonsense'.*Use one of momentum, grow-batch"),
-        ("precision", {"margin": 0.5}, "margin=0.5 with the study 'precision'.*it means nothing there"),
+        (
+            "precision",
+            {"margin": 0.5},
+            "'precision' has no use for margin=0.5. Leave it out; this study takes runs",
+        ),
         ("momentum", {"tolerance": 0.1}, "this study takes samples, batch_size, learning_rate, margin"),
-        ("momentum", {"runs": 0}, "runs=0.*it counts something"),
-        ("momentum", {"learning_rate": -1.0}, "learning_rate=-1.0.*above zero"),
+        ("momentum", {"runs": 0}, "runs=0 is no count"),
+        ("momentum", {"learning_rate": -1.0}, "learning_rate=-1.0 is not positive. Give a number above 0"),
         ("critical-batch", {"optimizer": "lion"}, "optimizer='lion'.*does not offer it.*sgd, adam"),
         ("grow-batch", {"batch_size": 200}, "batch_size=200 with 240 training samples"),
         ("momentum", {"workers": 2}, "workers=2 with a Recipe object"),

@@ -59,7 +59,11 @@ def recipe_argument(*, default: str | None = None, show_default: bool = True) ->
 
 OptimizerName = Annotated[str | None, option("sgd, momentum, adam or adamw, as the recipe offers")]
 Data = Annotated[
-    Path | None, option("data folder: IDX files for mnist; Python sources for code-search and token-means")
+    Path | None,
+    option(
+        "data folder: IDX files for mnist; FOLDER/CLASS/*.png for counting; pairs (.tsv, .jsonl) or Python "
+        "sources for code-search; Python sources or .txt files for token-means"
+    ),
 ]
 Threads = Annotated[int | None, option("torch threads (default: torch's own default)")]
 AsJson = Annotated[bool, option("print the report as JSON, and write files only if --out is given", "--json")]

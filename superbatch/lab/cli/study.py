@@ -13,6 +13,7 @@ from rich.console import Console
 from superbatch.errors import InputError
 
 from ..recipes import COUPLED
+from ..recipes.loading import TAKES_DATA
 from ..report.table import Column, Table
 from ..studies.catalogue import STUDIES, entry_of
 from .options import AsJson, Data, OptimizerName, option, recipe_argument
@@ -55,6 +56,7 @@ Margin = Annotated[float | None, option("a difference of the metric that does no
 Tolerance = Annotated[
     float | None, option("a relative difference of the loss that does not matter, such as 0.02")
 ]
+Device = Annotated[str | None, option("coupled: to train on, such as cuda (default: cpu)")]
 Threads = Annotated[int, typer.Option(help="torch threads of each process")]
 Workers = Annotated[int | None, option("processes (default: 2, where the machine has two cores)")]
 Out = Annotated[
@@ -73,6 +75,7 @@ def study(
     optimizer: OptimizerName = None,
     margin: Margin = None,
     tolerance: Tolerance = None,
+    device: Device = None,
     threads: Threads = 1,
     workers: Workers = None,
     data: Data = None,
@@ -92,6 +95,12 @@ def study(
         raise InputError(
             f"--json prints one report. Name a recipe: superbatch study {name} {recipes[0]} --json."
         )
+    if data is not None and len(recipes) > 1:
+        readers = [each for each in recipes if each in TAKES_DATA]
+        raise InputError(
+            f"--data is for one recipe: {', '.join(readers)}. Name it: superbatch study {name} {readers[0]} "
+            f"--data {data}."
+        )
     folder = out if out is not None else None if as_json else OUT / name
     if folder is not None:
         check_folder(folder)
@@ -106,6 +115,7 @@ def study(
         margin=margin,
         tolerance=tolerance,
         quick=quick,
+        device=device,
         threads=threads,
         workers=min(2, os.cpu_count() or 1) if workers is None else workers,
         data=data,

@@ -37,8 +37,8 @@ COUPLED: Mapping[str, tuple[str, str]] = {
 """Built-in recipes of the study `coupled`, which have several ways to make the update."""
 
 NEEDS_DATA = ("mnist",)
-TAKES_DATA = (*NEEDS_DATA, "code-search", "token-means")
-"""The others read Python's standard library by default, or a folder of Python sources."""
+TAKES_DATA = (*NEEDS_DATA, "code-search", "counting", "token-means")
+"""The others have data of their own by default."""
 
 
 def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
@@ -66,12 +66,11 @@ def load_recipe(name: str, *, data: str | Path | None = None) -> Recipe:
     """
     if data is not None and name not in TAKES_DATA:
         raise InputError(
-            explain(
-                f"data={str(data)!r} with the recipe {name!r}",
-                "this recipe reads no folder",
-                f"leave it out, or use one of the recipes that do: {', '.join(TAKES_DATA)}",
-            )
+            f"The recipe {name!r} reads no folder, and data={str(data)!r} was given. Leave it out, or use "
+            f"one of {', '.join(TAKES_DATA)}."
         )
+    if data is not None and not Path(data).is_dir():
+        raise InputError(f"The data folder {str(data)!r} is no folder. Give the path of one.")
     built_in = {**RECIPES, **COUPLED}
     if name in built_in:
         make = _function(built_in[name][0])

@@ -72,7 +72,7 @@ STUDIES: Mapping[str, Entry] = {
     "coupled": Entry(
         "Where the update depends on the whole batch, what does plain accumulation lose?",
         "superbatch.lab.studies.study_coupled:run",
-        ("samples", "margin"),
+        ("samples", "margin", "device"),
         runs=8,
         quick_runs=3,
         recipes=tuple(COUPLED),

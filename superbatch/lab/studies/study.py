@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from superbatch._version import __version__
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..recipes import Recipe, load_recipe
 from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
@@ -28,7 +28,7 @@ from .on_torch import torch_threads
 from .statistics import limits_of
 from .workers import Advanced, Event, Train, train_here, train_spread
 
-SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance")
+SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
 """Options that not every study takes."""
 
 
@@ -46,6 +46,7 @@ class Options:
         margin: a difference of the metric that does not matter, in its unit.
         tolerance: a relative difference of the loss that does not matter.
         quick: shorter runs and fewer seeds: under a minute, and often too few to show anything.
+        device: to train on, such as ``"cuda"``; of coupled.
         threads: of torch, in each process.
         workers: processes; 1 trains in this one.
         data: folder of data, for a recipe that reads one.
@@ -63,6 +64,7 @@ class Options:
     margin: float | None = None
     tolerance: float | None = None
     quick: bool = False
+    device: str | None = None
     threads: int = 1
     workers: int = 1
     data: str | Path | None = None
@@ -370,29 +372,19 @@ def _check(name: str, recipe: str | Recipe, options: Options) -> None:
     given = [option for option in SELDOM if getattr(options, option) is not None]
     if useless := [option for option in given if option not in entry.takes]:
         raise InputError(
-            explain(
-                f"{useless[0]}={getattr(options, useless[0])!r} with the study {name!r}",
-                "it means nothing there",
-                f"leave it out; this study takes {', '.join(entry.takes) or 'runs only'}",
-            )
+            f"The study {name!r} has no use for {useless[0]}={getattr(options, useless[0])!r}. Leave it out; "
+            f"this study takes {', '.join(entry.takes) or 'runs only'}."
         )
     for option in ("runs", "samples", "batch_size", "threads", "workers"):
         value = getattr(options, option)
         if value is not None and (type(value) is not int or value < 1):
-            raise InputError(
-                explain(f"{option}={value!r}", "it counts something", "give an integer of at least 1")
-            )
+            raise InputError(f"{option}={value!r} is no count. Give an integer of at least 1.")
     for option in ("learning_rate", "margin", "tolerance"):
         value = getattr(options, option)
         if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-            raise InputError(
-                explain(f"{option}={value!r}", "it must be a size above zero", "give a positive number")
-            )
+            raise InputError(f"{option}={value!r} is not positive. Give a number above 0.")
     if options.workers > 1 and not isinstance(recipe, str):
         raise InputError(
-            explain(
-                f"workers={options.workers} with a Recipe object",
-                "a worker process loads the recipe by its name",
-                "pass the name, such as package.module:function or file.py:function, or workers=1",
-            )
+            f"workers={options.workers} with a Recipe object: each worker loads the recipe by its name. Pass "
+            "package.module:function or file.py:function, or workers=1."
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from superbatch.batch.tree import map_arrays
 from superbatch.errors import InputError, NonFiniteError
 
 from ..recipes import COUPLED, Recipe
@@ -31,10 +32,11 @@ SHORTEST = 10
 
 @dataclass(frozen=True)
 class Setting:
-    """Names of the ways, and the updates of a run; it can be sent to another process."""
+    """Names of the ways, the updates of a run and its device; it can be sent to another process."""
 
     arms: tuple[str, ...]
     updates: int
+    device: str = "cpu"
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
@@ -75,7 +77,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             f"samples={options.samples} makes no update of {recipe.batch_size} samples. "
             f"Give at least {recipe.batch_size}."
         )
-    setting = Setting(tuple(way.name for way in recipe.ways), updates)
+    device = checked_device(options.device or "cpu")
+    setting = Setting(tuple(way.name for way in recipe.ways), updates, device)
     return Design(
         arms=tuple(ArmSetting(name=way.name, how=way.how, facts={}) for way in recipe.ways),
         setting=setting,
@@ -83,12 +86,40 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         ticks=len(recipe.ways) * len(recipe.points) * updates,
         quantities=_quantities(recipe),
         headline=recipe.measures[0].name,
-        fixed={"batch": str(recipe.batch_size), "updates": str(updates), "optimizer": "adam"},
+        fixed={
+            "batch": str(recipe.batch_size),
+            "updates": str(updates),
+            "optimizer": "adam",
+            **({} if device == "cpu" else {"device": device}),
+        },
         find=partial(find, recipe=recipe, margin=options.margin or recipe.margin),
         curve_at=recipe.curve_at,
         samples=updates * recipe.batch_size,
         shortest=SHORTEST * recipe.batch_size,
     )
+
+
+def checked_device(name: str) -> str:
+    """Return the name of a device that models can be trained on.
+
+    Args:
+        name: such as ``"cuda"`` or ``"cuda:1"``.
+
+    Raises:
+        InputError: torch knows no such device, or does not find it here.
+
+    Examples:
+        >>> checked_device("cpu")
+        'cpu'
+    """
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # a build without CUDA asserts
+        raise InputError(
+            f"device={name!r} cannot be used here: {str(error).splitlines()[0].rstrip('.')}. "
+            "Leave it out to train on the CPU."
+        ) from error
+    return name
 
 
 def _quantities(recipe: CoupledRecipe) -> tuple[Quantity, ...]:
@@ -117,7 +148,10 @@ def train(
     order = stream(recipe.samples, setting.updates * recipe.batch_size, seed).split(recipe.batch_size)
     for index, name in enumerate(setting.arms):
         way = recipe.way(name)
-        trained = [(point, trained_model(recipe, way, point, order, seed, tick)) for point in recipe.points]
+        trained = [
+            (point, trained_model(recipe, way, point, order, seed, tick, device=setting.device))
+            for point in recipe.points
+        ]
         point, model = max(trained, key=lambda each: _score(recipe, each[1]))
         values = {
             each.name: value for each, value in zip(recipe.measures, recipe.measure(model), strict=True)
@@ -134,6 +168,8 @@ def trained_model(
     order: tuple[torch.Tensor, ...],
     seed: int,
     tick: Callable[[int], None],
+    *,
+    device: str = "cpu",
 ) -> nn.Module:
     """Train one way at one point.
 
@@ -144,23 +180,24 @@ def trained_model(
         order: indices of the samples of each update.
         seed: of the weights.
         tick: told the updates made.
+        device: where the updates are made.
 
     Returns:
-        The model; as it was at the first update that was not finite.
+        The model, on the CPU; as it was at the first update that was not finite.
     """
-    model = way.model(seed)
+    model = way.model(seed).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=point.learning_rate)
     update: Callable[[Any], object] = way.update(model, optimizer, point.strength)
     for number, indices in enumerate(order):
         rate = point.learning_rate * (1 + math.cos(math.pi * number / len(order))) / 2
         optimizer.param_groups[0]["lr"] = rate
         try:
-            update(recipe.batch(indices))
+            update(map_arrays(lambda values: values.to(device), recipe.batch(indices)))
         except NonFiniteError:
             tick(len(order) - number)
             break
         tick(1)
-    return model
+    return model.cpu()  # where the test data are
 
 
 def _score(recipe: CoupledRecipe, model: nn.Module) -> float:

@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy, normalize
 from superbatch.torch.gradcache.cached import cached_gradients
 
 from ..models import seeded
-from .docstrings import Texts, load_texts
+from .docstrings import Texts, load_texts, shuffled
+from .pair_files import pair_files, read_pairs
 from .recipe import CoupledRecipe, Measure, Point
 from .ways import Loss, Update, Way, groups, whole_batch, written_out
 
@@ -56,7 +57,7 @@ def info_nce(query: Tensor, code: Tensor) -> Tensor:
         0.0013
     """
     scores = query @ code.mT / TEMPERATURE
-    partner = torch.arange(scores.shape[-1]).expand(scores.shape[:-1])
+    partner = torch.arange(scores.shape[-1], device=scores.device).expand(scores.shape[:-1])
     return (cross_entropy(scores.mT, partner) + cross_entropy(scores, partner)) / 2
 
 
@@ -121,10 +122,14 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
     """Make the recipe.
 
     Args:
-        data: folder of Python sources; None: the standard library, whose size differs with its version.
+        data: folder with files of queries and passages (`.pair_files.read_pairs`), or else of Python sources;
+            None: the standard library, whose size differs with its version.
         texts: pairs of one's own in place of them, of which the first 1500 are held out.
     """
-    texts = texts or load_texts(data)
+    files = [] if data is None else pair_files(Path(data))
+    texts = texts or (shuffled(read_pairs(files)) if files else load_texts(data))
+    where = "Python's standard library" if data is None else repr(str(data))
+    task = "a query must find its passage" if files else "a docstring must find its function"
     test, valid, train = (_rows(texts, part) for part in (slice(1000), slice(1000, 1500), slice(1500, None)))
     model = seeded(partial(Towers, texts.words))
 
@@ -135,7 +140,7 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
 
     return CoupledRecipe(
         name="code-search",
-        description="two linear towers: a docstring of Python's standard library must find its function",
+        description=f"two linear towers: {task}, in {where}",
         model=model,
         samples=len(train["query"]),
         batch=lambda indices: _some_words(train, indices),
@@ -166,7 +171,7 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
         points=tuple(Point(learning_rate=rate) for rate in (0.03, 0.1)),
         validate=lambda model: recall(model, valid, 1),
         measures=(
-            Measure(name="recall@1, %", meaning="of 1000 docstrings, the function among 1000", form=".1f"),
+            Measure(name="recall@1, %", meaning="of 1000 queries, the partner among 1000", form=".1f"),
             Measure(name="recall@10, %", meaning="of the same", form=".1f"),
         ),
         measure=lambda model: (recall(model, test, 1), recall(model, test, 10)),

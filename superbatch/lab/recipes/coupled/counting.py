@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import smooth_l1_loss
 
 from ..models import dtype_of, seeded
+from .images import ImageTask, Samples, generated, read_folder
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Way, whole_batch, written_out
+from .ways import Loss, LossAt, Way, whole_batch, written_out
 
 BATCH, UPDATES, EXACT = 32, 200, 16
-SIDE, MOST = 24, 30
-"""Pixels of a side, and the most spots of an image."""
-
-HELD_OUT = 500
 
 
 class GroupedBatchNorm(nn.Module):
@@ -67,21 +63,23 @@ def _wide(values: Tensor) -> Tensor:
 Norm = Callable[[int], nn.Module]
 
 
-def network(norm: Norm, *, bias: bool) -> nn.Sequential:
+def network(norm: Norm, *, bias: bool, channels: int = 1, outputs: int = 1) -> nn.Sequential:
     """Make the network: three convolutions with a norm each, pooling, one linear layer.
 
     Args:
         norm: channels -> a module.
         bias: of the convolutions. BatchNorm takes it away again: its gradient is rounding, which Adam would
             turn into full steps. The other norms need it.
+        channels: of the images.
+        outputs: of the last layer.
 
     Returns:
-        Images (n, 1, 24, 24) -> (n, 1).
+        Images (n, channels, height, width) -> (n, outputs).
     """
     layers: list[nn.Module] = []
-    for inputs, outputs, stride in ((1, 8, 1), (8, 16, 2), (16, 16, 1)):
-        layers += [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=bias), norm(outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 1))
+    for inputs, width, stride in ((channels, 8, 1), (8, 16, 2), (16, 16, 1)):
+        layers += [nn.Conv2d(inputs, width, 3, stride, 1, bias=bias), norm(width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, outputs))
 
 
 class FrozenNorm(nn.BatchNorm2d):
@@ -101,84 +99,94 @@ class FrozenNorm(nn.BatchNorm2d):
         return self
 
 
-def spots(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw images of 0 to 30 bright spots on noise.
+def loss_of(task: ImageTask) -> LossAt:
+    """Make the function that makes the loss of a network.
 
     Args:
-        count: of images.
-        seed: of the generator.
-
-    Returns:
-        Images (count, 1, 24, 24) and the number of spots of each, float32.
-
-    Examples:
-        >>> images, numbers = spots(3, seed=0)
-        >>> images.shape, bool((numbers <= 30).all())
-        (torch.Size([3, 1, 24, 24]), True)
+        task: its loss.
     """
-    g = torch.Generator().manual_seed(seed)
-    number = torch.randint(0, MOST + 1, (count,), generator=g)
-    places = SIDE * torch.rand(count, MOST, 2, generator=g)
-    bright = 0.7 + 0.6 * torch.rand(count, MOST, generator=g)
-    bright = bright * (torch.arange(MOST) < number[:, None])
-    pixels = torch.arange(float(SIDE))
-    across, down = (torch.exp(-(pixels - places[:, :, i : i + 1]).square() / 2) for i in (0, 1))
-    images = torch.einsum("ns,nsy,nsx->nyx", bright, down, across)
-    return (images + 0.2 * torch.randn(images.shape, generator=g))[:, None], number.float()
 
+    def loss_at(model: nn.Module, strength: float) -> Loss:
+        return lambda batch: task.loss(model(batch["images"]), batch["targets"])
 
-def loss_at(model: nn.Module, strength: float) -> Loss:
-    """Make the loss: smooth L1 of the scaled count."""
-
-    def loss_fn(batch: Any) -> Tensor:
-        return smooth_l1_loss(model(batch["images"])[:, 0], (batch["numbers"] - 15) / 10, beta=0.3)
-
-    return loss_fn
+    return loss_at
 
 
 @torch.no_grad()
-def mean_error(model: nn.Module, images: Tensor, numbers: Tensor) -> float:
-    """Measure the mean absolute error in spots, in evaluation mode; the model's mode is restored."""
+def mean_error(model: nn.Module, task: ImageTask, samples: Samples) -> float:
+    """Measure the mean error in evaluation mode; the model's mode is restored."""
     training = model.training
     model.eval()
     try:
-        found = 10 * model(images.to(dtype_of(model)))[:, 0] + 15
+        batch = samples.batch(slice(None))
+        outputs = model(batch["images"].to(dtype_of(model)))
     finally:
         model.train(training)
-    return (found - numbers).abs().mean().item()
+    return task.error(outputs, batch["targets"]).mean().item()
 
 
-def _plain(size: int) -> Way:
-    return Way(
-        name=f"plain, m = {size}",
-        how=f"micro-batches of {size}, each with its own BatchNorm statistics",
-        model=seeded(partial(network, lambda channels: GroupedBatchNorm(channels, size), bias=False)),
-        update=written_out(loss_at),
+_LIMITS = (
+    "In plain classification of digits no loss was found down to m = 2.",
+    "The frozen statistics are those of a new network; in a pretrained one they normalise.",
+)
+
+
+def _uncoupled(model: Callable[..., Callable[[int], nn.Module]], loss_at: LossAt) -> tuple[Way, ...]:
+    """Norms that are exact in any micro-batches, in place of BatchNorm."""
+    return (
+        Way(
+            name="GroupNorm",
+            how="GroupNorm of 4 groups in place of BatchNorm: exact in any micro-batches",
+            model=model(partial(nn.GroupNorm, 4), bias=True),
+            update=written_out(loss_at),
+        ),
+        Way(
+            name="frozen BatchNorm",
+            how="running statistics as initialised: exact in any micro-batches, and no normalisation",
+            model=model(FrozenNorm, bias=True),
+            update=written_out(loss_at),
+        ),
     )
 
 
-def counting() -> CoupledRecipe:
+def counting(data: str | Path | None = None) -> CoupledRecipe:
     """Make the recipe.
+
+    Args:
+        data: folder of images, one subfolder for each number or class (`.images.read_folder`); None: spots.
 
     Examples:
         >>> counting().batch(torch.arange(4))["images"].shape
         torch.Size([4, 1, 24, 24])
     """
-    images, numbers = spots(BATCH * UPDATES, seed=0)
-    valid, test = spots(HELD_OUT, seed=1), spots(HELD_OUT, seed=2)
-    exact = seeded(partial(network, nn.BatchNorm2d, bias=False))
-    error = Measure(name="mean absolute error, spots", meaning="of 500 test images", form=".3f")
+    task = generated(BATCH * UPDATES) if data is None else read_folder(Path(data))
+    loss_at = loss_of(task)
+    sized = partial(network, channels=task.train.images.shape[1], outputs=task.outputs)
+
+    def model(norm: Norm, *, bias: bool) -> Callable[[int], nn.Module]:
+        return seeded(partial(sized, norm, bias=bias))
+
+    def plain(size: int) -> Way:
+        return Way(
+            name=f"plain, m = {size}",
+            how=f"micro-batches of {size}, each with its own BatchNorm statistics",
+            model=model(lambda channels: GroupedBatchNorm(channels, size), bias=False),
+            update=written_out(loss_at),
+        )
+
+    exact = model(nn.BatchNorm2d, bias=False)
+    held_out = f"of {len(task.test.targets)} test images"
     return CoupledRecipe(
         name="counting",
-        description="a convolutional network with BatchNorm that counts 0 to 30 spots in generated images",
+        description=f"a convolutional network with BatchNorm: {task.description}",
         model=exact,
-        samples=len(images),
-        batch=lambda indices: {"images": images[indices], "numbers": numbers[indices]},
+        samples=len(task.train.targets),
+        batch=task.train.batch,
         loss_fn=lambda model: loss_at(model, 0.0),
-        evaluate=lambda model: mean_error(model, *test),
-        metric="mean absolute error",
-        unit="spots",
-        margin=0.1,
+        evaluate=lambda model: mean_error(model, task, task.test),
+        metric=task.metric,
+        unit=task.unit,
+        margin=task.margin,
         learning_rates={"adam": 0.01},
         batch_size=BATCH,
         updates=UPDATES,
@@ -190,28 +198,14 @@ def counting() -> CoupledRecipe:
                 model=exact,
                 update=whole_batch(loss_at, EXACT),
             ),
-            *map(_plain, (8, 4, 2)),
-            Way(
-                name="GroupNorm",
-                how="GroupNorm of 4 groups in place of BatchNorm: exact in any micro-batches",
-                model=seeded(partial(network, partial(nn.GroupNorm, 4), bias=True)),
-                update=written_out(loss_at),
-            ),
-            Way(
-                name="frozen BatchNorm",
-                how="running statistics as initialised: exact in any micro-batches, and no normalisation",
-                model=seeded(partial(network, FrozenNorm, bias=True)),
-                update=written_out(loss_at),
-            ),
+            *map(plain, (8, 4, 2)),
+            *_uncoupled(model, loss_at),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
-        validate=lambda model: -mean_error(model, *valid),
-        measures=(error,),
-        measure=lambda model: (mean_error(model, *test),),
+        validate=lambda model: -mean_error(model, task, task.valid),
+        measures=(Measure(name=f"{task.metric}, {task.unit}", meaning=held_out, form=".3f"),),
+        measure=lambda model: (mean_error(model, task, task.test),),
         lower_is_better=True,
         mechanism="normalising by a micro-batch's own mean and variance removes how much is in it",
-        limits=(
-            "In plain classification of digits no loss was found down to m = 2.",
-            "The frozen statistics are those of a new network; in a pretrained one they normalise.",
-        ),
+        limits=_LIMITS,
     )

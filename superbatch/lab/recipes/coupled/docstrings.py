@@ -51,10 +51,23 @@ def load_texts(data: str | Path | None = None) -> Texts:
     if len(found) < LEAST:
         raise InputError(
             f"{str(library(data))!r} has {len(found)} documented functions, and code-search needs {LEAST}. "
-            "Name a larger folder of Python sources with --data."
+            "Name a larger folder of Python sources with --data, or one with files of pairs (.tsv, .jsonl)."
         )
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
-    return as_numbers([found[i] for i in order], training_from=TRAINING_FROM)
+    return shuffled(found)
+
+
+def shuffled(pairs: Sequence[Pair]) -> Texts:
+    """Number the words of pairs, put in a fixed random order; the first 1500 are held out.
+
+    Args:
+        pairs: of words.
+
+    Examples:
+        >>> shuffled([(["read", "file"], ["open", "file"])] * 2000).queries.shape
+        torch.Size([2000, 32])
+    """
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
+    return as_numbers([pairs[i] for i in order], training_from=TRAINING_FROM)
 
 
 def library(data: str | Path | None) -> Path:

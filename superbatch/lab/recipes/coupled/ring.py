@@ -55,7 +55,7 @@ def sliced(first: Tensor, second: Tensor) -> Tensor:
         >>> sliced(torch.zeros(1, 4, 2), torch.zeros(1, 4, 2)).item()
         0.0
     """
-    directions = DIRECTIONS.to(second.dtype)
+    directions = DIRECTIONS.to(second)
     one, two = (each @ directions for each in (first, second))
     return (one.sort(1).values - two.sort(1).values).square().mean()
 

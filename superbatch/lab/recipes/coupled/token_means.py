@@ -7,7 +7,6 @@ before the first run of the study: 0.03 bits per byte; rates 0.01 and 0.03.
 from __future__ import annotations
 
 import math
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from superbatch.errors import InputError
 from superbatch.torch import count_tokens
 
 from ..models import seeded
-from .docstrings import LEFT_OUT, library
+from .corpora import IGNORE, START, Texts, corpus
 from .recipe import CoupledRecipe, Measure, Point
 from .ways import Loss, Way, groups, weighted, written_out
 
 BATCH, UPDATES, EXACT = 32, 100, 16
-LONG, SHORT, SHARE = 128, 24, 8
-"""Bytes of a long and of a short text; one of `SHARE` texts is long."""
+SHARE = 8
+"""One of so many texts is long."""
 
-WIDTH, START, IGNORE = 32, 256, -100
-HELD_OUT, LEAST = 300, 1000
-COMMENT = re.compile(rb"\s*# ([A-Z][ -~]{10,})")
-
-Texts = dict[str, Tensor]
+WIDTH, HELD_OUT = 32, 300
 
 
 class Convolutions(nn.Module):
@@ -53,53 +47,6 @@ class Convolutions(nn.Module):
         return self.head(x.mT)
 
 
-def corpus(data: str | Path | None) -> tuple[Texts, Texts]:
-    """Read long and short texts from a folder of Python sources, in a fixed random order.
-
-    Args:
-        data: the folder; None: the standard library of this Python.
-
-    Returns:
-        Pieces of source of 128 bytes, and comments of at most 24.
-
-    Raises:
-        InputError: there are too few.
-    """
-    longs, shorts = list[bytes](), list[bytes]()
-    folder = library(data)
-    for path in sorted(folder.rglob("*.py")):
-        if {*LEFT_OUT, "encodings"} & set(path.relative_to(folder).parts):
-            continue
-        text = path.read_bytes()
-        shorts += [found[1][:SHORT] for line in text.splitlines() if (found := COMMENT.fullmatch(line))]
-        longs += [text[i : i + LONG] for i in range(0, len(text) - LONG, 16 * LONG)]
-    if min(len(longs), len(shorts)) < LEAST:
-        raise InputError(
-            f"{str(folder)!r} has {len(longs)} pieces of source and {len(shorts)} comments, and token-means "
-            f"needs {LEAST} of each. Name a larger folder of Python sources with --data."
-        )
-    g = torch.Generator().manual_seed(0)
-    return _shuffled(table(longs), g), _shuffled(table(shorts), g)
-
-
-def table(texts: list[bytes]) -> Texts:
-    """Make input ids and labels of texts, padded to the longest.
-
-    Examples:
-        >>> table([b"ab", b"c"])["labels"].tolist()
-        [[97, 98], [99, -100]]
-    """
-    length = max(map(len, texts))
-    labels = torch.tensor([[*text, *[IGNORE] * (length - len(text))] for text in texts])
-    before = torch.cat([torch.full((len(texts), 1), START), labels[:, :-1]], 1)
-    return {"ids": torch.where(before < 0, START, before), "labels": labels}
-
-
-def _shuffled(texts: Texts, g: torch.Generator) -> Texts:
-    order = torch.randperm(len(texts["ids"]), generator=g)
-    return {name: values[order] for name, values in texts.items()}
-
-
 def _rows(texts: Texts, rows: Tensor | slice) -> Texts:
     return {name: values[rows] for name, values in texts.items()}
 
@@ -110,6 +57,12 @@ def _together(longs: Texts, shorts: Texts) -> Texts:
     return {
         name: torch.cat([longs[name], pad(shorts[name], (0, room), value=filler[name])]) for name in filler
     }
+
+
+def _mixed(longs: Texts, shorts: Texts) -> Texts:
+    """Put so many short texts beside the long ones, repeated in turn, that one of `SHARE` is long."""
+    rest = torch.arange((SHARE - 1) * len(longs["ids"]))
+    return _together(longs, _rows(shorts, rest % len(shorts["ids"])))
 
 
 def token_losses(model: nn.Module, texts: Any) -> Tensor:
@@ -150,34 +103,29 @@ def bits(model: nn.Module, texts: Texts) -> float:
     return token_losses(model, texts).sum().item() / int(tokens(texts).sum()) / math.log(2)
 
 
-_MEASURES = (
-    Measure(name="source, bits/byte", meaning="of 300 pieces of 128 bytes", form=".3f"),
-    Measure(name="comments, bits/byte", meaning="of 300 comments", form=".3f"),
-    Measure(name="all tokens, bits/byte", meaning="as training mixes them", form=".3f"),
-)
-_LIMITS = (
-    "The mean of means is another objective: it favours comments, as the table shows.",
-    "The models are undertrained, and the effect needs short texts of another kind.",
-)
+def _measures(long: str, short: str) -> tuple[Measure, ...]:
+    return (
+        Measure(name=f"{long}, bits/byte", meaning="of 300 pieces of 128 bytes", form=".3f"),
+        Measure(name=f"{short}, bits/byte", meaning=f"of 300 {short}", form=".3f"),
+        Measure(name="all tokens, bits/byte", meaning="as training mixes them", form=".3f"),
+    )
 
 
 def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> CoupledRecipe:
     """Make the recipe.
 
     Args:
-        data: folder of Python sources; None: the standard library, whose size differs with its version.
+        data: folder of Python sources or of ``.txt`` files; None: the standard library, whose size differs
+            with its version.
         held_out: texts of each kind for validation, and as many for the test.
     """
-    longs, shorts = corpus(data)
+    found = corpus(data)
+    longs, shorts = found.longs, found.shorts
     valid, test = (
         tuple(_rows(each, slice(first, first + held_out)) for each in (longs, shorts))
         for first in (0, HELD_OUT)
     )
-    some = slice(2 * HELD_OUT, None)
-    train_long, train_short = _rows(longs, some), _rows(shorts, some)
-    rest = (SHARE - 1) * len(train_long["ids"])
-    repeated = _rows(train_short, torch.arange(rest) % len(train_short["ids"]))
-    train = _together(train_long, repeated)
+    train = _mixed(*(_rows(each, slice(2 * HELD_OUT, None)) for each in (longs, shorts)))
     usual = BATCH * tokens(train).double().mean().item()
     model = seeded(Convolutions)
 
@@ -188,13 +136,14 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
 
     return CoupledRecipe(
         name="token-means",
-        description="a byte model on the standard library: one of 8 texts is source, the others are comments",
+        description=f"a byte model on {found.where}: one of {SHARE} texts is {found.long}, "
+        f"the others are {found.short}",
         model=model,
         samples=len(train["ids"]),
         batch=lambda indices: _rows(train, indices),
         loss_fn=lambda model: loss_at(model, 0.0),
         evaluate=lambda model: bits(model, test[0]),
-        metric="source",
+        metric=found.long,
         unit="bits/byte",
         margin=0.03,
         learning_rates={"adam": 0.01},
@@ -219,11 +168,14 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -_measure(model, valid)[-1],
-        measures=_MEASURES,
+        measures=_measures(found.long, found.short),
         measure=lambda model: _measure(model, test),
         lower_is_better=True,
         mechanism="a mean of means gives a byte of a short text more weight than one of a long text",
-        limits=_LIMITS,
+        limits=(
+            f"The mean of means is another objective: it favours {found.short}, as the table shows.",
+            "The models are undertrained, and the effect needs short texts of another kind.",
+        ),
     )
 
 

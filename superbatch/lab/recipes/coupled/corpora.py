@@ -1,0 +1,117 @@
+"""Long and short texts as bytes: Python sources and their comments, or a text corpus and its lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from superbatch.errors import InputError
+
+from .docstrings import LEFT_OUT, library
+
+LONG, SHORT = 128, 24
+"""Bytes of a long text, and the most of a short one."""
+
+START, IGNORE = 256, -100
+"""Input before the first byte, and label of padding."""
+
+LEAST, MOST = 1000, 10_000
+"""Texts of each kind: the fewest, and how many are used at most."""
+
+COMMENT = re.compile(rb"\s*# ([A-Z][ -~]{10,})")
+SHORTEST_LINE = 10
+
+Texts = dict[str, Tensor]
+Found = tuple[list[bytes], list[bytes]]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Texts in a fixed random order, and what each kind is called.
+
+    Attributes:
+        longs: of 128 bytes.
+        shorts: of at most 24.
+        long: a plural, such as ``"source"``.
+        short: such as ``"comments"``.
+        where: the texts come from.
+    """
+
+    longs: Texts
+    shorts: Texts
+    long: str
+    short: str
+    where: str
+
+
+def corpus(data: str | Path | None) -> Corpus:
+    """Read long and short texts from a folder.
+
+    Args:
+        data: a folder of Python sources, or, if it has none, of ``.txt`` files; None: the standard library of
+            this Python.
+
+    Returns:
+        Of sources: pieces of 128 bytes and comments. Of text: pieces of 128 bytes and beginnings of lines.
+
+    Raises:
+        InputError: there are too few.
+    """
+    folder = library(data)
+    sources, texts = ([*_files(folder, suffix)] for suffix in ("py", "txt"))
+    use_text = data is not None and not sources
+    long, short = ("text", "lines") if use_text else ("source", "comments")
+    read: Callable[[bytes], Found] = _of_text if use_text else _of_source
+    longs, shorts = list[bytes](), list[bytes]()
+    for path in texts if use_text else sources:
+        more = read(path.read_bytes())
+        longs += more[0]
+        shorts += more[1]
+    if min(len(longs), len(shorts)) < LEAST:
+        raise InputError(
+            f"{str(folder)!r} has {len(longs)} pieces of {long} and {len(shorts)} {short}, and token-means "
+            f"needs {LEAST} of each. Name a larger folder of Python sources or of .txt files with --data."
+        )
+    g = torch.Generator().manual_seed(0)
+    where = "the standard library" if data is None else repr(str(data))
+    return Corpus(_shuffled(longs, g), _shuffled(shorts, g), long, short, where)
+
+
+def table(texts: list[bytes]) -> Texts:
+    """Make input ids and labels of texts, padded to the longest.
+
+    Examples:
+        >>> table([b"ab", b"c"])["labels"].tolist()
+        [[97, 98], [99, -100]]
+    """
+    length = max(map(len, texts))
+    labels = torch.tensor([[*text, *[IGNORE] * (length - len(text))] for text in texts])
+    before = torch.cat([torch.full((len(texts), 1), START), labels[:, :-1]], 1)
+    return {"ids": torch.where(before < 0, START, before), "labels": labels}
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    left_out = {*LEFT_OUT, "encodings"} if suffix == "py" else set[str]()
+    found = sorted(folder.rglob(f"*.{suffix}"))
+    return [path for path in found if not left_out & set(path.relative_to(folder).parts)]
+
+
+def _of_source(text: bytes) -> Found:
+    shorts = [found[1][:SHORT] for line in text.splitlines() if (found := COMMENT.fullmatch(line))]
+    return [text[i : i + LONG] for i in range(0, len(text) - LONG, 16 * LONG)], shorts
+
+
+def _of_text(text: bytes) -> Found:
+    lines = [line for each in text.splitlines() if len(line := each.strip()) >= SHORTEST_LINE]
+    whole = b" ".join(lines)
+    return [whole[i : i + LONG] for i in range(0, len(whole) - LONG, LONG)], [line[:SHORT] for line in lines]
+
+
+def _shuffled(texts: list[bytes], g: torch.Generator) -> Texts:
+    order = torch.randperm(len(texts), generator=g)[:MOST].tolist()
+    return table([texts[i] for i in order])

@@ -1,0 +1,214 @@
+"""Tasks of the recipe `counting`: spots in generated images; numbers or classes of images in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, smooth_l1_loss
+
+from superbatch.errors import InputError
+
+SIDE, MOST_SPOTS = 24, 30
+"""Pixels of a side of a generated image, and the most spots of one."""
+
+SIDE_READ, LEAST, HELD_OUT = 32, 200, 500
+"""Of a folder: pixels of a side, fewest images, and the most for validation and for the test each."""
+
+KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Images beside what is to be found in them.
+
+    Attributes:
+        images: (n, channels, height, width), float32, or uint8 as read from files.
+        targets: (n,): float32 numbers, or int64 classes.
+    """
+
+    images: Tensor
+    targets: Tensor
+
+    def batch(self, indices: Tensor | slice) -> dict[str, Tensor]:
+        """Select samples; bytes become floats from 0 to 1.
+
+        Args:
+            indices: of the samples.
+        """
+        images = self.images[indices]
+        return {
+            "images": images if images.is_floating_point() else images.float() / 255,
+            "targets": self.targets[indices],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTask:
+    """Images, what a network is to find in them, and how far off it is.
+
+    Attributes:
+        description: what is found in which images.
+        outputs: of the network.
+        train: to learn from.
+        valid: to choose a learning rate by.
+        test: to measure with.
+        loss: (outputs, targets) -> mean loss.
+        error: (outputs, targets) -> error of each image.
+        metric: name of the mean error.
+        unit: of it.
+        margin: a difference of it that does not matter.
+    """
+
+    description: str
+    outputs: int
+    train: Samples
+    valid: Samples
+    test: Samples
+    loss: Callable[[Tensor, Tensor], Tensor]
+    error: Callable[[Tensor, Tensor], Tensor]
+    metric: str
+    unit: str
+    margin: float
+
+
+def spots(count: int, seed: int) -> Samples:
+    """Draw images of 0 to 30 bright spots on noise.
+
+    Args:
+        count: of images.
+        seed: of the generator.
+
+    Returns:
+        Images (count, 1, 24, 24) and the number of spots of each.
+
+    Examples:
+        >>> drawn = spots(3, seed=0)
+        >>> drawn.images.shape, bool((drawn.targets <= 30).all())
+        (torch.Size([3, 1, 24, 24]), True)
+    """
+    g = torch.Generator().manual_seed(seed)
+    number = torch.randint(0, MOST_SPOTS + 1, (count,), generator=g)
+    places = SIDE * torch.rand(count, MOST_SPOTS, 2, generator=g)
+    bright = 0.7 + 0.6 * torch.rand(count, MOST_SPOTS, generator=g)
+    bright = bright * (torch.arange(MOST_SPOTS) < number[:, None])
+    pixels = torch.arange(float(SIDE))
+    across, down = (torch.exp(-(pixels - places[:, :, i : i + 1]).square() / 2) for i in (0, 1))
+    images = torch.einsum("ns,nsy,nsx->nyx", bright, down, across)
+    return Samples((images + 0.2 * torch.randn(images.shape, generator=g))[:, None], number.float())
+
+
+def generated(training: int) -> ImageTask:
+    """Make the task of counting spots.
+
+    Args:
+        training: images to learn from.
+    """
+    return ImageTask(
+        description="0 to 30 spots in generated images",
+        outputs=1,
+        train=spots(training, seed=0),
+        valid=spots(HELD_OUT, seed=1),
+        test=spots(HELD_OUT, seed=2),
+        loss=partial(_distance, centre=15, unit=10),
+        error=partial(_off, centre=15, unit=10),
+        metric="mean absolute error",
+        unit="spots",
+        margin=0.1,
+    )
+
+
+def read_folder(folder: Path) -> ImageTask:
+    """Read a folder of images, one subfolder for each class, into memory as 32 x 32 pixels in colour.
+
+    Args:
+        folder: if the names of all subfolders are numbers, such as ``0``, ``1``, ``7``, each is the number to
+            be counted in its images; otherwise each is a class.
+
+    Returns:
+        The task. A fifth of the images, at most 500, are held out for validation and as many for the test.
+
+    Raises:
+        InputError: there are fewer than 200 images or two subfolders, one is damaged, or Pillow is missing.
+    """
+    classes = sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    files = [[path for path in sorted(each.rglob("*")) if path.suffix.lower() in KINDS] for each in classes]
+    if sum(map(len, files)) < LEAST or sum(map(bool, files)) < 2:
+        raise InputError(
+            f"{str(folder)!r} has {sum(map(len, files))} images in {sum(map(bool, files))} subfolders, and "
+            f"counting needs {LEAST} images in 2: FOLDER/CLASS/*.png, or FOLDER/NUMBER/*.png to count."
+        )
+    names = [each.name for each, inside in zip(classes, files, strict=True) if inside]
+    files = [inside for inside in files if inside]
+    numbers = all(name.isascii() and name.isdigit() for name in names)
+    of_class = [float(name) for name in names] if numbers else range(len(names))
+    images = torch.stack([_pixels(path) for inside in files for path in inside])
+    targets = torch.tensor([value for value, inside in zip(of_class, files, strict=True) for _ in inside])
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    held = min(HELD_OUT, len(images) // 5)
+    test, valid, train = (
+        Samples(images[part], targets[part]) for part in order.split([held, held, len(images) - 2 * held])
+    )
+    make = _numbers if numbers else _classes
+    return make(train, valid, test, names=names, where=repr(str(folder)))
+
+
+def _numbers(train: Samples, valid: Samples, test: Samples, *, names: list[str], where: str) -> ImageTask:
+    centre, unit = train.targets.mean().item(), train.targets.std().clamp_min(1e-6).item()
+    least, most = sorted(map(int, names))[:: len(names) - 1]
+    return ImageTask(
+        description=f"{least} to {most} things in images of {where}",
+        outputs=1,
+        train=train,
+        valid=valid,
+        test=test,
+        loss=partial(_distance, centre=centre, unit=unit),
+        error=partial(_off, centre=centre, unit=unit),
+        metric="mean absolute error",
+        unit="things",
+        margin=float(f"{unit / 100:.1g}"),
+    )
+
+
+def _classes(train: Samples, valid: Samples, test: Samples, *, names: list[str], where: str) -> ImageTask:
+    return ImageTask(
+        description=f"{len(names)} classes of images of {where}",
+        outputs=len(names),
+        train=train,
+        valid=valid,
+        test=test,
+        loss=cross_entropy,
+        error=lambda outputs, targets: 100 * (outputs.argmax(1) != targets).to(outputs.dtype),
+        metric="errors",
+        unit="%",
+        margin=1.0,
+    )
+
+
+def _distance(outputs: Tensor, targets: Tensor, *, centre: float, unit: float) -> Tensor:
+    return smooth_l1_loss(outputs[:, 0], (targets - centre) / unit, beta=0.3)
+
+
+def _off(outputs: Tensor, targets: Tensor, *, centre: float, unit: float) -> Tensor:
+    return (unit * outputs[:, 0] + centre - targets).abs()
+
+
+def _pixels(path: Path) -> Tensor:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise InputError("Images are read by Pillow, which is missing. Run pip install pillow.") from error
+    try:
+        with Image.open(path) as opened:
+            small: Any = opened.convert("RGB").resize((SIDE_READ, SIDE_READ))
+    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: a damaged PNG
+        raise InputError(
+            f"{str(path)!r} cannot be read as an image: {error}. Repair or remove it."
+        ) from error
+    values = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8)
+    return values.reshape(SIDE_READ, SIDE_READ, 3).permute(2, 0, 1).contiguous()

@@ -1,0 +1,101 @@
+"""Pairs of texts from files of one's own: a query and the passage that answers it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from superbatch.errors import InputError
+
+from .docstrings import LEAST, Pair
+
+KINDS = (".jsonl", ".tsv")
+
+
+def pair_files(folder: Path) -> list[Path]:
+    """List the files of pairs that lie directly in a folder, in order.
+
+    Args:
+        folder: where to look.
+
+    Examples:
+        >>> pair_files(Path("nowhere"))
+        []
+    """
+    return sorted(path for path in folder.glob("*") if path.suffix in KINDS) if folder.is_dir() else []
+
+
+def read_pairs(files: list[Path]) -> list[Pair]:
+    """Read pairs, each query and each passage once: a second one would be a wrong negative.
+
+    Args:
+        files: ``.tsv`` with a query, a tab and a passage on each line; ``.jsonl`` with an object on each line
+            whose keys are ``"query"`` and ``"passage"``.
+
+    Returns:
+        The words of both sides, in the order of the files.
+
+    Raises:
+        InputError: a line is no pair, or there are fewer than 2000 pairs.
+    """
+    seen, found = set[str](), list[Pair]()
+    for path in files:
+        for query, passage in _lines(path):
+            pair = words_of(query), words_of(passage)
+            keys = {f"query {' '.join(pair[0])}", f"passage {' '.join(pair[1])}"}
+            if all(pair) and not seen & keys:
+                seen |= keys
+                found.append(pair)
+    if len(found) < LEAST:
+        raise InputError(
+            f"{str(files[0].parent)!r} has {len(found)} different pairs of texts, and code-search "
+            f"needs {LEAST}: 1000 to test, 500 to choose the learning rate, and the others to train."
+        )
+    return found
+
+
+def words_of(text: str) -> list[str]:
+    """Split a text into words of two characters or more, in lower case.
+
+    Examples:
+        >>> words_of("Où est la gare?")
+        ['où', 'est', 'la', 'gare']
+    """
+    return re.findall(r"\w{2,}", text.lower())
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    parse = _of_json if path.suffix == ".jsonl" else _of_tabs
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield parse(line.rstrip("\n"), f"{path}, line {number}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{str(path)!r} cannot be read: {error}. Save it as UTF-8 text.") from error
+
+
+def _of_tabs(line: str, where: str) -> tuple[str, str]:
+    parts = line.split("\t")
+    if len(parts) != 2:
+        raise InputError(f"{where} has {len(parts)} columns. Write a query, one tab and a passage.")
+    return parts[0], parts[1]
+
+
+def _of_json(line: str, where: str) -> tuple[str, str]:
+    try:
+        found: Any = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where} is not JSON: {error}. Write one object on each line.") from error
+    if not isinstance(found, dict):
+        raise InputError(f'{where} is no object. Write {{"query": "...", "passage": "..."}}.')
+    query, passage = found.get("query"), found.get("passage")
+    if not (isinstance(query, str) and isinstance(passage, str)):
+        raise InputError(
+            f"{where} has the keys {', '.join(map(repr, found))}. "
+            'Write {"query": "...", "passage": "..."}, both texts.'
+        )
+    return query, passage
