@@ -1,18 +1,22 @@
 """Train a language model on the source of Python's standard library, with bfloat16 and a cosine schedule.
 
-    python examples/train.py [--resume out/checkpoint.pt]
-    torchrun --nproc-per-node 2 examples/train.py
+    python examples/train.py
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train.py
 
-Samples differ in length and the loss is a mean over tokens, so the window divides by the tokens of the batch.
+Started again it resumes from the last checkpoint, on any number of ranks: --batch counts the samples of all.
+Ctrl-C and SIGTERM end the update at hand, save, and exit with 130 and 143. Samples differ in length and the
+loss is a mean over tokens, so the window divides by the tokens of the batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import math
 import os
-from copy import deepcopy
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,64 +26,69 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from superbatch import NoiseMeter
-from superbatch.torch import Accumulator, Update, count_tokens, gradient
+from superbatch.torch import Accumulator, Update, count_tokens
+from superbatch.torch.checkpoint import StopSignals, load_checkpoint, save_checkpoint
 
 LONGEST, IGNORED = 256, -100
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="A language model on Python's standard library")
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64, help="samples of an update, on all ranks")
-    parser.add_argument(
-        "--microbatch", type=int, help="samples of a micro-batch (default: found in training)"
-    )
+    parser.add_argument("--microbatch", type=int, help="of a micro-batch (default: found in training)")
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--resume", type=Path, help="a checkpoint")
+    parser.add_argument("--every", type=int, default=50, help="updates between checkpoints")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of checkpoints and logs")
     options = parser.parse_args()
     rank, ranks, device = set_up()
     texts = read_texts()
     held_out, texts = texts[:64], texts[64:]
     torch.manual_seed(0)
-    model: nn.Module = ByteModel(options.width).to(device)
-    plain, model = model, nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
+    model = ByteModel(options.width).to(device)
+    wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.updates)
 
     def loss_fn(batch: dict[str, Tensor]) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            logits = model(batch["ids"])
+            logits = wrapped(batch["ids"])
         return F.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
 
     accumulate = Accumulator(
-        model,
+        wrapped,
         optimizer,
         loss_fn,
         microbatch_size=options.microbatch or "auto",
         weight=count_tokens("labels"),
         max_grad_norm=1.0,
-        scheduler=scheduler,
-        observers=[NoiseMeter()] if ranks == 1 else [],
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.updates),
+        observers=[NoiseMeter()],
     )
-    parts = {"model": plain, "optimizer": optimizer, "scheduler": scheduler, "accumulate": accumulate}
-    first = load(options.resume, parts) if options.resume else 0
-    log = writer(options.out) if rank == 0 else None
-    if rank == 0 and first == 0:
-        print(f"{len(texts)} texts, {sum(p.numel() for p in plain.parameters())} parameters, {ranks} ranks")
-        tutorial, ours = distances(plain, sample(texts, 8, 0, 0, 1))
-        print(f"distance from the gradient of the batch: tutorial loop {tutorial:.2f}, superbatch {ours:.0e}")
-    for index in range(first, options.updates):
-        update = accumulate(sample(texts, options.batch, index, rank, ranks))
-        last = index == options.updates - 1
-        if rank == 0:
-            show(update, index, log, printed=last or index % 20 == 0)
-        if rank == 0 and (last or index % 100 == 99):
-            save(options.out / "checkpoint.pt", parts, index + 1)
-    if rank == 0:
-        print(f"held out: {bits_per_byte(plain, held_out, device):.2f} bits per byte")
+    checkpoint = load_checkpoint(options.out, accumulate)
+    samples = checkpoint.samples if checkpoint else 0  # of all ranks: another number of them continues there
+    log = Log(options.out, accumulate.updates, options.updates) if rank == 0 else None
+    if log:
+        origin = f"resumes {checkpoint.path}" if checkpoint else "begins"
+        count = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{origin}: {len(texts)} texts, {count} parameters, {ranks} ranks")
+    with StopSignals() as stop:
+        while accumulate.updates < options.updates:
+            update = accumulate(sample(texts, options.batch, samples, rank, ranks))
+            samples += options.batch
+            end = stop.requested(accumulate) or accumulate.updates == options.updates
+            saves = end or accumulate.updates % options.every == 0
+            if log:
+                log.write(update, accumulate.updates, bits_per_byte(model, held_out) if saves else None)
+            if saves:
+                save_checkpoint(options.out, accumulate, samples=samples)
+            if end:
+                break
+    if log and (noise := accumulate.noise):
+        print(f"noise scale: {noise.reason or noise.batch_size}")
     if ranks > 1:
+        dist.barrier()  # a rank that leaves first may abort the others in gloo
         dist.destroy_process_group()
+    return stop.exit_code
 
 
 class ByteModel(nn.Module):
@@ -132,68 +141,49 @@ def collate(texts: list[bytes]) -> dict[str, Tensor]:
     return {"ids": ids, "labels": labels}
 
 
-def sample(texts: list[bytes], batch: int, index: int, rank: int, ranks: int) -> dict[str, Tensor]:
-    """This rank's share of an update's batch: a function of its number, so that a run can be resumed."""
-    chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(index))[rank:batch:ranks]
-    return collate([texts[each] for each in chosen.tolist()])
-
-
-def distances(model: nn.Module, batch: dict[str, Tensor]) -> tuple[float, float]:
-    """How far the tutorial loop's gradient and ours are from the batch's, samples one by one, in float64."""
-    double = deepcopy(model).cpu().double()
-
-    def loss_fn(part: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(double(part["ids"]).flatten(0, 1), part["labels"].flatten())
-
-    def collected() -> Tensor:
-        flat = torch.cat([p.grad.flatten() for p in double.parameters() if p.grad is not None])
-        double.zero_grad()
-        return flat
-
-    loss_fn(batch).backward()
-    truth = collected()
-    for i in range(len(batch["ids"])):
-        (loss_fn({key: value[i : i + 1] for key, value in batch.items()}) / len(batch["ids"])).backward()
-    tutorial = collected()
-    gradient(double, loss_fn, batch, microbatch_size=1, weight=count_tokens("labels"), sync=None)
-    return float((tutorial - truth).norm() / truth.norm()), float((collected() - truth).norm() / truth.norm())
+def sample(texts: list[bytes], batch: int, samples: int, rank: int, ranks: int) -> dict[str, Tensor]:
+    """This rank's block of the batch after so many samples, which are drawn alike by any number of ranks."""
+    chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(samples))[:batch]
+    return collate([texts[each] for each in chosen.tensor_split(ranks)[rank].tolist()])
 
 
 @torch.no_grad()
-def bits_per_byte(model: nn.Module, texts: list[bytes], device: torch.device) -> float:
+def bits_per_byte(model: nn.Module, texts: list[bytes]) -> float:
     batch = collate(texts)
-    logits = model(batch["ids"].to(device)).cpu().flatten(0, 1)
+    logits = model(batch["ids"].to(next(model.parameters()).device)).cpu().flatten(0, 1)
     return float(F.cross_entropy(logits, batch["labels"].flatten())) / math.log(2)
 
 
-def show(update: Update, index: int, log: Any, *, printed: bool) -> None:
-    if log is not None:
-        log.add_scalar("loss", update.loss, index)
-        log.add_scalar("grad_norm", update.grad_norm, index)
-    if printed:
-        size = f"{update.weight} tokens in {update.microbatches} micro-batches"
-        print(f"update {index:4d}  loss {update.loss:.3f}  gradient {update.grad_norm:.2f}  {size}")
+class Log:
+    """A row for each update in log.jsonl, TensorBoard if it is installed, and progress with the time left."""
 
+    def __init__(self, folder: Path, done: int, updates: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file, self.first, self.updates = folder / "log.jsonl", done, updates
+        self.start = time.monotonic()
+        rows = self.file.read_text().splitlines(keepends=True) if done and self.file.exists() else []
+        self.file.write_text("".join(rows[:done]))  # later ones are of updates that a kill has cost
+        try:
+            from torch.utils.tensorboard import SummaryWriter
 
-def save(file: Path, parts: dict[str, Any], index: int) -> None:
-    file.parent.mkdir(exist_ok=True)
-    torch.save({"index": index, **{name: part.state_dict() for name, part in parts.items()}}, file)
+            self.board: Any = SummaryWriter(str(folder), purge_step=done + 1)
+        except ImportError:
+            self.board = None
 
-
-def load(file: Path, parts: dict[str, Any]) -> int:
-    saved = torch.load(file, weights_only=True)
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
-    return saved["index"]
-
-
-def writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:  # TensorBoard is not installed
-        return None
-    return SummaryWriter(str(folder))
+    def write(self, update: Update, done: int, held_out: float | None) -> None:
+        row = {"loss": update.loss, "grad_norm": update.grad_norm, "learning_rate": update.learning_rates[0]}
+        row |= {} if held_out is None else {"held_out": held_out}
+        with self.file.open("a") as file:
+            file.write(json.dumps({"update": done, **row, "tokens": update.weight}) + "\n")
+        for name, value in row.items() if self.board else ():
+            self.board.add_scalar(name, value, done)
+        left = (time.monotonic() - self.start) / (done - self.first) * (self.updates - done)
+        if held_out is not None or done % 10 == 1:
+            size = f"{update.weight} tokens in {update.microbatches} micro-batches"
+            found = "" if held_out is None else f"  held out {held_out:.2f} bits per byte"
+            numbers = f"loss {update.loss:.3f}  gradient {update.grad_norm:.2f}  {size}"
+            print(f"update {done:4d}  {numbers}  {left:.0f} s left{found}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

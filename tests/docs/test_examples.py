@@ -1,21 +1,29 @@
-"""The programs of examples/ in small: each prints how far the usual loop is off, and superbatch is not."""
+"""The programs of examples/ in small: what they print, and that the one that trains can be stopped."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SMALL = ["--updates", "2", "--batch", "6", "--width", "16", "--microbatch", "3"]
+UPDATES = 40
+LONGER = [*SMALL, "--updates", str(UPDATES), "--every", "1000"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 NUMBER = r"(\d+\.?\d*(?:e[+-]\d+)?)"
 DISTANCES = {
     "resnet_batchnorm.py": (["--updates", "2"], "plain accumulation, 2", "superbatch, 2"),
@@ -29,8 +37,7 @@ NEW_HOST = "ignore:superbatch.integrations was tested with:UserWarning"
 
 def run(name: str, *arguments: str, folder: Path) -> str:
     command = ["-W", "error", "-W", NEW_HOST, EXAMPLES / name, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = forked.run(command, environment=environment, folder=folder, seconds=300)
+    done = forked.run(command, environment=ENVIRONMENT, folder=folder, seconds=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -55,7 +62,7 @@ def test_the_training_program_trains_the_same_under_torchrun(tmp_path: Path) -> 
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
-            *(str(EXAMPLES / "train.py"), *SMALL),
+            *(str(EXAMPLES / "train.py"), *SMALL, "--out", "ranks"),
         ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
@@ -71,16 +78,55 @@ def test_the_training_program_trains_the_same_under_torchrun(tmp_path: Path) -> 
     assert updates.findall(done.stdout) == updates.findall(alone)
 
 
-def test_the_training_program_trains_and_resumes(tmp_path: Path) -> None:
-    printed = run("train.py", *SMALL, folder=tmp_path)
-    found = re.search(rf"tutorial loop {NUMBER}, superbatch {NUMBER}", printed)
-    assert found, printed
-    assert float(found[1]) > 0.05
-    assert float(found[2]) < 1e-12
-    assert "update    1" in printed
-    again = run("train.py", *SMALL, "--updates", "3", "--resume", "out/checkpoint.pt", folder=tmp_path)
-    assert "update    2" in again
-    assert "update    1" not in again
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_training_program_is_stopped_and_resumes_bit_for_bit(
+    number: int, code: int, straight: Path, tmp_path: Path
+) -> None:
+    command = ["-W", "error", EXAMPLES / "train.py", *LONGER]
+    with forked.Forked(command, environment=ENVIRONMENT, folder=tmp_path, session=True) as program:
+        end = time.monotonic() + 60
+        while "update    1" not in program.output()[0] and program.poll() is None:
+            assert time.monotonic() < end, program.output()
+            time.sleep(0.01)
+        os.kill(program.pid, number)
+        assert program.wait() == code, program.output()
+    (saved,) = (path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert 0 < int(saved.rsplit("-", 1)[1]) < UPDATES, "premise: it was stopped on its way"
+    again = run("train.py", *LONGER, folder=tmp_path)
+    assert again.startswith(f"resumes out/{saved}: ")
+    assert "noise scale: " in again
+    assert rows(tmp_path) == rows(straight)
+    expected = end_of(straight)
+    for name, value in end_of(tmp_path).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that is never stopped."""
+    pytest.importorskip("safetensors", reason="safetensors is not installed (extra: checkpoint)")
+    folder = tmp_path_factory.mktemp("straight")
+    printed = run("train.py", *LONGER, folder=folder)
+    assert re.search(rf"update +{UPDATES} .* 0 s left  held out [\d.]+ bits per byte", printed), printed
+    found = rows(folder)
+    assert [row["update"] for row in found] == list(range(1, UPDATES + 1))
+    assert found[-1]["loss"] < found[0]["loss"] - 0.1, "premise: it trains"
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The log, but for evaluations, of which a stop adds one."""
+    lines = (folder / "out" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "held_out"} for line in lines]
+
+
+def end_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder's last checkpoint."""
+    from safetensors.torch import load_file
+
+    last = max(path for path in (folder / "out").iterdir() if path.is_dir())
+    assert last.name.endswith(f"-update-{UPDATES}")
+    return load_file(last / "state.safetensors")
 
 
 @pytest.mark.slow
@@ -100,7 +146,7 @@ def test_the_training_program_finds_its_microbatch_on_one_device_and_on_ranks(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "update    1" in done.stdout
+    assert "update    2" in done.stdout
 
 
 @pytest.mark.integrations
