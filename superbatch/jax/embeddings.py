@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .arithmetic import sum_dtype
-from .splitting import Layout, check_split, count_samples, cutter, groups, rows_in_order
+from .roles import count_rows, part_of, with_modes
+from .splitting import Layout, check_split, groups, rows_in_order
 
 
 def remat_map(
@@ -34,7 +35,8 @@ def remat_map(
         fun: ``fun(params, microbatch)`` (with `rng`: ``fun(params, microbatch, key)``) -> array, or tree of
             arrays, with one entry for each row. Rows must be independent in it.
         params: what is differentiated; cotangents of low precision are summed in float32.
-        batch: tree of arrays with one row for each sample.
+        batch: tree of arrays with one row for each sample; of a random key in it each micro-batch gets its
+            own.
         microbatch_size: rows of a micro-batch; the rest is a tail of its true size.
         rng: a random key, of which each micro-batch gets its own.
         layout: see `value_and_grad`.
@@ -63,8 +65,9 @@ def remat_map(
     # The loop sums cotangents in the dtype of what it closes over, so parameters enter it wide.
     wide = jax.tree.map(lambda leaf, dtype: jnp.asarray(leaf, sum_dtype(dtype)), params, own)
     found = []
-    for group in groups(count_samples(batch), microbatch_size=microbatch_size):
-        cut = cutter(batch, group, layout)
+    (argument,) = with_modes([(1, "batch", batch)], [1], ())
+    for group in groups(count_rows([argument]), microbatch_size=microbatch_size):
+        cut = part_of(argument, group, layout, None)
 
         def encode(wide: Any, index: Any, cut: Any = cut, first: int = group.first) -> Any:
             narrow = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), wide, own)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ from .. import normalize
 from ..errors import InputError, LossSpecError, explain
 from . import arithmetic, loop
 from .loop import Call, PerMicrobatch
-from .options import Aux, NonFinite, Options, Positions, Weight, check, places
+from .options import Aux, NonFinite, Options, Positions, Weight, check, named
+from .roles import roles_of
 from .sharding import AxisName, names, summed, varying
-from .splitting import Layout, count_samples, groups, rows_in_order
+from .splitting import Layout, groups, rows_in_order
 from .stats import Stats, noise_sums
 
 
@@ -32,6 +33,8 @@ def value_and_grad(
     has_aux: bool = False,
     aux: Aux = "stack",
     batch_argnums: Positions = 1,
+    batch_argnames: str | Sequence[str] = (),
+    unsplit: int | str | Sequence[int | str] = (),
     rng_argnum: int | None = None,
     carry_argnum: int | None = None,
     axis_name: AxisName = None,
@@ -52,18 +55,23 @@ def value_and_grad(
         argnums: the positions that are differentiated, as in `jax.value_and_grad`.
         microbatch_size: rows of a micro-batch; the rest is a tail of its true size, without padding.
         steps: instead, the number of near-equal micro-batches.
-        weight: how much a micro-batch counts: None for its rows; a function of it (of as many arguments as
-            `batch_argnums`) -> scalar; or ``"returned"``, where `fun` returns ``(loss, weight)``, or ``(loss,
-            weight, extra)`` with a term that is a mean over rows and not over what the weight counts:
-            it counts ``n_i / N``. Where the weight depends on the model's output, an extra term costs a
-            second forward.
+        weight: how much a micro-batch counts: None for its rows; a function of it (of the arguments that
+            are split, as they are passed) -> scalar; or ``"returned"``, where `fun` returns ``(loss,
+            weight)``, or ``(loss, weight, extra)`` with a term that is a mean over rows and not over what
+            the weight counts: it counts ``n_i / N``. Where the weight depends on the model's output, an extra
+            term costs a second forward.
         reduction: what `fun` returns: ``"mean"`` or ``"sum"`` over what the weight counts.
         has_aux: `fun` returns ``(loss, aux)`` (with a weight ``((loss, weight), aux)``).
         aux: ``"stack"``: aux with a new leading axis, one entry for each micro-batch; ``"concat"``: its
             arrays have one entry for each row, put together in the order of the batch.
         batch_argnums: the positions that are split: trees of arrays with one row for each sample. Scalars in
             them are given to every micro-batch.
+        batch_argnames: the keyword arguments that are split, beside them.
+        unsplit: what every micro-batch gets whole though it has as many rows as the batch, or lies in the
+            batch: a position, a name, or a path in the batch, such as ``"table"``. Any other array with as
+            many rows as the batch must be split.
         rng_argnum: the position of a random key, or tree of keys: micro-batch i gets ``fold_in(key, i)``.
+            So it does of every typed key (`jax.random.key`) in other arguments that is not in `unsplit`.
         carry_argnum: the position of a state that goes from one micro-batch to the next (batch statistics).
             `fun` returns ``(loss, state)``, with has_aux ``(loss, (aux, state))``.
         axis_name: the axes of `jax.shard_map` over which the batch is spread. Loss and gradient are those
@@ -84,8 +92,8 @@ def value_and_grad(
         gradient, Stats)``. Where W is 0 the loss is NaN and the gradient zero.
 
     Raises:
-        InputError: options exclude each other; or, when called, an argument is missing or has two roles, or
-            a weight is no scalar.
+        InputError: options exclude each other; or, when called, an argument is missing or has two roles,
+            has as many rows as the batch and is not declared, or a weight is no scalar.
         SplitError: when called: arrays differ in length, or there are fewer rows than `steps`.
         LossSpecError: when called: `fun` returns something else than stated.
 
@@ -102,6 +110,8 @@ def value_and_grad(
         Options(
             argnums=argnums,
             batch_argnums=batch_argnums,
+            batch_argnames=named("batch_argnames", batch_argnames, (str,)),
+            unsplit=named("unsplit", unsplit, (int, str)),
             rng_argnum=rng_argnum,
             carry_argnum=carry_argnum,
             microbatch_size=microbatch_size,
@@ -128,16 +138,15 @@ def value_and_grad(
 
 def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Inspect the arguments of one call: the role of each, and the division of the batch."""
-    found = places(options, len(args))
-    samples = count_samples(tuple(args[place] for place in found.batch))
-    division = groups(samples, microbatch_size=options.microbatch_size, steps=options.steps)
-    positions = found.differentiated
+    roles, args, kwargs = roles_of(fun, options, args, kwargs)
+    division = groups(roles.samples, microbatch_size=options.microbatch_size, steps=options.steps)
+    positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
     ready = tuple(
         varying(jax.tree.map(jnp.asarray, arg), options.axis_name) if place in differentiated else arg
         for place, arg in enumerate(args)
     )
-    return Call(fun, options, found, ready, kwargs, division)
+    return Call(fun, options, roles, ready, kwargs, division)
 
 
 def work_through(call: Call) -> Any:
@@ -154,7 +163,7 @@ def work_through(call: Call) -> Any:
         )
     sums, totals = summed((sums, scalars(by_group, call)), options.axis_name)
     weight, loss, extra, samples, dropped, *noise = totals
-    positions = call.places.differentiated
+    positions = call.roles.differentiated
     like = call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
     gradient = arithmetic.gradient_of(sums, weight, like)
     value = arithmetic.per_weight(loss, weight)

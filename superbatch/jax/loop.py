@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 
 from . import arithmetic
-from .options import Options, Places
+from .options import Options
 from .outcome import Outcome, read
+from .roles import Roles, fold_in, part_of
 from .sharding import key_of_device, summed, varying
-from .splitting import Group, cutter
+from .splitting import Group
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -40,48 +41,63 @@ class PerMicrobatch(NamedTuple):
     square: Any
 
 
+class Arguments(NamedTuple):
+    """Arguments of the function for one micro-batch, and the micro-batch's declared weight."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+    weight: Any
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of the user's function in micro-batches: its arguments, ready to be cut."""
 
     fun: Callable[..., Any]
     options: Options
-    places: Places
+    roles: Roles
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     groups: list[Group]
 
-    @property
-    def batch(self) -> tuple[Any, ...]:
-        """The arguments that are split."""
-        return tuple(self.args[place] for place in self.places.batch)
+    def cutter(self, group: Group) -> Callable[[Any, Any], Arguments]:
+        """A function from index within the group and carry to the arguments of that micro-batch."""
+        options, roles = self.options, self.roles
+        parts = [
+            (argument, part_of(argument, group, options.layout, options.axis_name))
+            for argument in roles.others
+            if argument.changes
+        ]
+        keys = None if roles.rng is None else key_tree(self.args[roles.rng], options.axis_name)
 
-    def cutter(self, group: Group) -> Callable[[Any, Any], tuple[tuple[Any, ...], Any]]:
-        """A function from index within the group and carry to the arguments and the stated weight."""
-        options, places = self.options, self.places
-        cut = cutter(self.batch, group, options.layout)
-        keys = None if places.rng is None else key_tree(self.args[places.rng], options.axis_name)
-
-        def arguments_of(index: Any, carry: Any) -> tuple[tuple[Any, ...], Any]:
-            arguments, parts = list(self.args), cut(index)
-            for place, part in zip(places.batch, parts, strict=True):
-                arguments[place] = part
-            if places.rng is not None:
-                arguments[places.rng] = jax.tree.map(
-                    lambda key: jax.random.fold_in(key, group.first + index), keys
-                )
-            if places.carry is not None:
-                arguments[places.carry] = carry
-            if callable(options.weight):
-                return tuple(arguments), arithmetic.as_weight(options.weight(*parts), "the weight")
-            return tuple(arguments), jnp.asarray(group.size)
+        def arguments_of(index: Any, carry: Any) -> Arguments:
+            positional, named = list(self.args), dict(self.kwargs)
+            for argument, part in parts:
+                if isinstance(argument.where, int):
+                    positional[argument.where] = part(index)
+                else:
+                    named[argument.where] = part(index)
+            if roles.rng is not None:
+                positional[roles.rng] = jax.tree.map(lambda key: fold_in(key, group.first + index), keys)
+            if roles.carry is not None:
+                positional[roles.carry] = carry
+            return Arguments(tuple(positional), named, self.weight_of(group, positional, named))
 
         return arguments_of
 
-    def evaluate(self, arguments: tuple[Any, ...], weight: Any) -> Outcome:
+    def weight_of(self, group: Group, positional: Sequence[Any], named: dict[str, Any]) -> Any:
+        """The declared weight of a micro-batch; its rows where it is returned."""
+        if not callable(self.options.weight):
+            return jnp.asarray(group.size)
+        places = [argument.where for argument in self.roles.batch]
+        values = [positional[place] for place in places if isinstance(place, int)]
+        by_name = {place: named[place] for place in places if isinstance(place, str)}
+        return arithmetic.as_weight(self.options.weight(*values, **by_name), "the weight")
+
+    def evaluate(self, arguments: Arguments) -> Outcome:
         """Call the function; the outcome has the micro-batch's weight, returned or stated."""
-        outcome = read(self.fun(*arguments, **self.kwargs), self.options.form)
-        return outcome if self.options.form.returned else outcome.weighing(weight)
+        outcome = read(self.fun(*arguments.positional, **arguments.named), self.options.form)
+        return outcome if self.options.form.returned else outcome.weighing(arguments.weight)
 
 
 def key_tree(keys: Any, axis_name: Any) -> Any:
@@ -109,9 +125,9 @@ def run(groups: list[Group], body_of: Callable[[Group], Body], state: Any) -> tu
 
 def first_carry(call: Call) -> Any:
     """The state that the first micro-batch starts from; None where there is none."""
-    if call.places.carry is None:
+    if call.roles.carry is None:
         return None
-    start = jax.tree.map(jnp.asarray, call.args[call.places.carry])
+    start = jax.tree.map(jnp.asarray, call.args[call.roles.carry])
     return varying(start, call.options.axis_name)
 
 
@@ -125,7 +141,7 @@ def plan_extra(call: Call) -> Planned | None:
         return None
 
     def outcome_of(group: Group, carry: Any, index: Any) -> Outcome:
-        return call.evaluate(*call.cutter(group)(index, carry))
+        return call.evaluate(call.cutter(group)(index, carry))
 
     carry = first_carry(call)
     shape = jax.eval_shape(lambda: outcome_of(call.groups[0], carry, 0).without_aux())
@@ -185,7 +201,7 @@ def gradients(call: Call) -> tuple[Any, Any, list[PerMicrobatch]]:
         The sums, the last carry (None without one), and what is kept of each micro-batch, by group.
     """
     planned = plan_extra(call)
-    positions = call.places.differentiated
+    positions = call.roles.differentiated
     chosen = call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(
@@ -208,17 +224,17 @@ def microbatch_body(call: Call, group: Group, planned: Planned | None) -> Body:
 
     def body(state: Any, index: Any) -> tuple[Any, PerMicrobatch]:
         sums, carry = state
-        arguments, stated = arguments_of(index, carry)
+        arguments = arguments_of(index, carry)
 
-        def objective(*arguments: Any) -> tuple[Any, Outcome]:
-            outcome = call.evaluate(arguments, stated)
+        def objective(*positional: Any) -> tuple[Any, Outcome]:
+            outcome = call.evaluate(Arguments(positional, arguments.named, arguments.weight))
             if planned is None:
                 return outcome.loss, outcome
             share = extra_share(planned, group.size, outcome.weight, options.reduction)
             return outcome.loss + share.astype(outcome.extra.dtype) * outcome.extra, outcome
 
-        positions = call.places.differentiated
-        (_, outcome), gradient = jax.value_and_grad(objective, positions, has_aux=True)(*arguments)
+        positions = call.roles.differentiated
+        (_, outcome), gradient = jax.value_and_grad(objective, positions, has_aux=True)(*arguments.positional)
         weight = outcome.weight
         keep = arithmetic.takes_part(weight, options.reduction)
         if options.nonfinite == "skip_microbatch":

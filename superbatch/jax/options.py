@@ -25,6 +25,8 @@ class Options:
 
     argnums: Positions
     batch_argnums: Positions
+    batch_argnames: tuple[str, ...]
+    unsplit: tuple[int | str, ...]
     rng_argnum: int | None
     carry_argnum: int | None
     microbatch_size: int | None
@@ -51,16 +53,6 @@ class Options:
         return self.weight is not None or self.nonfinite == "skip_microbatch"
 
 
-@dataclass(frozen=True)
-class Places:
-    """Positions among the arguments of a call, none of them negative."""
-
-    differentiated: int | tuple[int, ...]
-    batch: tuple[int, ...]
-    rng: int | None
-    carry: int | None
-
-
 def as_tuple(positions: Positions) -> tuple[int, ...]:
     """Return positions as a tuple.
 
@@ -69,6 +61,23 @@ def as_tuple(positions: Positions) -> tuple[int, ...]:
         ((1,), (1, 2))
     """
     return (positions,) if isinstance(positions, int) else tuple(positions)
+
+
+def named(name: str, entries: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
+    """Return the entries of an option as a tuple; one alone may stand for itself.
+
+    Raises:
+        InputError: an entry is of another type.
+
+    Examples:
+        >>> named("unsplit", "table", (int, str)), named("unsplit", (2, "table"), (int, str))
+        (('table',), (2, 'table'))
+    """
+    listed = (entries,) if isinstance(entries, int | str) else entries
+    if isinstance(listed, Sequence) and all(type(entry) in kinds for entry in listed):
+        return tuple(listed)
+    wanted = "names or positions, as in ('table', 2)" if int in kinds else "names, as in ('x', 'y')"
+    raise InputError(f"{name}={entries!r} names no arguments. Pass {wanted}.")
 
 
 def check(options: Options) -> Options:
@@ -97,39 +106,3 @@ def check(options: Options) -> Options:
                 explain(f"{name}={value!r}", "there is no such choice", f"pass one of {allowed}")
             )
     return options
-
-
-def places(options: Options, count: int) -> Places:
-    """Find the arguments of a call with `count` positional ones.
-
-    Raises:
-        InputError: one is missing, or has two roles.
-    """
-    single = [place for place in (options.rng_argnum, options.carry_argnum) if place is not None]
-    asked = [*as_tuple(options.argnums), *as_tuple(options.batch_argnums), *single]
-    beyond = [place for place in asked if not -count <= place < count]
-    if beyond:
-        raise InputError(
-            explain(
-                f"a call with {count} positional arguments",
-                f"argnums, batch_argnums, rng_argnum or carry_argnum names argument {beyond[0]}",
-                "pass it by position",
-            )
-        )
-    found = [place % count for place in asked]
-    doubled = {place for place in found if found.count(place) > 1}
-    if doubled:
-        raise InputError(
-            explain(
-                f"argument {min(doubled)} in two roles",
-                "an argument is differentiated, split, a random key or a state, and only one of these",
-                "change argnums, batch_argnums, rng_argnum or carry_argnum",
-            )
-        )
-    differentiated = tuple(place % count for place in as_tuple(options.argnums))
-    return Places(
-        differentiated[0] if isinstance(options.argnums, int) else differentiated,
-        tuple(place % count for place in as_tuple(options.batch_argnums)),
-        None if options.rng_argnum is None else options.rng_argnum % count,
-        None if options.carry_argnum is None else options.carry_argnum % count,
-    )

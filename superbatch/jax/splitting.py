@@ -105,32 +105,6 @@ def check_split(microbatch_size: int | None, steps: int | None, layout: str) -> 
         )
 
 
-def count_samples(batch: Any) -> int:
-    """Return the rows of a batch: the length of its leaves. Scalars have none and are given out whole.
-
-    Raises:
-        SplitError: leaves differ in length, or no leaf has one.
-
-    Examples:
-        >>> count_samples({"x": jnp.zeros((5, 2)), "y": jnp.zeros(5), "temperature": 0.1})
-        5
-    """
-    lengths = {
-        f"batch{jax.tree_util.keystr(path)}": jnp.shape(leaf)[0]
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if jnp.ndim(leaf)
-    }
-    if len(set(lengths.values())) != 1:
-        raise SplitError(
-            explain(
-                f"a batch with {lengths}" if lengths else "a batch without arrays that have rows",
-                "every array of a batch has one row for each sample",
-                "name the arguments that are split with batch_argnums=, and pass what is not split otherwise",
-            )
-        )
-    return next(iter(lengths.values()))
-
-
 def cutter(batch: Any, group: Group, layout: Layout) -> Callable[[Any], Any]:
     """Return a function from the index of a micro-batch within its group to that micro-batch.
 

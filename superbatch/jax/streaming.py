@@ -159,7 +159,8 @@ def _update(
 
     def apply(inner_state: Any) -> tuple[Any, Any]:
         mean = arithmetic.gradient_of(window.sums, total, updates)
-        return plan.inner.update(mean, inner_state, params, **extra)
+        made, new = plan.inner.update(mean, inner_state, params, **extra)
+        return made, in_dtypes_of(inner_state, new)
 
     def wait(inner_state: Any) -> tuple[Any, Any]:
         shapes, _ = jax.eval_shape(apply, inner_state)
@@ -178,6 +179,23 @@ def _update(
         updated=make,
         skipped=skipped,
     )
+
+
+def in_dtypes_of(old: Any, new: Any) -> Any:
+    """Return the new state of an optimizer in the dtypes of the old one, which wider gradients would widen.
+
+    Examples:
+        >>> in_dtypes_of(jnp.bfloat16(1), jnp.float32(2)).dtype.name
+        'bfloat16'
+    """
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        return new  # `lax.cond` says where they differ
+
+    def one(before: Any, after: Any) -> Any:
+        dtype = jnp.result_type(before)
+        return after if jnp.result_type(after) == dtype else jnp.asarray(after).astype(dtype)
+
+    return jax.tree.map(one, old, new)
 
 
 def _added(plan: _Plan, state: MultiStepsState, updates: Any, weight: Any) -> _Window:

@@ -119,6 +119,20 @@ def test_bfloat16_is_summed_in_float32() -> None:
     assert updates.dtype == p.dtype and abs(float(-updates[-1]) / exact - 1) < 2**-8
 
 
+@pytest.mark.parametrize("optimizer", [optax.sgd(1.0, momentum=0.5), optax.adam(0.1), optax.adafactor(0.1)])
+def test_float32_gradients_of_bfloat16_parameters(optimizer: Any) -> None:
+    """The state keeps its dtypes, as `lax.cond` wants; the sums are those of the gradients."""
+    p = jnp.ones(4, jnp.bfloat16)
+    stream = multi_steps(optimizer, every=2)
+    state, step = stream.init(p), jax.jit(stream.update)
+    before = [leaf.dtype for leaf in jax.tree.leaves(state)]
+    for gradient in (1.0, 2.0 + 2**-12):
+        updates, state = step(jnp.full(4, gradient, jnp.float32), state, p)
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)] == before
+    expected = jax.jit(optimizer.update)(jnp.full(4, 1.5 + 2**-13, jnp.float32), optimizer.init(p), p)[0]
+    assert updates.dtype == expected.dtype == jnp.float32 and updates.tolist() == expected.tolist()
+
+
 def test_one_program_that_evaluates_the_optimizer_in_a_branch() -> None:
     optimizer = multi_steps(optax.adam(0.1), every=2)
     p = jnp.zeros(8)
