@@ -41,7 +41,10 @@ from tests.torch.helpers import mlp, mse, rows, sgd
 from tests.torch.states import assert_unchanged, fingerprint
 
 BATCH = rows(9, updates=1)[0]
-VERBS = "Add|Call|Compute|Copy|Declare|Give|Leave|Load|Loop|Make|Name|Pass|Put|Raise|Remove|Return|State|Use|Wrap|Write"
+VERBS = (
+    "Add|Call|Compute|Copy|Declare|Give|Leave|Load|Loop|Make|Name|"
+    "Pass|Put|Raise|Remove|Return|State|Use|Wrap|Write"
+)
 TEXT = rf"(?s).+\. ({VERBS}) .+\."
 
 
