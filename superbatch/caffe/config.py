@@ -51,9 +51,10 @@ class NetState:
 class SolverConfig:
     """A solver: Caffe's SolverParameter. Floats are rounded to float32, as Caffe stores them.
 
-    Each attribute is the field of the same name, with Caffe's default; None: not said. Two differ. `type` is
-    also what the old field ``solver_type`` becomes, as in Caffe. Nets that stand in the file (`net_param`,
-    ...) are kept as they are written: their own fields are not checked.
+    Each attribute is the field of the same name, with Caffe's default; None: not said. Three differ. `type`
+    is also what the old field ``solver_type`` becomes, as in Caffe. Nets that stand in the file (`net_param`,
+    ...) are kept as they are written: their own fields are not checked. `ignored` names the fields that Caffe
+    does not have and that the file was read without, such as those of its forks.
 
     Raises:
         InputError: a value that Caffe's solver refuses, or with which it computes nothing sensible.
@@ -105,6 +106,7 @@ class SolverConfig:
     snapshot_after_train: bool = True
     layer_wise_reduce: bool = True
     weights: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in FLOATS:

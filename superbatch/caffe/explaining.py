@@ -12,7 +12,7 @@ from ..integers import positive_int
 from ..results.caffe import CaffeExplained, Setting
 from .code import code
 from .config import SolverConfig
-from .rates import multistep_drops, rate_schedule
+from .rates import listed, multistep_drops, rate_schedule
 from .stock import stock
 from .traps import traps
 from .writing import shortest
@@ -96,7 +96,7 @@ def _settings(config: SolverConfig, batch: int | None) -> list[Setting]:
     if c.clip_gradients >= 0:
         clip = f"max_grad_norm={c.clip_gradients / c.iter_size:g} on the gradient of the batch"
     samples = "" if batch is None else f", {batch * c.max_iter} samples"
-    tests = ", ".join(map(str, c.test_iter))
+    tests = listed(c.test_iter)
     rows = [
         ("type", c.type, _TYPES[c.type]),
         ("iter_size", str(c.iter_size), f"accumulation_steps={c.iter_size}" + _effective(batch)),
@@ -146,7 +146,7 @@ def _effective(batch: int | None) -> str:
 def _policy(config: SolverConfig) -> str:
     gamma, power = shortest(config.gamma), shortest(config.power)
     last = rate_schedule(config)(max(config.max_iter - 1, 0))
-    reached = ", ".join(map(str, multistep_drops(config.stepvalue)))
+    reached = listed(multistep_drops(config.stepvalue))
     text = {
         "fixed": "constant",
         "step": f"times {gamma} every {config.stepsize} updates",

@@ -20,7 +20,7 @@ from __future__ import annotations
 # pyright: strict
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..schedule import check_update
 from .config import SolverConfig, float32
@@ -67,6 +67,17 @@ def multistep_drops(stepvalue: tuple[int, ...]) -> tuple[int, ...]:
     for value in stepvalue:
         drops.append(max(value, drops[-1] + 1 if drops else 0))
     return tuple(drops)
+
+
+def listed(values: Sequence[object], most: int = 10) -> str:
+    """List values in a sentence: the first ones, and how many follow.
+
+    Examples:
+        >>> listed((10, 20)), listed(range(40_000), most=2)
+        ('10, 20', '0, 1 and 39998 more')
+    """
+    text = ", ".join(map(str, values[:most]))
+    return text if len(values) <= most else f"{text} and {len(values) - most} more"
 
 
 def _fixed(config: SolverConfig) -> Rate:

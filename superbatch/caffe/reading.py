@@ -14,16 +14,21 @@ from typing import Any
 from ..errors import InputError, explain
 from .config import FLOATS, INTS, TYPES, NetState, SolverConfig, float32, violation
 from .text_format import Field, Message, Scalar, parse
-from .tokens import Token, tokens, wrong_at, wrong_token
+from .tokens import Token, shortened, tokens, wrong_at, wrong_token
 
 _Read = Callable[[Field, Scalar], Any]
 
+_TYPO = 0.75  # similarity; below it, names of other programs resemble a field of Caffe by chance
+_STATES = ("train_state", "test_state")
 
-def read_solver(path: str | os.PathLike[str]) -> SolverConfig:
+
+def read_solver(path: str | os.PathLike[str], *, ignore_unknown: bool = False) -> SolverConfig:
     """Read a solver file.
 
     Args:
-        path: of a ``solver.prototxt``.
+        path: of a ``solver.prototxt``, in UTF-8 or, where it is not, in Latin-1.
+        ignore_unknown: read the file without the fields that Caffe does not have, such as those of its forks;
+            `SolverConfig.ignored` names them.
 
     Returns:
         What it says.
@@ -31,7 +36,7 @@ def read_solver(path: str | os.PathLike[str]) -> SolverConfig:
     Raises:
         PrototxtError: it is not in the text format; a field is unknown, of another type or given twice; a
             value is one that Caffe refuses. With line and column.
-        InputError: the file cannot be read.
+        InputError: the file cannot be read, or is binary.
 
     Examples:
         >>> import tempfile
@@ -42,20 +47,28 @@ def read_solver(path: str | os.PathLike[str]) -> SolverConfig:
         4
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise InputError(
-            explain(f"the solver file {os.fspath(path)!r}", f"{reason}", "name a solver.prototxt")
-        ) from error
-    return parse_solver(text)
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from error
+    if b"\0" in content:
+        raise _unreadable(path, "it is a binary file")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:  # an editor of the time; every byte is a character of it
+        text = content.decode("latin-1")
+    return parse_solver(text, ignore_unknown=ignore_unknown)
 
 
-def parse_solver(text: str) -> SolverConfig:
+def _unreadable(path: str | os.PathLike[str], reason: str) -> InputError:
+    return InputError(explain(f"the solver file {os.fspath(path)!r}", reason, "name a solver.prototxt"))
+
+
+def parse_solver(text: str, *, ignore_unknown: bool = False) -> SolverConfig:
     r"""Read a solver from the text of its file.
 
     Args:
         text: in protobuf's text format.
+        ignore_unknown: as for `read_solver`.
 
     Returns:
         What it says.
@@ -66,11 +79,17 @@ def parse_solver(text: str) -> SolverConfig:
     Examples:
         >>> parse_solver('base_lr: 0.01 lr_policy: "multistep" gamma: .5 stepvalue: [10, 20]').stepvalue
         (10, 20)
+        >>> parse_solver('lr_policy: "fixed" eval_type: "detection"', ignore_unknown=True).ignored
+        ('eval_type',)
         >>> parse_solver('base_lr: 0.01\nlr_polcy: "fixed"')
         Traceback (most recent call last):
         superbatch.errors.PrototxtError: line 2, column 1: 'lr_polcy': ...
     """
-    values, places = _message(parse(text), _SOLVER, "a solver")
+    message = parse(text)
+    ignored: tuple[str, ...] = ()
+    if ignore_unknown:
+        message, ignored = _known(message)
+    values, places = _message(message, _SOLVER, "a solver")
     if "solver_type" in values:
         if "type" in values:
             raise wrong_token(places["solver_type"], "type is given too", "take out the old solver_type")
@@ -85,12 +104,30 @@ def parse_solver(text: str) -> SolverConfig:
         if place is None:
             *_, place = tokens(text)
         raise wrong_at(place.line, place.column, given, found.wrong, found.do)
-    return SolverConfig(**values)
+    return SolverConfig(**values, ignored=ignored)
+
+
+def _known(message: Message) -> tuple[Message, tuple[str, ...]]:
+    """Leave out the fields that Caffe does not have, those of a NetState too, and return their names."""
+    kept: list[Field] = []
+    ignored: dict[str, None] = {}
+    for field in message.fields:
+        name, value = field.name.text, field.value
+        if name not in _SOLVER:
+            ignored[name] = None
+        elif name in _STATES and isinstance(value, Message):
+            inner = [each for each in value.fields if each.name.text in _NET_STATE]
+            names = [each.name.text for each in value.fields]
+            ignored |= {f"{name}.{each}": None for each in names if each not in _NET_STATE}
+            kept.append(dataclasses.replace(field, value=Message(tuple(inner))))
+        else:
+            kept.append(field)
+    return Message(tuple(kept)), tuple(ignored)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, str):
-        return f'"{value}"'
+        return f'"{shortened(value)}"'
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -99,12 +136,14 @@ def _message(
 ) -> tuple[dict[str, Any], dict[str, Token]]:
     """Read the fields of a message: values and the place of each, by name."""
     values: dict[str, Any] = {}
+    several: dict[str, list[Any]] = {}
     places: dict[str, Token] = {}
     for field in message.fields:
         name = field.name.text
         if name not in schema:
-            close = difflib.get_close_matches(name, schema, n=1)
+            close = difflib.get_close_matches(shortened(name), schema, n=1, cutoff=_TYPO)
             do = f"write {close[0]} or take it out" if close else "take it out"
+            do += "; ignore_unknown=True (--ignore-unknown) reads the file without it"
             raise wrong_token(field.name, f"{what} has no such field", do)
         read, repeated = schema[name]
         if not repeated and name in values:
@@ -117,16 +156,19 @@ def _message(
         if not repeated and field.in_list:
             raise wrong_token(field.name, "it has one value, not a list", f"write {name}: and one value")
         value = _value(field, read)
-        values[name] = (*values.get(name, ()), value) if repeated else value
+        if repeated:
+            several.setdefault(name, []).append(value)
+        else:
+            values[name] = value
         places.setdefault(name, field.name)
-    return values, places
+    return values | {name: tuple(found) for name, found in several.items()}, places
 
 
 def _value(field: Field, read: _Read | None) -> Any:
     name = field.name.text
     if read is None:
         if isinstance(field.value, Message):
-            return _net_state(field.value) if name in ("train_state", "test_state") else field.value
+            return _net_state(field.value) if name in _STATES else field.value
         raise wrong_token(field.value.token, f"{name} is a message", f"write {name} {{ ... }}")
     if isinstance(field.value, Message):
         raise wrong_token(field.name, f"{name} has a value, not fields", f"write {name}: and the value")
@@ -139,7 +181,7 @@ def _net_state(message: Message) -> NetState:
 
 
 def _mistyped(field: Field, value: Scalar, wanted: str, do: str) -> Exception:
-    given = f"{field.name.text}: {value.shown}"
+    given = f"{field.name.text}: {shortened(value.shown)}"
     return wrong_at(value.token.line, value.token.column, given, f"{field.name.text} is {wanted}", do)
 
 

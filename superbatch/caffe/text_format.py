@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .tokens import Token, tokens, wrong_token
+from .tokens import Token, shortened, tokens, wrong_token
 
 _CLOSES = {"{": "}", "<": ">"}
 _DEEPEST = 100  # as protobuf: a file cannot exhaust the stack
@@ -126,7 +126,9 @@ class _Reader:
             yield Field(name, self._message(depth))
         elif not colon:
             raise wrong_token(
-                self._next, f"a colon is missing after {name.text}", f"write {name.text}: and the value"
+                self._next,
+                f"a colon is missing after {shortened(name.text)}",
+                f"write {shortened(name.text)}: and the value",
             )
         elif self._mark("["):
             yield from self._list(name, depth)
@@ -143,7 +145,9 @@ class _Reader:
                 return
             if not self._mark(","):
                 raise wrong_token(
-                    self._next, f"the list of {name.text} goes on without a comma", "write a comma or ]"
+                    self._next,
+                    f"the list of {shortened(name.text)} goes on without a comma",
+                    "write a comma or ]",
                 )
 
     def _message(self, depth: int) -> Message:
@@ -164,7 +168,9 @@ class _Reader:
             except UnicodeDecodeError as error:
                 raise wrong_token(token, "the string is no UTF-8", "mend its escapes") from error
         if token.kind not in ("name", "number"):
-            raise wrong_token(token, f"{name.text} has no value here", "write a number, a word or a string")
+            raise wrong_token(
+                token, f"{shortened(name.text)} has no value here", "write a number, a word or a string"
+            )
         return Scalar(self._take(), token.text, negative)
 
     def _at_message(self) -> bool:

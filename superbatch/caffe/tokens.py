@@ -17,6 +17,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'')
 _SPACE = re.compile(r"(?:[ \t\r\n\v\f]+|#[^\n]*)+")
 _MARKS = ":{}<>[],;-"
+_LONGEST = 60  # characters of a file that an error repeats: a line may have millions
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,17 @@ class Token:
     @property
     def shown(self) -> str:
         """Return the text that names it in an error."""
-        return "the end of the file" if self.kind == "end" else repr(self.text)
+        return "the end of the file" if self.kind == "end" else repr(shortened(self.text))
+
+
+def shortened(text: str) -> str:
+    """Cut a text of the file to what an error can repeat.
+
+    Examples:
+        >>> shortened("gamma"), len(shortened("9" * 1000))
+        ('gamma', 63)
+    """
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def wrong_at(line: int, column: int, given: str, wrong: str, do: str) -> PrototxtError:
@@ -105,7 +116,11 @@ def _token(text: str, place: int, line: int, column: int) -> Token:
         after = text[match.end() : match.end() + 1]
         if after and (after.isalnum() or after in "_."):
             raise wrong_at(
-                line, column, f"{number.text + after!r}...", "it begins like a number", "mend the number"
+                line,
+                column,
+                f"{shortened(number.text + after)!r}...",
+                "it begins like a number",
+                "mend the number",
             )
         return number
     if character in "\"'":
@@ -114,7 +129,7 @@ def _token(text: str, place: int, line: int, column: int) -> Token:
         raise wrong_at(
             line,
             column,
-            repr(text[place:].split("\n", 1)[0]),
+            repr(shortened(text[place : place + _LONGEST + 1].split("\n", 1)[0])),
             "the string has no end on its line",
             f"close it with {character}",
         )

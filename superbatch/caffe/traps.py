@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 from ..results.caffe import Trap
 from .config import SolverConfig
-from .rates import multistep_drops
+from .rates import listed, multistep_drops
+from .tokens import shortened
 from .writing import shortest
+
+_MOST = 20  # ignored fields that are named
 
 
 def traps(config: SolverConfig) -> tuple[Trap, ...]:
@@ -28,12 +31,24 @@ def traps(config: SolverConfig) -> tuple[Trap, ...]:
         ['clip_gradients', 'iter_size', 'iter_size']
     """
     return (
+        *_ignored(config),
         *_nothing_learnt(config),
         *_clipping(config),
         *_accumulation(config),
         *_rate(config),
         *_other(config),
     )
+
+
+def _ignored(config: SolverConfig) -> Iterator[Trap]:
+    for name in config.ignored[:_MOST]:
+        yield Trap(
+            field=shortened(name),
+            text="it is no field of Caffe and was ignored: a fork that knows it may train differently",
+            do="Compare with the fork's documentation",
+        )
+    if len(config.ignored) > _MOST:
+        yield Trap(field="...", text=f"{len(config.ignored) - _MOST} more were ignored", do="See the file")
 
 
 def _nothing_learnt(config: SolverConfig) -> Iterator[Trap]:
@@ -82,7 +97,7 @@ def _rate(config: SolverConfig) -> Iterator[Trap]:
         drops = multistep_drops(config.stepvalue)
         late = [(value, drop) for value, drop in zip(config.stepvalue, drops, strict=True) if value != drop]
         if late:
-            told = ", ".join(f"{value} at {drop}" for value, drop in late)
+            told = listed([f"{value} at {drop}" for value, drop in late])
             yield Trap(
                 field="stepvalue",
                 text=f"at most one drop is made per update, in the order of the file: {told}",
@@ -94,7 +109,7 @@ def _rate(config: SolverConfig) -> Iterator[Trap]:
         if missed and config.max_iter:
             yield Trap(
                 field="stepvalue",
-                text=f"{', '.join(map(str, missed))} will not be reached: training ends at {config.max_iter}",
+                text=f"{listed(missed)} will not be reached: training ends at {config.max_iter}",
                 do="Write smaller values, or a larger max_iter",
             )
     if config.lr_policy == "step" and 0 < config.max_iter <= config.stepsize:

@@ -20,7 +20,8 @@ def solver_text(config: SolverConfig) -> str:
         config: the solver.
 
     Returns:
-        Text from which `parse_solver` reads an equal solver; floats with as few digits as that takes.
+        Text from which `parse_solver` reads an equal solver; floats with as few digits as that takes. Fields
+        that were ignored are left out.
 
     Examples:
         >>> print(solver_text(SolverConfig(base_lr=0.1, lr_policy="fixed", iter_size=4)), end="")
@@ -31,7 +32,7 @@ def solver_text(config: SolverConfig) -> str:
     lines: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value != field.default:
+        if value != field.default and field.name != "ignored":
             several = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
             lines += [f"{field.name}{_written(field.name, each)}" for each in several]
     return "".join(f"{line}\n" for line in lines)

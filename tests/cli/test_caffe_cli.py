@@ -36,6 +36,16 @@ def solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "solver.prototxt"
 
 
+def test_fields_of_forks(solver: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(solver).write_text(f'{TEXT}eval_type: "detection"\n', encoding="utf-8")
+    assert run(solver) == 2
+    assert "'eval_type': a solver has no such field." in capsys.readouterr().err
+    assert run(solver, "--ignore-unknown") == 0
+    assert "eval_type: it is no field of Caffe and was ignored" in capsys.readouterr().out
+    report = commands.read(CaffeExplained, Path("superbatch-caffe"))
+    assert report.command == {"solver": solver, "ignore_unknown": "true"}
+
+
 def test_table_sentences_and_files(solver: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(solver, "--batch-size", "32") == 0
     shown = capsys.readouterr()

@@ -20,6 +20,9 @@ OUT = Path("superbatch-caffe")
 
 Solver = Annotated[Path, typer.Argument(help="the solver file, such as solver.prototxt")]
 BatchSize = Annotated[int | None, option("samples of a micro-batch: batch_size of the data layer of the net")]
+IgnoreUnknown = Annotated[
+    bool, option("read the file without fields that Caffe does not have, such as those of its forks")
+]
 Out = Annotated[
     Path | None, option(f"folder for report.json, plot.png, report.html and train.py (default: {OUT})")
 ]
@@ -28,6 +31,7 @@ Out = Annotated[
 def caffe(
     solver: Solver,
     batch_size: BatchSize = None,
+    ignore_unknown: IgnoreUnknown = False,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -45,8 +49,13 @@ def caffe(
     asked = {"solver": str(solver)}
     if batch_size is not None:
         asked["batch_size"] = str(batch_size)
+    if ignore_unknown:
+        asked["ignore_unknown"] = "true"
     report = explain_solver(
-        read_solver(solver), source=solver.name, microbatch_size=batch_size, command=asked
+        read_solver(solver, ignore_unknown=ignore_unknown),
+        source=solver.name,
+        microbatch_size=batch_size,
+        command=asked,
     )
     publish(
         report,
