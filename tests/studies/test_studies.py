@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from superbatch.errors import InputError
+from superbatch.lab import plot
 from superbatch.lab.report.json import from_json, to_json
-from superbatch.lab.report.study import Study, StudyArm, StudyRun
+from superbatch.lab.report.study import Quantity, Study, StudyArm, StudyRun
 from superbatch.lab.report.study_text import equivalence_table, study_table
 from superbatch.lab.studies import study_critical_batch, study_grow_batch, study_momentum, study_precision
 from superbatch.lab.studies.catalogue import STUDIES
@@ -538,3 +539,23 @@ def test_every_study_has_a_question_and_a_picture() -> None:
 
     assert set(STUDIES) == set(_DRAWINGS)
     assert all(entry.question.endswith("?") for entry in STUDIES.values())
+
+
+def test_a_margin_far_below_the_scatter_cuts_no_run_of_the_reference_off() -> None:
+    arms = tuple(
+        StudyArm(
+            name=name,
+            how="",
+            facts={},
+            runs=tuple(StudyRun(seed=seed, values={METRIC: value}) for seed, value in enumerate(values)),
+        )
+        for name, values in (("1x20", (82.0, 84.0)), ("4x5", (82.0, 84.0)))
+    )
+    report = replace(
+        study("splits", own_recipe.plane(), Options(runs=2, samples=100)),
+        arms=arms,
+        quantities=(Quantity(name=METRIC, meaning="", form=".2f"),),
+        tests=tuple(test for test in (compared(arms[1], arms[0], METRIC, margin=0.05),) if test is not None),
+    )
+    low, high = plot.study(report).axes[0].get_xlim()
+    assert low < 82.0 < 84.0 < high

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from superbatch.errors import explain
 
-from .exits import INTERRUPTED, NOTHING_KEPT, WRONG_INPUT
+from .exits import INTERRUPTED, NOT_WRITTEN, NOTHING_KEPT, PIPE_CLOSED, WRONG_INPUT
 
 OPTIONAL = ("torch", "typer", "rich", "scipy", "matplotlib", "numpy", "sklearn")
 
@@ -19,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; by default the process's.
 
     Returns:
-        The exit code: 0 done; 1 a check failed; 2 wrong input, told in one line; 130 interrupted by Ctrl-C.
+        The exit code: 0 done; 1 a check failed; 2 wrong input, told in one line; 74 output could not be
+        written; 130 interrupted by Ctrl-C or SIGTERM; 141 the reader of the output closed the pipe.
 
     Examples:
         >>> main(["--version"])
@@ -30,7 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from .app import main as run
 
-        return run(arguments)
+        with terminated_as_interrupted():
+            code = run(arguments)
+            sys.stdout.flush()  # here, where a failure has an exit code
+        return code
+    except BrokenPipeError:
+        return _pipe_closed()
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # typer's own answer is exit code 1
+            return _pipe_closed()
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
+            raise
+        where = f" {str(error.filename)!r}" if error.filename else ""
+        print(f"superbatch: the output{where} could not be written: {error.strerror}", file=sys.stderr)
+        _silence()
+        return NOT_WRITTEN
     except KeyboardInterrupt:  # also while packages are imported, which takes seconds
         print(NOTHING_KEPT, file=sys.stderr)
         return INTERRUPTED
@@ -42,3 +65,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong = f"the package {package} is not installed"
         print(f"superbatch: {explain(given, wrong, 'install superbatch[torch,cli]')}", file=sys.stderr)
         return WRONG_INPUT
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM, so that what was measured is kept as after Ctrl-C."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _pipe_closed() -> int:
+    _silence()
+    return PIPE_CLOSED
+
+
+def _silence() -> None:
+    """Keep the interpreter from failing once more when it flushes the standard output at its end."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError):
+        pass  # no file is behind it

@@ -74,8 +74,19 @@ def write_file(path: Path, content: str | bytes) -> None:
     Args:
         path: of the file; its folder is made.
         content: text is written as UTF-8.
+
+    Raises:
+        OSError: it could not be written; the old file is as it was, and no other is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-    unfinished.replace(path)
+    unfinished.unlink(missing_ok=True)  # of a run that was killed; or a link, which must not be followed
+    try:
+        with open(unfinished, "xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        unfinished.replace(path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        unfinished.unlink(missing_ok=True)

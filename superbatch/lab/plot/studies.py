@@ -251,7 +251,10 @@ def _dots(
         axes.axvspan(middle - margin, middle + margin, color=theme.faint, alpha=0.4, linewidth=0)
         axes.set_title(f"Mean ± sd, runs as dots; band: ±{margin:g} around {tests[0].second}")
         if cut:
-            _cut(axes, report, quantity, middle, FAR * margin, theme)
+            # A margin far below the scatter of the reference's own runs must not cut these off.
+            scatter = [abs(each - middle) for each in report.arm(tests[0].second).values(quantity)]
+            most = max([FAR * margin, *(2 * each for each in scatter if math.isfinite(each))])
+            _cut(axes, report, quantity, middle, most, theme)
     names = [f"{arm.name}: {fill(arm.how, 34)}" if len(arm.name) == 1 else arm.name for arm in report.arms]
     axes.set_yticks(rows, names)
     axes.tick_params(axis="y", labelsize=8)
@@ -265,7 +268,7 @@ def _dots(
 def _cut(axes: Axes, report: Study, quantity: str, middle: float, most: float, theme: Theme) -> None:
     """Leave out what is far away, and say where it is: one arm that failed would flatten all others."""
     near = [each for arm in report.arms for each in arm.values(quantity) if abs(each - middle) <= most]
-    near = near or [middle]  # runs that scatter by far more than the margin
+    near = near or [middle]
     pad = 0.05 * (max(near) - min(near) + most)
     axes.set_xlim(min(near) - pad, max(near) + pad)
     for index, arm in enumerate(report.arms):

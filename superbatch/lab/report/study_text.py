@@ -88,6 +88,16 @@ def signed(difference: float) -> str:
     return "0" if abs(difference) < 1e-9 else f"{difference:+.2g}"
 
 
+def with_sign(difference: float) -> str:
+    """A difference with its sign, to three digits; a zero has none.
+
+    Examples:
+        >>> with_sign(0.25), with_sign(-0.0), with_sign(float("nan"))
+        ('+0.25', '0', 'not a number')
+    """
+    return number(difference, "+.3g") if difference else "0"
+
+
 def _cell(arm: StudyArm, quantity: Quantity) -> str:
     mean, sd = arm.mean(quantity.name), arm.sd(quantity.name)
     if mean is None:
@@ -97,9 +107,9 @@ def _cell(arm: StudyArm, quantity: Quantity) -> str:
 
 
 def _test(test: StudyTest) -> tuple[str, ...]:
-    kind, sign = ("x ", "") if test.ratio else ("", "+")
     low, middle, high = (
-        kind + number(value, f"{sign}.3g") for value in (test.low, test.difference, test.high)
+        "x " + number(value, ".3g") if test.ratio else with_sign(value)
+        for value in (test.low, test.difference, test.high)
     )
     margin = f"x {1 / test.margin:.3g} … x {test.margin:.3g}" if test.ratio else f"±{test.margin:g}"
     return (

@@ -165,10 +165,13 @@ def metric_text(mean: float | None, sd: float | None, unit: str) -> str:
     Examples:
         >>> metric_text(95.38, 0.358, "%"), metric_text(2.5, None, "bits/byte"), metric_text(None, None, "%")
         ('95.38 ± 0.36', '2.5000', '–')
+        >>> metric_text(-0.001, None, "%")
+        '0.00'
     """
     if mean is None:
         return "–"
     digits = 2 if unit == "%" else 4
+    mean = round(mean, digits) or 0.0  # no -0.00
     return f"{mean:.{digits}f}" + ("" if sd is None else f" ± {sd:.{digits}f}")
 
 

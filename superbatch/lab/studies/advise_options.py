@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from superbatch.errors import InputError, explain
 from superbatch.tuning.noise_range import NoiseRange
 
@@ -113,6 +115,8 @@ def check_options(options: Options) -> None:
         raise InputError(
             explain(f"device={options.device!r}", "memory is counted on CPU and CUDA only", "use cpu or cuda")
         )
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device={options.device!r}, but torch sees no CUDA device here. Use cpu.")
 
 
 class Question(NamedTuple):

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import torch
+
 from superbatch.errors import InputError, explain
 
 from ..recipes import Recipe
@@ -80,6 +82,8 @@ def check_options(recipe: Recipe, options: Options) -> None:
         raise InputError(
             explain(f"device={options.device!r}", "memory is counted on CPU and CUDA only", "use cpu or cuda")
         )
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device={options.device!r}, but torch sees no CUDA device here. Use cpu.")
     batch_size = options.batch_size or recipe.batch_size
     for size in options.sizes or ():
         if type(size) is not int or not 1 <= size <= batch_size:

@@ -1,0 +1,89 @@
+"""Exit codes where output cannot be written, a closed pipe, a planted link, SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from superbatch.lab.cli import entry, printing
+from tests.cli.commands import PLANE, run
+
+ADVISE = (
+    *("advise", "--microbatch-size", "4", "--accumulation-steps", "12", "--noise", "100"),
+    *("--micro-seconds", "1", "--update-seconds", "0.1"),
+)
+
+
+def test_a_full_disk_has_exit_code_74() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "superbatch", *ADVISE]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True)
+    assert (done.returncode, done.stderr) == (
+        74,
+        "superbatch: the output could not be written: No space left on device\n",
+    )
+
+
+def test_a_closed_pipe_has_exit_code_141() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "superbatch", *ADVISE]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_limit_on_files_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    old = tmp_path / "report.json"
+    old.write_text("old", encoding="utf-8")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            printing.write_file(old, "x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(old)
+    assert list(tmp_path.iterdir()) == [old]
+    assert old.read_text(encoding="utf-8") == "old"
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine", encoding="utf-8")
+    (tmp_path / ".report.json.unfinished").symlink_to(precious)
+    printing.write_file(tmp_path / "report.json", "new")
+    assert precious.read_text(encoding="utf-8") == "mine"
+    assert (tmp_path / "report.json").read_text(encoding="utf-8") == "new"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["precious", "report.json"]
+
+
+def test_sigterm_keeps_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminate(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("superbatch.lab.plot.advice", terminate)
+    out = tmp_path / "out"
+    assert entry.main([*ADVISE, "--out", str(out)]) == 130
+    assert "the report is kept in" in capsys.readouterr().err
+    assert (out / "report.json").is_file()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("command", ["fit", "advise"])
+def test_cuda_that_is_not_there_is_told_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA here")
+    assert run(command, PLANE, "--device", "cuda") == 2
+    text = "superbatch: device='cuda', but torch sees no CUDA device here. Use cpu.\n"
+    assert capsys.readouterr().err.endswith(text)
