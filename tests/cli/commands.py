@@ -21,7 +21,8 @@ from tests.studies import own_recipe
 ROOT = Path(__file__).resolve().parents[2]
 PLANE = f"{own_recipe.__file__}:plane"
 # What is wrong, then what to type instead, as one line.
-ONE_LINE = r"superbatch: (Given: .+\. Wrong: .+\. Do: .+|.+[.?] (Pass|Use|Write|Name|See superbatch) .+)\."
+IMPERATIVE = "Add|Give|Install|Leave|Name|Pass|Return|Run|Start|Unset|Use|Write|See superbatch"
+ONE_LINE = rf"superbatch: (Given: .+\. Wrong: .+\. Do: .+|.+[.?] ({IMPERATIVE}) .+)\."
 PNG = b"\x89PNG\r\n\x1a\n"
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

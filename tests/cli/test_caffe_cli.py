@@ -90,7 +90,7 @@ def test_a_mistake_in_the_file_is_one_line(
     [
         (("none.prototxt",), "the solver file 'none.prototxt'. Wrong: No such file or directory"),
         ((), "Missing argument"),
-        (("solver.prototxt", "--batch-size", "0"), "Given: batch_size=0"),
+        (("solver.prototxt", "--batch-size", "0"), "batch_size=0"),
         (
             ("solver.prototxt", "--batch", "8"),
             r"No such option: --batch. Did you mean --batch-size\? See superbatch caffe --help",

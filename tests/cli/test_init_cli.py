@@ -77,7 +77,7 @@ def test_verify_and_fit_need_model_data_and_loss_only(here: Path, capsys: pytest
     assert run("verify", "short.py:recipe") == 0
     assert run("fit", "short.py:recipe", "--seconds", "0.1", "--threads", "1", "--sizes", "4", "--json") == 0
     assert run("fit", "short.py:recipe", "--optimizer", "lion") == 2
-    assert "use one of sgd, momentum, adam, adamw" in capsys.readouterr().err
+    assert "Use one of sgd, momentum, adam, adamw" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

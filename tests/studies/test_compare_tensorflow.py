@@ -75,7 +75,7 @@ def test_memory_is_left_out_with_a_reason() -> None:
 
 def test_keras_on_another_framework_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tf.keras.backend, "backend", lambda: "jax")
-    with pytest.raises(InputError, match=r"with KERAS_BACKEND=jax\. Wrong: .* Do: unset KERAS_BACKEND"):
+    with pytest.raises(InputError, match=r"with KERAS_BACKEND=jax: .* Unset KERAS_BACKEND"):
         checks.report_of("tensorflow")
 
 

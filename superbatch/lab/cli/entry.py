@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from superbatch.errors import explain
-
 from .exits import INTERRUPTED, NOTHING_KEPT, WRONG_INPUT
 
 OPTIONAL = ("torch", "typer", "rich", "scipy", "matplotlib", "numpy", "sklearn")
@@ -38,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").split(".")[0]
         if package not in OPTIONAL:
             raise
-        given = " ".join(["superbatch", *arguments])
-        wrong = f"the package {package} is not installed"
-        print(f"superbatch: {explain(given, wrong, 'install superbatch[torch,cli]')}", file=sys.stderr)
+        print(
+            f"superbatch: The package {package} is not installed. Install superbatch[torch,cli].",
+            file=sys.stderr,
+        )
         return WRONG_INPUT
