@@ -21,11 +21,11 @@ from tests.studies import own_recipe
 ROOT = Path(__file__).resolve().parents[2]
 PLANE = f"{own_recipe.__file__}:plane"
 # What is wrong, then what to type instead, as one line.
-_VERBS = (
-    "Add|Choose|Close|Compare|Drop|Give|Install|Leave|Name|Pass|Read|Run|"
-    "See superbatch|Set|Take|Unset|Use|Write"
+IMPERATIVE = (
+    "Add|Choose|Close|Compare|Drop|Give|Install|Leave|Name|Pass|Read|Return|Run|"
+    "See superbatch|Set|Start|Take|Unset|Use|Write"
 )
-ONE_LINE = rf"superbatch: .+[:.?] .*\b({_VERBS}) .+\."
+ONE_LINE = rf"superbatch: .+[:.?] .*\b({IMPERATIVE}) .+\."
 PNG = b"\x89PNG\r\n\x1a\n"
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

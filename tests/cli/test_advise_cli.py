@@ -92,7 +92,7 @@ def test_a_recipe_is_measured_and_json_is_all_that_is_printed(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no recipe and no --noise"),
+        ((), "Without a recipe --noise"),
         (("--noise", "many"), "Invalid value for '--noise'"),
         ((*CLUSTER, "--batch-size", "9"), "two of them say the third"),
         ((PLANE, "--microbatch-size", "20", "--batch-size", "20"), "nothing is in question"),

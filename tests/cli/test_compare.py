@@ -238,21 +238,21 @@ def test_contradictions_of_flags(flags: dict[str, int | str], message: str) -> N
     ("arguments", "message"),
     [
         (("digit",), r"There is no recipe 'digit'; did you mean 'digits'\? Use one of digits"),
-        (("--splits", "5*20"), r"the split '5\*20': it cannot be read. Write KxM"),
+        (("--splits", "5*20"), r"The split '5\*20' cannot be read. Write KxM"),
         (
             ("--updates", "many"),
             r"Invalid value for '--updates': .*integer.* See superbatch compare --help",
         ),
         (("--colour", "red"), "No such option: --colour.* See superbatch compare --help"),
-        (("--runs", "0"), "runs=0: it counts something"),
+        (("--runs", "0"), "runs=0 is no count"),
         (("--dtype", "float16"), "dtype='float16'"),
         (("--data", "nowhere"), "reads no folder, and data="),
-        (("mnist",), "the recipe mnist: it needs a folder of data and downloads none"),
+        (("mnist",), "The recipe mnist needs a folder of data and downloads none"),
         (("--out", f"{__file__}/report"), r"test_compare.py' is a file. Give a folder"),
-        (("nowhere.py:make",), "the recipe file 'nowhere.py'"),
+        (("nowhere.py:make",), "The recipe file 'nowhere.py' does not exist"),
         ((CROWD, "--runs", "1"), "so samples influence each other|BatchNorm in training mode"),
         (("text", "--batchnorm"), "--batchnorm with the recipe text.*no variant.*digits or digits-conv"),
-        (("text", "--recipe", "digits"), "the recipe text and --recipe digits: both say what is"),
+        (("text", "--recipe", "digits"), "The recipe text and --recipe digits: both say what is"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
@@ -277,7 +277,7 @@ def test_no_traceback_from_a_process_of_its_own(tmp_path: Path) -> None:
         out, err = started.finish(60)
     assert (started.returncode, out) == (2, "")
     assert err == (
-        "superbatch: the splits 3x30 and 5x20: they make batches of 90 and 100 samples. "
+        "superbatch: The splits 3x30 and 5x20: they make batches of 90 and 100 samples. "
         "Give splits of one batch: all arms must make the same update.\n"
     )
 
@@ -393,7 +393,7 @@ sys.exit(main(["compare", {PLANE!r}, *short, "--out", {str(tmp_path)!r}]))
     done = commands.python(code)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith(
-        f"the package {package} is not installed. Install superbatch[torch,cli]."
+        f"he package {package} is not installed. Install superbatch[torch,cli]."
     )
     assert "Traceback" not in done.stderr
 

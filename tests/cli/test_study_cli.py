@@ -108,7 +108,7 @@ def test_help_does_not_import_torch() -> None:
         (("momentun",), r"There is no study 'momentun'; did you mean 'momentum'\? Use one of"),
         (("momentum", "digit"), "There is no recipe 'digit'"),
         (("precision", "--margin", "0.5"), "The study 'precision' has no use for margin=0.5. Leave it out"),
-        (("momentum", "pairs", "--quick"), "its samples see each other"),
+        (("momentum", "pairs", "--quick"), "its samples are coupled"),
         (
             ("coupled", "digits", "--quick"),
             "The recipe 'digits' has no ways to compare. Use one of code-search",

@@ -116,7 +116,7 @@ def test_a_recipe_object_is_torch_s() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(InputError, match=r"backend='caffe': there is none .*Use one of torch, jax"):
+    with pytest.raises(InputError, match=r"There is no backend 'caffe'. Use one of torch, jax"):
         compare("digits", Options(backend="caffe"))
 
 

@@ -301,8 +301,8 @@ def test_default_splits_are_of_the_batch(batch_size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("5*20", r"the split '5\*20': it cannot be read. Write KxM"),
-        ("", "the split '': it cannot be read"),
+        ("5*20", r"The split '5\*20' cannot be read. Write KxM"),
+        ("", "The split '' cannot be read"),
         ("0x5", "a micro-batch needs at least one sample"),
         ("5x0", "a micro-batch needs at least one sample"),
         ("80/0/20", "a micro-batch needs at least one sample"),
@@ -333,13 +333,13 @@ def test_a_split_may_be_unequal() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (Options(updates=0), "updates=0: it counts something. Give an integer of at least 1"),
+        (Options(updates=0), "updates=0 is no count. Give an integer of at least 1"),
         (Options(runs=-1), "runs=-1"),
         (Options(runs=2.5), "runs=2.5"),  # pyright: ignore[reportArgumentType]  (that is the point)
         (Options(threads=0), "threads=0"),
         (Options(workers=0), "workers=0"),
         (Options(batch_size=0), "batch_size=0"),
-        (Options(margin=0.0), "margin=0.0: it must be a size above zero"),
+        (Options(margin=0.0), "margin=0.0 is not positive"),
         (Options(learning_rate=math.nan), "learning_rate=nan"),
         (Options(dtype="bfloat16"), "dtype='bfloat16'.*Use one of float64, float32"),
         (
@@ -349,7 +349,7 @@ def test_a_split_may_be_unequal() -> None:
         (Options(splits="1x100"), "in one piece only: there is nothing to compare"),
         (Options(batch_size=1), "in one piece only"),
         (Options(splits="5x20", batch_size=64), "batch_size=64 with the split 5x20"),
-        (Options(splits="2x1000"), "a batch of 2000 samples: the recipe 'digits' has 1297"),
+        (Options(splits="2x1000"), "A batch of 2000 samples: the recipe 'digits' has 1297"),
         (Options(splits="2x600", include_wrong=True), "an epoch with a tail needs 1680 samples"),
     ],
 )

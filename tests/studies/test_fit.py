@@ -336,8 +336,8 @@ def test_the_model_is_as_before() -> None:
         ({"dtype": "int8"}, "Use one of float32, float64, bfloat16"),
         ({"optimizer": "lion"}, "Use one of sgd, adam"),
         ({"device": "tpu"}, "memory is counted on CPU and CUDA only"),
-        ({"sizes": (8, 200)}, "a micro-batch of 200 samples.*the batch has 100"),
-        ({"sizes": (0,)}, "a micro-batch of 0 samples"),
+        ({"sizes": (8, 200)}, "A micro-batch of 200 samples.*the batch has 100"),
+        ({"sizes": (0,)}, "A micro-batch of 0 samples"),
     ],
 )
 def test_options_that_cannot_be(changes: dict[str, Any], message: str) -> None:

@@ -144,11 +144,11 @@ def test_a_recipe_of_a_module_in_the_working_directory(
         ("digit", r"There is no recipe 'digit'; did you mean 'digits'\? Use one of digits, .*text"),
         ("horses", r"There is no recipe 'horses'\. Use one of digits, "),
         ("mine.py", r"'mine.py' names a file without a function. Write mine.py:recipe"),
-        ("nowhere.py:make", "the recipe file 'nowhere.py': there is no such file"),
+        ("nowhere.py:make", "The recipe file 'nowhere.py' does not exist"),
         ("no_such_module_:make", "importing 'no_such_module_' raised ModuleNotFoundError"),
         (f"{OWN}:missing", r"has no function 'missing'\. Name a function"),
         (f"{OWN}:plan", r"has no function 'plan'; did you mean 'plane'\?"),
-        (f"{OWN}:no_recipe", "its function returned int. Return a superbatch.lab.recipes.Recipe"),
+        (f"{OWN}:no_recipe", "returned int. Return a superbatch.lab.recipes.Recipe"),
         (f"{OWN}:broken", "its function raised RuntimeError: no such file"),
     ],
 )
@@ -167,8 +167,8 @@ def test_the_cause_of_a_broken_recipe_stays_attached() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": 0}, "samples=0: it counts something"),
-        ({"batch_size": 2.5}, "batch_size=2.5: it counts something"),
+        ({"samples": 0}, "samples=0 is no count"),
+        ({"batch_size": 2.5}, "batch_size=2.5 is no count"),
         ({"batch_size": 241}, "there are 240 training samples only"),
         ({"learning_rates": {"rmsprop": 0.1}}, r"no way is known to make \['rmsprop'\]"),
     ],

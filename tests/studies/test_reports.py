@@ -93,7 +93,7 @@ def test_json_that_is_no_such_report(report: Comparison, change, message: str) -
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3"])
 def test_text_that_is_no_report(text: str) -> None:
-    with pytest.raises(InputError, match=r"a report in JSON: it "):
+    with pytest.raises(InputError, match=r"A report in JSON: it "):
         from_json(Comparison, text)
 
 

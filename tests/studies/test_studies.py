@@ -522,14 +522,14 @@ def test_wrong_options(name: str, options: dict[str, float], message: str) -> No
 
 @pytest.mark.parametrize("name", ["grow-batch", "critical-batch"])
 def test_a_training_that_diverges_is_said_to(name: str) -> None:
-    with pytest.raises(InputError, match=r"lr 50: training diverges.*--lr"):
+    with pytest.raises(InputError, match=r"lr 50 diverges.*--lr"):
         study(name, own_recipe.plane(), Options(runs=1, samples=900, learning_rate=50.0))
 
 
 @pytest.mark.parametrize("name", ["momentum", "grow-batch", "critical-batch"])
 def test_samples_that_see_each_other_are_refused(name: str) -> None:
     with pytest.raises(
-        InputError, match=f"the study '{name}' with the recipe 'digits-bn'.*another objective"
+        InputError, match=f"The study '{name}' with the recipe 'digits-bn'.*another objective"
     ):
         study(name, "digits-bn", Options(quick=True))
 

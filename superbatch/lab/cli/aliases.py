@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -49,43 +49,33 @@ def in_our_words(
     """
     for name, value in (("average-gradients", average_gradients), ("iterations", iterations)):
         if value is not None and value < 1:
-            raise InputError(
-                explain(f"--{name} {value}", "it counts micro-batches", "give a number of at least 1")
-            )
+            raise InputError(f"--{name} {value}: it counts micro-batches. Give a number of at least 1.")
     if iterations is not None and updates is not None:
         raise InputError(
-            explain(
-                f"--iterations {iterations} and --updates {updates}",
-                "both say how long a run is: iterations count micro-batches, updates count updates",
-                "leave one of the two out",
-            )
+            f"--iterations {iterations} and --updates {updates}: "
+            "both say how long a run is: iterations count micro-batches, updates count updates. "
+            "Leave one of the two out."
         )
     if average_gradients is None:
         # Without accumulation an iteration is an update.
         return Asked(splits, iterations if updates is None else updates, batch_size)
     if splits is not None:
         raise InputError(
-            explain(
-                f"--average-gradients {average_gradients} and --splits {splits}",
-                "both say how a batch is split",
-                "leave one of the two out",
-            )
+            f"--average-gradients {average_gradients} and --splits {splits}: "
+            "both say how a batch is split. "
+            "Leave one of the two out."
         )
     if batch_size is None:
         raise InputError(
-            explain(
-                f"--average-gradients {average_gradients}",
-                "the size of its micro-batches is missing",
-                "add --batch-size M, or use --splits KxM",
-            )
+            f"--average-gradients {average_gradients}: "
+            "the size of its micro-batches is missing. "
+            "Add --batch-size M, or use --splits KxM."
         )
     if iterations is not None and iterations % average_gradients:
         raise InputError(
-            explain(
-                f"--iterations {iterations} with --average-gradients {average_gradients}",
-                f"{iterations % average_gradients} micro-batches are left over, which make no whole update",
-                f"give a multiple of {average_gradients}",
-            )
+            f"--iterations {iterations} with --average-gradients {average_gradients}: "
+            f"{iterations % average_gradients} micro-batches are left over, which make no whole update. "
+            f"Give a multiple of {average_gradients}."
         )
     return Asked(
         f"{average_gradients}x{batch_size}",
@@ -117,17 +107,15 @@ def recipe_of(named: str | None, option: str | None, *, batchnorm: bool) -> str:
     """
     if named is not None and option is not None and named != option:
         raise InputError(
-            explain(f"the recipe {named} and --recipe {option}", "both say what is trained", "leave one out")
+            f"The recipe {named} and --recipe {option}: both say what is trained. Leave one out."
         )
     name = named or option or "digits"
     if not batchnorm or name in WITH_BATCHNORM.values():
         return name
     if name not in WITH_BATCHNORM:
         raise InputError(
-            explain(
-                f"--batchnorm with the recipe {name}",
-                "there is no variant of it with BatchNorm",
-                f"use it with {' or '.join(WITH_BATCHNORM)}, or leave it out",
-            )
+            f"--batchnorm with the recipe {name}: "
+            "there is no variant of it with BatchNorm. "
+            f"Use it with {' or '.join(WITH_BATCHNORM)}, or leave it out."
         )
     return WITH_BATCHNORM[name]

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from superbatch.errors import explain
-
 from .exits import INTERRUPTED, NOT_WRITTEN, NOTHING_KEPT, PIPE_CLOSED, WRONG_INPUT
 
 OPTIONAL = ("torch", "typer", "rich", "scipy", "matplotlib", "numpy", "sklearn")
@@ -61,9 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").split(".")[0]
         if package not in OPTIONAL:
             raise
-        given = " ".join(["superbatch", *arguments])
-        wrong = f"the package {package} is not installed"
-        print(f"superbatch: {explain(given, wrong, 'install superbatch[torch,cli]')}", file=sys.stderr)
+        print(
+            f"superbatch: The package {package} is not installed. Install superbatch[torch,cli].",
+            file=sys.stderr,
+        )
         return WRONG_INPUT
 
 

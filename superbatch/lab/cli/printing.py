@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..report.table import Table, plain
 
@@ -65,7 +65,7 @@ def check_folder(folder: Path) -> None:
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         wrong = "nothing can be written there" if there.is_dir() else f"{str(there)!r} is a file"
-        raise InputError(explain(f"--out {folder}", wrong, "give a folder that can be made or written to"))
+        raise InputError(f"--out {folder}: {wrong}. Give a folder that can be made or written to.")
 
 
 def write_file(path: Path, content: str | bytes) -> None:

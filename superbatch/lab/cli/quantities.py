@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{ending}": base**power
@@ -34,9 +34,7 @@ def parse_bytes(text: str, *, flag: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", text.lower())
     count = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if count < 1:
-        raise InputError(
-            explain(f"{flag} {text}", "it is no number of bytes", "write it as 2GiB, 500MB or 123456")
-        )
+        raise InputError(f"{flag} {text} is no number of bytes. Write it as 2GiB, 500MB or 123456.")
     return count
 
 
@@ -59,7 +57,5 @@ def parse_sizes(text: str, *, flag: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise InputError(
-            explain(f"{flag} {text}", "sizes are whole numbers of samples", "write them as 8,16,32")
-        )
+        raise InputError(f"{flag} {text}: sizes are whole numbers of samples. Write them as 8,16,32.")
     return tuple(map(int, parts))

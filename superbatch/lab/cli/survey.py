@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from .options import AsJson, Data, OptimizerName, option, recipe_argument
 from .printing import check_folder, print_sentences, print_table
@@ -73,9 +73,7 @@ def survey(
     --check failed, 2 wrong input, 130 interrupted (a partial report is written).
     """
     if what not in WHAT:
-        raise InputError(
-            explain(f"--what {what}", "that cannot be surveyed", f"give one of {', '.join(WHAT)}")
-        )
+        raise InputError(f"--what {what}: that cannot be surveyed. Give one of {', '.join(WHAT)}.")
     folder = out if out is not None or as_json else OUT
     if folder is not None:
         check_folder(folder)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..report.pages import differences_table, verification_page
 from .options import option, recipe_argument
@@ -122,11 +122,9 @@ def verify_recipe(
     batch_size = recipe.batch_size if batch_size is None else batch_size
     if not 2 <= batch_size <= recipe.samples:
         raise InputError(
-            explain(
-                f"--batch-size {batch_size}",
-                f"a batch of the recipe {name!r} that can be split has 2 to {recipe.samples} samples",
-                "pass a number in this range",
-            )
+            f"--batch-size {batch_size}: "
+            f"a batch of the recipe {name!r} that can be split has 2 to {recipe.samples} samples. "
+            "Pass a number in this range."
         )
     model = recipe.model(seed)
     order = torch.randperm(recipe.samples, generator=torch.Generator().manual_seed(seed))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from .drawing import Draws
 from .recipe import Recipe
@@ -49,11 +49,9 @@ def load_images() -> Images:
         from sklearn import datasets, model_selection
     except ImportError as error:
         raise InputError(
-            explain(
-                "a recipe on digits",
-                "scikit-learn, which carries the data, is not installed",
-                "install superbatch[cli]",
-            )
+            "A recipe on digits: "
+            "scikit-learn, which carries the data, is not installed. "
+            "Install superbatch[cli]."
         ) from error
     images, labels = datasets.load_digits(return_X_y=True)
     train, test, train_labels, test_labels = model_selection.train_test_split(

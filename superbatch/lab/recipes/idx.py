@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 UNSIGNED_BYTE = 0x08
 
@@ -71,11 +71,8 @@ def find_idx(folder: Path, stem: str) -> Path:
     if not found:
         missing = f"it has no file {stem}-idx?-ubyte or {stem}-idx?-ubyte.gz"
         raise InputError(
-            explain(
-                f"the data folder {str(folder)!r}",
-                missing if folder.is_dir() else "it is no folder",
-                "give the folder with the four files of MNIST in IDX format",
-            )
+            f"The data folder {str(folder)!r}: {missing if folder.is_dir() else 'it is no folder'}. "
+            "Give the folder with the four files of MNIST in IDX format."
         )
     return found[0]
 
@@ -89,4 +86,4 @@ def _content(path: Path) -> bytes:
 
 
 def _wrong(path: Path, wrong: str) -> InputError:
-    return InputError(explain(f"the file {str(path)!r}", wrong, "give the files of MNIST in IDX format"))
+    return InputError(f"The file {str(path)!r}: {wrong}. Give the files of MNIST in IDX format.")

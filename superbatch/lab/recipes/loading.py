@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from superbatch.errors import InputError, SuperbatchError, explain
+from superbatch.errors import InputError, SuperbatchError
 
 from .nearest import did_you_mean
 from .recipe import Recipe
@@ -94,11 +94,8 @@ def _own(name: str) -> Recipe:
         raise _failed(name, f"its function raised {type(error).__name__}: {error}") from error
     if not isinstance(recipe, Recipe):
         raise InputError(
-            explain(
-                f"the recipe {name!r}",
-                f"its function returned {type(recipe).__name__}",
-                "return a superbatch.lab.recipes.Recipe",
-            )
+            f"The function of the recipe {name!r} returned {type(recipe).__name__}. "
+            "Return a superbatch.lab.recipes.Recipe."
         )
     return recipe
 
@@ -128,11 +125,7 @@ def _module(name: str) -> ModuleType:
 
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise InputError(
-            explain(
-                f"the recipe file {str(path)!r}", "there is no such file", "give the path of a Python file"
-            )
-        )
+        raise InputError(f"The recipe file {str(path)!r} does not exist. Give the path of a Python file.")
     name = f"superbatch_recipe_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -157,9 +150,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def _failed(name: str, wrong: str) -> InputError:
     return InputError(
-        explain(
-            f"the recipe {name!r}",
-            " ".join(wrong.split()),  # one line, whatever the user's error text looks like
-            "mend it; superbatch.lab.recipes.load_recipe shows the traceback",
-        )
+        # One line, whatever the user's error text looks like.
+        f"The recipe {name!r} failed: {' '.join(wrong.split()).rstrip('.')}. Correct it; "
+        "superbatch.lab.recipes.load_recipe shows the traceback."
     )

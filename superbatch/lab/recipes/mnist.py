@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from .digits import Classification, classification
 from .idx import find_idx, read_idx
@@ -27,20 +27,16 @@ def mnist(data: str | Path | None = None) -> Recipe:
         InputError: no folder is given, or a file is missing or damaged.
     """
     if data is None:
-        raise InputError(
-            explain("the recipe mnist", "it needs a folder of data and downloads none", "add --data FOLDER")
-        )
+        raise InputError("The recipe mnist needs a folder of data and downloads none. Add --data FOLDER.")
     folder = Path(data)
     images, test_images = (_images(folder, part) for part in ("train", "t10k"))
     labels, test_labels = (_labels(folder, part) for part in ("train", "t10k"))
     for part, inputs, targets in (("train", images, labels), ("t10k", test_images, test_labels)):
         if len(inputs) != len(targets):
             raise InputError(
-                explain(
-                    f"the data folder {str(folder)!r}",
-                    f"{part}-images has {len(inputs)} images and {part}-labels has {len(targets)} labels",
-                    "give files that belong together",
-                )
+                f"The data folder {str(folder)!r}: "
+                f"{part}-images has {len(inputs)} images and {part}-labels has {len(targets)} labels. "
+                "Give files that belong together."
             )
     pixels, classes = images.shape[1], int(labels.max()) + 1
     return classification(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from .optimizers import OPTIMIZERS, OptimizerFactory
 
@@ -102,28 +102,20 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise InputError(
-                    explain(
-                        f"recipe {self.name!r} with {name}={value!r}",
-                        "it counts something",
-                        "give an int >= 1",
-                    )
+                    f"The recipe {self.name!r} with {name}={value!r} is no count. Give an int >= 1."
                 )
         if self.batch_size > self.samples:
             raise InputError(
-                explain(
-                    f"recipe {self.name!r} with batch_size={self.batch_size}",
-                    f"there are {self.samples} training samples only",
-                    "give a smaller batch_size",
-                )
+                f"The recipe {self.name!r} with batch_size={self.batch_size}: "
+                f"there are {self.samples} training samples only. "
+                "Give a smaller batch_size."
             )
         unknown = sorted(set(self.learning_rates) - set(self.optimizers))
         if unknown:
             raise InputError(
-                explain(
-                    f"recipe {self.name!r} with learning_rates={dict(self.learning_rates)!r}",
-                    f"no way is known to make {unknown}",
-                    f"use names of {sorted(self.optimizers)} or add yours to `optimizers`",
-                )
+                f"The recipe {self.name!r} with learning_rates={dict(self.learning_rates)!r}: "
+                f"no way is known to make {unknown}. "
+                f"Use names of {sorted(self.optimizers)} or add yours to `optimizers`."
             )
 
     @property

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.torch import count_tokens
 
 from .models import seeded
@@ -149,11 +149,9 @@ def read_lines(count: int) -> list[bytes]:
     ]
     if len(lines) < count:
         raise InputError(
-            explain(
-                f"the recipe text with {count} lines",
-                f"the standard library's folder {str(folder)!r} has {len(lines)} lines of source",
-                "use a Python that carries its library as .py files, or another recipe",
-            )
+            f"The recipe text with {count} lines: "
+            f"the standard library's folder {str(folder)!r} has {len(lines)} lines of source. "
+            "Use a Python that carries its library as .py files, or another recipe."
         )
     return [lines[i * len(lines) // count] for i in range(count)]
 

@@ -15,7 +15,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 T = TypeVar("T")
 
@@ -47,9 +47,7 @@ def to_json(report: object) -> str:
         True
     """
     if not dataclasses.is_dataclass(report) or isinstance(report, type):
-        raise InputError(
-            explain(f"a {type(report).__name__}", "only reports are written", "pass what a study returned")
-        )
+        raise InputError(f"A {type(report).__name__} is no report. Pass what a study returned.")
     content = {KIND: type(report).__name__, **cast("dict[str, Any]", _plain(report))}
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
 
@@ -71,7 +69,7 @@ def from_json(kind: type[T], text: str) -> T:
         >>> from superbatch.results.update import Update
         >>> from_json(Update, '{"report": "Update", "loss": 1}')
         Traceback (most recent call last):
-        superbatch.errors.InputError: a report in JSON: Update has no field grad_norm. ...
+        superbatch.errors.InputError: A report in JSON: Update has no field grad_norm. ...
     """
     try:
         content: Any = json.loads(text)
@@ -149,4 +147,4 @@ def _read_union(hints: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _unreadable(wrong: str) -> InputError:
-    return InputError(explain("a report in JSON", wrong, "give a file that this version of superbatch wrote"))
+    return InputError(f"A report in JSON: {wrong}. Give a file that this version of superbatch wrote.")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from superbatch._version import __version__
-from superbatch.errors import InputError, OptimizerError, explain
+from superbatch.errors import InputError, OptimizerError
 from superbatch.noise.meter import NoiseMeter
 from superbatch.results.advice import Advice
 from superbatch.results.memory import Limit
@@ -142,9 +142,7 @@ def _given(options: Options, noise: NoiseRange | None) -> _Found:
         ("--update-seconds", options.update_seconds),
     ):
         if value is None:
-            raise InputError(
-                explain(f"no recipe and no {flag}", "there is nothing to measure it on", f"give {flag}")
-            )
+            raise InputError(f"Without a recipe {flag} cannot be measured. Give {flag}, or a recipe.")
     assert options.microbatch_seconds is not None and options.update_seconds is not None
     times = Times(
         microbatch=options.microbatch_seconds,
@@ -211,9 +209,7 @@ def _optimizer(recipe: Recipe, options: Options) -> str:
     name = options.optimizer or recipe.default_optimizer
     if name not in recipe.learning_rates:
         known = ", ".join(recipe.learning_rates)
-        raise InputError(
-            explain(f"optimizer={name!r}", f"the recipe {recipe.name!r} has no rate for it", f"use {known}")
-        )
+        raise InputError(f"optimizer={name!r}: the recipe {recipe.name!r} has no rate for it. Use {known}.")
     return name
 
 
@@ -357,7 +353,7 @@ def _alternative(found: _Found, asked_for: Question, noise: NoiseRange) -> Scali
     if rate is None:
         return None
     if name not in factories:
-        raise InputError(explain(f"optimizer={name!r}", "it is unknown", f"use {', '.join(factories)}"))
+        raise InputError(f"optimizer={name!r} is unknown. Use {', '.join(factories)}.")
     optimizer = factories[name]([torch.nn.Parameter(torch.zeros(1))], rate)
     batch = asked_for.microbatch_size * options.ranks
     large = asked_for.accumulation_steps * batch

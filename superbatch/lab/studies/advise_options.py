@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.tuning.noise_range import NoiseRange
 
 from ..recipes import Recipe
@@ -93,7 +93,7 @@ def check_options(options: Options) -> None:
     for name in COUNTS:
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < 1):
-            raise InputError(explain(f"{name}={value!r}", "it counts something", "give a positive int"))
+            raise InputError(f"{name}={value!r} is no count. Give a positive int.")
     for names, fine, do in (
         (
             ("learning_rate", "microbatch_seconds", "seconds"),
@@ -110,10 +110,10 @@ def check_options(options: Options) -> None:
         for name in names:
             value = getattr(options, name)
             if value is not None and not fine(value):
-                raise InputError(explain(f"{name}={value!r}", "it is out of its range", f"give {do}"))
+                raise InputError(f"{name}={value!r} is out of range. Give {do}.")
     if options.device.split(":")[0] not in ("cpu", "cuda"):
         raise InputError(
-            explain(f"device={options.device!r}", "memory is counted on CPU and CUDA only", "use cpu or cuda")
+            f"device={options.device!r}: memory is counted on CPU and CUDA only. Use cpu or cuda."
         )
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device={options.device!r}, but torch sees no CUDA device here. Use cpu.")
@@ -151,19 +151,15 @@ def question(recipe: Recipe | None, options: Options, *, largest: Callable[[int]
     size, steps, batch = options.microbatch_size, options.accumulation_steps, options.batch_size
     if None not in (size, steps, batch):
         raise InputError(
-            explain(
-                f"microbatch_size={size}, accumulation_steps={steps} and batch_size={batch}",
-                "two of them say the third",
-                "leave one out",
-            )
+            f"microbatch_size={size}, accumulation_steps={steps} and batch_size={batch}: "
+            "two of them say the third. "
+            "Leave one out."
         )
     if recipe is None and [size, steps, batch].count(None) > 1:
         raise InputError(
-            explain(
-                "an advice without a recipe",
-                "it is not known how many micro-batches of how many samples are in question",
-                "give --microbatch-size, and --accumulation-steps or --batch-size",
-            )
+            "An advice without a recipe: "
+            "it is not known how many micro-batches of how many samples are in question. "
+            "Give --microbatch-size, and --accumulation-steps or --batch-size."
         )
     if size is None:
         size = _size(recipe, options, largest)
@@ -174,11 +170,9 @@ def question(recipe: Recipe | None, options: Options, *, largest: Callable[[int]
             steps = STEPS
     if steps < 2:
         raise InputError(
-            explain(
-                f"a batch of {batch} in one micro-batch of {size} on each rank",
-                "that is no accumulation, and nothing is in question",
-                "give smaller micro-batches, a larger batch, or --accumulation-steps",
-            )
+            f"A batch of {batch} in one micro-batch of {size} on each rank: "
+            "that is no accumulation, and nothing is in question. "
+            "Give smaller micro-batches, a larger batch, or --accumulation-steps."
         )
     return Question(size, steps)
 
@@ -224,11 +218,9 @@ def given_noise(options: Options) -> NoiseRange | None:
     middle = low if value is None else value
     if not (0 <= low <= middle <= high and high > 0) or (value is not None and not 0 < value < math.inf):
         raise InputError(
-            explain(
-                f"noise={value!r} between {low!r} and {high!r}",
-                "a noise scale is a number of samples, between the ends of its range",
-                "give --noise-low <= --noise <= --noise-high",
-            )
+            f"noise={value!r} between {low!r} and {high!r}: "
+            "a noise scale is a number of samples, between the ends of its range. "
+            "Give --noise-low <= --noise <= --noise-high."
         )
     return NoiseRange(value, low, high)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..recipes import Recipe
 from .setting import ArmPlan, Setting, Way
@@ -99,11 +99,9 @@ def load_backend(name: str) -> Backend:
         if name != "keras" or wanted not in FRAMEWORKS_OF_KERAS:
             raise
         raise InputError(
-            explain(
-                "backend='keras'",
-                f"Keras is set to {wanted}, which is not installed",
-                f"install it, or set KERAS_BACKEND to one of {', '.join(FRAMEWORKS_OF_KERAS)} that is",
-            )
+            "backend='keras': "
+            f"Keras is set to {wanted}, which is not installed. "
+            f"Install it, or set KERAS_BACKEND to one of {', '.join(FRAMEWORKS_OF_KERAS)} that is."
         ) from error
 
 
@@ -119,18 +117,14 @@ def check_installed(name: str) -> None:
     Examples:
         >>> check_installed("numpy")
         Traceback (most recent call last):
-        superbatch.errors.InputError: backend='numpy': there is none of that name. ...
+        superbatch.errors.InputError: There is no backend 'numpy'. Use one of torch, jax, ...
     """
     if name not in PACKAGES:
-        raise InputError(
-            explain(f"backend={name!r}", "there is none of that name", f"use one of {', '.join(PACKAGES)}")
-        )
+        raise InputError(f"There is no backend {name!r}. Use one of {', '.join(PACKAGES)}.")
     missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
     if missing:
         which = f"package {missing[0]} is" if len(missing) == 1 else f"packages {' and '.join(missing)} are"
-        raise InputError(
-            explain(f"backend={name!r}", f"the {which} not installed", f"install superbatch[{name},cli]")
-        )
+        raise InputError(f"backend={name!r}: the {which} not installed. Install superbatch[{name},cli].")
 
 
 def check_backend(name: str, recipe: str | Recipe, *, data: object, threads: int) -> None:
@@ -150,21 +144,15 @@ def check_backend(name: str, recipe: str | Recipe, *, data: object, threads: int
     if recipe != "digits":
         given = recipe if isinstance(recipe, str) else recipe.name
         raise InputError(
-            explain(
-                f"backend={name!r} with the recipe {given!r}",
-                f"on {name} the digits task is compared, and no other",
-                "use the recipe digits, or the backend torch",
-            )
+            f"backend={name!r} with the recipe {given!r}: "
+            f"on {name} the digits task is compared, and no other. "
+            "Use the recipe digits, or the backend torch."
         )
     if data is not None:
-        raise InputError(
-            explain(f"data={str(data)!r} with backend={name!r}", "digits reads no folder", "leave it out")
-        )
+        raise InputError(f"data={str(data)!r} with backend={name!r}: digits reads no folder. Leave it out.")
     if threads != 1:
         raise InputError(
-            explain(
-                f"backend={name!r} with threads={threads}",
-                f"it is torch whose threads are set; {name} reads its own when it starts",
-                f"leave it out, and set the threads of {name} in its environment",
-            )
+            f"backend={name!r} with threads={threads}: "
+            f"it is torch whose threads are set; {name} reads its own when it starts. "
+            f"Leave it out, and set the threads of {name} in its environment."
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from superbatch._version import __version__
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..recipes import Recipe
 from ..report.comparison import Comparison, Run
@@ -138,28 +138,22 @@ def settle(recipe: Recipe, options: Options) -> Setting:
     splits = splits or default_splits(size)
     if sum(splits[0].sizes) != size:
         raise InputError(
-            explain(
-                f"batch_size={size} with the split {splits[0].name}",
-                f"that split makes batches of {sum(splits[0].sizes)} samples",
-                "leave one of the two out",
-            )
+            f"batch_size={size} with the split {splits[0].name}: "
+            f"that split makes batches of {sum(splits[0].sizes)} samples. "
+            "Leave one of the two out."
         )
     if size > recipe.samples:
         raise InputError(
-            explain(
-                f"a batch of {size} samples",
-                f"the recipe {recipe.name!r} has {recipe.samples} training samples",
-                "use a smaller batch",
-            )
+            f"A batch of {size} samples: "
+            f"the recipe {recipe.name!r} has {recipe.samples} training samples. "
+            "Use a smaller batch."
         )
     tail = max(1, round(TAIL * size)) if options.include_wrong else None
     if tail is not None and size + tail > recipe.samples:
         raise InputError(
-            explain(
-                f"include_wrong with a batch of {size} samples",
-                f"an epoch with a tail needs {size + tail} samples, the recipe has {recipe.samples}",
-                "use a smaller batch",
-            )
+            f"include_wrong with a batch of {size} samples: "
+            f"an epoch with a tail needs {size + tail} samples, the recipe has {recipe.samples}. "
+            "Use a smaller batch."
         )
     optimizer, learning_rate = _optimizer(recipe, options)
     return Setting(
@@ -183,11 +177,9 @@ def _optimizer(recipe: Recipe, options: Options) -> tuple[str, float]:
     name = options.optimizer or recipe.default_optimizer
     if name not in recipe.offered:
         raise InputError(
-            explain(
-                f"optimizer={name!r}",
-                f"the recipe {recipe.name!r} does not offer it",
-                f"use one of {', '.join(recipe.offered)}",
-            )
+            f"optimizer={name!r}: "
+            f"the recipe {recipe.name!r} does not offer it. "
+            f"Use one of {', '.join(recipe.offered)}."
         )
     return name, options.learning_rate or recipe.learning_rates[name]
 
@@ -197,11 +189,9 @@ def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> li
     parts = [split for split in splits if len(split.sizes) > 1]
     if not parts:
         raise InputError(
-            explain(
-                f"a batch of {size} samples in one piece only",
-                "there is nothing to compare the real batch with",
-                "add a split, such as 5x20 of a batch of 100",
-            )
+            f"A batch of {size} samples in one piece only: "
+            "there is nothing to compare the real batch with. "
+            "Add a split, such as 5x20 of a batch of 100."
         )
     wrong: list[ArmPlan] = []
     if include_wrong:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..recipes import Recipe
 from ..report.comparison import TOLERANCES
@@ -66,31 +66,23 @@ def check_options(recipe: str | Recipe, options: Options) -> None:
     for name in ("updates", "runs", "batch_size", "threads", "workers"):
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < 1):
-            raise InputError(
-                explain(f"{name}={value!r}", "it counts something", "give an integer of at least 1")
-            )
+            raise InputError(f"{name}={value!r} is no count. Give an integer of at least 1.")
     for name in ("margin", "learning_rate"):
         value = getattr(options, name)
         if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-            raise InputError(
-                explain(f"{name}={value!r}", "it must be a size above zero", "give a positive number")
-            )
+            raise InputError(f"{name}={value!r} is not positive. Give a number above 0.")
     if options.dtype not in TOLERANCES:
         raise InputError(
-            explain(
-                f"dtype={options.dtype!r}",
-                "a comparison needs to know how far rounding can go",
-                f"use one of {', '.join(TOLERANCES)}",
-            )
+            f"dtype={options.dtype!r}: "
+            "a comparison needs to know how far rounding can go. "
+            f"Use one of {', '.join(TOLERANCES)}."
         )
     check_backend(options.backend, recipe, data=options.data, threads=options.threads)
     if options.workers > 1 and options.runs > 1 and not isinstance(recipe, str):
         raise InputError(
-            explain(
-                f"workers={options.workers} with a Recipe object",
-                "a worker process loads the recipe by its name",
-                "pass the name, such as package.module:function or file.py:function, or workers=1",
-            )
+            f"workers={options.workers} with a Recipe object: "
+            "a worker process loads the recipe by its name. "
+            "Pass the name, such as package.module:function or file.py:function, or workers=1."
         )
 
 

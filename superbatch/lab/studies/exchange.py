@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.torch.window.sync.manual import Manual
 from superbatch.torch.window.sync.sync import Sync
 from superbatch.tuning.search import time_per_sample
@@ -43,11 +43,9 @@ def started_on() -> tuple[int, int]:
     rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdigit() and count.isdigit() and int(rank) < int(count)):
         raise InputError(
-            explain(
-                f"RANK={rank!r} and WORLD_SIZE={count!r} beside MASTER_ADDR",
-                "they do not say which of how many processes this one is",
-                "start the command with torchrun, or unset MASTER_ADDR to run it alone",
-            )
+            f"RANK={rank!r} and WORLD_SIZE={count!r} beside MASTER_ADDR: "
+            "they do not say which of how many processes this one is. "
+            "Start the command with torchrun, or unset MASTER_ADDR to run it alone."
         )
     return int(rank), int(count)
 
@@ -68,11 +66,9 @@ def check_ranks(stated: int, count: int) -> int:
     """
     if 1 not in (stated, count) and stated != count:
         raise InputError(
-            explain(
-                f"ranks={stated} in a command that was started on {count}",
-                "the exchange of gradients over so many is not that over the others",
-                "leave --ranks out, or start the command once and give --all-reduce-seconds",
-            )
+            f"ranks={stated} in a command that was started on {count}: "
+            "the exchange of gradients over so many is not that over the others. "
+            "Leave --ranks out, or start the command once and give --all-reduce-seconds."
         )
     return stated if count == 1 else count
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..recipes import Recipe
 
@@ -59,28 +59,22 @@ def check_options(recipe: Recipe, options: Options) -> None:
     for name in ("batch_size", "limit", "threads"):
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < 1):
-            raise InputError(
-                explain(f"{name}={value!r}", "it counts something", "give an integer of at least 1")
-            )
+            raise InputError(f"{name}={value!r} is no count. Give an integer of at least 1.")
     if not options.seconds > 0:
-        raise InputError(
-            explain(f"seconds={options.seconds!r}", "nothing is measured in that time", "give more")
-        )
+        raise InputError(f"seconds={options.seconds!r}: nothing is measured in that time. Give more.")
     for name, value, known in (
         ("dtype", options.dtype, DTYPES),
         ("optimizer", options.optimizer or recipe.default_optimizer, recipe.offered),
     ):
         if value not in known:
             raise InputError(
-                explain(
-                    f"{name}={value!r}",
-                    f"the recipe {recipe.name!r} cannot be fitted with it",
-                    f"use one of {', '.join(known)}",
-                )
+                f"{name}={value!r}: "
+                f"the recipe {recipe.name!r} cannot be fitted with it. "
+                f"Use one of {', '.join(known)}."
             )
     if options.device.split(":")[0] not in ("cpu", "cuda"):
         raise InputError(
-            explain(f"device={options.device!r}", "memory is counted on CPU and CUDA only", "use cpu or cuda")
+            f"device={options.device!r}: memory is counted on CPU and CUDA only. Use cpu or cuda."
         )
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device={options.device!r}, but torch sees no CUDA device here. Use cpu.")
@@ -88,11 +82,9 @@ def check_options(recipe: Recipe, options: Options) -> None:
     for size in options.sizes or ():
         if type(size) is not int or not 1 <= size <= batch_size:
             raise InputError(
-                explain(
-                    f"a micro-batch of {size!r} samples",
-                    f"the batch has {batch_size}, and a micro-batch is a part of it",
-                    f"give sizes from 1 to {batch_size}, or a larger batch_size",
-                )
+                f"A micro-batch of {size!r} samples: "
+                f"the batch has {batch_size}, and a micro-batch is a part of it. "
+                f"Give sizes from 1 to {batch_size}, or a larger batch_size."
             )
 
 

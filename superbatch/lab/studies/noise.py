@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from superbatch._version import __version__
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.noise.meter import NoiseMeter, noise_over_run, relative_time
 from superbatch.torch import Accumulator
 from superbatch.tuning.noise_range import noise_range_of
@@ -142,53 +142,43 @@ def _checked(recipe: Recipe, options: Options) -> tuple[Setting, int]:
     """Return the setting of the training, and the samples of a micro-batch."""
     if recipe.coupled == "exact":
         raise InputError(
-            explain(
-                f"the recipe {recipe.name!r}, whose samples see each other",
-                "noise is told from the gradients of micro-batches, and there a micro-batch has none of its "
-                "own",
-                "give a recipe of separate samples: a model without BatchNorm, a loss without pairs",
-            )
+            f"The recipe {recipe.name!r}, whose samples are coupled: "
+            "noise is told from the gradients of micro-batches, and there a micro-batch has none of its "
+            "own. "
+            "Give a recipe of separate samples: a model without BatchNorm, a loss without pairs."
         )
     for name in ("batch_size", "microbatch_size", "updates", "threads"):
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < 1):
-            raise InputError(explain(f"{name}={value!r}", "it counts something", "give a positive integer"))
+            raise InputError(f"{name}={value!r} is no count. Give a positive integer.")
     batch = options.batch_size or recipe.batch_size
     if batch < 2 or batch > recipe.samples:
         raise InputError(
-            explain(
-                f"a batch of {batch} samples",
-                f"it is drawn from {recipe.samples} samples and cut into two micro-batches or more",
-                f"give a batch size between 2 and {recipe.samples}",
-            )
+            f"A batch of {batch} samples: "
+            f"it is drawn from {recipe.samples} samples and cut into two micro-batches or more. "
+            f"Give a batch size between 2 and {recipe.samples}."
         )
     size = options.microbatch_size or math.ceil(batch / min(batch, MICROBATCHES))
     if size >= batch:
         raise InputError(
-            explain(
-                f"micro-batches of {size} samples in a batch of {batch}",
-                "noise is seen by the differences between micro-batches, of which there must be two",
-                "give a smaller microbatch size, or a larger batch",
-            )
+            f"Micro-batches of {size} samples in a batch of {batch}: "
+            "noise is seen by the differences between micro-batches, of which there must be two. "
+            "Give a smaller microbatch size, or a larger batch."
         )
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch noise without --lr")
     optimizer = options.optimizer or recipe.default_optimizer
     if optimizer not in recipe.offered:
         raise InputError(
-            explain(
-                f"the optimizer {optimizer!r}",
-                f"recipe {recipe.name!r} has no learning rate for it",
-                f"give one of {', '.join(recipe.offered)}",
-            )
+            f"The optimizer {optimizer!r}: "
+            f"recipe {recipe.name!r} has no learning rate for it. "
+            f"Give one of {', '.join(recipe.offered)}."
         )
     rate = recipe.learning_rates[optimizer] if options.learning_rate is None else options.learning_rate
     if not 0 < rate < math.inf:
-        raise InputError(explain(f"learning_rate={rate!r}", "it is a positive number", "give one"))
+        raise InputError(f"learning_rate={rate!r} is not positive. Give a number above 0.")
     if not -(2**63) <= options.seed < 2**64:
-        raise InputError(
-            explain(f"seed={options.seed}", "it is a number of 64 bits", "give a smaller one, such as 0")
-        )
+        raise InputError(f"seed={options.seed}: it is a number of 64 bits. Give a smaller one, such as 0.")
     setting = Setting(
         arms=(),
         updates=options.updates or recipe.updates,

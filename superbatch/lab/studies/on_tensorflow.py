@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.tensorflow import Accumulator
 
 from ..recipes import Recipe
@@ -199,11 +199,9 @@ def load(name: str, data: str | Path | None) -> Recipe:
     keras = tf.keras.backend.backend()
     if keras != "tensorflow":
         raise InputError(
-            explain(
-                f"backend='tensorflow' with KERAS_BACKEND={keras}",
-                "TensorFlow's optimizers are those of Keras, which is set to another framework",
-                "unset KERAS_BACKEND, or use the backend keras",
-            )
+            f"backend='tensorflow' with KERAS_BACKEND={keras}: "
+            "TensorFlow's optimizers are those of Keras, which is set to another framework. "
+            "Unset KERAS_BACKEND, or use the backend keras."
         )
     return digits_on(lambda weights: lambda batch: mean_loss(weights, *batch))
 

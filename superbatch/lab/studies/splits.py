@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from superbatch.batch.split import near_equal
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
-FORMS = "write KxM for K micro-batches of M samples (5x20), or each size (80/15/5)"
+FORMS = "Write KxM for K micro-batches of M samples (5x20), or each size (80/15/5)"
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def parse_split(text: str) -> Split:
     elif re.fullmatch(r"\d+(/\d+)+", text):
         sizes = tuple(map(int, text.split("/")))
     else:
-        raise InputError(explain(f"the split {text!r}", "it cannot be read", FORMS))
+        raise InputError(f"The split {text!r} cannot be read. {FORMS}.")
     if not sizes or not all(sizes):
-        raise InputError(explain(f"the split {text!r}", "a micro-batch needs at least one sample", FORMS))
+        raise InputError(f"The split {text!r}: a micro-batch needs at least one sample. {FORMS}.")
     return Split(text, sizes)
 
 
@@ -108,16 +108,14 @@ def parse_splits(texts: str | Sequence[str]) -> list[Split]:
     pieces = texts.split(",") if isinstance(texts, str) else list(texts)
     splits = list(dict.fromkeys(parse_split(piece) for piece in pieces))
     if not splits:
-        raise InputError(explain("no split", "there is nothing to compare", FORMS))
+        raise InputError(f"No split was given: there is nothing to compare. {FORMS}.")
     first = splits[0]
     for split in splits:
         if sum(split.sizes) != sum(first.sizes):
             raise InputError(
-                explain(
-                    f"the splits {first.name} and {split.name}",
-                    f"they make batches of {sum(first.sizes)} and {sum(split.sizes)} samples",
-                    "give splits of one batch: all arms must make the same update",
-                )
+                f"The splits {first.name} and {split.name}: "
+                f"they make batches of {sum(first.sizes)} and {sum(split.sizes)} samples. "
+                "Give splits of one batch: all arms must make the same update."
             )
     return splits
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from scipy import stats
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..report.comparison import FEWEST_RUNS, Equivalence
 
@@ -71,9 +71,7 @@ def summarise(values: Sequence[float]) -> Summary:
         Summary(mean=2.0, sd=1.0, runs=3)
     """
     if len(values) < 2:
-        raise InputError(
-            explain(f"{len(values)} value(s)", "a standard deviation needs two", "run at least two seeds")
-        )
+        raise InputError(f"{len(values)} value(s): a standard deviation needs two. Run at least two seeds.")
     if not all(math.isfinite(value) for value in values):
         return Summary(math.nan, math.nan, len(values))
     return Summary(statistics.mean(values), statistics.stdev(values), len(values))
@@ -289,9 +287,6 @@ def _at_least(sd: float, floor: float) -> float:
 def _check_margin(margin: float) -> None:
     if not (math.isfinite(margin) and margin > 0):
         raise InputError(
-            explain(
-                f"margin={margin!r}",
-                "no difference is within it",
-                "give the largest difference that does not matter to you, a positive number",
-            )
+            f"margin={margin!r} includes no difference. "
+            "Give the largest difference that does not matter to you, a positive number."
         )

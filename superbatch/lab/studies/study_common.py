@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 
 from ..recipes import Recipe
 from ..report.study import StudyArm, StudyTest
@@ -54,14 +54,11 @@ def diverged(learning_rate: float) -> InputError:
 
     Examples:
         >>> print(diverged(3.0))
-        lr 3: training diverges: its loss is not finite. Give a smaller learning rate ...
+        Training with lr 3 diverges: its loss is not finite. Give a smaller learning rate ...
     """
     return InputError(
-        explain(
-            f"lr {learning_rate:.3g}",
-            "training diverges: its loss is not finite",
-            "give a smaller learning rate (--lr)",
-        )
+        f"Training with lr {learning_rate:.3g} diverges: its loss is not finite. "
+        "Give a smaller learning rate (--lr)."
     )
 
 
@@ -218,11 +215,9 @@ def separable(recipe: Recipe, study: str) -> Recipe:
     """
     if recipe.coupled == "exact" or recipe.batchnorm == "per_microbatch":
         raise InputError(
-            explain(
-                f"the study {study!r} with the recipe {recipe.name!r}",
-                "its samples see each other, so that another batch size is another objective",
-                "use a recipe without BatchNorm or contrastive loss, such as digits or text",
-            )
+            f"The study {study!r} with the recipe {recipe.name!r}: "
+            "its samples are coupled, so that another batch size is another objective. "
+            "Use a recipe without BatchNorm or contrastive loss, such as digits or text."
         )
     return recipe
 

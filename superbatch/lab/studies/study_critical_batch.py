@@ -21,7 +21,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.noise.meter import NoiseMeter
 from superbatch.results.noise import Noise
 from superbatch.torch import Accumulator
@@ -108,21 +108,17 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     optimizer = options.optimizer or recipe.default_optimizer
     if optimizer not in recipe.learning_rates:
         raise InputError(
-            explain(
-                f"optimizer={optimizer!r}",
-                f"the recipe {recipe.name!r} does not offer it",
-                f"use one of {', '.join(recipe.learning_rates)}",
-            )
+            f"optimizer={optimizer!r}: "
+            f"the recipe {recipe.name!r} does not offer it. "
+            f"Use one of {', '.join(recipe.learning_rates)}."
         )
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)
     if samples < KS[-1] * batch:
         raise InputError(
-            explain(
-                f"branches of {samples} samples from batch_size={batch}",
-                f"the largest branch has batches of {KS[-1]} times the size, and makes not one update",
-                f"give at least {KS[-1] * batch} samples, better many times as many",
-            )
+            f"branches of {samples} samples from batch_size={batch}: "
+            f"the largest branch has batches of {KS[-1]} times the size, and makes not one update. "
+            f"Give at least {KS[-1] * batch} samples, better many times as many."
         )
     setting = Setting(
         arms=tuple(map(Arm, KS)),

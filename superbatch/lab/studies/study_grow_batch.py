@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from superbatch.errors import InputError, NonFiniteError, explain
+from superbatch.errors import InputError, NonFiniteError
 from superbatch.torch import Accumulator
 from superbatch.tuning.growing import GrowingBatch, grow_batch
 from superbatch.window import Window
@@ -118,11 +118,9 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)
     if 2 * batch > recipe.samples:
         raise InputError(
-            explain(
-                f"batch_size={batch} with {recipe.samples} training samples",
-                "there is no room for the batch to grow",
-                "give a smaller one",
-            )
+            f"batch_size={batch} with {recipe.samples} training samples: "
+            "there is no room for the batch to grow. "
+            "Give a smaller one."
         )
     setting = Setting(
         arms=tuple(map(Arm, (CONSTANT, DECAY, GROW))),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superbatch.errors import InputError, NonFiniteError, explain
+from superbatch.errors import InputError, NonFiniteError
 from superbatch.torch import Accumulator
 
 from ..recipes import Recipe
@@ -144,11 +144,9 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     large = options.batch_size or BATCH
     if large < 2 or samples < LOOKS * large:
         raise InputError(
-            explain(
-                f"samples={samples} with batch_size={large}",
-                "a large batch is more than one sample, and its noise is looked at over many updates",
-                f"give at least {LOOKS} batches of at least 2 samples",
-            )
+            f"samples={samples} with batch_size={large}: "
+            "a large batch is more than one sample, and its noise is looked at over many updates. "
+            f"Give at least {LOOKS} batches of at least 2 samples."
         )
     rate = options.learning_rate or rate_of(recipe, large) / large
     arms = (

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from superbatch._version import __version__
-from superbatch.errors import InputError, explain
+from superbatch.errors import InputError
 from superbatch.results.survey import What
 from superbatch.torch.tuning.dial import Dial, range_of
 from superbatch.tuning.survey_ramp import from_axis, values_of
@@ -180,30 +180,24 @@ def settle(recipe: Recipe, options: Options) -> tuple[SurveySetting, list[Survey
     size = options.batch_size or (sum(splits[0].sizes) if splits else recipe.batch_size)
     if splits and sum(splits[0].sizes) != size:
         raise InputError(
-            explain(
-                f"batch_size={size} with the split {splits[0].name}",
-                f"that split makes batches of {sum(splits[0].sizes)} samples",
-                "leave one of the two out",
-            )
+            f"batch_size={size} with the split {splits[0].name}: "
+            f"that split makes batches of {sum(splits[0].sizes)} samples. "
+            "Leave one of the two out."
         )
     if size > recipe.samples:
         raise InputError(
-            explain(
-                f"a batch of {size} samples",
-                f"the recipe {recipe.name!r} has {recipe.samples} training samples",
-                "use a smaller batch",
-            )
+            f"A batch of {size} samples: "
+            f"the recipe {recipe.name!r} has {recipe.samples} training samples. "
+            "Use a smaller batch."
         )
     if options.learning_rate is None:
         recipe.require("learning_rates", by="superbatch survey without --lr")
     name = options.optimizer or recipe.default_optimizer
     if name not in recipe.offered:
         raise InputError(
-            explain(
-                f"optimizer={name!r}",
-                f"the recipe {recipe.name!r} does not offer it",
-                f"use one of {', '.join(recipe.offered)}",
-            )
+            f"optimizer={name!r}: "
+            f"the recipe {recipe.name!r} does not offer it. "
+            f"Use one of {', '.join(recipe.offered)}."
         )
     rate = options.learning_rate or recipe.learning_rates[name]
     optimizer = recipe.optimizers[name](recipe.model(0).parameters(), rate)
@@ -219,22 +213,16 @@ def _check(options: Options) -> None:
     for name in ("repeats", "updates", "threads", "batch_size"):
         value = getattr(options, name)
         if value is not None and (type(value) is not int or value < 1):
-            raise InputError(
-                explain(f"{name}={value!r}", "it counts something", "give an integer of at least 1")
-            )
+            raise InputError(f"{name}={value!r} is no count. Give an integer of at least 1.")
     if options.dtype not in PAIRED_TOLERANCES:
         raise InputError(
-            explain(
-                f"dtype={options.dtype!r}",
-                "paired curves are held to the rounding of their dtype",
-                f"use one of {', '.join(PAIRED_TOLERANCES)}",
-            )
+            f"dtype={options.dtype!r}: "
+            "paired curves are held to the rounding of their dtype. "
+            f"Use one of {', '.join(PAIRED_TOLERANCES)}."
         )
     rate = options.learning_rate
     if rate is not None and not (math.isfinite(rate) and rate > 0):
-        raise InputError(
-            explain(f"learning_rate={rate!r}", "it must be above zero", "give a positive number")
-        )
+        raise InputError(f"learning_rate={rate!r} is not positive. Give a number above 0.")
 
 
 def _some_splits(size: int) -> list[Split]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from superbatch.errors import SuperbatchError, explain
+from superbatch.errors import SuperbatchError
 
 from ..recipes import Recipe
 from .backends import load_backend
@@ -156,11 +156,9 @@ def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: in
             if any(process.exitcode not in (None, 0) for process in processes):
                 codes = [process.exitcode for process in processes]
                 raise SuperbatchError(
-                    explain(
-                        f"{len(processes)} worker processes",
-                        f"one ended before it could say why (exit codes {codes}); memory may have run out",
-                        "use fewer workers, or 1 to train in this process",
-                    )
+                    f"{len(processes)} worker processes: "
+                    f"one ended before it could say why (exit codes {codes}); memory may have run out. "
+                    "Use fewer workers, or 1 to train in this process."
                 ) from None
             continue
         if isinstance(event, Failed):
