@@ -147,6 +147,7 @@ def test_a_signal_saves_and_the_same_command_resumes_bit_for_bit(tmp_path: Path)
         (("--optimizer", "momentum"), "--optimizer momentum is unknown. Use sgd, adam."),
         (("--microbatch-size", "big"), "--microbatch-size big is no size. Pass a number, auto or largest."),
         (("--batch-size", "241"), "--batch-size 241 is not possible. Pass 1 to 240."),
+        (("--batch-size", "0"), "--batch-size 0 is not possible. Pass 1 to 240."),
         (("--every", "0"), "--every 0 is too small. Pass 1 or more."),
         (("--seed", "-1"), "--seed -1 is out of range."),
         (("--device", "tpu"), "--device tpu is unknown. Use cpu or cuda."),

@@ -125,8 +125,8 @@ def train(
         >>> train(load_recipe("digits"), Options(updates=2, microbatch_size=50)).updates
         2
     """
-    batch_size = options.batch_size or recipe.batch_size
-    updates = options.updates or recipe.updates
+    batch_size = recipe.batch_size if options.batch_size is None else options.batch_size
+    updates = recipe.updates if options.updates is None else options.updates
     _check(recipe, options, batch_size)
     with _ranks(options.device) as (rank, ranks, device), torch.random.fork_rng():
         model = recipe.model(options.seed).to(device)
@@ -198,8 +198,9 @@ def batches_from(samples: int, seed: int, start: int, size: int) -> Iterator[Ten
 
 def _check(recipe: Recipe, options: Options, batch_size: int) -> None:
     recipe.require("evaluate", "metric", "learning_rates", by="superbatch train")
-    if not 1 <= batch_size <= recipe.samples:
-        raise InputError(f"--batch-size {batch_size} is not possible. Pass 1 to {recipe.samples}.")
+    fewest = int(os.environ.get("WORLD_SIZE", "1"))  # a sample for each rank
+    if not fewest <= batch_size <= recipe.samples:
+        raise InputError(f"--batch-size {batch_size} is not possible. Pass {fewest} to {recipe.samples}.")
     for name, value, choices in (
         ("--precision", options.precision, PRECISIONS),
         ("--schedule", options.schedule, SCHEDULES),
@@ -237,7 +238,7 @@ def _accumulator(
     recipe: Recipe, options: Options, model: nn.Module, updates: int, ranks: int
 ) -> Accumulator | WholeBatch:
     name = options.optimizer or recipe.default_optimizer
-    rate = options.learning_rate or recipe.learning_rates[name]
+    rate = recipe.learning_rates[name] if options.learning_rate is None else options.learning_rate
     optimizer = recipe.optimizers[name](model.parameters(), rate)
     shape: dict[str, Callable[[int], float]] = {
         "constant": lambda update: 1.0,
