@@ -104,7 +104,7 @@ def train(
         report = study(loaded, options, progress=show)
     if report.rank == 0:
         _show(report, f"{loaded.metric} {{:.4g}} {loaded.unit}".rstrip())
-    if report.exit_code:
+    if report.exit_code and report.rank == 0:
         _show_stop(report, saved=checkpoints is not None)
     raise typer.Exit(report.exit_code)
 
