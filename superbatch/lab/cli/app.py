@@ -1,6 +1,7 @@
 """The application: which commands there are, and what becomes of errors.
 
-Exit codes: 0 done; 1 a check failed; 2 wrong input, told in one line; 130 interrupted by Ctrl-C.
+Exit codes: 0 done; 1 a check failed; 2 wrong input, told in one line; 130 interrupted by Ctrl-C;
+143 a training that SIGTERM stopped.
 Commands import torch and matplotlib when they run, so that ``superbatch --help`` answers at once.
 """
 
@@ -25,6 +26,7 @@ from .init import init
 from .noise import noise
 from .study import study
 from .survey import survey
+from .train import train
 from .verify import verify
 
 app = typer.Typer(
@@ -49,6 +51,7 @@ _add(init)
 _add(noise)
 _add(study)
 _add(survey)
+_add(train)
 _add(verify)
 
 

@@ -24,6 +24,7 @@ Use it on your model:
   superbatch init recipe.py              write a recipe to fill in: model, data, loss
   superbatch verify recipe.py:recipe     is the accumulated gradient that of the batch?
   superbatch fit recipe.py:recipe        which micro-batch fits, and which is fastest?
+  superbatch train recipe.py:recipe      train it, with checkpoints and logs
 Choose a batch:
   superbatch advise recipe.py:recipe     does accumulation pay?
   superbatch noise recipe.py:recipe      is a larger batch worth it?

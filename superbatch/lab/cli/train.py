@@ -1,0 +1,124 @@
+"""`superbatch train RECIPE`: train a recipe, resume it, stop it; on one device or under torchrun."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from os import environ
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from superbatch.errors import InputError
+
+from .options import Data, OptimizerName, option, recipe_argument
+from .progress import progress
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help
+    from ..studies.train import Trained
+
+Recipe = Annotated[str, recipe_argument()]
+BatchSize = Annotated[int | None, option("samples of one update, on all ranks (default: the recipe's)")]
+MicrobatchSize = Annotated[str, typer.Option(help="samples of a micro-batch, auto or largest")]
+Updates = Annotated[int | None, option("length of the training (default: the recipe's)")]
+Rate = Annotated[float | None, option("learning rate (default: the recipe's for the optimizer)")]
+Precision = Annotated[str, typer.Option(help="float32, float64 or bf16 (autocast)")]
+Clip = Annotated[float | None, option("largest norm of the gradient (default: none)")]
+Schedule = Annotated[str, typer.Option(help="constant; linear or cosine: down to 0 at --updates")]
+Noise = Annotated[bool, typer.Option("--noise", help="measure the noise scale of the gradient")]
+SampleRng = Annotated[bool, typer.Option("--sample-rng", help="give every sample its own random numbers")]
+Checkpoints = Annotated[
+    Path | None, option("folder; the same command resumes from its newest checkpoint (default: none)")
+]
+Every = Annotated[int, typer.Option(help="updates between checkpoints")]
+Keep = Annotated[int, typer.Option(help="checkpoints that stay")]
+EvaluateEvery = Annotated[int | None, option("updates between evaluations (default: at the end alone)")]
+# Not --log, which torchrun takes for one of its own options, cut short.
+Log = Annotated[Path | None, option("file with a row of JSON for each update (default: none)", "--log-file")]
+Tensorboard = Annotated[Path | None, option("folder for TensorBoard (default: none)")]
+Seed = Annotated[int, typer.Option(help="seed of the initial weights and the order of samples")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+
+
+def train(
+    recipe: Recipe,
+    batch_size: BatchSize = None,
+    microbatch_size: MicrobatchSize = "auto",
+    updates: Updates = None,
+    optimizer: OptimizerName = None,
+    learning_rate: Rate = None,
+    precision: Precision = "float32",
+    clip: Clip = None,
+    schedule: Schedule = "constant",
+    noise: Noise = False,
+    sample_rng: SampleRng = False,
+    checkpoints: Checkpoints = None,
+    every: Every = 100,
+    keep: Keep = 3,
+    evaluate_every: EvaluateEvery = None,
+    log: Log = None,
+    tensorboard: Tensorboard = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    data: Data = None,
+) -> None:
+    """Train a recipe: the update of the real large batch, in micro-batches that fit.
+
+    Under torchrun the same command trains on all ranks; with --checkpoints a restart resumes, on any number
+    of them. Ctrl-C and SIGTERM end the update at hand and save. Exit code: 0 done, 2 wrong input, 130 stopped
+    by Ctrl-C, 143 by SIGTERM.
+    """
+    if microbatch_size not in ("auto", "largest") and not microbatch_size.isdecimal():
+        raise InputError(f"--microbatch-size {microbatch_size} is no size. Pass a number, auto or largest.")
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"--device {device} is unknown. Use cpu or cuda.")
+    from ..recipes import load_recipe
+    from ..studies.train import Options
+    from ..studies.train import train as study
+
+    loaded = load_recipe(recipe, data=data)
+    size = int(microbatch_size) if microbatch_size.isdecimal() else microbatch_size
+    options = Options(
+        batch_size=batch_size,
+        microbatch_size=size,  # pyright: ignore[reportArgumentType] - checked above
+        updates=updates,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        precision=precision,
+        clip=clip,
+        schedule=schedule,
+        noise=noise,
+        sample_rng=sample_rng,
+        checkpoints=checkpoints,
+        every=every,
+        keep=keep,
+        evaluate_every=evaluate_every,
+        log=log,
+        tensorboard=tensorboard,
+        seed=seed,
+        device=device,
+    )
+    first = environ.get("RANK", "0") == "0"
+    with progress(f"train {Path(recipe).name}") if first else nullcontext(lambda *_: None) as show:
+        report = study(loaded, options, progress=show)
+    if report.rank == 0:
+        _show(report, f"{loaded.metric} {{:.4g}} {loaded.unit}".rstrip())
+    if report.exit_code and report.rank == 0:
+        _show_stop(report, saved=checkpoints is not None)
+    raise typer.Exit(report.exit_code)
+
+
+def _show(report: Trained, metric: str) -> None:
+    if report.resumed:
+        print(f"resumed from {report.resumed}", file=sys.stderr)
+    if report.metric is not None:
+        loss = "" if report.loss is None else f"last loss {report.loss:.4g}, "
+        print(f"{report.updates} updates, {loss}{metric.format(report.metric)}")
+    if report.noise is not None:
+        print(f"noise scale: {report.noise.reason or f'{report.noise.batch_size:.4g} samples'}")
+
+
+def _show_stop(report: Trained, *, saved: bool) -> None:
+    then = "the same command resumes" if saved else "nothing was saved: pass --checkpoints"
+    print(f"superbatch: stopped after update {report.updates}; {then}", file=sys.stderr)

@@ -1,0 +1,216 @@
+"""`superbatch train`: the large batch's update, stopped, killed, resumed, by other numbers of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from superbatch.lab.studies.train import batches_from
+from tests.cli.commands import PLANE, ROOT, process, run
+from tests.studies.own_recipe import plane
+
+pytest.importorskip("safetensors", reason="safetensors is not installed (extra: checkpoint)")
+
+HOW = (
+    *("--optimizer", "adam", "--learning-rate", "0.02", "--precision", "float64", "--clip", "2"),
+    *("--schedule", "cosine", "--microbatch-size", "3", "--batch-size", "14", "--seed", "5"),
+)
+UPDATES = 24
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from tests.studies import own_recipe
+
+def recipe():
+    whole, calls, mark = own_recipe.plane(), [], Path(__file__).with_name("killed")
+    def batch(indices):
+        calls.append(1)
+        if os.environ.get("RANK") == "1" and len(calls) == 14 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole.batch(indices)
+    return own_recipe.plane(batch=batch)
+"""
+
+
+def by_hand() -> dict[str, Tensor]:
+    """Return the parameters after the updates of the large batch, in plain PyTorch."""
+    recipe = plane()
+    model = recipe.model(5).double()
+    loss_fn, batches = recipe.loss_fn(model), batches_from(240, 5, 0, 14)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, UPDATES)
+    clipped = 0
+    for _ in range(UPDATES):
+        batch = {name: leaf.double() for name, leaf in recipe.batch(next(batches)).items()}
+        loss_fn(batch).backward()
+        clipped += int(torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0) > 2)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert clipped > 0, "premise"
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def parameters_of(folder: Path) -> dict[str, Tensor]:
+    """Return the parameters of a folder's last checkpoint."""
+    from superbatch.torch import Accumulator
+    from superbatch.torch.checkpoint import load_checkpoint
+
+    model = plane().model(0).double()
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1.0)
+    found = load_checkpoint(folder, Accumulator(model, optimizer, scheduler=scheduler, sync=None))
+    assert found is not None
+    assert (found.updates, found.samples) == (UPDATES, 14 * UPDATES)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest relative difference of a parameter."""
+    return max(float((found[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a log, without times."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def test_it_is_the_training_of_the_large_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, log = tmp_path / "run", tmp_path / "log.jsonl"
+    files = ("--checkpoints", str(out), "--log-file", str(log), "--evaluate-every", "8", "--every", "5")
+    assert run("train", PLANE, *HOW, *files, "--updates", str(UPDATES), "--noise") == 0
+    shown = capsys.readouterr().out
+    assert re.match(rf"{UPDATES} updates, last loss [\d.]+, squared error [\d.]+\nnoise scale: ", shown), (
+        shown
+    )
+    assert distance(parameters_of(out), by_hand()) < 1e-12
+    found = rows(log)
+    assert [row["update"] for row in found] == list(range(1, UPDATES + 1))
+    assert [row["update"] for row in found if "metric" in row] == [8, 16, 24]
+    assert found[-1]["loss"] < 0.7 * found[0]["loss"], "premise: it trains"
+    assert found[-1]["learning_rate"] < 0.001
+    assert (
+        run("train", PLANE, *HOW, "--checkpoints", str(out), "--seed", "6", "--updates", "30", "--noise") == 2
+    )
+    assert "was written with seed 5, and here it is 6. Pass the same" in capsys.readouterr().err
+
+
+def test_another_order_is_found() -> None:
+    assert not torch.equal(next(batches_from(240, 5, 0, 14)), next(batches_from(240, 6, 0, 14)))
+    batches = batches_from(240, 5, 0, 14)
+    every = [index for _ in range(17) for index in next(batches).tolist()]
+    assert every != sorted(every)
+    assert len(set(every)) == 238
+
+
+def test_a_signal_saves_and_the_same_command_resumes_bit_for_bit(tmp_path: Path) -> None:
+    def command(name: str) -> tuple[str, ...]:
+        files = ("--checkpoints", str(tmp_path / name), "--log-file", str(tmp_path / f"{name}.jsonl"))
+        return ("train", PLANE, *HOW, *files, "--updates", "4000", "--every", "100000")
+
+    assert run(*command("straight")) == 0
+    with process(*command("stopped")) as started:
+        log, end = tmp_path / "stopped.jsonl", time.monotonic() + 60
+        while not (log.exists() and log.read_text()) and time.monotonic() < end:
+            time.sleep(0.01)
+        os.kill(started.pid, signal.SIGTERM)
+        assert started.wait() == 143, started.output()
+        assert "; the same command resumes" in started.output()[1]
+    done = len(rows(log))
+    assert 0 < done < 4000, "premise"
+    with log.open("a") as file:
+        file.write(f'{{"update": {done + 1}}}\n{{"upd')  # what a kill after the checkpoint would leave
+    assert run(*command("stopped")) == 0
+    assert rows(log) == rows(tmp_path / "straight.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--precision", "half"), "--precision half is unknown. Use float32, float64, bf16."),
+        (("--schedule", "step"), "--schedule step is unknown. Use constant, linear, cosine."),
+        (("--optimizer", "momentum"), "--optimizer momentum is unknown. Use sgd, adam."),
+        (("--microbatch-size", "big"), "--microbatch-size big is no size. Pass a number, auto or largest."),
+        (("--batch-size", "241"), "--batch-size 241 is not possible. Pass 1 to 240."),
+        (("--batch-size", "0"), "--batch-size 0 is not possible. Pass 1 to 240."),
+        (("--every", "0"), "--every 0 is too small. Pass 1 or more."),
+        (("--seed", "-1"), "--seed -1 is out of range."),
+        (("--device", "tpu"), "--device tpu is unknown. Use cpu or cuda."),
+    ],
+)
+def test_wrong_options_are_one_line(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("train", PLANE, *arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
+def test_tensorboard_that_is_not_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("train", PLANE, "--tensorboard", str(tmp_path)) == 2
+    assert "needs the package tensorboard, which is not installed. Use pip" in capsys.readouterr().err
+
+
+def test_coupled_samples_and_bf16() -> None:
+    assert run("train", "digits-bn", "--updates", "2", "--batch-size", "20", "--microbatch-size", "8") == 0
+    assert run("train", PLANE, "--updates", "3", "--precision", "bf16") == 0
+    assert run("train", "digits-bn", "--noise") == 2
+
+
+def torchrun(recipe: str, ranks: int, folder: Path, updates: int, restarts: int = 0) -> str:
+    """Train on some ranks; return what was said."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    files = ("--checkpoints", str(folder / "run"), "--every", "5", "--updates", str(UPDATES))
+    stop = ("--log-file", str(folder / "log.jsonl"))
+    done = subprocess.run(
+        [
+            *(sys.executable, *launch, "--max-restarts", str(restarts), "-m", "superbatch"),
+            *("train", recipe, *HOW, *files, *stop),
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(rows(folder / "log.jsonl")) == updates
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_and_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """Then one rank and three go on from that checkpoint, and all end where the large batch does."""
+    recipe = tmp_path / "own.py"
+    recipe.write_text(KILLED, encoding="utf-8")
+    said = torchrun(f"{recipe}:recipe", 2, tmp_path, UPDATES, restarts=1)
+    assert (tmp_path / "killed").exists(), "premise"
+    assert "resumed from " in said
+    assert "-update-10" in said
+    expected = by_hand()
+    assert distance(parameters_of(tmp_path / "run"), expected) < 1e-12
+    saved = sorted((tmp_path / "run").iterdir())
+    for ranks in (1, 3):
+        other = tmp_path / str(ranks)
+        (other / "run").mkdir(parents=True)
+        (saved[0]).rename(other / "run" / saved[0].name)
+        (other / "log.jsonl").write_text((tmp_path / "log.jsonl").read_text())
+        torchrun(PLANE, ranks, other, UPDATES)
+        assert distance(parameters_of(other / "run"), expected) < 1e-12
+        saved = saved[1:]
