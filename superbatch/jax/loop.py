@@ -60,6 +60,11 @@ class Call:
     kwargs: dict[str, Any]
     groups: list[Group]
 
+    @property
+    def samples_of_largest(self) -> int:
+        """Rows of the largest micro-batch."""
+        return max(group.size for group in self.groups)
+
     def cutter(self, group: Group) -> Callable[[Any, Any], Arguments]:
         """A function from index within the group and carry to the arguments of that micro-batch."""
         options, roles = self.options, self.roles
@@ -81,14 +86,14 @@ class Call:
                 positional[roles.rng] = jax.tree.map(lambda key: fold_in(key, group.first + index), keys)
             if roles.carry is not None:
                 positional[roles.carry] = carry
-            return Arguments(tuple(positional), named, self.weight_of(group, positional, named))
+            return Arguments(tuple(positional), named, self.weight_of(group.size, positional, named))
 
         return arguments_of
 
-    def weight_of(self, group: Group, positional: Sequence[Any], named: dict[str, Any]) -> Any:
-        """The declared weight of a micro-batch; its rows where it is returned."""
+    def weight_of(self, samples: int, positional: Sequence[Any], named: dict[str, Any]) -> Any:
+        """Return the declared weight of a micro-batch; its rows where the weight comes with the loss."""
         if not callable(self.options.weight):
-            return jnp.asarray(group.size)
+            return jnp.asarray(samples)
         places = [argument.where for argument in self.roles.batch]
         values = [positional[place] for place in places if isinstance(place, int)]
         by_name = {place: named[place] for place in places if isinstance(place, str)}
