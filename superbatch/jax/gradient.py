@@ -175,13 +175,13 @@ def work_through(call: Call) -> Any:
             )
         )
     sums, totals = summed((sums, scalars(by_group, call)), options.axis_name)
-    weight, loss, extra, samples, dropped, *noise = totals
+    weight, loss, extra, samples, dropped, rows, *noise = totals
     positions = call.roles.differentiated
     like = call.args[positions] if isinstance(positions, int) else tuple(call.args[i] for i in positions)
     gradient = arithmetic.gradient_of(sums, weight, like)
     value = arithmetic.per_weight(loss, weight)
     if by_group[0].extra is not None:
-        value = value + arithmetic.per_weight(extra, samples)
+        value = value + arithmetic.per_weight(extra, rows)
     value = value.astype(by_group[0].loss.dtype)
     found = with_state(value, joined_aux(by_group, call), carry, options)
     if not (options.stats or options.noise):
@@ -196,7 +196,7 @@ def work_through(call: Call) -> Any:
 def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
     """Return the sums over the micro-batches besides gradients, as one vector.
 
-    Its entries: weight, loss, extra, samples, micro-batches left out, and three more where noise is measured.
+    Its entries: weight, loss, extra, samples, micro-batches left out, rows; three more for noise.
     """
     options = call.options
     weights = jnp.concatenate([group.weight for group in by_group])
@@ -212,12 +212,13 @@ def scalars(by_group: list[PerMicrobatch], call: Call) -> Any:
     ones = jnp.ones_like(counts)
     extra = jnp.zeros((), dtype)
     if by_group[0].extra is not None:
-        extra = over_window(jnp.concatenate([group.extra for group in by_group]), counts)
+        extras = jnp.concatenate([group.extra for group in by_group]).astype(dtype)
+        extra = arithmetic.pairwise_sum(extras * counts)
     loss = over_window(losses, wide if options.reduction == "mean" else ones)
     dropped = jnp.zeros((), dtype)
     if options.nonfinite == "skip_microbatch":
         dropped = jnp.sum((~keep).astype(dtype))
-    found = [weight, loss, extra, over_window(counts, ones), dropped]
+    found = [weight, loss, extra, over_window(counts, ones), dropped, counts.sum()]
     if options.noise:
         squares = jnp.concatenate([group.square for group in by_group])
         found += noise_sums(squares, wide, counts)
