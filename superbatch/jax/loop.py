@@ -60,6 +60,11 @@ class Call:
     kwargs: dict[str, Any]
     groups: list[Group]
 
+    @property
+    def samples_of_largest(self) -> int:
+        """Rows of the largest micro-batch."""
+        return max(group.size for group in self.groups)
+
     def cutter(self, group: Group) -> Callable[[Any, Any], Arguments]:
         """A function from index within the group and carry to the arguments of that micro-batch."""
         options, roles = self.options, self.roles
@@ -81,14 +86,14 @@ class Call:
                 positional[roles.rng] = jax.tree.map(lambda key: fold_in(key, group.first + index), keys)
             if roles.carry is not None:
                 positional[roles.carry] = carry
-            return Arguments(tuple(positional), named, self.weight_of(group, positional, named))
+            return Arguments(tuple(positional), named, self.weight_of(group.size, positional, named))
 
         return arguments_of
 
-    def weight_of(self, group: Group, positional: Sequence[Any], named: dict[str, Any]) -> Any:
-        """The declared weight of a micro-batch; its rows where it is returned."""
+    def weight_of(self, samples: int, positional: Sequence[Any], named: dict[str, Any]) -> Any:
+        """Return the declared weight of a micro-batch; its rows where the weight comes with the loss."""
         if not callable(self.options.weight):
-            return jnp.asarray(group.size)
+            return jnp.asarray(samples)
         places = [argument.where for argument in self.roles.batch]
         values = [positional[place] for place in places if isinstance(place, int)]
         by_name = {place: named[place] for place in places if isinstance(place, str)}
@@ -158,8 +163,7 @@ def plan_extra(call: Call) -> Planned | None:
 
     _, stacked = run(call.groups, body_of, carry)
     weights = jnp.concatenate(stacked)
-    keep = arithmetic.takes_part(weights, call.options.reduction)
-    samples = jnp.where(keep, sizes(call.groups), 0).sum()
+    samples = jnp.asarray(sizes(call.groups)).sum()  # rows count in the extra term, tokens in them or not
     total = arithmetic.total_weight(weights)
     return Planned(*summed((total, samples.astype(total.dtype)), call.options.axis_name))
 
@@ -233,6 +237,9 @@ def microbatch_body(call: Call, group: Group, planned: Planned | None) -> Body:
             share = extra_share(planned, group.size, outcome.weight, options.reduction)
             return outcome.loss + share.astype(outcome.extra.dtype) * outcome.extra, outcome
 
+        def extra(*positional: Any) -> Any:
+            return objective(*positional)[1].extra
+
         positions = call.roles.differentiated
         (_, outcome), gradient = jax.value_and_grad(objective, positions, has_aux=True)(*arguments.positional)
         weight = outcome.weight
@@ -240,7 +247,14 @@ def microbatch_body(call: Call, group: Group, planned: Planned | None) -> Body:
         if options.nonfinite == "skip_microbatch":
             finite = arithmetic.all_finite((outcome.loss, gradient))
             keep, weight = keep & finite, jnp.where(finite, weight, jnp.zeros_like(weight))
-        part = contribution(gradient, sums, weight, keep, options)
+        factor, counts = weight, keep
+        if planned is not None and options.reduction == "mean":
+            # A mean over no token is NaN, and so is its gradient: the rows' own term is then taken alone.
+            alone = jax.grad(extra, positions)
+            gradient = lax.cond(keep, lambda: gradient, lambda: alone(*arguments.positional))
+            rows = planned.weight * group.size / planned.samples
+            factor, counts = jnp.where(keep, weight.astype(rows.dtype), rows), jnp.ones_like(keep)
+        part = contribution(gradient, sums, factor, counts, options)
         new = kept(outcome.carry, carry, keep) if options.may_leave_out else outcome.carry
         square = arithmetic.square_norm(part) if options.noise else None
         found = PerMicrobatch(outcome.loss, weight, keep, outcome.extra, outcome.aux, square)

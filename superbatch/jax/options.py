@@ -41,6 +41,7 @@ class Options:
     nonfinite: NonFinite
     noise: bool
     stats: bool
+    check: bool
 
     @property
     def form(self) -> Form:
@@ -80,7 +81,7 @@ def named(name: str, entries: Any, kinds: tuple[type, ...]) -> tuple[Any, ...]:
     raise InputError(f"{name}={entries!r} names no arguments. Pass {wanted}.")
 
 
-def check(options: Options) -> Options:
+def checked(options: Options) -> Options:
     """Return the options if they go together.
 
     Raises:

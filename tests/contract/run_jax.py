@@ -91,6 +91,7 @@ class Training:
                 reduction=self.case["reduction"],
                 nonfinite=self.nonfinite if self.nonfinite != "skip_update" else "propagate",
                 stats=True,
+                check=False,  # each case is its own reference
             )
         )
         loss, gradient, stats = self.calls[size](self.p, rows)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ pytest.importorskip("optax", reason="optax is not installed (extra: jax)")
 import jax.numpy as jnp  # noqa: E402
 
 from superbatch import InputError, SplitError  # noqa: E402
-from superbatch.jax import remat_map, roles, value_and_grad  # noqa: E402
+from superbatch.jax import remat_map, roles  # noqa: E402
+from superbatch.jax import value_and_grad as checked_value_and_grad  # noqa: E402
 from tests.jax import checks  # noqa: E402
 from tests.jax.helpers import assert_same, mse, params, rows  # noqa: E402
 
 pytestmark = pytest.mark.jax
+value_and_grad = partial(checked_value_and_grad, check=False)  # tests/jax/test_check.py has the check
 SIZE: Any = {"microbatch_size": 1}
 
 

@@ -117,7 +117,7 @@ def test_a_large_weight_does_not_overflow_float16() -> None:
     p, batch = jnp.ones(1, jnp.float16), jnp.ones((4, 1), jnp.float16)
     weight = lambda batch: jnp.float32(1e5)  # noqa: E731
     fun = lambda p, batch: jnp.mean(p * batch)  # noqa: E731
-    gradient = jax.jit(value_and_grad(fun, microbatch_size=1, weight=weight))(p, batch)[1]
+    gradient = jax.jit(value_and_grad(fun, microbatch_size=1, weight=weight, check=False))(p, batch)[1]
     assert gradient.dtype == jnp.float16 and float(gradient[0]) == 1.0
 
 
@@ -156,6 +156,25 @@ def test_a_term_per_row_beside_one_per_token() -> None:
     checks.extra()
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_without_tokens_count_in_a_term_per_row(size: int) -> None:
+    """Micro-batches without a token: their mean over tokens is NaN, their rows are not."""
+
+    def balance(p: Any, batch: Any) -> Any:
+        return jnp.mean(jnp.tanh(batch["x"] @ p["w"]) ** 2)
+
+    def in_parts(p: Any, batch: Any) -> Any:
+        return token_mean(p, batch), count_tokens(batch), balance(p, batch)
+
+    p, batch = params(), texts([4, 1, 3, 0, 0, 0, 1, 4, 2, 1])
+    assert jnp.isnan(token_mean(p, checks.microbatches(batch, size)[4 - size])), "the premise"
+    options: Any = {"microbatch_size": size, "layout": "contiguous", "weight": "returned", "stats": True}
+    *got, stats = jax.jit(value_and_grad(in_parts, check=False, **options))(p, batch)
+    whole = checks.whole(lambda p, b: token_mean(p, b) + balance(p, b), p, batch)
+    assert_same(tuple(got), whole)
+    assert int(stats.samples) == 7
+
+
 def test_a_state_goes_from_one_microbatch_to_the_next() -> None:
     def fun(p: Any, batch: Any, state: Any) -> Any:
         new = {"mean": 0.9 * state["mean"] + 0.1 * jnp.mean(batch["x"]), "seen": state["seen"] + 1}
@@ -191,7 +210,7 @@ def test_batch_statistics_of_flax() -> None:
     model, batch = Model(), rows(10)
     variables = jax.jit(model.init)(jax.random.key(0), batch["x"])
     p, statistics = (jax.tree.map(jnp.float64, variables[name]) for name in ("params", "batch_stats"))
-    options: Any = {"microbatch_size": 4, "carry_argnum": 2, "layout": "contiguous"}
+    options: Any = {"microbatch_size": 4, "carry_argnum": 2, "layout": "contiguous", "check": False}
     (_, after), gradient = jax.jit(value_and_grad(fun, **options))(p, batch, statistics)
     by_hand = jax.jit(jax.value_and_grad(fun, has_aux=True))
     expected, total = statistics, jax.tree.map(jnp.zeros_like, p)
@@ -241,7 +260,7 @@ def test_it_is_compiled_once() -> None:
         traced.append(batch["y"].shape)
         return mse(p, batch)
 
-    call = jax.jit(value_and_grad(fun, microbatch_size=4))
+    call = jax.jit(value_and_grad(fun, microbatch_size=4, check=False))
     p, batch = params(), rows(11)
     call(p, batch)
     first = list(traced)
@@ -296,7 +315,7 @@ def test_complex_parameters() -> None:
 
 
 def test_a_negative_weight_is_seen() -> None:
-    got = value_and_grad(mse, microbatch_size=4, weight=lambda batch: jnp.min(batch["y"]))
+    got = value_and_grad(mse, microbatch_size=4, weight=lambda batch: jnp.min(batch["y"]), check=False)
     loss, gradient = jax.jit(got)(params(), rows(11))
     assert jnp.isnan(loss) and all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(gradient))
 

@@ -1,0 +1,283 @@
+# JAX is an extra. Where it is not installed, pyright cannot resolve it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Check of what is declared about a loss, at the first call with arguments of a structure.
+
+A declaration fixes how losses of parts make the loss of the whole. Both sides are computed on a few rows, and
+compared gradient by gradient. Where they differ, the error names the declaration that does hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import CoupledSamplesError, LossSpecError
+from .loop import Call
+from .probe import Draw, Evaluated, Evidence, Programs, evidence
+from .roles import is_array, is_key, leaves_of
+
+MOST_ELEMENTS = 2**26  # made-up values: 0.5 GB in float64
+MOST_ROWS = 64  # of a micro-batch that is evaluated in its true size
+ADDITIVE = 1e-4  # relative difference of a weight from the sum over its parts
+Checked = set[Any]
+
+
+def check_once(call: Call, checked: Checked) -> None:
+    """Check the declaration, once for each structure of arguments.
+
+    Args:
+        call: to be checked.
+        checked: structures that were; it grows.
+
+    Raises:
+        LossSpecError: another reduction, weight or splitting holds; the text names it.
+        CoupledSamplesError: no weights explain the loss.
+    """
+    if call.samples_of_largest >= call.roles.samples:
+        return  # one micro-batch is the batch
+    leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    traced = [leaf for leaf in arrays if isinstance(leaf, jax.core.Tracer)]
+    shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in arrays)
+    key = (structure, shapes, bool(traced))
+    if key in checked:
+        return
+    checked.add(key)
+    if sum(leaf.size for leaf in traced) > MOST_ELEMENTS:
+        return
+    programs: Programs = {}
+    draws: list[Draw] = ["counts"] if traced else ["real", "counts"]
+    if any(mode == "rows" and np.issubdtype(leaf.dtype, np.signedinteger) for leaf, mode in _rows_of(call)):
+        draws.append("ignored")
+    for draw in draws:
+        wrong = _contradicted(call, draw, programs)
+        if wrong is None and draw == "counts" and _small(call, draw, programs) is None:
+            wrong = _contradicted(call, "fractions", programs)  # zeros may have had no logarithm
+        if wrong is not None:
+            error, explained = _error(call, *wrong)
+            # In a training a mask agrees with a number of tokens; where they are made up it does not.
+            if draw == "real" or not (explained and call.options.weight is not None):
+                raise error
+
+
+def _contradicted(
+    call: Call, draw: Draw, programs: Programs
+) -> tuple[Evidence, Draw, Sequence[int], np.ndarray] | None:
+    """Evidence against the declaration, first on a few rows, then in micro-batches of their true size."""
+    first = _small(call, draw, programs)
+    if first is not None and not wrong_terms(call, first):
+        return None
+    size, samples = call.samples_of_largest, call.roles.samples
+    true = size if size <= MOST_ROWS else 8
+    sizes = [true] * max(2, min(samples // true, 8 // true))  # single rows may be alike
+    if size == true and samples % size:
+        sizes.append(samples % size)
+    if sum(sizes) > samples:
+        sizes = [true, samples - true]
+    rows = _rows(samples, sizes)
+    second = evidence(call, sizes, rows, draw, programs)
+    if second is not None:
+        return (second, draw, sizes, rows) if wrong_terms(call, second) else None
+    few = _few(call)
+    return None if first is None else (first, draw, few, _rows(samples, few))
+
+
+def _rows_of(call: Call) -> list[tuple[Any, str]]:
+    found = [(leaf, mode) for argument in call.roles.batch for _, leaf, mode in leaves_of(argument)]
+    return [(leaf, mode) for leaf, mode in found if is_array(leaf) and not is_key(leaf)]
+
+
+def _few(call: Call) -> list[int]:
+    """Sizes of a few micro-batches, the last of them a tail."""
+    size = min(call.samples_of_largest, 3)
+    sizes = [size, size, size - 1] if size > 1 else [1] * min(call.roles.samples, 6)
+    while sum(sizes) > call.roles.samples:
+        sizes = sizes[1:] if len(sizes) > 2 else [size, call.roles.samples - size]
+    return sizes
+
+
+def _small(call: Call, draw: Draw, programs: Programs) -> Evidence | None:
+    sizes = _few(call)
+    return evidence(call, sizes, _rows(call.roles.samples, sizes), draw, programs)
+
+
+def _rows(samples: int, sizes: Sequence[int]) -> np.ndarray:
+    """Numbers of rows: blocks spread over the batch, as pairs of rows may belong together."""
+    starts = np.linspace(0, samples - sum(sizes), len(sizes)).astype(int) // 2 * 2
+    offsets = np.cumsum([0, *sizes[:-1]])
+    blocks = [
+        start + offset + np.arange(size) for start, offset, size in zip(starts, offsets, sizes, strict=True)
+    ]
+    return np.concatenate(blocks)
+
+
+def _sum_of(
+    factors: Sequence[float], parts: Sequence[Evaluated], term: int
+) -> tuple[float, list[np.ndarray]]:
+    """The sum of losses and of gradients with these factors; a factor of 0 leaves a NaN out."""
+    kept = [(factor, part) for factor, part in zip(factors, parts, strict=True) if factor]
+    loss = sum(factor * part.losses[term] for factor, part in kept)
+    leaves = range(len(parts[0].gradients[term]))
+    return loss, [sum((f * p.gradients[term][i] for f, p in kept), start=np.zeros(())) for i in leaves]
+
+
+def agrees(found: Evidence, factors: Sequence[float], term: int = 0, *, of_whole: float = 1.0) -> bool:
+    """Tell whether parts with these factors give the whole, times a factor: the loss and every gradient.
+
+    Args:
+        found: the whole and the parts.
+        factors: of the parts.
+        term: 0 for the loss, 1 for the extra term.
+        of_whole: factor of the whole.
+    """
+    loss, gradients = _sum_of(factors, found.parts, term)
+    wanted = [of_whole * leaf for leaf in found.whole.gradients[term]]
+    size = [float(np.linalg.norm(leaf)) for leaf in wanted]
+    limit = found.tolerance
+    largest = sum(abs(f * p.losses[term]) for f, p in zip(factors, found.parts, strict=True) if f)
+    if abs(loss - of_whole * found.whole.losses[term]) > limit * (
+        largest + abs(of_whole * found.whole.losses[term])
+    ):
+        return False
+    floor = 1e-2 * max(size, default=0.0)
+    return all(
+        float(np.linalg.norm(got - leaf)) <= limit * (norm + floor)
+        for got, leaf, norm in zip(gradients, wanted, size, strict=True)
+    )
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """Return weights over their sum; zeros where that is 0."""
+    total = sum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
+
+
+def wrong_terms(call: Call, found: Evidence) -> list[int]:
+    """Return the terms (0: the loss, 1: the extra term) for which the declaration does not hold."""
+    weights = [part.weight for part in found.parts]
+    wrong = []
+    if sum(weights) > 0 and min(weights) >= 0:
+        if call.options.reduction == "mean":
+            right = agrees(found, shares(weights))
+        else:
+            right = agrees(found, [1.0] * len(weights))
+        if not right or abs(sum(weights) - found.whole.weight) > ADDITIVE * sum(weights):
+            wrong.append(0)
+    if len(found.whole.losses) > 1 and not agrees(found, shares([p.samples for p in found.parts]), 1):
+        wrong.append(1)
+    return wrong
+
+
+def _error(
+    call: Call, found: Evidence, draw: Draw, sizes: Sequence[int], rows: np.ndarray
+) -> tuple[LossSpecError | CoupledSamplesError, bool]:
+    """The error for evidence against the declaration, and whether it is a matter of weights alone."""
+    term = wrong_terms(call, found)[0]
+    name = "extra term" if term else "loss"
+    weights = [part.weight for part in found.parts]
+    listed = ", ".join(f"{part.losses[term]:.6g} (weight {part.weight:g})" for part in found.parts[:3])
+    more = f" and {len(weights) - 3} more" if len(weights) > 3 else ""
+    made = "; the values are made up, as inside jax.jit there are no others" if draw != "real" else ""
+    given = (
+        f"of {found.whole.samples} rows it is {found.whole.losses[term]:.6g}, of parts {listed}{more}{made}"
+    )
+    mean = 'reduction="mean", ' if call.options.reduction == "sum" else ""
+    if not term and abs(sum(weights) - found.whole.weight) > ADDITIVE * sum(weights):
+        parts = " + ".join(f"{weight:g}" for weight in weights)
+        return LossSpecError(
+            f"Weights do not add up: {found.whole.samples} rows weigh {found.whole.weight:g}, their parts "
+            f"{parts}. Let the weight be a count or a sum, not a mean or a constant."
+        ), False
+    if not term and not mean and agrees(found, [1.0] * len(weights)):
+        return LossSpecError(f'The loss is a sum, not a mean: {given}. Pass reduction="sum".'), False
+    if not term and mean and agrees(found, shares(weights)):
+        return LossSpecError(f'The loss is a mean, not a sum: {given}. Pass reduction="mean".'), False
+    if (text := None if term else counted(call, found)) is not None:
+        return LossSpecError(
+            f"The loss is a mean over something else than its weight counts: {given}. "
+            f"Pass {mean}weight={text}."
+        ), True
+    if (table := _table(call, draw, sizes, rows)) is not None:
+        return LossSpecError(
+            f"{table!r} is cut like the rows of the batch, and the {name} needs the whole of it: {given}. "
+            f"Pass unsplit=({table!r},)."
+        ), False
+    if _some_weights(found, term):
+        return LossSpecError(
+            f"The {name} is a mean over a count that the batch does not show: {given}. "
+            f'Return (loss, count) from the function and pass {mean}weight="returned".'
+        ), True
+    return CoupledSamplesError(
+        f"No weight explains the {name}: {given}. Samples influence each other (BatchNorm in training, "
+        "contrastive losses, balancing of experts), or it draws random numbers that come from no key "
+        "argument, or its terms are means over different counts. Use remat_map for a loss over embeddings, "
+        'return such terms apart with weight="returned", or accept the loss per micro-batch with check=False.'
+    ), False
+
+
+def counted(call: Call, found: Evidence) -> str | None:
+    """Return a weight that explains the loss, as it is typed: a count or sum over an array of the batch."""
+    labels = [
+        label
+        for argument in call.roles.others
+        for label, leaf, mode in leaves_of(argument)
+        if mode == "rows" and not is_key(leaf)
+    ]
+    names = ", ".join(argument.name or f"argument_{argument.where}" for argument in call.roles.batch)
+    ways = (
+        ("{}.sum()", lambda array: array.sum()),
+        ("({} != -100).sum()", lambda array: (array != -100).sum()),
+        ("({} != 0).sum()", lambda array: (array != 0).sum()),
+        ("({} >= 0).sum()", lambda array: (array >= 0).sum()),
+        ("({} > 0).sum()", lambda array: (array > 0).sum()),
+    )
+    plain = shares([part.weight for part in found.parts])
+    samples = [part.samples for part in found.parts]
+    if agrees(found, shares(samples)) and plain != shares(samples):
+        return "None"
+    for number, label in enumerate(labels):
+        for text, count in ways:
+            weights = [float(np.real(count(part.rows[number]))) for part in found.parts]
+            if min(weights) >= 0 and sum(weights) > 0 and agrees(found, shares(weights)):
+                return f"lambda {names}: {text.format(label)}"
+    return None
+
+
+def _table(call: Call, draw: Draw, sizes: Sequence[int], rows: np.ndarray) -> str | None:
+    """The label of a split leaf which has to be whole for the declaration to hold."""
+    number, programs = -1, Programs()
+    by_place = {argument.where: argument for argument in call.roles.others}
+    for where, argument in [*enumerate(call.args), *call.kwargs.items()]:
+        if where not in by_place:
+            number += len(jax.tree.leaves(argument))
+            continue
+        paths = jax.tree_util.tree_leaves_with_path(argument)
+        for (path, leaf), mode in zip(paths, by_place[where].modes, strict=True):
+            number += 1
+            if mode != "rows" or is_key(leaf):
+                continue
+            again = evidence(call, sizes, rows, draw, programs, frozenset([number]))
+            if again is None or wrong_terms(call, again):
+                continue
+            if not all(
+                agrees(again, [float(k == part) for k in range(len(sizes))]) for part in range(len(sizes))
+            ):
+                dotted = jax.tree_util.keystr(path, simple=True, separator=".")
+                return dotted or by_place[where].name or str(where)
+    return None
+
+
+def _some_weights(found: Evidence, term: int) -> bool:
+    """Tell whether any positive weights of the parts explain the gradient of the whole."""
+    stacked = [np.concatenate([leaf.ravel() for leaf in part.gradients[term]]) for part in found.parts]
+    whole = np.concatenate([leaf.ravel() for leaf in found.whole.gradients[term]])
+    if len(whole) < 4 * len(stacked) or any(not np.isfinite(part).all() for part in stacked):
+        return False
+    matrix = np.stack(stacked, axis=1)
+    solution = np.linalg.lstsq(matrix, whole, rcond=None)[0]
+    if np.iscomplexobj(solution) or solution.min() <= 0 or abs(solution.sum() - 1) > 10 * found.tolerance:
+        return False
+    return agrees(found, shares(list(solution)), term)
