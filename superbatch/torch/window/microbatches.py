@@ -248,7 +248,8 @@ def even_out(pieces: MicrobatchList, sync: Sync) -> None:
         pieces: of this rank.
         sync: ranks whose forwards wait for each other.
     """
-    turns = sync.turns(len(pieces), pieces.samples)
+    each = sync.turns(len(pieces), pieces.samples)
+    turns = max(each)
     samples = pieces.samples if pieces.cut_from_one else None
     while samples is not None and len(pieces) < turns:
         largest = max(range(len(pieces)), key=samples.__getitem__)

@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from superbatch.results.update import Update
 from superbatch.window import Window
 
-from ..loss.losses import tell_failed
 from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
 from .config import Config
@@ -22,7 +21,6 @@ from .microbatches import MicrobatchList, Paths, pieces_of
 from .open_window import OpenWindow
 from .participants import batchnorm as norms
 from .retry import work_through
-from .update_rule import announced
 
 
 class Work(Protocol):
@@ -124,18 +122,7 @@ class ByMicrobatch:
 
     def run(self, window: OpenWindow[Any]) -> None:
         """Run the loss on every micro-batch, in smaller ones where memory runs out."""
-        config = self._config
-        sync, terms = config.sync, config.declared.terms
-        if sync.in_step:
-            work_in_step(window)
-            return
-        try:
-            work_through(window)
-        except Exception:
-            ahead = announced(window.transaction.gradients, sync, config.owned)
-            # The others would wait for this rank at the end of the window.
-            tell_failed(len(terms) or 1, sync, len(ahead))
-            raise
+        (work_in_step if self._config.sync.in_step else work_through)(window)
 
     def record(self, window: OpenWindow[Any]) -> Update:
         """Return the record of a window that is over."""
