@@ -129,7 +129,7 @@ def error_of(every: Sequence[Told]) -> RankError:
     if other is not None:
         return RankError(
             f"Rank {first.rank} is at window {first.opened} and rank {other.rank} at window {other.opened}. "
-            "Call the accumulator as often on each rank, with None where a rank has no data."
+            "Call the accumulator as often on each rank, also where one has caught an error."
         )
     other = next((each for each in every if each.updates != first.updates), first)
     return RankError(
