@@ -17,7 +17,7 @@ from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
 from .config import Config
 from .lockstep import work_in_step
-from .microbatches import MicrobatchList, Paths, pieces_of
+from .microbatches import MicrobatchList, Paths, pieces_of, without_data
 from .open_window import OpenWindow
 from .participants import batchnorm as norms
 from .retry import work_through
@@ -116,8 +116,10 @@ class ByMicrobatch:
         """
         if self._batchnorms:
             self.require_allowed()
-        sizing = self._of_windows if isinstance(batch, Window) else self.sizing
         sync = self._config.sync
+        if batch is None and sync.shared:
+            return without_data(self._paths, sync), self._of_windows
+        sizing = self._of_windows if isinstance(batch, Window) else self.sizing
         return pieces_of(batch, sizing, self._paths, sync, need_samples=self._need_samples), sizing
 
     def run(self, window: OpenWindow[Any]) -> None:
