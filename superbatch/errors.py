@@ -56,6 +56,10 @@ class WindowError(SuperbatchError, RuntimeError):
     """A window was used out of order."""
 
 
+class RankError(SuperbatchError, RuntimeError):
+    """Another rank failed or ended, or the ranks are not at the same window."""
+
+
 def explain(given: str, wrong: str, do: str) -> str:
     """Compose an error text: what was given, what is wrong with it, what to do.
 

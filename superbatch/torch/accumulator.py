@@ -163,7 +163,7 @@ class Accumulator:
         Args:
             batch: any nesting of tensors, arrays, mappings, sequences and dataclasses with the samples first,
                 on the host; or a Window, whose micro-batches are taken as they are. Arrays are cut, but not
-                made tensors: `loss_fn` does it.
+                made tensors: `loss_fn` does it. None on a rank without data, where other ranks have some.
 
         Returns:
             The record of the update.

@@ -490,7 +490,9 @@ def collectives(rank: int, group: Any) -> dict[str, Any]:
     finally:
         dist.all_reduce = original
         handle.remove()
-    return {"events": events, "parameters": sum(p.numel() for p in model.parameters())}
+    parameters = list(model.parameters())
+    announced = accumulate.engine.config.sync.count_announced(parameters)
+    return {"events": events, "parameters": sum(p.numel() for p in parameters), "announced": announced}
 
 
 def in_buckets(

@@ -1,4 +1,4 @@
-"""Two gloo ranks of which rank 1 fails once in a phase of a window: `python -m ... RANK FOLDER [CELL ...]`.
+"""Two gloo ranks of which one fails once in a phase of a window: `python -m ... RANK FOLDER BAD [CELL ...]`.
 
 Both ranks catch every error and go on with the next batch, as a loop with a ``try`` does.
 """
@@ -25,20 +25,26 @@ BATCHES = 4
 
 
 class FaultError(Exception):
-    """The error of rank 1."""
+    """The error of the rank that fails."""
 
 
 class Fault:
-    """Raises once, on rank 1, in one phase of the window of one batch."""
+    """Raises once in one phase of the window of one batch; for lack of memory each time."""
 
-    def __init__(self, rank: int, phase: str) -> None:
-        self.phase, self.batch, self.armed = phase, -1, rank == 1
+    def __init__(self, phase: str, *, here: bool) -> None:
+        self.phase, self.batch, self.armed, self.fired = phase, -1, here, False
 
     def at(self, phase: str) -> None:
         """Raise if this is the phase."""
-        if self.armed and self.phase == phase and self.batch == FAILS_AT:
-            self.armed = False
-            raise FaultError(f"no {phase}")
+        if not self.armed or self.phase != phase or self.batch != FAILS_AT:
+            return
+        self.fired = True
+        if phase == "memory":
+            raise torch.OutOfMemoryError("no memory")
+        self.armed = False
+        if phase == "interrupt":
+            raise KeyboardInterrupt
+        raise FaultError(f"no {phase}")
 
 
 class Fragile(torch.autograd.Function):
@@ -86,6 +92,10 @@ def batch_of(fault: Fault, rank: int) -> Any:
         fault.at("split")
     except FaultError:
         return rows(rank, fault.batch), torch.zeros(3)
+    try:
+        fault.at("rows")
+    except FaultError:
+        return rows(rank, fault.batch)[:0]
     return rows(rank, fault.batch)
 
 
@@ -100,23 +110,40 @@ def weight_of(fault: Fault, x: Tensor) -> int:
     return len(x)
 
 
-def faulty(rank: int, how: str, phase: str) -> dict[str, Any]:
+def owned(accumulate: Accumulator, loss_fn: Callable[[Tensor], Tensor], fault: Fault, batch: Any) -> str:
+    """Make an update in a loop that may be left in its second turn."""
+    with accumulate.window(batch) as window:
+        for index, microbatch in enumerate(window):
+            if index == 1:
+                fault.at("block")
+                try:
+                    fault.at("break")
+                except FaultError:
+                    break
+            window.backward(loss_fn(microbatch))
+    return "made" if window.update.made else f"skipped: {window.update.skipped}"
+
+
+def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
     """Train on four batches; return what each came to, and the parameters after each."""
-    fault = Fault(rank, phase)
+    fault = Fault(phase, here=rank == bad)
     model: Any = net()
     if how == "DDP":
         model = DistributedDataParallel(model)
     elif how == "FSDP2":
         model = fully(model, init_device_mesh("cpu", (2,)))
     # What a failure leaves in torch's own SGD can be restored; in another class it cannot be known.
-    optimizer = (FragileSGD if phase == "step" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    optimizer = (FragileSGD if phase == "step" else torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
     if isinstance(optimizer, FragileSGD):
         optimizer.fault = fault
     optimizer.register_step_pre_hook(lambda *_: fault.at("hook"))
 
     def loss_fn(x: Tensor) -> Tensor:
-        fault.at("forward")
-        return Fragile.apply(error_of(model, x), fault)
+        for one in ("forward", "interrupt"):
+            fault.at(one)
+        loss = error_of(model, x)
+        fault.at("memory")  # behind the model: other ranks wait for its forward on one sample
+        return Fragile.apply(loss, fault)
 
     def clip(gradients: Any) -> None:
         fault.at("clip")
@@ -132,32 +159,40 @@ def faulty(rank: int, how: str, phase: str) -> dict[str, Any]:
         sync="all_reduce" if how == "all_reduce" else "auto",
     )
     outcomes: list[str] = []
+    gradients = 0
     states: list[dict[str, Tensor]] = []
     for fault.batch in range(BATCHES):
         try:
-            accumulate(batch_of(fault, rank))
-            outcomes.append("made")
-        except (FaultError, SuperbatchError) as error:
+            if phase in ("block", "break"):
+                outcomes.append(owned(accumulate, loss_fn, fault, batch_of(fault, rank)))
+            else:
+                accumulate(batch_of(fault, rank))
+                outcomes.append("made")
+        except (FaultError, SuperbatchError, KeyboardInterrupt) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
+        gradients += sum(parameter.grad is not None for parameter in model.parameters())
         states.append({name.removeprefix("module."): full(p) for name, p in model.named_parameters()})
-    return {"outcomes": outcomes, "states": states, "fired": rank == 1 and not fault.armed}
+    return {"outcomes": outcomes, "states": states, "fired": fault.fired, "gradients": gradients}
 
 
 HOW = ("DDP", "all_reduce", "FSDP2")
-PHASES = ("split", "weight", "forward", "backward", "clip", "hook", "step")
+PHASES = (
+    *("split", "rows", "weight", "forward", "interrupt", "memory", "backward", "block", "break"),
+    *("clip", "hook", "step"),
+)
 
 
-def cells(rank: int) -> dict[str, Callable[[], dict[str, Any]]]:
+def cells(rank: int, bad: int) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return all cells by name."""
-    return {f"{how}, {phase}": partial(faulty, rank, how, phase) for how in HOW for phase in PHASES}
+    return {f"{how}, {phase}": partial(faulty, rank, bad, how, phase) for how in HOW for phase in PHASES}
 
 
-def main(rank: int, folder: Path, chosen: list[str]) -> None:
+def main(rank: int, folder: Path, bad: int, chosen: list[str]) -> None:
     """Run the cells, and leave what came out in the folder."""
     join(rank, folder, 2)
-    leave(run(cells(rank), chosen), rank, folder)
+    leave(run(cells(rank, bad), chosen), rank, folder)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

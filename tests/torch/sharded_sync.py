@@ -108,13 +108,12 @@ class ShardedSync(Manual):
                 next(iter(forwards))()
         return True
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
-        """Return the most micro-batches of any rank: each forward gathers from all of them."""
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+        """Return the micro-batches of each rank: each forward gathers from all of them."""
         windows = self.gather((microbatches, microbatches if samples is None else sum(samples)))
-        turns = max(count for count, _ in windows)
-        if turns > min(reach for _, reach in windows):
+        if max(count for count, _ in windows) > min(reach for _, reach in windows):
             raise InputError(f"The ranks have windows of {windows} micro-batches (now, at most).")
-        return turns
+        return [count for count, _ in windows]
 
     def agree_size(self, samples: int) -> int:
         """Return the smallest size that was found."""

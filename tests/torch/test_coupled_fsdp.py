@@ -108,8 +108,11 @@ def test_a_failure_on_one_rank(where: str, found: Found) -> None:
     assert not healthy["outcome"] and not bad["outcome"]
     healthy, bad = (each[f"error in {where}"]["outcome"] for each in found)
     assert bad == [("BrokenError", "no such label", True)]
-    text = "Another rank cannot make this window, so no rank does: see that rank's error."
-    assert healthy == [("InputError", text, True)]
+    text = (
+        "Rank 1 failed in micro-batch 0 (BrokenError: no such label), so no rank makes this update; all is "
+        "as before it. Correct the error there; then each rank can go on with its next batch."
+    )
+    assert healthy == [("RankError", text, True)]
 
 
 def test_what_cannot_be_gathered_is_refused(found: Found) -> None:

@@ -121,8 +121,11 @@ def test_memory_that_runs_out_on_one_rank_begins_the_batch_again_on_both(where: 
 def test_an_error_on_one_rank_leaves_both_as_before(where: str, found: Found) -> None:
     healthy, bad = (each[f"error in {where}"]["outcome"] for each in found)
     assert bad == [("BrokenError", "no such label", True)]
-    text = "Another rank cannot make this window, so no rank does: see that rank's error."
-    assert healthy == [("InputError", text, True)]
+    text = (
+        "Rank 1 failed in micro-batch 0 (BrokenError: no such label), so no rank makes this update; all is "
+        "as before it. Correct the error there; then each rank can go on with its next batch."
+    )
+    assert healthy == [("RankError", text, True)]
 
 
 def test_what_is_not_the_loss_of_the_batch_is_refused(found: Found) -> None:

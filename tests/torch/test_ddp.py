@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from superbatch.torch import Accumulator, Window
+from superbatch.torch.loss.losses import NUMBERS
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.torch.options import PerSampleRandom
+from superbatch.torch.window.sync.faults import HEADER
 from tests.forked import ROOT, Forked
 from tests.torch import ddp_worker as ranks
 from tests.torch.helpers import large_batch, mlp, sgd, tiny_lm
@@ -332,13 +334,13 @@ def test_one_reduction_of_weights_before_and_one_of_gradients_after(results: dic
         first, second = events[: events.index("end")], events[events.index("end") + 1 : -1]
         assert first == second
         turns = first.index("forward"), len(first) - first[::-1].index("backward")
-        assert first[: turns[0]] == ["all_reduce 1"], (
-            "one collective, of one number, before the first forward"
-        )
+        numbers = f"all_reduce {HEADER + 3 + NUMBERS + result['announced']}"
+        assert first[: turns[0]] == [numbers], "one collective, of numbers, before the first forward"
         assert first[turns[0] : turns[1]] == ["forward", "backward"] * len(ranks.ROWS_CUT[rank][0])
         after = first[turns[1] :]
         assert all(event.startswith("all_reduce ") for event in after)
         assert after.count(f"all_reduce {result['parameters']}") == 1, "the gradients, once, in one bucket"
+        assert after[0] == numbers, "of one size, so that a rank which fails can answer any of them"
         assert len(after) == 2, "before them losses, with the gradients that exist, in one exchange"
 
 

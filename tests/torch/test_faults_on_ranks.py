@@ -1,4 +1,4 @@
-"""An error of one of two ranks, in each phase: the other hears of it, and they do not drift apart."""
+"""An error of one of two ranks, in each phase: all ranks raise it, and they do not drift apart."""
 
 from __future__ import annotations
 
@@ -12,26 +12,42 @@ from tests.torch import fault_ranks as ranks
 from tests.torch.two_ranks import found_by_both
 
 Found = list[dict[str, Any]]
-OTHER = "InputError: Another rank cannot make this window, so no rank does: see that rank's error."
-APART = (
-    "OptimizerError: The ranks have made different numbers of updates (this one {}): one failed in an update "
-    "that others made, or a state was loaded on some of them. Load the same checkpoint on every rank."
-)
+FAILED = "RankError: Rank {} {}, so no rank makes this update; all is as before it. Correct the error there; "
+APART = "RankError: Rank 0 has made {} updates and rank 1 has made {}: an update failed on one rank after"
 TORN = "OptimizerError: The last update broke inside the optimizer's step"
-OWN = {"split": "SplitError: parts of different lengths", "step": TORN}
-BEFORE_THE_STEP = ("split", "weight", "forward", "backward", "clip")
+SPLIT = "SplitError: parts of different lengths"
+ROWS = "SplitError: "
+# What the bad rank raises, and what the other one tells of it.
+OUTCOMES = {
+    "split": (SPLIT, f"failed before its first micro-batch ({SPLIT}"),
+    "rows": (ROWS, f"failed before its first micro-batch ({ROWS}"),
+    "weight": ("FaultError: no weight", "failed before its first micro-batch (FaultError: no weight)"),
+    "forward": ("FaultError: no forward", "failed in micro-batch 0 (FaultError: no forward)"),
+    "interrupt": ("KeyboardInterrupt: ", "failed in micro-batch 0 (KeyboardInterrupt)"),
+    "memory": ("OutOfMemoryError: ", "failed in micro-batch 0 (OutOfMemoryError: "),
+    "backward": ("FaultError: no backward", "failed in micro-batch 0 (FaultError: no backward)"),
+    "block": ("FaultError: no block", "failed in micro-batch 1 (FaultError: no block)"),
+    "break": ("skipped: left after 1 of ", "left its window after 1 of "),
+    "clip": ("FaultError: no clip", "failed at the end of its window (FaultError: no clip)"),
+}
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def bad(request: pytest.FixtureRequest) -> int:
+    """The rank that fails."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found(bad: int, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank found."""
-    return found_by_both("tests.torch.fault_ranks", tmp_path_factory.mktemp("ranks"))
+    return found_by_both("tests.torch.fault_ranks", tmp_path_factory.mktemp("ranks"), str(bad))
 
 
 def updated(skipped: int | None) -> list[dict[str, Tensor]]:
     """The parameters after each large batch, one of which is left out."""
     model, states = ranks.net(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batch in range(ranks.BATCHES):
         if batch != skipped:
             optimizer.zero_grad()
@@ -41,33 +57,46 @@ def updated(skipped: int | None) -> list[dict[str, Tensor]]:
     return states
 
 
+def differs(states: list[dict[str, Tensor]], skipped: int | None) -> bool:
+    """Tell whether the parameters are not those of the large batches."""
+    return any(
+        bool((state[name] - value).norm() > 1e-12 * value.norm())
+        for state, expected in zip(states, updated(skipped), strict=True)
+        for name, value in expected.items()
+    )
+
+
 @pytest.mark.parametrize("how", ranks.HOW)
-@pytest.mark.parametrize("phase", BEFORE_THE_STEP)
-def test_before_the_step_no_rank_makes_the_update(phase: str, how: str, found: Found) -> None:
-    healthy, bad = (each[f"{how}, {phase}"] for each in found)
-    assert bad["fired"], "premise"
-    assert healthy["outcomes"] == ["made", OTHER, "made", "made"]
-    own = OWN.get(phase, f"FaultError: no {phase}")
-    assert [text[: len(own)] for text in bad["outcomes"]] == ["made", own, "made", "made"]
-    for each in (healthy, bad):
-        for state, expected in zip(each["states"], updated(ranks.FAILS_AT), strict=True):
-            for name, value in expected.items():
-                assert (state[name] - value).norm() <= 1e-12 * value.norm()
+@pytest.mark.parametrize("phase", OUTCOMES)
+def test_before_the_step_no_rank_makes_the_update(phase: str, how: str, bad: int, found: Found) -> None:
+    healthy, failed = found[1 - bad][f"{how}, {phase}"], found[bad][f"{how}, {phase}"]
+    assert failed["fired"], "premise"
+    own, told = OUTCOMES[phase]
+    expected = FAILED.format(bad, told)
+    if phase in ("split", "rows", "memory", "break"):  # whose text goes on
+        expected = f"RankError: Rank {bad} {told}"
+    for each, text in ((failed, own), (healthy, expected)):
+        found_texts = [outcome[: len(text)] for outcome in each["outcomes"]]
+        assert found_texts == ["made", text, "made", "made"]
+        assert not differs(each["states"], ranks.FAILS_AT)
+        assert differs(each["states"], None), "premise: the batch would have changed them"
+        assert each["gradients"] == 0
 
 
 @pytest.mark.parametrize("how", ["DDP", "all_reduce"])
-def test_a_rank_that_did_not_step_is_noticed_before_the_next_update(how: str, found: Found) -> None:
+def test_a_rank_that_did_not_step_is_noticed_before_the_next_update(how: str, bad: int, found: Found) -> None:
     """An error in a hook of torch's optimizer is undone on that rank, and others have stepped."""
-    healthy, bad = (each[f"{how}, hook"] for each in found)
-    assert healthy["outcomes"] == ["made", "made", APART.format(2), APART.format(2)]
-    assert bad["outcomes"] == ["made", "FaultError: no hook", APART.format(1), APART.format(1)]
-    for each in (healthy, bad):
+    healthy, failed = found[1 - bad][f"{how}, hook"], found[bad][f"{how}, hook"]
+    apart = APART.format(*((1, 2) if bad == 0 else (2, 1)))
+    for each, second in ((healthy, "made"), (failed, "FaultError: no hook")):
+        assert [text[: len(apart)] for text in each["outcomes"]] == ["made", second, apart, apart]
         assert all(torch.equal(value, each["states"][3][name]) for name, value in each["states"][1].items())
 
 
 @pytest.mark.parametrize("cell", [*(f"{how}, step" for how in ranks.HOW), "FSDP2, hook"])
-def test_a_torn_rank_stops_the_others(cell: str, found: Found) -> None:
+def test_a_torn_rank_stops_the_others(cell: str, bad: int, found: Found) -> None:
     """Shards are not compared bit by bit, so an error in a hook counts as one in the step."""
-    healthy, bad = (each[cell] for each in found)
-    assert healthy["outcomes"] == ["made", "made", OTHER, OTHER]
-    assert [text[: len(TORN)] for text in bad["outcomes"]] == ["made", TORN, TORN, TORN]
+    healthy, failed = found[1 - bad][cell], found[bad][cell]
+    told = f"RankError: Rank {bad} failed before its first micro-batch ({TORN}"
+    assert [text[: len(told)] for text in healthy["outcomes"]] == ["made", "made", told, told]
+    assert [text[: len(TORN)] for text in failed["outcomes"]] == ["made", TORN, TORN, TORN]

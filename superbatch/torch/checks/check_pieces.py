@@ -28,6 +28,8 @@ def first_pieces(pieces: MicrobatchList) -> list[Any]:
     Args:
         pieces: of the window.
     """
+    if not pieces.microbatches:  # of a rank without data
+        return []
     given = pieces.to_check()
     able = [piece for piece in given if _samples(piece, pieces) > 1]
     chosen = able[:: max(1, len(able) // MOST_PIECES)][:MOST_PIECES]

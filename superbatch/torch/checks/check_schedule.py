@@ -125,7 +125,7 @@ class CheckSchedule:
         Returns:
             Whether it does, and a number that tells what the samples of this rank count.
         """
-        if not self._on:
+        if not self._on or not shown.pieces.microbatches:  # of a rank without data
             return False, 0
         return self._has_news(shown), digest(self._levels(shown)) if self._shared else 0
 
@@ -158,9 +158,9 @@ class CheckSchedule:
         Raises:
             LossSpecError, CoupledSamplesError: the loss is not what was declared.
         """
-        chosen, pairs = self._choose(shown) if unchanged else [], [self._from_ranks(shown, unchanged)]
-        parts = shown.pieces.parts()
-        if unchanged and (places := ragged(parts, self._lengths)):
+        parts, pairs = shown.pieces.parts(), [self._from_ranks(shown, unchanged)]
+        chosen = self._choose(shown) if unchanged and parts else []  # none on a rank without data
+        if unchanged and parts and (places := ragged(parts, self._lengths)):
             pairs.append((parts[places[0]], parts[places[1]]))
         try:
             chosen = [*chosen, *_united(pairs[0])]
@@ -271,7 +271,7 @@ class CheckSchedule:
 
     def _levels(self, shown: Shown) -> dict[str, float]:
         """Return the counts of this rank's first sample, where no check has seen unequal ones."""
-        if self._config.reduction != "mean" or not self._shared:
+        if self._config.reduction != "mean" or not self._shared or not shown.pieces.microbatches:
             return {}
         part = shown.pieces.parts()[0]
         levels = levels_of(self._counts, part)

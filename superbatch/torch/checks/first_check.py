@@ -40,7 +40,7 @@ def check_first_window(config: Config, pieces: MicrobatchList, *, frozen: Sequen
     Raises:
         LossSpecError, CoupledSamplesError: the loss is not what was stated.
     """
-    return _check_terms(config, pieces, first_pieces(pieces), frozen)
+    return check_later_window(config, pieces, first_pieces(pieces), frozen=frozen)
 
 
 def check_later_window(
@@ -62,7 +62,7 @@ def check_later_window(
     """
     if not chosen:
         for problem in by_term(_problem(config, pieces)).values():
-            with config.sync.no_sync(), in_step(problem, pieces.microbatches[0], config.sync):
+            with config.sync.no_sync(), in_step(problem, _spare(pieces), config.sync):
                 pass
             require_all_right(config.sync, wrong=False)
         return Checked.of(())
@@ -86,7 +86,7 @@ def check_pairs(
     """
     wrong, sync = True, config.sync
     try:
-        with sync.no_sync(), in_step(_problem(config, pieces), pieces.microbatches[0], sync) as whole:
+        with sync.no_sync(), in_step(_problem(config, pieces), _spare(pieces), sync) as whole:
             for pair, problem in product(pairs, by_term(whole).values()):
                 if problem.reduction == "mean" and problem.weight != "returned":
                     check_lengths(problem, pair, frozen=frozen)
@@ -95,6 +95,11 @@ def check_pairs(
         wrong_somewhere = sync.vote(wrong)
     if wrong_somewhere:
         raise _wrong_elsewhere()
+
+
+def _spare(pieces: MicrobatchList) -> Any:
+    """Return a micro-batch for forwards that other ranks announce; None on a rank without data."""
+    return pieces.microbatches[0] if pieces.microbatches else None
 
 
 def _problem(config: Config, pieces: MicrobatchList) -> Problem:

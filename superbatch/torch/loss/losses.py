@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 
 from superbatch import normalize
-from superbatch.errors import InputError, OptimizerError, explain
+from superbatch.errors import InputError, explain
 
 from ..window.slips import without_tensor
-from ..window.sync.sync import NOT_ON_ANOTHER_RANK, Sync
+from ..window.sync.sync import Sync
 
 
 class Losses:
@@ -125,7 +124,6 @@ def over_ranks(
     sync: Sync,
     *,
     bad: bool,
-    updates: int = 0,
     mark: int = 0,
     news: tuple[bool, int] = (False, 0),
     ahead: Callable[[], list[float]] = list,
@@ -136,16 +134,14 @@ def over_ranks(
         sums: of this rank, one for each term.
         sync: the ranks to sum over.
         bad: whether this rank has a loss that is not finite.
-        updates: that this rank has made before.
         mark: how this rank stands with measuring the noise (see `NoiseOfWindows.mark`).
         news: whether this rank has seen what no check of the loss has (see `check_schedule`), and a number
             that tells what its samples count (see `rank_counts`): ranks with other numbers are news too.
         ahead: returns numbers that a later step needs the sums of, which this exchange takes along.
 
     Raises:
-        OptimizerError: the ranks have made different numbers of updates.
-        InputError: another rank has failed; or the ranks stand differently there, on every rank: a rank that
-            went on would wait for ever.
+        InputError: the ranks do not agree on measuring the noise, on every rank: a rank that went on would
+            wait for ever.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
@@ -156,13 +152,11 @@ def over_ranks(
         return sums, bad, news[0], None
     mine = [number for one in sums for number in (one.total, one.weight, one.nonzero)]
     has_news, count = news
-    found = sync.sum_numbers([*mine, bad, has_news, *_squared(updates, mark, count), *ahead()])
+    found = sync.sum_numbers([*mine, bad, has_news, *_squared(mark, count), *ahead()])
     numbers, rest = found[: len(mine)], found[len(mine) :]
     bad_ranks, news_of, *rest = rest
-    if math.isnan(bad_ranks):
-        raise InputError(NOT_ON_ANOTHER_RANK)
-    apart, marks_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2, 4))
-    later = rest[6:]
+    marks_differ, counts_differ = (_differ(rest[at], rest[at + 1], sync.count) for at in (0, 2))
+    later = rest[4:]
     if marks_differ:
         raise InputError(
             explain(
@@ -171,11 +165,6 @@ def over_ranks(
                 "ranks only",
                 "load the same state_dict() on every rank, and make every Accumulator with the same `noise`",
             )
-        )
-    if apart:
-        raise OptimizerError(
-            f"The ranks have made different numbers of updates (this one {updates}): one failed in an update "
-            "that others made, or a state was loaded on some of them. Load the same checkpoint on every rank."
         )
     columns = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     return (
@@ -189,6 +178,10 @@ def over_ranks(
     )
 
 
+NUMBERS = 6
+"""How many numbers `over_ranks` exchanges beside three of each loss and those it takes along."""
+
+
 def _squared(*numbers: int) -> list[int]:
     """Return each number and its square."""
     return [each for number in numbers for each in (number, number * number)]
@@ -197,23 +190,6 @@ def _squared(*numbers: int) -> list[int]:
 def _differ(total: float, squares: float, ranks: int) -> bool:
     """Return whether numbers differ between ranks, from their sum and that of their squares."""
     return int(total) ** 2 != ranks * int(squares)  # equal where all numbers are, and only there
-
-
-def tell_failed(terms: int, sync: Sync, ahead: int = 0) -> None:
-    """Take part in the exchange of `over_ranks` for a rank that has failed before it.
-
-    Args:
-        terms: number of losses.
-        sync: the ranks, which raise there.
-        ahead: count of the numbers that the exchange takes along.
-
-    Examples:
-        >>> from superbatch.torch.window.sync.local import Local
-        >>> tell_failed(1, Local())
-    """
-    if sync.shared:
-        with suppress(RuntimeError):  # the error of this rank says more than that others are gone
-            sync.sum_numbers([math.nan] * (3 * terms + 8 + ahead))
 
 
 def check_loss(loss: object) -> None:

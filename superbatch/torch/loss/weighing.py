@@ -11,7 +11,7 @@ from torch import Tensor
 from superbatch import normalize
 from superbatch.errors import InputError, LossSpecError, explain
 
-from ..window.sync.sync import NOT_ON_ANOTHER_RANK, Sync
+from ..window.sync.sync import Sync
 from .losses import Losses, Sum, WindowLoss, check_loss
 
 Weigh = Callable[[Any], Any] | Literal["samples", "returned"]
@@ -273,23 +273,16 @@ def weigh_ahead(
         sync: the ranks that share the batch.
 
     Raises:
-        InputError: a weight is wrong, on this rank or another, or another rank cannot make the window.
+        InputError: a weight is wrong.
+        RankError: another rank cannot make the window.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
         >>> weigh_ahead(lambda: [[2, 1], [3, 3]], 2, Local())
         ([[2, 1], [3, 3]], [3, 6])
     """
-    weights: list[list[normalize.Number]] = []
-    totals: list[normalize.Number] = [math.nan] * terms
-    try:
-        weights = compute()
-        totals = list(map(normalize.total_weight, weights))
-    finally:
-        # Also on the way out with an error: the other ranks wait for this rank's part of the sum, and learn
-        # from it.
-        if sync.shared:
-            totals = list(sync.sum_numbers(totals))
-    if any(map(math.isnan, totals)):
-        raise InputError(NOT_ON_ANOTHER_RANK)
+    weights = compute()
+    totals: list[normalize.Number] = list(map(normalize.total_weight, weights))
+    if sync.shared:
+        totals = list(sync.sum_numbers(totals))
     return weights, totals

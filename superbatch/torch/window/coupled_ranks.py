@@ -22,7 +22,7 @@ from ..virtual.block import VirtualBatch
 from ..warn import warn
 from .lockstep import Failure
 from .participants.gradient_sum import LOW_PRECISION
-from .sync.sync import NOT_ON_ANOTHER_RANK, Sync
+from .sync.sync import Sync
 
 
 def positive_weight(weight: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -140,6 +140,16 @@ def require_every_rank(virtual: VirtualBatch, weight: float, *, stated: bool) ->
     return Parts(count, weight)
 
 
+def is_answered(error: Exception | None, virtual: VirtualBatch | None) -> bool:
+    """Return whether the other ranks are in no exchange of the block, where none of this rank's reaches them.
+
+    Args:
+        error: of this rank.
+        virtual: the batch of this rank; None where there was none.
+    """
+    return error is None or (virtual is not None and (virtual.ranks.heard or virtual.ranks.settled))
+
+
 def failure_of_any(
     error: Exception | None, virtual: VirtualBatch | None, parts: Parts, sync: Sync
 ) -> Failure | None:
@@ -152,19 +162,15 @@ def failure_of_any(
         sync: the ranks.
 
     Raises:
-        Exception: of this rank; on the others `InputError`.
+        Exception: of this rank.
+        RankError: another rank has failed.
         CoupledSamplesError: the ranks do not weigh as they count.
     """
-    heard = virtual is not None and virtual.ranks.heard
-    if error is not None and not heard and not (virtual is not None and virtual.ranks.settled):
-        raise error  # the others wait in an exchange of the block, and would take a vote for it
-    own = None if heard else error
+    own = None if virtual is not None and virtual.ranks.heard else error
     memory = own is not None and out_of_memory(own)
-    lacking, broken, *squares = sync.sum_numbers([memory, own is not None and not memory, *parts.squares()])
     if own is not None and not memory:
         raise own
-    if broken:
-        raise InputError(NOT_ON_ANOTHER_RANK)
+    lacking, *squares = sync.sum_numbers([memory, *parts.squares()])
     if error is not None and memory:
         traceback.clear_frames(error.__traceback__)
         return Failure(str(error) or type(error).__name__, here=True)

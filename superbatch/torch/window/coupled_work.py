@@ -34,7 +34,7 @@ from ..virtual.options import Options, checked_device
 from ..virtual.trace.tensor import VirtualTensor
 from ..warn import warn
 from .config import Config
-from .coupled_ranks import Parts, failure_of_any, require_every_rank, scaled
+from .coupled_ranks import Parts, failure_of_any, is_answered, require_every_rank, scaled
 from .joining import joined
 from .lockstep import Failure, on_all_ranks
 from .microbatches import MicrobatchList
@@ -158,7 +158,13 @@ class Coupled:
                 traceback.clear_frames(error.__traceback__)
                 return Failure(str(error) or type(error).__name__, here=True)
             failed = error
-        return failure_of_any(failed, begun[0] if begun else None, self._parts, sync) if sync.shared else None
+        if not sync.shared:
+            return None
+        virtual = begun[0] if begun else None
+        if failed is not None and not is_answered(failed, virtual):
+            window.leave_others()
+            raise failed
+        return failure_of_any(failed, virtual, self._parts, sync)
 
     def _compute(self, window: OpenWindow[Any], batch: Any, begun: list[VirtualBatch]) -> None:
         transaction = window.transaction

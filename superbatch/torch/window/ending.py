@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superbatch.errors import InputError, NonFiniteError
+from superbatch.errors import NonFiniteError
 from superbatch.results.update import Update
 
 from ..checks.check_schedule import CheckSchedule
@@ -24,7 +24,6 @@ from .nonfinite import Culprit
 from .participants.gradient_sum import clear
 from .participants.momentum_gradients import MomentumGradientSum
 from .participants.noise.windows import Summed
-from .sync.sync import NOT_ON_ANOTHER_RANK
 from .transaction import Transaction, take_each
 from .update_rule import Once, OptimizerSteps
 
@@ -35,20 +34,19 @@ class Ending:
     Args:
         window: all that it changes.
         looks: schedule of the loss check; None: it is off.
-        updates: that were made before.
         started: when the window was made, by `time.perf_counter`.
 
     Attributes:
         update: the record; None before the end.
+        is_agreed: no exchange of numbers is left that could tell other ranks of a failure here.
         rest: steps still to run once the optimizers have stepped. They refer to this object, a cycle that
             would hold the losses: `OpenWindow` clears them.
     """
 
-    def __init__(
-        self, window: Transaction, looks: CheckSchedule | None, updates: int, started: float
-    ) -> None:
+    def __init__(self, window: Transaction, looks: CheckSchedule | None, started: float) -> None:
         self.update: Update | None = None
-        self._window, self._looks, self._updates, self._started = window, looks, updates, started
+        self.is_agreed = False
+        self._window, self._looks, self._started = window, looks, started
         self._point: Once | OptimizerSteps | None = None  # of no return
         self.rest: list[Callable[[], Any]] = []
         # An autocast around the whole training loop caches casts of the old parameters.
@@ -88,7 +86,7 @@ class Ending:
         mark = 0 if noise is None else noise.mark()
         ahead = partial(update_rule.announced, window.gradients, config.sync, config.owned)
         sums, bad_ranks, look, announced = over_ranks(
-            sums, config.sync, bad=bool(bad), updates=self._updates, mark=mark, news=news, ahead=ahead
+            sums, config.sync, bad=bool(bad), mark=mark, news=news, ahead=ahead
         )
         if bad_ranks:
             self._refuse(sums, rates, culprit.by_loss(window, losses, bad))
@@ -104,6 +102,7 @@ class Ending:
         if window.scale is not None:
             window.scale.require()
         divisor = found.divisor
+        self.is_agreed = not (config.sync.in_step or rule.clip or config.norms or noise)
         gradients = update_rule.ready(rule, window.gradients, config.sync, config.owned, divisor, announced)
         if isinstance(window.gradients, MomentumGradientSum):
             gradients, norm = window.gradients.sums(), None
@@ -145,16 +144,9 @@ class Ending:
     def _clip(self, gradients: list[Tensor | None], norm: float) -> None:
         """Clip; where the user's function fails on one rank, no rank makes the update."""
         rule, sync = self._window.config.rule, self._window.config.sync
-        if rule.clip is None or not sync.shared:
-            update_rule.clip(rule, gradients, norm)
-            return
-        try:
-            update_rule.clip(rule, gradients, norm)
-        except Exception:
-            sync.vote(raised=True)
-            raise
-        if sync.vote(raised=False):
-            raise InputError(NOT_ON_ANOTHER_RANK)
+        update_rule.clip(rule, gradients, norm)
+        if rule.clip is not None and sync.shared:
+            sync.vote(raised=False)  # raises where another rank has failed
 
     def _apply(
         self,
@@ -228,6 +220,7 @@ class Ending:
         """Run the parts of commits that can fail, such as pooling, before the optimizers step."""
         if self._window.config.norms is not None:
             self._window.config.norms.prepare()
+        self.is_agreed = True
 
     def _refuse(self, sums: list[Sum], rates: tuple[float, ...], culprit: Culprit) -> None:
         progress, skipping = self._window.progress, self._window.config.nonfinite == "skip_update"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from superbatch.results.update import Update
 
 from ..checks.check_schedule import CheckSchedule
 from ..checks.first_check import check_first_window
+from ..loss.losses import NUMBERS
 from ..loss.records import WindowWeights
 from ..loss.terms import TermWeights, returned_weights
 from ..loss.weighing import Weights
@@ -36,7 +36,7 @@ from .participants.gradient_sum import ManagedParameter
 from .participants.placement import Placement
 from .slip_watch import SlipWatch
 from .slips import PLAIN, refuse_no_batch
-from .sync.sync import CANNOT, NOT_ON_ANOTHER_RANK, OtherRankError
+from .telling import tell
 from .update_rule import Once
 from .work import Work
 
@@ -125,40 +125,46 @@ class Engine:
         schedule = None if self._schedule.idle else self._schedule
         if self._window is not None:
             raise misuse.second_window()
+        sync = config.sync
+        if sync.shared:
+            self._begin_on_ranks()
         try:
             microbatches, sizing = self._cut(batch)
-        except OtherRankError as error:  # every rank has heard
-            raise InputError(str(error)) from None
-        except BaseException:
-            _tell_at_the_cut(config)  # they would wait for this one
-            raise
-        try:
             if self._resume is not None and self._resume["samples"] is not None:
                 microbatches.follow(self._resume["samples"])
-        except BaseException:
-            _tell_ranks(config)
+            weights = _weights_in(config, microbatches.microbatches, microbatches.samples)
+            if schedule is not None:
+                with kept_modes() if first else nullcontext(), config.aside() if first else nullcontext():
+                    schedule.open(microbatches, check_first_window if first else None, self.updates)
+            window: OpenWindow[Any] = OpenWindow(
+                config,
+                self._placement.choose(len(microbatches), only_owned=self._parameters.only_some),
+                microbatches,
+                weights,
+                sizing,
+                resume=self._resume,
+                watch=validation.BackwardWatch(config.owned) if first else None,
+                looks=schedule,
+                entered=self._entered if at_once else self._later(),
+                resumed=self._resumed,
+                leaving=self._leaving,
+            )
+            if sync.shared and ((schedule is not None and first) or self._resume is not None):
+                sync.vote(raised=False)  # what was checked on each rank may have failed on one
+            return window
+        except BaseException as error:
+            if sync.shared:
+                tell(sync, error, "before its first micro-batch")
             raise
-        weights = _weights_in(config, microbatches.microbatches, microbatches.samples)
-        if schedule is not None:
-            with kept_modes() if first else nullcontext(), config.aside() if first else nullcontext():
-                schedule.open(microbatches, check_first_window if first else None, self.updates)
-        return OpenWindow(
-            config,
-            self._placement.choose(len(microbatches), only_owned=self._parameters.only_some),
-            microbatches,
-            weights,
-            sizing,
-            updates=self.updates,
-            resume=self._resume,
-            watch=validation.BackwardWatch(config.owned) if first else None,
-            looks=schedule,
-            entered=self._entered if at_once else self._later(),
-            resumed=self._resumed,
-            leaving=self._leaving,
-        )
+
+    def _begin_on_ranks(self) -> None:
+        """Begin a window on several ranks: from here on, the others hear how this one leaves it."""
+        config, terms = self.config, len(self.config.declared.terms) or 1
+        announced = config.sync.count_announced([entry.parameter for entry in config.owned])
+        config.sync.begin_window(self.updates, max(3 * terms + NUMBERS + announced, config.sync.count))
 
     def _cut(self, batch: Any) -> tuple[MicrobatchList, Sizing]:
-        """Validate the batch and split it; an error may be of this rank only, so `open` tells the others."""
+        """Validate the batch and split it."""
         if type(batch) not in PLAIN:
             refuse_no_batch(batch)
         self._make_ready()
@@ -340,37 +346,11 @@ def _weights_in(config: Config, microbatches: list[Any], samples: list[int] | No
         return TermWeights(
             declared.terms, microbatches, samples, config.sync, lambda parts: returned_weights(config, parts)
         )
-    if config.sync.shared and declared.returned and config.sync.vote(raised=False):
-        raise InputError(NOT_ON_ANOTHER_RANK)
+    if config.sync.shared and declared.returned:
+        config.sync.vote(raised=False)
     return Weights(
         declared.weigh, declared.reduction, microbatches, samples, config.sync, min_weight=declared.min_weight
     )
-
-
-def _tell_at_the_cut(config: Config) -> None:
-    """Tell the other ranks, which may be about to agree on a number of micro-batches.
-
-    Args:
-        config: of the accumulator.
-    """
-    if config.sync.in_step and not config.whole:
-        with suppress(OtherRankError):  # this one
-            config.sync.turns(CANNOT, None)
-    else:
-        _tell_ranks(config)
-
-
-def _tell_ranks(config: Config) -> None:
-    """Tell the other ranks, which are about to sum the weights, that this one cannot make the window.
-
-    Args:
-        config: of the accumulator.
-    """
-    sync, declared = config.sync, config.declared
-    if sync.shared and not declared.terms and declared.returned:
-        sync.vote(raised=True)
-    elif sync.shared:
-        sync.sum_numbers([math.nan] * max(len(declared.terms), 1))
 
 
 def _load_sizing_and_noise(state: Mapping[str, Any], work: Work, meter: NoiseMeter | None) -> None:

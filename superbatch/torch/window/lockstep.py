@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from superbatch.batch.tree import plan as plan_of
-from superbatch.errors import InputError, OutOfMemoryError, SplitError
+from superbatch.errors import OutOfMemoryError, RankError, SplitError
 
 from ..memory.out_of_memory import out_of_memory, release_caches
 from ..warn import warn
@@ -27,11 +27,11 @@ from .nonfinite import first_bad_parameter
 from .participants.gradient_sum import all_finite, clear
 from .progress import Progress
 from .retry import OpenWindow, backward_of, give_up, require_inputs, require_restorable
-from .sync.sync import NOT_ON_ANOTHER_RANK, Sync
+from .sync.faults import is_transport
+from .sync.sync import Sync
 from .transaction import Transaction
 from .transfer import to_device
 
-_END = object()
 _MOST_TRIED = 4
 
 
@@ -43,7 +43,7 @@ def work_in_step(window: OpenWindow) -> None:
 
     Raises:
         OutOfMemoryError: a single sample does not fit on some rank, or micro-batches cannot be cut smaller.
-        InputError: another rank has failed, or has too few samples to cut.
+        RankError: another rank has failed.
     """
     one = backward_of(window)
     while (failure := _until_failure(window, one)) is not None:
@@ -89,56 +89,48 @@ def _until_failure(window: OpenWindow, one: Callable[[Any], None]) -> Failure | 
     """Run all turns; return how memory ran out on any rank, None where it did not.
 
     Raises:
-        Exception: of this rank; on the others `InputError`.
+        BaseException: of this rank, which has to `catch_up` before it leaves the window.
+        RankError: another rank has failed.
     """
-    sync, microbatches = window.transaction.config.sync, iter(window)
-    error: Exception | None = None
-    turns = 0  # that have begun
-    while error is None:
-        microbatch = None
-        try:
-            microbatch = next(microbatches, _END)
-            if microbatch is _END:
-                break
-            turns += 1
-            one(microbatch)
-        except Exception as raised:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
-            error = raised
-        del microbatch  # which the iteration takes apart where memory is short
-    here = error is not None and out_of_memory(error)
-    if error is not None:
-        _catch_up(window, error, turns, tight=here)
+    transaction = window.transaction
+    failure: Failure | None = None
     try:
-        memory, others = sync.sum_numbers([here, error is not None and not here])
-    except RuntimeError:  # the others wait elsewhere, and this rank could not come to them
-        raise error or InputError(NOT_ON_ANOTHER_RANK) from None
-    if error is not None and not here:
-        raise error
-    if others:
-        raise InputError(NOT_ON_ANOTHER_RANK)
-    if error is not None:
+        for microbatch in window:
+            one(microbatch)
+            microbatch = None  # the iteration takes it apart where memory is short
+    except BaseException as error:
+        if not out_of_memory(error):
+            raise
+        microbatch = None
+        catch_up(transaction, error)
         traceback.clear_frames(error.__traceback__)
-        return Failure(str(error) or type(error).__name__, here=True)
-    return Failure("on another rank", here=False) if memory else None
+        failure = Failure(str(error) or type(error).__name__, here=True)
+    (memory,) = transaction.config.sync.sum_numbers([failure is not None])
+    return failure or (Failure("on another rank", here=False) if memory else None)
 
 
-def _catch_up(window: OpenWindow, error: Exception, turns: int, *, tight: bool) -> None:
-    """Let the other ranks come to the end of the window in which this one has failed.
+def catch_up(window: Transaction, error: BaseException | None) -> None:
+    """Let the other ranks come to the end of the turns of a window in which this one has failed.
 
     Args:
-        window: open.
+        window: to be left, or to begin again.
         error: of this rank.
-        turns: those that had begun.
-        tight: memory is short.
     """
-    config, progress = window.transaction.config, window.transaction.progress
-    if tight:
+    config, progress = window.config, window.progress
+    if not progress.in_turns or config.loss_fn is None or isinstance(error, RankError) or is_transport(error):
+        return
+    progress.in_turns = False
+    if error is not None and out_of_memory(error):
         traceback.clear_frames(error.__traceback__)
         gc.collect()  # an exception and its frames may be a cycle
         release_caches(*config.random.devices)
+    left = len(progress.microbatches) + progress.microbatches.idle - progress.turns
+    if not progress.turns:
+        window.renew_sync()
+        config.sync.turn(last=left == 1, idle=True)
+        left -= 1
     first = progress.next if progress.current is None else progress.current
     forwards = [partial(_forward_of_one, window, index) for index in _from(first, progress)]
-    left = len(progress.microbatches) + progress.microbatches.idle - turns
     while config.sync.catch_up(forwards) and left:
         config.sync.turn(last=left == 1, idle=True)
         left -= 1
@@ -150,9 +142,9 @@ def _from(first: int, progress: Progress) -> list[int]:
     return list(dict.fromkeys([min(first, count - 1), *range(count)]))[:_MOST_TRIED]
 
 
-def _forward_of_one(window: OpenWindow, index: int) -> Tensor:
+def _forward_of_one(window: Transaction, index: int) -> Tensor:
     """Run the loss on one sample of a micro-batch, or on all of it where it cannot be cut."""
-    config, pieces = window.transaction.config, window.transaction.progress.microbatches
+    config, pieces = window.config, window.progress.microbatches
     assert config.loss_fn is not None
     part = pieces.microbatches[index]
     with suppress(SplitError):
@@ -205,27 +197,21 @@ def _cut_smaller(window: Transaction, index: int, failure: str) -> None:
 
 
 def on_all_ranks(sync: Sync, step: Callable[[], None]) -> None:
-    """Take a step that may fail on one rank alone; then every rank raises.
+    """Take a step that may fail on one rank alone; every rank leaves the window then.
 
     Args:
         sync: the ranks, each of which takes it.
         step: raises where it fails.
 
     Raises:
-        InputError: the step failed on another rank.
+        RankError: the step failed on another rank.
 
     Examples:
         >>> from .sync.local import Local
         >>> on_all_ranks(Local(), lambda: None)
     """
-    failed = True
-    try:
-        step()
-        failed = False
-    finally:
-        any_failed = sync.vote(failed)
-    if any_failed:
-        raise InputError(NOT_ON_ANOTHER_RANK)
+    step()
+    sync.vote(raised=False)
 
 
 def find_turn(window: Transaction, backward: Callable[[int], None]) -> int | None:

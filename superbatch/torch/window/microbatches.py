@@ -238,6 +238,20 @@ def pieces_of(
     return pieces
 
 
+def without_data(paths: Paths, sync: Sync) -> MicrobatchList:
+    """Return no micro-batches, for a rank that has no data while others have.
+
+    Raises:
+        InputError: forwards communicate, so this rank needs something to run.
+    """
+    if sync.in_step:
+        raise InputError(
+            "This rank has no batch, and a forward of sharded models waits for all ranks. Pass a batch whose "
+            "weight= is 0, such as one of which all labels are ignored."
+        )
+    return MicrobatchList([], [], None, paths)
+
+
 def even_out(pieces: MicrobatchList, sync: Sync) -> None:
     """Let each rank run as many micro-batches; an update does not depend on where a batch is cut.
 
@@ -248,7 +262,8 @@ def even_out(pieces: MicrobatchList, sync: Sync) -> None:
         pieces: of this rank.
         sync: ranks whose forwards wait for each other.
     """
-    turns = sync.turns(len(pieces), pieces.samples)
+    each = sync.turns(len(pieces), pieces.samples)
+    turns = max(each)
     samples = pieces.samples if pieces.cut_from_one else None
     while samples is not None and len(pieces) < turns:
         largest = max(range(len(pieces)), key=samples.__getitem__)

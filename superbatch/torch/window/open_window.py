@@ -19,7 +19,7 @@ from ..memory.out_of_memory import out_of_memory
 from ..modes import Modes
 from ..sizes.reserve import raise_if_out_of_memory
 from ..sizes.sizing import Sizing
-from . import dropping, lockstep, misuse, retry, saving
+from . import dropping, lockstep, misuse, retry, saving, telling
 from .config import Config
 from .ending import Ending
 from .microbatches import MicrobatchList
@@ -54,7 +54,6 @@ class OpenWindow(Generic[T]):
         weights: WindowWeights,
         sizing: Sizing,
         *,
-        updates: int,
         resume: dict[str, Any] | None,
         watch: BackwardWatch | None,
         looks: CheckSchedule | None,
@@ -70,7 +69,9 @@ class OpenWindow(Generic[T]):
         self._in_grad = gradients if isinstance(gradients, ParameterGradientSum) else None
         self._progress = Progress(pieces, weights, weights.new_losses())
         self.transaction = Transaction(config, gradients, self._progress, sizing, watch)
-        self._ending = Ending(self.transaction, looks, updates, started)
+        self._ending = Ending(self.transaction, looks, started)
+        self._others = config.sync if config.sync.shared else None  # that wait for this rank's part
+        self._place: tuple[str, str] | None = None  # where they are left
         self._noise = self.transaction.noise
         self._pooled = self.transaction.pooled
         if resume is not None:
@@ -130,9 +131,29 @@ class OpenWindow(Generic[T]):
                     if self._ending.passed:
                         self._ending.complete()
                     else:
+                        self._catch_up(error)
                         self._discard(error)
                 finally:  # or no other window could ever be opened
                     self._forget()
+        if self._others is not None:
+            self._tell(error)
+
+    def leave_others(self) -> None:
+        """Tell the other ranks nothing: they are in an exchange where it would not reach them."""
+        self._others = None
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Tell the other ranks that this one leaves the window, where they do not know and still can hear."""
+        sync, self._others = self._others, None
+        failed, left = self._place or telling.place_of(self._progress)
+        if sync is not None and (telling.is_transport(error) or not self._ending.is_agreed):
+            telling.tell(sync, error, left if error is None else failed)
+
+    def _catch_up(self, error: BaseException | None) -> None:
+        """Take part in what other ranks wait for, where each forward and backward is collective."""
+        config = self._config
+        if self._others is not None and config.sync.in_step and not config.whole:
+            lockstep.catch_up(self.transaction, error)
 
     def __iter__(self) -> Iterator[T]:
         if not self.is_open:
@@ -229,6 +250,8 @@ class OpenWindow(Generic[T]):
         except BaseException as raised:
             self.abandon(raised)  # interrupted before anything was deferred
             raise
+        if self._others is not None:
+            self._tell(error)
 
     def _close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         if not self.is_open:
@@ -239,7 +262,9 @@ class OpenWindow(Generic[T]):
                 self._config.before_step.note()
                 self.end_iteration()
                 self._ending.finish()
+                self._others = None
             else:
+                self._catch_up(error)
                 if error is not None and out_of_memory(error):
                     retry.shrink(self.transaction)
                 self._discard(error)
@@ -285,6 +310,8 @@ class OpenWindow(Generic[T]):
         update = self._ending.update
         made = update is not None and update.skipped is None
         transfer = self._config.transfer
+        if self._others is not None:
+            self._place = telling.place_of(self._progress)  # before the micro-batches are freed
         take_each(
             self._config.before_step.forget,
             self._progress.microbatches.clear,
@@ -297,8 +324,10 @@ class OpenWindow(Generic[T]):
         config, window, progress = self._config, self.transaction, self._progress
         pieces, index = progress.microbatches, progress.next - 1
         measures, in_step = window.sizing.measures, config.sync.in_step
+        progress.in_turns = True
         while (index := index + 1) < len(pieces.microbatches):
             if in_step:  # other ranks wait for this one's forward and backward, whatever its weight
+                progress.turns += 1
                 last = index == len(pieces.microbatches) + pieces.idle - 1
                 config.sync.turn(last=last, idle=progress.weights.may_be_idle(index))
             elif progress.weights.has_none(index):  # it adds nothing, no NaN either
@@ -319,12 +348,14 @@ class OpenWindow(Generic[T]):
                 self._recut(index + 1)
         if pieces.idle:
             yield from self._idle_turns()
+        progress.in_turns = False
 
     def _idle_turns(self) -> Generator[Any, None, None]:
         """Yield micro-batch 0 with weight 0 until this rank has run as many turns as the others."""
         config, progress = self._config, self._progress
         moved = config.state.twin()  # undoes the buffer writes of these extra forwards
         while (left := progress.microbatches.idle - progress.idle_done) > 0:
+            progress.turns += 1
             config.sync.turn(last=left == 1, idle=True)
             progress.current, self._is_idle = 0, True
             moved.begin()

@@ -29,6 +29,8 @@ class Progress:
         broken: the one whose backward raised, or None.
         failures: how often memory ran out.
         idle_done: turns without weight that are over.
+        turns: that have begun, where other ranks wait for each forward and backward.
+        in_turns: they may wait for one of this rank.
     """
 
     def __init__(self, microbatches: MicrobatchList, weights: WindowWeights, losses: WindowLosses) -> None:
@@ -39,7 +41,8 @@ class Progress:
         self.arrived = False
         self.broken: int | None = None
         self.failures = 0
-        self.idle_done = 0
+        self.idle_done = self.turns = 0
+        self.in_turns = True
         self._versions: dict[int, list[int]] = {}  # of the tensors of micro-batches that were handed out
 
     def begin(self) -> None:
@@ -63,7 +66,7 @@ class Progress:
     def restart(self) -> None:
         """Begin at the first micro-batch again."""
         self.losses, self.dropped = self.losses.empty(), []
-        self.next, self.broken, self.idle_done = 0, None, 0
+        self.next, self.broken, self.idle_done, self.turns = 0, None, 0, 0
         self._versions.clear()
         self.weights.returned.clear()
 

@@ -13,16 +13,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from superbatch.results.update import Update
 from superbatch.window import Window
 
-from ..loss.losses import tell_failed
 from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed, Sizing, load_sizing, sizing_state
 from .config import Config
 from .lockstep import work_in_step
-from .microbatches import MicrobatchList, Paths, pieces_of
+from .microbatches import MicrobatchList, Paths, pieces_of, without_data
 from .open_window import OpenWindow
 from .participants import batchnorm as norms
 from .retry import work_through
-from .update_rule import announced
 
 
 class Work(Protocol):
@@ -118,24 +116,15 @@ class ByMicrobatch:
         """
         if self._batchnorms:
             self.require_allowed()
-        sizing = self._of_windows if isinstance(batch, Window) else self.sizing
         sync = self._config.sync
+        if batch is None and sync.shared:
+            return without_data(self._paths, sync), self._of_windows
+        sizing = self._of_windows if isinstance(batch, Window) else self.sizing
         return pieces_of(batch, sizing, self._paths, sync, need_samples=self._need_samples), sizing
 
     def run(self, window: OpenWindow[Any]) -> None:
         """Run the loss on every micro-batch, in smaller ones where memory runs out."""
-        config = self._config
-        sync, terms = config.sync, config.declared.terms
-        if sync.in_step:
-            work_in_step(window)
-            return
-        try:
-            work_through(window)
-        except Exception:
-            ahead = announced(window.transaction.gradients, sync, config.owned)
-            # The others would wait for this rank at the end of the window.
-            tell_failed(len(terms) or 1, sync, len(ahead))
-            raise
+        (work_in_step if self._config.sync.in_step else work_through)(window)
 
     def record(self, window: OpenWindow[Any]) -> Update:
         """Return the record of a window that is over."""

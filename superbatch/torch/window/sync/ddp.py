@@ -71,6 +71,10 @@ class DDP(Manual):
             if torch.is_grad_enabled() and wrapper.will_sync_module_buffers():
                 wrapper._sync_buffers()
 
+    def count_announced(self, parameters: Sequence[Tensor]) -> int:
+        """Return how many numbers `announce` returns."""
+        return len(parameters) + (2 if self._in_buckets else 0)
+
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
         """Return a number for each gradient; and whether they do not fit the buckets, or those wait."""
         if not self._in_buckets:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from superbatch.errors import RankError
 from superbatch.results.ranks import RanksReport
 
 from ..norm import finite_norm
@@ -56,6 +57,16 @@ class Local:
     def broadcast_buffers(self) -> None:
         """No-op."""
 
+    def begin_window(self, updates: int, numbers: int) -> None:
+        """No-op: there is no other rank."""
+
+    def fail(self, failed: str) -> None:
+        """No-op: there is no other rank."""
+
+    def lose(self, error: BaseException) -> RankError:
+        """Return the error for a rank that cannot be reached, which this process never needs."""
+        return RankError(str(error))
+
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
         """Return the numbers."""
         return list(numbers)
@@ -76,9 +87,9 @@ class Local:
         """Return the vote of this process."""
         return raised
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the number of micro-batches as it is."""
-        return microbatches
+        return [microbatches]
 
     def agree_size(self, samples: int) -> int:
         """Return the size as it is."""
@@ -95,6 +106,10 @@ class Local:
     def gather(self, message: Any) -> list[Any]:
         """Return the message alone."""
         return [message]
+
+    def count_announced(self, parameters: Sequence[Tensor]) -> int:
+        """Return 0: nothing is announced."""
+        return 0
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
         """Return no number."""

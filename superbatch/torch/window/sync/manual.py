@@ -5,6 +5,7 @@ The gradients of a window are summed once, by bucketed all-reduces.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from superbatch.errors import RankError
 from superbatch.results.ranks import RanksReport
 
+from ...memory.out_of_memory import out_of_memory
 from ..norm import finite_norm
+from .faults import HEADER, Position, Told, error_of, in_order
 
 BUCKET_BYTES = 25 << 20  # as DDP's default: large enough for bandwidth, small enough for memory
 
@@ -33,6 +37,7 @@ class Manual:
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
         self.device = device
+        self._position = Position()
 
     @property
     def count(self) -> int:
@@ -89,14 +94,43 @@ class Manual:
     def broadcast_buffers(self) -> None:
         """No-op: the buffers of bare models stay each rank's own."""
 
+    def begin_window(self, updates: int, numbers: int) -> None:
+        """Begin a window, in which an exchange has at most so many numbers."""
+        self._position.begin(updates, HEADER + numbers)
+
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
         """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53)."""
+        own = list(numbers)
         if not self.shared:
-            return list(numbers)
-        dtype = torch.float64 if self.device.type != "mps" else torch.float32
-        total = torch.tensor(list(numbers), dtype=dtype, device=self.device)
-        dist.all_reduce(total, group=self.group)
-        return total.tolist()
+            return own
+        frame = self._position.frame(own)
+        if self._position.size and len(frame) > self._position.size:
+            self._exchange(self._position.frame([]))  # a rank that has failed answers in this size
+        return self._exchange(frame)[HEADER : HEADER + len(own)]
+
+    def fail(self, failed: str) -> None:
+        """Tell the other ranks at their next exchange of numbers that this rank has left the window.
+
+        Args:
+            failed: how, as the rest of a sentence that begins with the rank.
+        """
+        here = self._position
+        if not self.shared or here.lost:
+            return
+        try:
+            total = self._tensor(here.frame([], failed=True))
+            work: Any = dist.all_reduce(total, group=self.group, async_op=True)
+            while not work.is_completed():  # a Ctrl-C ends this wait, not one in C++
+                time.sleep(0.001)
+            work.wait()
+            self._tell_each(here.told(failed))
+        except RuntimeError as error:  # that of this rank says more
+            if not here.lost:
+                here.lose(error)
+
+    def lose(self, error: BaseException) -> RankError:
+        """Note that the other ranks cannot be reached, and return the error for it."""
+        return self._position.lose(error)
 
     def first(self, number: int) -> int:
         """Return rank 0's number (below 2**53) on every rank."""
@@ -114,9 +148,9 @@ class Manual:
         """Return True on every rank if any rank has raised its hand."""
         return bool(self.sum_numbers([raised])[0])
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
         """Return the number of micro-batches as it is: no forward waits for another rank."""
-        return microbatches
+        return [microbatches]
 
     def agree_size(self, samples: int) -> int:
         """Return the size as it is: each rank may use its own."""
@@ -138,9 +172,14 @@ class Manual:
         """Return a message of each rank, any object that can be pickled, in the order of the ranks."""
         if not self.shared:
             return [message]
+        self._meet()
         messages: list[Any] = [None] * self.count
-        dist.all_gather_object(messages, message, group=self.group)
+        self._reach(dist.all_gather_object, messages, message, group=self.group)
         return messages
+
+    def count_announced(self, parameters: Sequence[Tensor]) -> int:
+        """Return how many numbers `announce` returns."""
+        return len(parameters)
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
         """Return a number for each gradient: which ranks have one, and whether one of them is sparse."""
@@ -177,6 +216,52 @@ class Manual:
     def norm(self, gradients: Sequence[Tensor | None]) -> tuple[float, bool]:
         """Return the 2-norm, and True if every element is finite: the same on every rank."""
         return finite_norm(gradients)
+
+    def _meet(self) -> None:
+        """Exchange nothing but a frame, before an exchange that a rank which has failed cannot answer."""
+        if self._position.size:
+            self._exchange(self._position.frame([]))
+
+    def _exchange(self, frame: list[float]) -> list[float]:
+        """Return the sum of the frames of all ranks.
+
+        Raises:
+            RankError: a rank has failed, the ranks are at different windows, or one cannot be reached.
+        """
+        here = self._position
+        if here.lost:
+            raise RankError(here.lost)
+        total = self._tensor(frame)
+        self._reach(dist.all_reduce, total, group=self.group)
+        found = total.tolist()
+        if not in_order(found, dist.get_world_size(self.group)):
+            raise error_of(self._tell_each(here.told(None)))
+        return found
+
+    def _tell_each(self, mine: Told) -> list[Told]:
+        """Return what each rank tells, after a frame that is not in order; all ranks are in here together."""
+        every: list[Any] = [None] * dist.get_world_size(self.group)
+        self._reach(dist.all_gather_object, every, mine, group=self.group)
+        # The windows after it are numbered alike again: the difference was told.
+        self._position.opened = max(each.opened for each in every)
+        return every
+
+    def _tensor(self, numbers: list[float]) -> Tensor:
+        dtype = torch.float64 if self.device.type != "mps" else torch.float32
+        return torch.tensor(numbers, dtype=dtype, device=self.device)
+
+    def _reach(self, exchange: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Make an exchange.
+
+        Raises:
+            RankError: another rank cannot be reached.
+        """
+        try:
+            exchange(*args, **kwargs)
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+            raise self.lose(error) from error
 
     def _of_each(self, number: int) -> list[float]:
         return self.sum_numbers([number if rank == self.index else 0 for rank in range(self.count)])

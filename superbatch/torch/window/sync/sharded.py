@@ -26,7 +26,6 @@ from ...memory.limits import memory_limit
 from ..norm import finite_norm
 from .fsdp2 import FSDP2
 from .manual import Manual
-from .sync import NOT_ON_ANOTHER_RANK, OtherRankError
 
 
 class Sharded(Manual):
@@ -196,32 +195,31 @@ class Sharded(Manual):
         # One exchange among all ranks: those with the same data must hear of a failure too.
         return [each / self._copies for each in super().sum_numbers(numbers)]
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
-        """Return the most micro-batches of any rank: each forward gathers from all of them."""
-        return max(self._agreed(microbatches))
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+        """Return the micro-batches of each rank: each forward gathers from all of them."""
+        return [int(one) for one in self._of_each(microbatches)]
 
     def agree_size(self, samples: int) -> int:
         """Return the smallest size that a rank has found."""
-        return min(self._agreed(samples))
-
-    def _agreed(self, number: int) -> list[int]:
-        """Return the number of each rank, all of which can make the window."""
-        each = [int(one) for one in self._of_each(number)]
-        if min(each) < 0:
-            raise OtherRankError(NOT_ON_ANOTHER_RANK)
-        return each
+        return int(min(self._of_each(samples)))
 
     # -- tensors -------------------------------------------------------------------------------------------
 
     def gather(self, message: Any) -> list[Any]:
         """Return a message of each data-parallel rank: of equal ones the first that is not None."""
+        self._meet()
         every: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(every, (self.index, message), group=self.group)
+        self._reach(dist.all_gather_object, every, (self.index, message), group=self.group)
         found: dict[int, Any] = {}
         for index, each in every:
             if found.get(index) is None:
                 found[index] = each
         return [found[index] for index in sorted(found)]
+
+    def count_announced(self, parameters: Sequence[Tensor]) -> int:
+        """Return how many numbers `announce` returns."""
+        managed = len(self._fsdp.held())
+        return managed * (2 if self._each else 1) + len(self._others(parameters))
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
         """Return a number for each gradient that FSDP2 holds or has reduced, and for each other one."""

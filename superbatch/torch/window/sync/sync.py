@@ -11,19 +11,11 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from superbatch.errors import RankError
 from superbatch.results.ranks import RanksReport
 
 SyncOption = Literal["auto", "window", "microbatch", "all_reduce"] | None
 CoupledSync = Literal["auto", "window", "all_reduce"] | None
-
-
-NOT_ON_ANOTHER_RANK = "Another rank cannot make this window, so no rank does: see that rank's error."
-CANNOT = -(2**40)
-"""A number of micro-batches or samples by which a rank says that it cannot make a window."""
-
-
-class OtherRankError(Exception):
-    """Another rank cannot make the window, and every rank knows; the engine turns it into an `InputError`."""
 
 
 class Sync(Protocol):
@@ -128,10 +120,43 @@ class Sync(Protocol):
         """Give every rank the buffers of rank 0, where the models' wrapper does so before a forward."""
         ...
 
-    # -- numbers -------------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------------
+
+    def begin_window(self, updates: int, numbers: int) -> None:
+        """Begin a window: each exchange of numbers carries along which one, and whether a rank has failed.
+
+        Args:
+            updates: that this rank has made.
+            numbers: the most that an exchange of the window has; a longer one takes two.
+        """
+        ...
+
+    def fail(self, failed: str) -> None:
+        """Tell the other ranks at their next exchange of numbers that this rank has left the window.
+
+        They raise `RankError` there. Nothing is raised here, not even where they cannot be reached.
+
+        Args:
+            failed: how, as the rest of a sentence that begins with the rank.
+        """
+        ...
+
+    def lose(self, error: BaseException) -> RankError:
+        """Note that the other ranks cannot be reached, and return the error for it.
+
+        Args:
+            error: of the exchange that failed.
+        """
+        ...
+
+    # -- numbers: each of them raises RankError where a rank has failed, or is at another window -------------
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
-        """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53)."""
+        """Return the sums over the ranks, in float64 (exact for whole numbers below 2**53).
+
+        Raises:
+            RankError: a rank has failed, is at another window or has made other updates, or has ended.
+        """
         ...
 
     def first(self, number: int) -> int:
@@ -150,24 +175,17 @@ class Sync(Protocol):
         """Return True on every rank if any rank has raised its hand."""
         ...
 
-    def turns(self, microbatches: int, samples: Sequence[int] | None) -> int:
-        """Return the number of turns of this rank: of micro-batches, and of runs without weight after them.
+    def turns(self, microbatches: int, samples: Sequence[int] | None) -> list[int]:
+        """Return the micro-batches of each rank, where their forwards communicate; else of this one alone.
 
         Args:
             microbatches: the number that the window has as it was cut.
             samples: of each of them, which it can be cut into; None: it cannot be cut differently.
-
-        Raises:
-            OtherRankError: forwards communicate, and a rank has passed `CANNOT`.
         """
         ...
 
     def agree_size(self, samples: int) -> int:
-        """Return the size of micro-batches to use where this rank has found `samples`.
-
-        Raises:
-            OtherRankError: as `turns`, which exchanges as many numbers.
-        """
+        """Return the size of micro-batches to use where this rank has found `samples`."""
         ...
 
     # -- tensors -------------------------------------------------------------------------------------------
@@ -182,6 +200,10 @@ class Sync(Protocol):
 
     def gather(self, message: Any) -> list[Any]:
         """Return a message of each rank, any object that can be pickled, in the order of the ranks."""
+        ...
+
+    def count_announced(self, parameters: Sequence[Tensor]) -> int:
+        """Return how many numbers `announce` returns for so many gradients, in a window."""
         ...
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:

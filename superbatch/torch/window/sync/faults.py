@@ -1,0 +1,169 @@
+"""Failures on several ranks: what each exchange of numbers carries along, and what the ranks say of it.
+
+Each exchange of numbers is one frame: whether a rank has failed, the number of its window, the number of its
+updates, then the numbers. All frames of an accumulator have one size, so a rank that has left its window
+answers whatever exchange the others are in. Only where a frame shows a failure or a difference do the ranks
+send each other texts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from superbatch.errors import RankError
+
+from ...memory.out_of_memory import out_of_memory
+
+HEADER = 5  # numbers of a frame before its own
+_WRAP = 1 << 20  # squares of numbers below it, summed over thousands of ranks, are exact in float64
+_MOST_TEXT = 500  # characters of another rank's error
+_OF_TRANSPORT = re.compile(
+    r"gloo|NCCL|Connection (closed|reset) by peer|Timed out waiting|[Pp]rocess ?[Gg]roup"
+)
+
+
+class Told(NamedTuple):
+    """Message of one rank to the others.
+
+    Attributes:
+        rank: among all.
+        failed: how it failed, as the rest of a sentence; None: it has not.
+        opened: windows that it has begun.
+        updates: those that it has made.
+    """
+
+    rank: int
+    failed: str | None
+    opened: int
+    updates: int
+
+
+class Position:
+    """Position of this rank among the windows.
+
+    Attributes:
+        size: numbers in a frame; 0 before the first window, when each exchange is as long as it must be.
+        opened: windows that this rank has begun.
+        updates: those that it has made.
+        lost: why the other ranks cannot be reached any more; empty: they can.
+    """
+
+    def __init__(self) -> None:
+        self.size = self.opened = self.updates = 0
+        self.lost = ""
+
+    def begin(self, updates: int, size: int) -> None:
+        """Begin a window."""
+        self.opened, self.updates, self.size = self.opened + 1, updates, size
+
+    def frame(self, numbers: Sequence[float], *, failed: bool = False) -> list[float]:
+        """Return the numbers of an exchange with what they carry along, in the size of all frames."""
+        opened, updates = self.opened % _WRAP, self.updates % _WRAP
+        framed = [failed, opened, opened * opened, updates, updates * updates, *numbers]
+        return framed + [0.0] * (self.size - len(framed))
+
+    def told(self, failed: str | None) -> Told:
+        """Return what this rank tells the others."""
+        return Told(dist.get_rank(), failed, self.opened, self.updates)
+
+    def lose(self, error: BaseException) -> RankError:
+        """Note that the other ranks cannot be reached, and return the error for it."""
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self.lost = (
+            f"Another rank has ended, or has not answered within the process group's timeout ({line[:200]}). "
+            "Start all ranks again, from a checkpoint where there is one; "
+            "init_process_group(timeout=...) sets how long a rank waits."
+        )
+        return RankError(self.lost)
+
+
+def in_order(frame: Sequence[float], ranks: int) -> bool:
+    """Return whether the sum of the frames of all ranks shows neither a failure nor a difference.
+
+    Args:
+        frame: the sum.
+        ranks: that have sent one.
+
+    Examples:
+        >>> here = Position()
+        >>> here.begin(updates=3, size=8)
+        >>> in_order([2 * number for number in here.frame([])], 2)
+        True
+        >>> in_order([sum(each) for each in zip(here.frame([]), here.frame([], failed=True))], 2)
+        False
+    """
+    failed, opened, opened_squares, updates, updates_squares = frame[:HEADER]
+    if failed:
+        return False
+    return opened * opened == ranks * opened_squares and updates * updates == ranks * updates_squares
+
+
+def error_of(every: Sequence[Told]) -> RankError:
+    """Return the error for what the ranks have told.
+
+    Args:
+        every: one of each rank.
+
+    Examples:
+        >>> print(error_of([Told(0, None, 3, 2), Told(1, "failed in micro-batch 1 (KeyError: 'y')", 3, 2)]))
+        Rank 1 failed in micro-batch 1 (KeyError: 'y'), so no rank makes this update; all is as before it. ...
+        >>> print(error_of([Told(0, None, 4, 2), Told(1, None, 3, 2)]))
+        Rank 0 is at window 4 and rank 1 at window 3. Call the accumulator as often on each rank, ...
+        >>> print(error_of([Told(0, None, 3, 2), Told(1, None, 3, 1)]))
+        Rank 0 has made 2 updates and rank 1 has made 1: an update failed on one rank after others had ...
+    """
+    failed = [each for each in every if each.failed is not None]
+    if failed:
+        more = f", as did {len(failed) - 1} more" if failed[1:] else ""
+        return RankError(
+            f"Rank {failed[0].rank} {failed[0].failed}{more}, so no rank makes this update; all is as before "
+            "it. Correct the error there; then each rank can go on with its next batch."
+        )
+    first = every[0]
+    other = next((each for each in every if each.opened != first.opened), None)
+    if other is not None:
+        return RankError(
+            f"Rank {first.rank} is at window {first.opened} and rank {other.rank} at window {other.opened}. "
+            "Call the accumulator as often on each rank, also where one has caught an error."
+        )
+    other = next((each for each in every if each.updates != first.updates), first)
+    return RankError(
+        f"Rank {first.rank} has made {first.updates} updates and rank {other.rank} has made {other.updates}: "
+        "an update failed on one rank after others had made it, or a state was loaded on some ranks only. "
+        "Load the same checkpoint on every rank."
+    )
+
+
+def is_transport(error: BaseException | None) -> bool:
+    """Return whether an error of the program says that another rank cannot be reached.
+
+    Examples:
+        >>> is_transport(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+        True
+        >>> is_transport(RuntimeError("shapes cannot be multiplied"))
+        False
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, RankError) or out_of_memory(error):
+        return False
+    return isinstance(error, _errors_of_transport()) or _OF_TRANSPORT.search(str(error)) is not None
+
+
+def text_of(error: BaseException) -> str:
+    """Return the type and the first line of an error.
+
+    Examples:
+        >>> text_of(ValueError("no such label")), text_of(KeyboardInterrupt())
+        ('ValueError: no such label', 'KeyboardInterrupt')
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:_MOST_TEXT]}" if lines else type(error).__name__
+
+
+def _errors_of_transport() -> tuple[Any, ...]:
+    names = ("DistBackendError", "DistNetworkError")
+    return tuple(getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name))
