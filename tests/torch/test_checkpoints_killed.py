@@ -77,11 +77,13 @@ def test_a_signal_ends_the_update_saves_and_exits(number: int, code: int, tmp_pa
 def test_a_second_signal_does_what_it_does_without_us(tmp_path: Path) -> None:
     """One Ctrl-C may come while an update takes long, and the user presses it again."""
     program = """
-import os, signal, sys
+import os, signal, sys, time
 from superbatch.torch.checkpoint import StopSignals
 with StopSignals() as stop:
     os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)  # by torchrun, beside that of the terminal
     print(stop.exit_code, flush=True)
+    time.sleep(1.1)
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt:

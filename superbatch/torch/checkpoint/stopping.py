@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -11,13 +12,16 @@ from superbatch.errors import WindowError
 from .saving import HasEngine
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds: a Ctrl-C reaches the ranks of torchrun from the terminal and, at once again, from torchrun.
+SAME_REQUEST = 1.0
 
 
 class StopSignals:
     """Context in which Ctrl-C and SIGTERM ask for a stop instead of ending the program.
 
-    The first signal is noted, and the update at hand goes on to its end. A second one does what it would have
-    done without this context: Ctrl-C raises KeyboardInterrupt, which rolls the window back.
+    The first signal is noted, and the update at hand goes on to its end. Signals within a second of it are
+    the same request. A later one does what it would have done without this context: Ctrl-C raises
+    KeyboardInterrupt, which rolls the window back.
 
     Attributes:
         exit_code: 130 after Ctrl-C, 143 after SIGTERM, as shells have it; 0 before a signal.
@@ -39,6 +43,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.exit_code = 0
+        self._first = 0.0
         self._earlier: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -66,7 +71,9 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.exit_code:
-            self.exit_code = 128 + number
+            self.exit_code, self._first = 128 + number, time.monotonic()
+            return
+        if time.monotonic() - self._first < SAME_REQUEST:
             return
         handler = self._earlier[number]
         if callable(handler):
