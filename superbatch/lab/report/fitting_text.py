@@ -120,6 +120,12 @@ def _choice(report: Fitting) -> str:
     fastest, top = report.of(report.fastest), timed[-1]
     assert fastest.seconds is not None and top.seconds is not None
     untimed = any(size.fits and size.seconds is None for size in report.sizes)
+    if any(size.fits and size.samples > top.samples for size in report.sizes):
+        # No advice: a larger micro-batch is often the faster one.
+        return (
+            f"Micro-batches of {report.fastest} are the fastest of those timed, but larger ones fit that "
+            "were not timed: give more --seconds."
+        )
     which, top_is = ("of those timed", "largest timed") if untimed else ("that fit", "largest")
     said = f"Use micro-batches of {report.fastest}: the fastest {which}"
     if fastest is top:
