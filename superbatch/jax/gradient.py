@@ -15,6 +15,7 @@ from .. import normalize
 from ..errors import InputError, LossSpecError, explain
 from . import arithmetic, loop
 from .check import Checked, check_once
+from .differentiated import refuse_what_has_no_gradient
 from .loop import Call, PerMicrobatch
 from .options import Aux, NonFinite, Options, Positions, Weight, checked, named
 from .roles import roles_of
@@ -155,6 +156,8 @@ def call_of(fun: Callable[..., Any], options: Options, args: tuple[Any, ...], kw
     division = groups(roles.samples, microbatch_size=options.microbatch_size, steps=options.steps)
     positions = roles.differentiated
     differentiated = (positions,) if isinstance(positions, int) else positions
+    for place in differentiated:
+        refuse_what_has_no_gradient(place, args[place])
     ready = tuple(
         varying(jax.tree.map(jnp.asarray, arg), options.axis_name) if place in differentiated else arg
         for place, arg in enumerate(args)

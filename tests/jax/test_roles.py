@@ -207,6 +207,39 @@ def test_a_legacy_key_is_refused_by_name(where: str) -> None:
         assert len(set(whole(params(), batch, *args, **kwargs)[0][1].tolist())) == 1
 
 
+@pytest.mark.parametrize("leaf", [jnp.arange(3), KEY, jnp.tanh], ids=["int", "key", "function"])
+def test_what_has_no_gradient_is_refused_with_the_remedy(leaf: Any) -> None:
+    wanted = r"argument 0\['z'\] is .* no gradient.*nnx.split\(model, nnx.Param, ...\).*eqx.partition"
+    with pytest.raises(InputError, match=wanted):
+        value_and_grad(mse, **SIZE)(params() | {"z": leaf}, rows(6))
+
+
+def test_a_module_of_nnx_with_dropout() -> None:
+    """As it is, its keys and counters are refused; by the two lines of the error it trains."""
+    nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.Linear(3, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), nnx.Linear(4, 1, rngs=rngs)
+    )
+
+    def loss(model: Any, batch: Any) -> Any:
+        out = model(batch["x"].astype(jnp.float32))
+        return jnp.mean((out[:, 0] - batch["y"]) ** 2), out
+
+    with pytest.raises(InputError, match="has no gradient"):
+        value_and_grad(loss, has_aux=True, steps=3)(model, rows(6))
+    graphdef, p, rest = nnx.split(model, nnx.Param, ...)
+    batch = {"x": jnp.ones((6, 3)), "y": jnp.ones(6)}
+
+    def by_parts(p: Any, batch: Any, rest: Any) -> Any:
+        return loss(nnx.merge(graphdef, p, rest, copy=True), batch)
+
+    call = jax.jit(value_and_grad(by_parts, has_aux=True, steps=3))
+    (_, out), gradient = call(p, batch, rest)
+    assert any(leaf.any() for leaf in jax.tree.leaves(gradient))
+    assert len({tuple(part.ravel().tolist()) for part in out}) == 3, "micro-batches have masks of their own"
+
+
 def test_a_key_in_the_batch_of_remat_map() -> None:
     batch = {"x": jnp.ones((6, 1)), "key": KEY}
 

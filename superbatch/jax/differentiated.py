@@ -1,0 +1,35 @@
+# JAX is an extra. Where it is not installed, pyright cannot resolve it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""Arguments that are differentiated: parameters, and nothing that has no gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import InputError
+from .roles import is_array
+
+
+def refuse_what_has_no_gradient(place: int, argument: Any) -> None:
+    """Refuse leaves that cannot be differentiated: counters, random keys and functions of a module.
+
+    Raises:
+        InputError: there is one; the text has the two lines that take a module apart.
+
+    Examples:
+        >>> refuse_what_has_no_gradient(0, {"w": jnp.ones(2), "scale": 1.0})
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
+        number = isinstance(leaf, float | complex)
+        if number or (is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+            continue
+        what = f"of dtype {leaf.dtype}" if is_array(leaf) else f"a {type(leaf).__name__}"
+        raise InputError(
+            f"argument {place}{jax.tree_util.keystr(path)} is {what}, which has no gradient. Pass the "
+            "parameters alone. flax.nnx: graphdef, params, rest = nnx.split(model, nnx.Param, ...), and in "
+            "the function model = nnx.merge(graphdef, params, rest, copy=True). Equinox: params, rest = "
+            "eqx.partition(model, eqx.is_inexact_array), and model = eqx.combine(params, rest)."
+        )
