@@ -8,6 +8,7 @@ Commands import torch and matplotlib when they run, so that ``superbatch --help`
 from __future__ import annotations
 
 import sys
+import traceback as tracebacks
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -67,20 +68,26 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
+    traceback: Annotated[
+        bool,
+        typer.Option("--traceback", help="show the traceback of an error; for all commands, at any place"),
+    ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         print(OVERVIEW)
 
+
+TRACEBACK = "--traceback"
 
 # What typer raises for an unknown option or a value of the wrong type; it has no public name in all releases.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command, and turn errors into one line and an exit code.
+    """Run a command, and turn errors of ours and of the user's own code into one line and an exit code.
 
     Args:
-        arguments: without the program's name.
+        arguments: without the program's name; ``--traceback`` anywhere shows the traceback above that line.
 
     Returns:
         The exit code.
@@ -93,14 +100,27 @@ def main(arguments: Sequence[str]) -> int:
         superbatch ...
         0
     """
+    shown = TRACEBACK in arguments
     try:
-        return app(args=list(arguments), prog_name="superbatch", standalone_mode=False) or 0
+        given = [argument for argument in arguments if argument != TRACEBACK]
+        return app(args=given, prog_name="superbatch", standalone_mode=False) or 0
     except SuperbatchError as error:
+        if shown:
+            tracebacks.print_exc()
         return _fail(str(error))
     except _UsageError as error:
         return _fail(usage_text(error))
     except typer.Abort:  # Ctrl-C while arguments are read
         raise KeyboardInterrupt from None
+    except Exception as error:
+        from ..recipes.failing import recipe_failure
+
+        failure = recipe_failure(error)
+        if failure is None:  # an error of superbatch or of a library, whose traceback is wanted
+            raise
+        if shown:
+            tracebacks.print_exc()
+        return _fail(str(failure))
 
 
 def _fail(text: str) -> int:

@@ -152,5 +152,5 @@ def _failed(name: str, wrong: str) -> InputError:
     return InputError(
         # One line, whatever the user's error text looks like.
         f"The recipe {name!r} failed: {' '.join(wrong.split()).rstrip('.')}. Correct it; "
-        "superbatch.lab.recipes.load_recipe shows the traceback."
+        "with --traceback the whole way to it is shown."
     )

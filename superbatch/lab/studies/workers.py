@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from superbatch.errors import SuperbatchError
 
 from ..recipes import Recipe
+from ..recipes.failing import recipe_failure
 from .backends import load_backend
 from .training import train_seed
 
@@ -194,7 +195,9 @@ def _put_while_parent_lives(events: Any) -> Receive:
 
 def _described(error: Exception) -> SuperbatchError:
     # An exception of a user's own class may not survive the way to the parent; its text does.
-    return SuperbatchError(" ".join(f"a worker process met {type(error).__name__}: {error}".split()))
+    return recipe_failure(error) or SuperbatchError(
+        " ".join(f"a worker process met {type(error).__name__}: {error}".split())
+    )
 
 
 def _gathered(receive: Receive) -> tuple[Callable[[int], None], Callable[[], None]]:
