@@ -323,7 +323,7 @@ def test_a_negative_weight_is_seen() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "pass microbatch_size= .* or steps="),
+        ({}, "Pass microbatch_size= .* or steps="),
         ({"microbatch_size": 4, "steps": 2}, "not both"),
         ({"microbatch_size": 0}, "microbatch_size=0"),
         ({"steps": 2, "layout": "F"}, "layout='F'"),
@@ -349,7 +349,7 @@ def test_options_that_cannot_be(options: Any, message: str) -> None:
         (mse, {"has_aux": True}, LossSpecError, "has_aux or carry_argnum is given"),
         (mse, {"weight": "returned"}, LossSpecError, 'weight="returned" is given'),
         (lambda p, b: b["y"], {}, LossSpecError, "a loss of shape"),
-        (lambda p, b: (mse(p, b), b["y"]), {"has_aux": True}, LossSpecError, 'use aux="concat"'),
+        (lambda p, b: (mse(p, b), b["y"]), {"has_aux": True}, LossSpecError, 'Use aux="concat"'),
         (
             lambda p, b: (mse(p, b), p["b"]),
             {"has_aux": True, "aux": "concat"},

@@ -336,7 +336,7 @@ def test_a_scale_that_a_graph_keeps() -> None:
 
     optimizer, accumulator, add = make()
     add()
-    with pytest.raises(OptimizerError, match=r"call optimizer\.build\(variables\) before the first call"):
+    with pytest.raises(OptimizerError, match=r"Call optimizer\.build\(variables\) before the first call"):
         accumulator.apply(optimizer)
     assert float(accumulator.mean()[0][0]) == 12.0, "the window stays"
     optimizer, accumulator, add = make()
@@ -461,7 +461,7 @@ def test_a_graph_refuses_a_window_that_it_was_not_drawn_for() -> None:
     accumulator.add([None, gradient(0.5)])
     apply()
     accumulator.add([gradient(0.5), gradient(0.5)])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="call each function that adds before"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Call each function that adds before"):
         apply()
     assert [float(v[0]) for v in variables] == [1.0, 0.5]
     accumulator.add([None, gradient(0.25)])
