@@ -123,6 +123,6 @@ def test_on_two_replicas(what: str) -> None:
 
 def test_what_is_refused_on_two_replicas() -> None:
     found = mirrored()
-    assert "freeze it (layer.trainable = False) or use GroupNormalization" in found["batchnorm"]
+    assert "Freeze it (layer.trainable = False) or use GroupNormalization" in found["batchnorm"]
     assert found["dropout"] > 0
     assert found["Keras' own option"] == "RuntimeError", "what users of it have today"
