@@ -41,7 +41,8 @@ class Window(Sequence[T]):
         self._microbatches: tuple[T, ...] = tuple(_iterable(microbatches, "micro-batches"))
         if not self._microbatches:
             raise InputError(
-                explain("an empty window", "an update needs at least one micro-batch", "pass some")
+                "A Window without micro-batches makes no update. Pass one or more; "
+                "where only this rank has no data, call accumulate(None)."
             )
 
     @overload

@@ -76,7 +76,8 @@ def agreed_length(leaves: Sequence[Leaf]) -> int:
     samples = lengths[0][1]
     if samples == 0:
         raise SplitError(
-            explain(f"an empty batch, {described}", "it has no samples", "leave out batches without samples")
+            f"The batch is empty: {described}. Leave out batches without samples; "
+            "where only this rank has none, call accumulate(None)."
         )
     return samples
 
