@@ -21,6 +21,7 @@ from .options import Aux, NonFinite, Options, Positions, Weight, checked, named
 from .roles import roles_of
 from .sharding import AxisName, names, summed, varying
 from .splitting import Layout, groups, rows_in_order
+from .state_in_aux import refuse_state_in_aux
 from .stats import Stats, noise_sums
 
 
@@ -247,6 +248,8 @@ def joined_aux(by_group: list[PerMicrobatch], call: Call) -> Any:
     """Return the aux of all micro-batches, stacked or as rows of the batch."""
     options = call.options
     parts = [group.aux for group in by_group]
+    if options.check and options.has_aux:
+        refuse_state_in_aux(parts[0], call)
     if options.aux == "concat":
         for part, group in zip(parts, call.groups, strict=True):
             for leaf in jax.tree.leaves(part):

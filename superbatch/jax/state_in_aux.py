@@ -1,0 +1,50 @@
+# JAX is an extra. Where it is not installed, pyright cannot resolve it:
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+"""A state that is returned as aux: one for each micro-batch comes back, where the caller expects one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ..errors import LossSpecError
+from .loop import Call
+
+_COLLECTION = "batch_stats"  # of flax's BatchNorm
+
+
+def refuse_state_in_aux(aux: Any, call: Call) -> None:
+    """Raise an error where aux is a state that the function was given and returns anew.
+
+    Args:
+        aux: of the micro-batches, stacked: [count, ...].
+        call: with the arguments.
+
+    Raises:
+        LossSpecError: a part of aux is named ``batch_stats``, or aux has the names and shapes of an argument
+            that all micro-batches share.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(aux)[0]]
+    names = {getattr(key, "key", getattr(key, "name", None)) for path in paths for key in path}
+    if _COLLECTION in names:
+        raise _refused(f"aux holds {_COLLECTION!r}")
+    form = jax.tree.structure(aux)
+    shapes = [leaf.shape[1:] for leaf in jax.tree.leaves(aux)]
+    if not any(shapes) or form == jax.tree.structure(0):  # numbers and single arrays are no state
+        return
+    for argument in call.roles.others:
+        if argument.changes or jax.tree.structure(argument.value) != form:
+            continue
+        if [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(argument.value)] == shapes:
+            raise _refused(
+                f"aux has the names and shapes of the argument {argument.name or argument.where!r}"
+            )
+
+
+def _refused(found: str) -> LossSpecError:
+    return LossSpecError(
+        f"{found}, so it is a state, and each micro-batch would return one of its own. "
+        "Pass the state by position, name the position in carry_argnum= and return (loss, state), "
+        "with has_aux (loss, (aux, state)). With check=False aux is stacked."
+    )
