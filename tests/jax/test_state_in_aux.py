@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.jax
 jax = pytest.importorskip("jax", reason="jax is not installed")
-import jax.numpy as jnp  # noqa: E402
+jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
 
 import superbatch.jax  # noqa: E402
 from superbatch.errors import LossSpecError  # noqa: E402
