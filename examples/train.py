@@ -142,7 +142,7 @@ def collate(texts: list[bytes]) -> dict[str, Tensor]:
 
 
 def sample(texts: list[bytes], batch: int, samples: int, rank: int, ranks: int) -> dict[str, Tensor]:
-    """This rank's block of the batch after so many samples, which are drawn alike by any number of ranks."""
+    """This rank's block of the batch at a position in samples, drawn alike by any number of ranks."""
     chosen = torch.randperm(len(texts), generator=torch.Generator().manual_seed(samples))[:batch]
     return collate([texts[each] for each in chosen.tensor_split(ranks)[rank].tolist()])
 

@@ -146,7 +146,7 @@ class _Reader:
             if not self._mark(","):
                 raise wrong_token(
                     self._next,
-                    f"the list of {shortened(name.text)} goes on without a comma",
+                    f"a comma is missing in the list of {shortened(name.text)}",
                     "write a comma or ]",
                 )
 

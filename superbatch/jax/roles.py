@@ -27,7 +27,7 @@ Mode = Literal["rows", "key", "same", "unsplit"]
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument that is neither differentiated nor a state.
+    """One argument besides those that are differentiated and the state.
 
     Args:
         where: position or keyword.

@@ -166,7 +166,7 @@ def test_nets_in_the_file_are_kept_as_they_are() -> None:
         ("solver_mode: 2", 1, 14, "one of CPU, GPU"),
         ("max_iter: 1\nbase_lr: 1 max_iter: 2", 2, 12, "it was given in line 1, column 1 already"),
         ("max_iter: [1]", 1, 1, "it has one value, not a list"),
-        ("stepvalue: [1 2]", 1, 15, "the list of stepvalue goes on without a comma"),
+        ("stepvalue: [1 2]", 1, 15, "a comma is missing in the list of stepvalue"),
         ("max_iter: 1,,", 1, 13, "',': the name of a field is expected"),
         ("max_iter:\nbase_lr: 1", 2, 8, "':': the name of a field is expected"),
         ("max_iter: ", 1, 11, "the end of the file: max_iter has no value here"),

@@ -110,7 +110,7 @@ def test_a_failure_on_one_rank(where: str, found: Found) -> None:
     assert bad == [("BrokenError", "no such label", True)]
     text = (
         "Rank 1 failed in micro-batch 0 (BrokenError: no such label), so no rank makes this update; all is "
-        "as before it. Correct the error there; then each rank can go on with its next batch."
+        "as before it. Correct the error there; then each rank can continue with its next batch."
     )
     assert healthy == [("RankError", text, True)]
 

@@ -138,7 +138,7 @@ def test_an_error_of_the_loss_on_one_rank_stops_both(found: Found) -> None:
     one, other = (each["broken"]["errors"] for each in found)
     text = (
         "Rank 1 failed in micro-batch 0 (BrokenLossError: no such label), so no rank makes this update; all "
-        "is as before it. Correct the error there; then each rank can go on with its next batch."
+        "is as before it. Correct the error there; then each rank can continue with its next batch."
     )
     assert one == [("RankError", text, True)]
     assert other == [("BrokenLossError", "no such label", True)]

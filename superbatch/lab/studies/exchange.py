@@ -67,7 +67,7 @@ def check_ranks(stated: int, count: int) -> int:
     if 1 not in (stated, count) and stated != count:
         raise InputError(
             f"ranks={stated} in a command that was started on {count}: "
-            "the exchange of gradients over so many is not that over the others. "
+            "the exchange of gradients over that number differs from that over the others. "
             "Leave --ranks out, or start the command once and give --all-reduce-seconds."
         )
     return stated if count == 1 else count

@@ -170,7 +170,7 @@ def batches_from(samples: int, seed: int, start: int, size: int) -> Iterator[Ten
     Args:
         samples: of the training set.
         seed: of the permutations, each of which is a function of the seed and its number.
-        start: samples that were worked through.
+        start: samples that were used.
         size: of a batch.
 
     Yields:

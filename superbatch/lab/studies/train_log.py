@@ -43,7 +43,7 @@ class TrainLog:
         Args:
             done: updates that were made.
             update: the last one.
-            samples: that were worked through, on all ranks.
+            samples: that were used, on all ranks.
             metric: of an evaluation after it.
         """
         row: dict[str, Any] = {

@@ -19,7 +19,7 @@ SAME_REQUEST = 1.0
 class StopSignals:
     """Context in which Ctrl-C and SIGTERM ask for a stop instead of ending the program.
 
-    The first signal is noted, and the update at hand goes on to its end. Signals within a second of it are
+    The first signal is noted, and the update at hand is completed. Signals within a second of it are
     the same request. A later one does what it would have done without this context: Ctrl-C raises
     KeyboardInterrupt, which rolls the window back.
 

@@ -24,7 +24,7 @@ from .ways import Loss, Way, groups, weighted, written_out
 
 BATCH, UPDATES, EXACT = 32, 100, 16
 SHARE = 8
-"""One of so many texts is long."""
+"""One text in this number is long."""
 
 WIDTH, HELD_OUT = 32, 300
 
@@ -60,7 +60,7 @@ def _together(longs: Texts, shorts: Texts) -> Texts:
 
 
 def _mixed(longs: Texts, shorts: Texts) -> Texts:
-    """Put so many short texts beside the long ones, repeated in turn, that one of `SHARE` is long."""
+    """Add short texts, repeated in turn, until one text of `SHARE` is long."""
     rest = torch.arange((SHARE - 1) * len(longs["ids"]))
     return _together(longs, _rows(shorts, rest % len(shorts["ids"])))
 

@@ -83,7 +83,7 @@ class Position:
 
 
 def in_order(frame: Sequence[float], ranks: int) -> bool:
-    """Return whether the sum of the frames of all ranks shows neither a failure nor a difference.
+    """Return whether the sum of the frames of all ranks is free of failures and differences.
 
     Args:
         frame: the sum.
@@ -122,7 +122,7 @@ def error_of(every: Sequence[Told]) -> RankError:
         more = f", as did {len(failed) - 1} more" if failed[1:] else ""
         return RankError(
             f"Rank {failed[0].rank} {failed[0].failed}{more}, so no rank makes this update; all is as before "
-            "it. Correct the error there; then each rank can go on with its next batch."
+            "it. Correct the error there; then each rank can continue with its next batch."
         )
     first = every[0]
     other = next((each for each in every if each.opened != first.opened), None)

@@ -95,7 +95,7 @@ class Manual:
         """No-op: the buffers of bare models stay each rank's own."""
 
     def begin_window(self, updates: int, numbers: int) -> None:
-        """Begin a window, in which an exchange has at most so many numbers."""
+        """Begin a window with the largest number of numbers in an exchange."""
         self._position.begin(updates, HEADER + numbers)
 
     def sum_numbers(self, numbers: Iterable[float]) -> list[float]:
@@ -242,7 +242,7 @@ class Manual:
         """Return what each rank tells, after a frame that is not in order; all ranks are in here together."""
         every: list[Any] = [None] * dist.get_world_size(self.group)
         self._reach(dist.all_gather_object, every, mine, group=self.group)
-        # The windows after it are numbered alike again: the difference was told.
+        # The windows after it are numbered alike again: the difference was reported.
         self._position.opened = max(each.opened for each in every)
         return every
 

@@ -203,7 +203,7 @@ class Sync(Protocol):
         ...
 
     def count_announced(self, parameters: Sequence[Tensor]) -> int:
-        """Return how many numbers `announce` returns for so many gradients, in a window."""
+        """Return the number of numbers that `announce` returns, at most, in a window."""
         ...
 
     def announce(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[float]:
