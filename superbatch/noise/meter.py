@@ -291,7 +291,7 @@ class NoiseMeter:
             groups = {name: Moments.of_state(each) for name, each in state["groups"].items()}
             seen_proxy = dict(state["proxy_left_out"])
             beside = {name: Moments.of_state(each) for name, each in state["beside"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise InputError(
                 explain(
                     f"a saved average that is not whole ({error!r})",

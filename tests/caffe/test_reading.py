@@ -311,13 +311,16 @@ def test_many_steps_are_read_in_well_under_a_second() -> None:
     text += "".join(f"stepvalue: {index}\n" for index in range(count))
 
     def seconds(text: str) -> float:
-        start = time.process_time()
-        parse_solver(text)
-        return time.process_time() - start
+        taken: list[float] = []
+        for _ in range(3):
+            start = time.process_time()
+            parse_solver(text)
+            taken.append(time.process_time() - start)
+        return min(taken)
 
     few = "".join(text.splitlines(keepends=True)[: count // 8 + 1])
     assert len(parse_solver(text).stepvalue) == count, "premise"
-    assert seconds(text) < 16 * seconds(few), "8 times the lines, in more than 16 times the time: quadratic"
+    assert seconds(text) < 24 * seconds(few), "of 8 times the lines; quadratic, it would be 64"
     config = parse_solver(text + "stepvalue: 5 stepvalue: 50000")
     report = explain_solver(config)
     assert max(len(trap.text) for trap in report.traps) < 400

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_several_run_at_once_and_hear_interrupts() -> None:
         for program in (one, other):
             while not program.output()[0]:
                 assert program.poll() is None
+            time.sleep(0.2)  # until it sleeps: Python may lose an interrupt in a finalizer before
             os.kill(program.pid, signal.SIGINT)
         assert "KeyboardInterrupt" in one.finish(10)[0]
         assert "KeyboardInterrupt" in other.finish(10)[1]

@@ -99,7 +99,7 @@ def test_text_that_is_no_report(text: str) -> None:
 
 @pytest.mark.parametrize("thing", [3, {"a": 1}, Update])
 def test_only_reports_are_written(thing: object) -> None:
-    with pytest.raises(InputError, match="only reports are written"):
+    with pytest.raises(InputError, match=r"is no report\. Pass what a study returned"):
         to_json(thing)
 
 

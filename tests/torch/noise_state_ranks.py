@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from superbatch.errors import InputError
+from superbatch.errors import InputError, RankError
 from superbatch.noise.meter import Estimate, NoiseMeter
 from superbatch.torch import Accumulator, Window
 from tests.torch.helpers import mlp, mse, sgd
@@ -24,7 +24,7 @@ def windows(accumulate: Accumulator, rank: int, count: int) -> list[str]:
     def one() -> str:
         try:
             accumulate(Window(parts(SIZES[rank], sum(SIZES[0]) if rank else 0)))
-        except InputError as error:
+        except (InputError, RankError) as error:
             return str(error)
         return ""
 

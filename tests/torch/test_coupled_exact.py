@@ -482,9 +482,9 @@ def test_options_of_separate_samples_are_not_there(options: dict[str, Any]) -> N
 
 
 def test_options_of_other_libraries_are_answered_with_those_that_are_there() -> None:
-    with pytest.raises(InputError, match=r"WholeBatch has no option lr_scheduler=.*Pass scheduler="):
+    with pytest.raises(InputError, match=r"WholeBatch has no option lr_scheduler=.*pass scheduler="):
         Twins("BatchNorm", lr_scheduler=None)
-    with pytest.raises(InputError, match=r"WholeBatch has no option weights=.*Pass weight="):
+    with pytest.raises(InputError, match=r"WholeBatch has no option weights=.*pass weight="):
         Twins("BatchNorm", weights=None)
 
 

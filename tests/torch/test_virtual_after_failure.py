@@ -106,7 +106,7 @@ def test_a_batch_that_is_given_after_the_block_is_refused(used: bool) -> None:
     with virtual_batch(model, 3) as batch:
         if used:
             model(batch(X)).sum().backward()
-    with pytest.raises(WindowError, match=r"a block that has ended.*Look at the indentation"):
+    with pytest.raises(WindowError, match=r"a block that has ended.*look at the indentation"):
         batch(X)
 
 

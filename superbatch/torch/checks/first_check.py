@@ -40,7 +40,9 @@ def check_first_window(config: Config, pieces: MicrobatchList, *, frozen: Sequen
     Raises:
         LossSpecError, CoupledSamplesError: the loss is not what was stated.
     """
-    return check_later_window(config, pieces, first_pieces(pieces), frozen=frozen)
+    if not pieces.microbatches:  # a rank without data
+        return check_later_window(config, pieces, [], frozen=frozen)
+    return _check_terms(config, pieces, first_pieces(pieces), frozen)
 
 
 def check_later_window(
