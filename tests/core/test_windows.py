@@ -92,7 +92,7 @@ def test_a_window_cannot_be_changed() -> None:
 
 
 def test_a_window_of_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match="at least one micro-batch"):
+    with pytest.raises(InputError, match=r"A Window without micro-batches.*accumulate\(None\)"):
         Window([])
 
 
