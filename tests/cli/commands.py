@@ -25,7 +25,7 @@ IMPERATIVE = (
     "Add|Choose|Close|Compare|Drop|Give|Install|Leave|Name|Pass|Read|Return|Run|"
     "See superbatch|Set|Start|Take|Unset|Use|Write"
 )
-ONE_LINE = rf"superbatch: .+[:.?] .*\b({IMPERATIVE}) .+\."
+ONE_LINE = rf"superbatch: .+[.?] ({IMPERATIVE}) .+\."
 PNG = b"\x89PNG\r\n\x1a\n"
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -20,9 +20,9 @@ ADVISE = (
 )
 
 
-def test_a_full_disk_has_exit_code_74() -> None:
+def test_a_full_disk_has_exit_code_74(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
-        command = [sys.executable, "-m", "superbatch", *ADVISE]
+        command = [sys.executable, "-m", "superbatch", *ADVISE, "--out", str(tmp_path / "out")]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True)
     assert (done.returncode, done.stderr) == (
         74,
@@ -30,10 +30,10 @@ def test_a_full_disk_has_exit_code_74() -> None:
     )
 
 
-def test_a_closed_pipe_has_exit_code_141() -> None:
+def test_a_closed_pipe_has_exit_code_141(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "superbatch", *ADVISE]
+    command = [sys.executable, "-m", "superbatch", *ADVISE, "--out", str(tmp_path / "out")]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
@@ -83,7 +83,7 @@ def test_cuda_that_is_not_there_is_told_in_one_line(command: str, capsys: pytest
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("there is CUDA here")
+        pytest.skip("CUDA is available, so the error cannot occur")
     assert run(command, PLANE, "--device", "cuda") == 2
     text = "superbatch: device='cuda', but torch sees no CUDA device here. Use cpu.\n"
     assert capsys.readouterr().err.endswith(text)

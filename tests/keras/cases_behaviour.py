@@ -375,7 +375,7 @@ def case_flush_tail() -> None:
         for a, b in zip(left.trainable_variables, whole.trainable_variables, strict=True)
     ]
     assert max(errors) > 1e-3, "the premise: without it, something is left out"
-    want = "give the optimizer gradient_accumulation_steps="
+    want = "Give the optimizer gradient_accumulation_steps="
     plain = dense()
     helpers.raises(helpers.OptimizerError, want, lambda: plain.fit(X, Y, callbacks=[FlushTail()], verbose=0))
 

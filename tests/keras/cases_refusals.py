@@ -33,20 +33,20 @@ def case_options() -> None:
     wrong: Any = "rows"
     raises(
         InputError,
-        "pass a function (x, y, sample_weight)",
+        "Pass a function (x, y, sample_weight)",
         lambda: accumulate(model, microbatch_size=2, loss_weight=wrong),
     )
     raises(
         InputError,
-        "pass one of ('error', 'per_microbatch')",
+        "Pass one of ('error', 'per_microbatch')",
         lambda: accumulate(model, microbatch_size=2, batchnorm=wrong),
     )
 
 
 def case_models() -> None:
-    raises(InputError, "pass a keras.Model", lambda: accumulate(keras.layers.Dense(1), microbatch_size=2))
+    raises(InputError, "Pass a keras.Model", lambda: accumulate(keras.layers.Dense(1), microbatch_size=2))
     bare = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-    raises(InputError, "call model.compile(...) first", lambda: accumulate(bare, microbatch_size=2))
+    raises(InputError, "Call model.compile(...) first", lambda: accumulate(bare, microbatch_size=2))
 
     class Own(keras.Model):
         def train_step(self, *arguments: Any) -> Any:
@@ -54,10 +54,10 @@ def case_models() -> None:
 
     own = Own()
     own.compile("sgd", "mse")
-    raises(InputError, "override compute_loss instead", lambda: accumulate(own, microbatch_size=2))
+    raises(InputError, "Override compute_loss instead", lambda: accumulate(own, microbatch_size=2))
     twice = dense(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     raises(
-        OptimizerError, "leave gradient_accumulation_steps out", lambda: accumulate(twice, microbatch_size=2)
+        OptimizerError, "Leave gradient_accumulation_steps out", lambda: accumulate(twice, microbatch_size=2)
     )
 
 
@@ -68,10 +68,10 @@ def case_losses_that_say_too_little() -> None:
     one = fit(dense(loss=Halving()), options=stated, sample_weight=weights)
     raises(LossSpecError, "Keras multiplies the finished mean with the weights", one)
     each = dense(loss=keras.losses.MeanSquaredError(reduction="none"))
-    raises(LossSpecError, 'give the loss reduction="sum_over_batch_size"', fit(each))
-    raises(LossSpecError, "leave loss_weight out", fit(dense(), options=stated))
+    raises(LossSpecError, 'Give the loss reduction="sum_over_batch_size"', fit(each))
+    raises(LossSpecError, "Leave loss_weight out", fit(dense(), options=stated))
     vector = {"loss_weight": lambda x, y, sample_weight: ops.ones((2,))}
-    raises(InputError, "return a scalar", fit(dense(loss=Halving()), options=vector))
+    raises(InputError, "Return a scalar", fit(dense(loss=Halving()), options=vector))
 
 
 def case_losses_over_the_batch() -> None:
@@ -85,7 +85,7 @@ def case_layers_that_one_forward_changes_for_the_next() -> None:
     stateful = keras.layers.Bidirectional(keras.layers.SimpleRNN(2, stateful=True))
     for shape, layer, words in (
         ((3,), normed, "the next micro-batch would see others"),
-        ((5, 3), stateful, "pass stateful=False to the layer"),
+        ((5, 3), stateful, "Pass stateful=False to the layer"),
     ):
         model = keras.Sequential([keras.Input(batch_shape=(6, *shape)), layer])
         model.compile("sgd", "mse")
@@ -111,8 +111,8 @@ def case_arrays_that_do_not_split() -> None:
     model.compile("sgd", "mse")
     from superbatch.keras import splitting
 
-    raises(SplitError, "give all arrays the same number of rows", lambda: splitting.leaves((X, Y[:4])))
-    raises(SplitError, "give it one entry for each row", lambda: splitting.leaves((X, np.float64(3))))
+    raises(SplitError, "Give all arrays the same number of rows", lambda: splitting.leaves((X, Y[:4])))
+    raises(SplitError, "Give it one entry for each row", lambda: splitting.leaves((X, np.float64(3))))
     raises(SplitError, "there is nothing to split", lambda: splitting.leaves((None, None)))
 
 
@@ -127,5 +127,5 @@ def case_targets_that_are_more_than_rows() -> None:
         output_signature=(tf.TensorSpec((None, 3), tf.float64), tf.TensorSpec((None, 2), tf.float64)),
     )
     ours = accumulate(dense(), microbatch_size=2)
-    wrong = "give all arrays the same number of rows"
+    wrong = "Give all arrays the same number of rows"
     raises(tf.errors.InvalidArgumentError, wrong, lambda: ours.fit(data, shuffle=False, verbose=0))

@@ -42,7 +42,7 @@ from tests.torch.states import assert_unchanged, fingerprint
 
 BATCH = rows(9, updates=1)[0]
 VERBS = (
-    "Add|Call|Compute|Copy|Declare|Give|Leave|Load|Loop|Make|Name|"
+    "Add|Begin|Call|Compute|Copy|Declare|Detach|Draw|Give|Leave|Let|Load|Loop|Make|Name|"
     "Pass|Put|Raise|Remove|Return|State|Use|Wrap|Write"
 )
 TEXT = rf"(?s).+\. ({VERBS}) .+\."

@@ -397,7 +397,7 @@ def test_another_place_for_the_sums_or_another_model_is_refused(
     task = Task(resumed_as)
     task.run(BATCHES[0])
     before = task.fingerprint()
-    with pytest.raises(SuperbatchError, match=r"\. [A-Z]|discard\(\)"):
+    with pytest.raises(SuperbatchError, match=r"summed their gradients in another way.*call discard\(\)"):
         task.accumulate.load_state_dict(state)
         task.run(BATCHES[1])
     task.accumulate.load_state_dict({**state, "window": None})
@@ -452,7 +452,7 @@ def test_something_else_than_a_state_is_refused(state: Any):
     task = Task("dropout")
     task.run(BATCHES[0])
     before = task.fingerprint()
-    with pytest.raises(InputError, match=r".*: .*\. [A-Z]"):
+    with pytest.raises(InputError, match=r"a state of type .*\. Pass what state_dict\(\) returned"):
         task.accumulate.load_state_dict(state)
     assert_unchanged(before, task.fingerprint())
     assert task.run(BATCHES[1]).made

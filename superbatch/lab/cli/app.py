@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(usage_text(error))
     except typer.Abort:  # Ctrl-C while arguments are read
         raise KeyboardInterrupt from None
-    except Exception as error:
+    except Exception as error:  # a recipe is the user's code, which may raise anything
         from ..recipes.failing import recipe_failure
 
         failure = recipe_failure(error)
