@@ -23,6 +23,7 @@ Reference: Schuirmann, J. Pharmacokin. Biopharm. 15 (1987) 657; Lakens, Soc. Psy
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -110,7 +111,7 @@ def tost_paired(
     d = summarise(differences)
     grid = smallest_gap([0.0, *differences]) if step is None else step
     sd = _at_least(d.sd, grid / math.sqrt(2))
-    return _tost(
+    found = _tost(
         "paired",
         d.mean,
         sd / math.sqrt(d.runs),
@@ -119,8 +120,8 @@ def tost_paired(
         alpha=alpha,
         runs=d.runs,
         needed=runs_needed(sd, margin=margin, groups=1, alpha=alpha),
-        identical=not any(differences),
     )
+    return dataclasses.replace(found, identical=not any(differences))
 
 
 def tost_welch(
@@ -255,7 +256,6 @@ def _tost(
     alpha: float,
     runs: int,
     needed: int | None,
-    identical: bool = False,
 ) -> Equivalence:
     _check_margin(margin)
     if error == 0:  # no sampling error to divide by; the difference is what it is
@@ -276,7 +276,7 @@ def _tost(
         equivalent=runs >= FEWEST_RUNS and p_value < alpha,
         runs=runs,
         runs_needed=needed,
-        identical=identical,
+        identical=False,
     )
 
 
