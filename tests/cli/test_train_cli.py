@@ -142,9 +142,9 @@ def test_a_signal_saves_and_the_same_command_resumes_bit_for_bit(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--precision", "half"), "--precision half is unknown. Use float32, float64, bf16."),
-        (("--schedule", "step"), "--schedule step is unknown. Use constant, linear, cosine."),
-        (("--optimizer", "momentum"), "--optimizer momentum is unknown. Use sgd, adam."),
+        (("--precision", "half"), "--precision half is unknown. Use float32, float64 or bf16."),
+        (("--schedule", "step"), "--schedule step is unknown. Use constant, linear or cosine."),
+        (("--optimizer", "momentum"), "--optimizer momentum is unknown. Use sgd or adam."),
         (("--microbatch-size", "big"), "--microbatch-size big is no size. Pass a number, auto or largest."),
         (("--batch-size", "241"), "--batch-size 241 is not possible. Pass 1 to 240."),
         (("--batch-size", "0"), "--batch-size 0 is not possible. Pass 1 to 240."),

@@ -207,7 +207,9 @@ def _check(recipe: Recipe, options: Options, batch_size: int) -> None:
         ("--optimizer", options.optimizer or recipe.default_optimizer, recipe.offered),
     ):
         if value not in choices:
-            raise InputError(f"{name} {value} is unknown. Use {', '.join(choices)}.")
+            *others, last = choices
+            known = " or ".join(filter(None, (", ".join(others), last)))
+            raise InputError(f"{name} {value} is unknown. Use {known}.")
     for name in ("updates", "every", "keep", "evaluate_every"):
         value = getattr(options, name)
         if value is not None and value < 1:
