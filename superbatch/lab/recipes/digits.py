@@ -98,19 +98,7 @@ def classification(
     learning_rate: float = LEARNING_RATE,
     batchnorm: bool = False,
 ) -> Recipe:
-    """A recipe that classifies images with the mean cross entropy, measured by test accuracy.
-
-    Args:
-        name: of the recipe.
-        description: one sentence.
-        build: makes the model; draws from torch's generator.
-        data: training and test samples.
-        learning_rate: of plain SGD.
-        batchnorm: the model has BatchNorm.
-
-    Returns:
-        The recipe.
-    """
+    """A recipe that classifies images with the mean cross entropy, measured by test accuracy."""
 
     def loss_fn(model: nn.Module) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
         return lambda batch: cross_entropy(model(batch[0]), batch[1])
@@ -136,12 +124,6 @@ def classification(
 
 def load_digits() -> Classification:
     """Read scikit-learn's digits and split off 500 stratified test samples.
-
-    Returns:
-        Images of shape (n, 64) with values in [0, 1].
-
-    Raises:
-        InputError: scikit-learn is not installed.
 
     Examples:
         >>> [tuple(part.shape) for part in load_digits()]

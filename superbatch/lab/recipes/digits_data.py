@@ -35,12 +35,6 @@ class Images(NamedTuple):
 def load_images() -> Images:
     """Read scikit-learn's digits and split off 500 stratified test samples.
 
-    Returns:
-        Images with values in [0, 1].
-
-    Raises:
-        InputError: scikit-learn is not installed.
-
     Examples:
         >>> [part.shape for part in load_images()]
         [(1297, 64), (1297,), (500, 64), (500,)]
@@ -68,12 +62,6 @@ def load_images() -> Images:
 def learning_rates(sgd: float = LEARNING_RATE) -> dict[str, float]:
     """The optimizers that the task allows and the learning rate of each, the default first.
 
-    Args:
-        sgd: of plain SGD.
-
-    Returns:
-        Learning rates by optimizer.
-
     Examples:
         >>> list(learning_rates())
         ['sgd', 'momentum', 'adam', 'adamw']
@@ -83,12 +71,6 @@ def learning_rates(sgd: float = LEARNING_RATE) -> dict[str, float]:
 
 def initial_weights(seed: int) -> dict[str, np.ndarray]:
     """The perceptron's weights as torch draws them from a seed, by torch's names.
-
-    Args:
-        seed: at least 0.
-
-    Returns:
-        Name -> float32 values; a weight has the shape (outputs, inputs).
 
     Examples:
         >>> {name: values.shape for name, values in initial_weights(0).items()}
@@ -100,16 +82,7 @@ def initial_weights(seed: int) -> dict[str, np.ndarray]:
 
 
 def accuracy(weights: Mapping[str, np.ndarray], images: np.ndarray, labels: np.ndarray) -> float:
-    """Share of correct predictions of the perceptron in percent.
-
-    Args:
-        weights: as `initial_weights` has them, in any floating-point dtype.
-        images: shape (n, 64).
-        labels: shape (n,).
-
-    Returns:
-        Percent.
-    """
+    """Share of correct predictions of the perceptron in percent."""
     hidden = np.maximum(images @ weights["0.weight"].T + weights["0.bias"], 0)
     scores = hidden @ weights["2.weight"].T + weights["2.bias"]
     return 100.0 * int((scores.argmax(1) == labels).sum()) / len(labels)
@@ -117,12 +90,6 @@ def accuracy(weights: Mapping[str, np.ndarray], images: np.ndarray, labels: np.n
 
 def digits_on(loss_fn: Callable[[Any], Callable[[Any], Any]]) -> Recipe:
     """The digits task for a backend that is not torch: models are the named arrays of `initial_weights`.
-
-    Args:
-        loss_fn: of the backend: weights -> the loss function of a batch or micro-batch.
-
-    Returns:
-        The recipe. `batch` takes and gives numpy arrays.
 
     Examples:
         >>> recipe = digits_on(lambda weights: lambda batch: 0.0)

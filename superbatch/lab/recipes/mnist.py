@@ -14,18 +14,7 @@ from .recipe import Recipe
 
 
 def mnist(data: str | Path | None = None) -> Recipe:
-    """A perceptron with one hidden layer of 32 on a folder of MNIST files in IDX format.
-
-    Args:
-        data: the folder with ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte`` and the two ``t10k-``
-            files, plain or ``.gz``.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        InputError: no folder is given, or a file is missing or damaged.
-    """
+    """A perceptron with one hidden layer of 32 on a folder with the four files of MNIST, plain or ``.gz``."""
     if data is None:
         raise InputError("The recipe mnist needs a folder of data and downloads none. Add --data FOLDER.")
     folder = Path(data)

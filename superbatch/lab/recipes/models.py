@@ -11,12 +11,6 @@ from torch import Tensor, nn
 def seeded(build: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
     """Make a function seed -> model of one that draws from torch's generator; that stays as it was.
 
-    Args:
-        build: makes the model.
-
-    Returns:
-        A function of the seed.
-
     Examples:
         >>> model = seeded(lambda: nn.Linear(2, 1))
         >>> bool((model(3).weight == model(3).weight).all()), bool((model(3).weight == model(4).weight).all())
@@ -44,14 +38,6 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 @torch.no_grad()
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
     """Share of correct predictions in percent, in evaluation mode; the model's mode is restored.
-
-    Args:
-        model: inputs -> scores of shape (n, classes).
-        inputs: shape (n, ...); cast to the model's dtype.
-        labels: int64, shape (n,).
-
-    Returns:
-        Percent.
 
     Examples:
         >>> model = nn.Linear(2, 2, bias=False)

@@ -34,16 +34,7 @@ TEST_LINES = 256
 
 
 def text(*, lines: int = 8192) -> Recipe:
-    """A small byte-level transformer on lines of the standard library's own source.
-
-    Args:
-        lines: how many lines are used, spread evenly over the files.
-
-    Returns:
-        The recipe; its metric is the test loss in bits per byte (smaller is better).
-
-    Raises:
-        InputError: this Python has no standard library in source form.
+    """A small byte-level transformer on lines of the standard library, measured in bits per byte.
 
     Examples:
         >>> recipe = text(lines=400)
@@ -84,10 +75,6 @@ class ByteModel(nn.Module):
 
     A position sees itself and those before it, so the padding after a line's end changes nothing before it.
 
-    Args:
-        width: of the embedding.
-        heads: of the attention.
-
     Examples:
         >>> ByteModel()(torch.zeros(2, 5, dtype=torch.long)).shape
         torch.Size([2, 5, 256])
@@ -124,16 +111,7 @@ class ByteModel(nn.Module):
 
 
 def read_lines(count: int) -> list[bytes]:
-    """Lines of the modules directly in the standard library's folder, spread evenly, in a fixed order.
-
-    Args:
-        count: how many.
-
-    Returns:
-        Lines of 2 to `LONGEST` bytes, without white space at their end.
-
-    Raises:
-        InputError: there are fewer.
+    """Lines of the modules directly in the standard library's folder, spread evenly: 2 to 48 bytes each.
 
     Examples:
         >>> lines = read_lines(1000)
@@ -158,12 +136,6 @@ def read_lines(count: int) -> list[bytes]:
 
 def collate(lines: list[bytes]) -> dict[str, Tensor]:
     """Pad lines to the longest: what the model reads, and what it predicts.
-
-    Args:
-        lines: at least one, none empty.
-
-    Returns:
-        ``ids`` (padded with 0) and ``labels`` (padded with `IGNORE`), int64 of shape (lines, longest).
 
     Examples:
         >>> {name: leaf.tolist() for name, leaf in collate([b"ab", b"c"]).items()}

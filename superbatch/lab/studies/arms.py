@@ -41,17 +41,7 @@ HOW: Mapping[Way, str] = {
 def update_function(
     arm: ArmPlan, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> UpdateFunction:
-    """Make the function that makes an arm's updates.
-
-    Args:
-        arm: which.
-        recipe: its loss, reduction and weight.
-        model: to be trained.
-        optimizer: of the model's parameters.
-
-    Returns:
-        A function: batch -> mean loss of the batch before the update.
-    """
+    """Make the function that makes an arm's updates."""
     if arm.way == "real batch":
         return _real(recipe, model, optimizer)
     if arm.way == "accumulator":
@@ -62,27 +52,13 @@ def update_function(
 
 
 def without_coupling(recipe: Recipe) -> Recipe:
-    """A recipe as loops train it that know nothing of coupled samples.
-
-    Args:
-        recipe: of coupled samples.
-
-    Returns:
-        The same with micro-batches taken one by one: BatchNorm with the statistics of each.
-    """
+    """A recipe of coupled samples with its micro-batches taken one by one, as a plain loop does."""
     frozen = recipe.batchnorm == "frozen"
     return replace(recipe, coupled="error", batchnorm="frozen" if frozen else "per_microbatch")
 
 
 def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
-    """Cut a batch into consecutive micro-batches.
-
-    Args:
-        batch: any structure that the accumulator splits.
-        sizes: samples of each micro-batch; they sum to the batch's.
-
-    Returns:
-        The micro-batches, views where the framework slices to views.
+    """Cut a batch into consecutive micro-batches, views where the framework slices to views.
 
     Examples:
         >>> [part.tolist() for part in cut(torch.arange(4), (3, 1))]
@@ -122,18 +98,7 @@ def _accumulator(
 def accumulator_of(
     split: Split, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, *, check: bool = True
 ) -> Accumulator | WholeBatch:
-    """Make the accumulator of an arm, by the recipe's own statement.
-
-    Args:
-        split: near-equal micro-batches of its first size; unequal ones are given to it as a `Window`.
-        recipe: its loss, reduction, weight and coupling.
-        model: to be trained.
-        optimizer: of the model's parameters.
-        check: the statement, on the first window.
-
-    Returns:
-        The accumulator.
-    """
+    """Make the accumulator of an arm, by the recipe's own statement."""
     if recipe.coupled == "exact":
         return WholeBatch(
             model,
@@ -183,16 +148,7 @@ def _wrong(
 
 
 def mean_and_weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> tuple[Tensor, float]:
-    """The mean loss of a batch or micro-batch, and its weight, by the recipe's own statement.
-
-    Args:
-        recipe: says what `loss_fn` returns and what a micro-batch counts.
-        loss_fn: of a model.
-        batch: what the loss is of.
-
-    Returns:
-        The mean loss, a scalar with its graph, and the weight.
-    """
+    """The mean loss of a batch or micro-batch, and its weight, by the recipe's own statement."""
     result = loss_fn(batch)
     if recipe.weight == "returned":
         loss, weight = result

@@ -45,21 +45,7 @@ def arm_report(
     peak_bytes: int | None,
     margin: float,
 ) -> Arm:
-    """Summarise the finished runs of an arm.
-
-    Args:
-        arm: which.
-        recipe: what was trained.
-        setting: how.
-        backend: what trained it.
-        runs: of this arm.
-        real: of the real batch.
-        peak_bytes: of one update.
-        margin: of the equivalence tests.
-
-    Returns:
-        The arm's record; what needs more runs than there are is None.
-    """
+    """Summarise the finished runs of an arm; None stands for what needs more runs."""
     runs = sorted(runs, key=lambda run: run.seed)
     metrics = [run.metric for run in runs]
     of_seed = {run.seed: run.metric for run in real}
@@ -98,17 +84,7 @@ def arm_report(
 
 
 def notes_on(arms: Sequence[Arm], setting: Setting, backend: Backend, workers: int) -> tuple[str, ...]:
-    """Return the facts that a reader needs to read the numbers right.
-
-    Args:
-        arms: of the report.
-        setting: of all runs.
-        backend: what trained them.
-        workers: processes that trained side by side.
-
-    Returns:
-        One text per thing.
-    """
+    """Return the facts that a reader needs to read the numbers right."""
     notes = [PAIRED, *limits_of(arm.paired for arm in arms if arm.paired is not None)]
     if setting.dtype == "float32":
         notes.append(ROUNDING)

@@ -31,61 +31,35 @@ FRAMEWORKS_OF_KERAS = ("tensorflow", "jax", "torch")
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One arm, trained from one seed.
+    """One arm, trained from one seed."""
 
-    Attributes:
-        losses: mean loss of each update's batch, before the update.
-        seconds: time spent in updates, without data, compilation and evaluation.
-        metric: on held-out data, after the last update.
-        weights: after the last update, float64, by name.
-    """
-
-    losses: list[float]
-    seconds: float
-    metric: float
-    weights: Mapping[str, Any]
+    losses: list[float]  # mean loss of each update's batch, before the update
+    seconds: float  # time spent in updates, without data, compilation and evaluation
+    metric: float  # on held-out data, after the last update
+    weights: Mapping[str, Any]  # after the last update, float64, by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Training of the arms of a comparison by one framework.
+    """Training of the arms of a comparison by one framework."""
 
-    Attributes:
-        title: its name for a reader.
-        load: the recipe of a name, and a folder of data or None.
-        check: refuses, with an InputError, a setting that it cannot train.
-        train: (recipe, setting, seed, tick) -> every arm, trained, in order; `tick` is called after each
-            update how many micro-batches it had.
-        peak_of_update: bytes that one update of an arm allocates at its peak; None where it is not known.
-        how: what it does in each way, in words.
-        versions: of what it runs on.
-        threads: a context with this many threads.
-        notes: what a reader must know of its numbers.
-    """
-
-    title: str
-    load: Callable[[str, str | Path | None], Recipe]
+    title: str  # its name for a reader
+    load: Callable[[str, str | Path | None], Recipe]  # the recipe of a name, and a folder of data or None
+    # refuses, with an InputError, a setting that it cannot train
     check: Callable[[Setting], None] = lambda setting: None
+    # (recipe, setting, seed, tick) -> every arm, trained, in order; `tick` is called after each update how
+    # many micro-batches it had
     train: Callable[[Recipe, Setting, int, Callable[[int], None]], Iterator[Trained]]
+    # bytes that one update of an arm allocates at its peak; None where it is not known
     peak_of_update: Callable[[Recipe, Setting, ArmPlan], int | None]
-    how: Mapping[Way, str]
-    versions: Callable[[], dict[str, str]]
-    threads: Callable[[int], AbstractContextManager[None]]
-    notes: tuple[str, ...] = ()
+    how: Mapping[Way, str]  # what it does in each way, in words
+    versions: Callable[[], dict[str, str]]  # of what it runs on
+    threads: Callable[[int], AbstractContextManager[None]]  # a context with this many threads
+    notes: tuple[str, ...] = ()  # what a reader must know of its numbers
 
 
 def load_backend(name: str) -> Backend:
     """Import a backend.
-
-    Args:
-        name: of `PACKAGES`.
-
-    Returns:
-        The backend.
-
-    Raises:
-        InputError: there is none of that name, or a package that it needs is not installed.
-        ModuleNotFoundError: a package that these need in turn is not installed.
 
     Examples:
         >>> load_backend("torch").title
@@ -108,12 +82,6 @@ def load_backend(name: str) -> Backend:
 def check_installed(name: str) -> None:
     """Refuse a backend that cannot be loaded, without importing anything.
 
-    Args:
-        name: of the backend.
-
-    Raises:
-        InputError: there is none of that name, or a package that it needs is not installed.
-
     Examples:
         >>> check_installed("numpy")
         Traceback (most recent call last):
@@ -128,17 +96,7 @@ def check_installed(name: str) -> None:
 
 
 def check_backend(name: str, recipe: str | Recipe, *, data: object, threads: int) -> None:
-    """Refuse what only torch can do: another recipe than digits, a folder of data, a number of threads.
-
-    Args:
-        name: of the backend.
-        recipe: what was asked for.
-        data: the same; None: nothing.
-        threads: the same.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
+    """Refuse what only torch can do: another recipe than digits, a folder of data, a number of threads."""
     if name == "torch" or name not in PACKAGES:
         return
     if recipe != "digits":

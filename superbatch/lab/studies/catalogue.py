@@ -13,25 +13,16 @@ from ..recipes.nearest import did_you_mean
 
 @dataclass(frozen=True)
 class Entry:
-    """One study.
+    """One study."""
 
-    Attributes:
-        question: that it answers, in one line.
-        where: ``module:function``; (recipe, its name or itself, options, progress) -> report.
-        takes: the options that mean something to it, beside the recipe, runs, workers and threads.
-        runs: seeds by default.
-        quick_runs: seeds with ``--quick``.
-        recipes: that are run if none is named, each with a report of its own.
-        first_seed: the seeds follow it; settings were tried with smaller ones.
-    """
-
-    question: str
-    where: str
+    question: str  # that it answers, in one line
+    where: str  # ``module:function``; (recipe, its name or itself, options, progress) -> report
+    # the options that mean something to it, beside the recipe, runs, workers and threads
     takes: tuple[str, ...]
-    runs: int = 10
-    quick_runs: int = 3
-    recipes: tuple[str, ...] = ("digits",)
-    first_seed: int = 0
+    runs: int = 10  # seeds by default
+    quick_runs: int = 3  # seeds with ``--quick``
+    recipes: tuple[str, ...] = ("digits",)  # that are run if none is named, each with a report of its own
+    first_seed: int = 0  # the seeds follow it; settings were tried with smaller ones
 
 
 STUDIES: Mapping[str, Entry] = {
@@ -84,15 +75,6 @@ STUDIES: Mapping[str, Entry] = {
 
 def entry_of(name: str) -> Entry:
     """The study of that name.
-
-    Args:
-        name: of a study.
-
-    Returns:
-        Its entry.
-
-    Raises:
-        InputError: there is none.
 
     Examples:
         >>> entry_of("precision").question

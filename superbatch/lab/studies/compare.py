@@ -31,25 +31,16 @@ TAIL = 0.4
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a comparison.
+    """Progress of a comparison."""
 
-    Attributes:
-        done: micro-batches processed.
-        total: micro-batches of the whole comparison.
-        finished: the run that has just been completed, as (seed, name of the arm, metric); None between runs.
-    """
-
-    done: int
-    total: int
+    done: int  # micro-batches processed
+    total: int  # micro-batches of the whole comparison
+    # the run that has just been completed, as (seed, name of the arm, metric); None between runs
     finished: tuple[int, str, float] | None = None
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
-    """A comparison was interrupted by Ctrl-C; what it had measured by then is in `report`.
-
-    Args:
-        report: with the runs that were finished, marked as partial.
-    """
+    """A comparison was interrupted by Ctrl-C; what it had measured by then is in `report`."""
 
     def __init__(self, report: Comparison) -> None:
         self.report = report
@@ -62,19 +53,6 @@ def compare(
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Comparison:
     """Train a recipe with the real batch and with each split, and compare what comes out.
-
-    Args:
-        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
-        options: what differs from the recipe's own values.
-        progress: called now and then, in this thread.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used.
-        SuperbatchError: the accumulator refuses the recipe (before any training), or a loss is not finite.
-        ComparisonInterrupted: on Ctrl-C; it carries the partial report.
 
     Examples:
         >>> report = compare("digits", Options(splits="5x20", updates=3, runs=2, dtype="float64"))
@@ -121,18 +99,7 @@ def compare(
 
 
 def settle(recipe: Recipe, options: Options) -> Setting:
-    """Fill in what the options leave to the recipe, and refuse what cannot be.
-
-    Args:
-        recipe: what is trained.
-        options: what was asked.
-
-    Returns:
-        The setting of all runs.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
+    """Fill in what the options leave to the recipe, and refuse what cannot be."""
     splits = parse_splits(options.splits) if options.splits is not None else None
     size = options.batch_size or (sum(splits[0].sizes) if splits else recipe.batch_size)
     splits = splits or default_splits(size)

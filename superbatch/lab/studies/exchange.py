@@ -31,9 +31,6 @@ ROUNDS = 20
 def started_on() -> tuple[int, int]:
     """Return this process's rank and the number of ranks, as torchrun states them; ``(0, 1)`` alone.
 
-    Raises:
-        InputError: they are no numbers.
-
     Examples:
         >>> started_on()
         (0, 1)
@@ -53,13 +50,6 @@ def started_on() -> tuple[int, int]:
 def check_ranks(stated: int, count: int) -> int:
     """Return the number of ranks of an advice.
 
-    Args:
-        stated: by the user; 1 is the default.
-        count: that the command was started on.
-
-    Raises:
-        InputError: they differ, and both are more than one.
-
     Examples:
         >>> check_ranks(8, 1), check_ranks(1, 2), check_ranks(2, 2)
         (8, 2, 2)
@@ -76,9 +66,6 @@ def check_ranks(stated: int, count: int) -> int:
 def this_rank(device: str) -> torch.device:
     """Return the device of this rank: of several GPUs the one that torchrun has given it.
 
-    Args:
-        device: ``"cpu"``, ``"cuda"``, or one that is numbered, which is left as it is.
-
     Examples:
         >>> this_rank("cpu")
         device(type='cpu')
@@ -90,13 +77,6 @@ def this_rank(device: str) -> torch.device:
 
 def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...]]:
     """Measure the exchange, unless its time was given or there is only one rank.
-
-    Args:
-        recipe: whose model's gradients are exchanged.
-        options: of an advice, with the ranks that it is about.
-
-    Returns:
-        The options with the time, and what is to be said of it.
 
     Examples:
         >>> from superbatch.lab.recipes import load_recipe
@@ -122,15 +102,7 @@ def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...
 
 
 def take_part(recipe: str, options: Options) -> None:
-    """Take a further rank's part in an advice: exchange gradients as often as the first rank does.
-
-    Args:
-        recipe: as for the first rank.
-        options: likewise.
-
-    Raises:
-        InputError: as on the first rank.
-    """
+    """Take a further rank's part in an advice: exchange gradients as often as the first rank does."""
     loaded = load_recipe(recipe, data=options.data)
     options = replace(options, ranks=check_ranks(options.ranks, started_on()[1]))
     question(loaded, options)
@@ -138,14 +110,7 @@ def take_part(recipe: str, options: Options) -> None:
 
 
 def exchange_seconds(model: nn.Module, sync: Sync) -> float:
-    """Time the exchange of a model's gradients over ranks, every one of which must call this.
-
-    Args:
-        model: on the ranks' device; its gradients are taken to be dense.
-        sync: the ranks.
-
-    Returns:
-        Seconds: the lower quartile of `ROUNDS` exchanges, on the slowest rank.
+    """Time the exchange of dense gradients: seconds on the slowest rank. Every rank must call this.
 
     Examples:
         >>> from superbatch.torch.window.sync.local import Local
@@ -162,16 +127,12 @@ def exchange_seconds(model: nn.Module, sync: Sync) -> float:
         if gradients[0].is_cuda:
             torch.cuda.synchronize(gradients[0].device)
         seconds.append(time.perf_counter() - start)
-    return max(sync.gather(time_per_sample(seconds)))
+    return max(sync.gather(time_per_sample(seconds)))  # of each rank the lower quartile
 
 
 @contextmanager
 def all_ranks(device: torch.device) -> Iterator[Manual]:
-    """Return a context in which all processes of the command are one group: gloo on the CPU, NCCL on GPUs.
-
-    Args:
-        device: of this rank.
-    """
+    """Return a context in which all processes of the command are one group: gloo on the CPU, NCCL on GPUs."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield Manual(dist.group.WORLD, device)

@@ -62,11 +62,7 @@ class Progress:
 
 
 class FitInterrupted(KeyboardInterrupt):
-    """A fit was interrupted by Ctrl-C; what it had found out by then is in `report`.
-
-    Args:
-        report: marked as partial.
-    """
+    """A fit was interrupted by Ctrl-C; what it had found out by then is in `report`."""
 
     def __init__(self, report: Fitting) -> None:
         self.report = report
@@ -79,20 +75,6 @@ def fit(
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Fitting:
     """Find out what micro-batches of a recipe need, in memory and in time, and which to use.
-
-    Args:
-        recipe: a name that `superbatch.lab.recipes.load_recipe` takes, or a recipe.
-        options: what differs from the recipe's own values.
-        progress: called now and then, in this thread.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: an option cannot be used.
-        SuperbatchError: the accumulator refuses the recipe, for another reason than coupled samples.
-        FitInterrupted: on Ctrl-C; it carries the partial report. (A plain KeyboardInterrupt before anything
-            is known.)
 
     Examples:
         >>> report = fit("digits", Options(seconds=1))
@@ -287,9 +269,6 @@ class _Work:
 
 def busy() -> list[str]:
     """Say it if others keep this machine busy: then times say little, those of several threads least.
-
-    Returns:
-        A sentence, or none.
 
     Examples:
         >>> all("load average" in sentence for sentence in busy())

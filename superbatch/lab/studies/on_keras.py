@@ -38,15 +38,10 @@ MEMORY = "Peak memory is left out: Keras does not say what an update allocates."
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled model; used for one run after the other, so that nothing is compiled again.
+    """A compiled model; used for one run after the other, so that nothing is compiled again."""
 
-    Attributes:
-        model: 64-32-10, with its optimizer.
-        start: values of the optimizer's variables before the first update.
-    """
-
-    model: Any
-    start: list[Any]
+    model: Any  # 64-32-10, with its optimizer
+    start: list[Any]  # values of the optimizer's variables before the first update
 
     def begin(self, seed: int) -> None:
         """Go back to before the first update, with the initial weights of a seed."""
@@ -65,17 +60,7 @@ class Program:
 
 @cache
 def program(microbatch_size: int | None, optimizer: str, learning_rate: float, dtype: str) -> Program:
-    """Make and compile the model of an arm.
-
-    Args:
-        microbatch_size: of `superbatch.keras.accumulate`; None: Keras' own train step.
-        optimizer: of `OPTIMIZERS`.
-        learning_rate: of the updates.
-        dtype: of weights, data and loss.
-
-    Returns:
-        The program; a second call with the same arguments returns the same.
-    """
+    """Make and compile the model of an arm."""
     layers = keras.layers
     model: Any = keras.Sequential(
         [
@@ -96,14 +81,7 @@ def program(microbatch_size: int | None, optimizer: str, learning_rate: float, d
 
 
 def check(setting: Setting) -> None:
-    """Refuse what cannot be: micro-batches of any size, wrong ways, and float64 where Keras has none.
-
-    Args:
-        setting: of the comparison.
-
-    Raises:
-        InputError: with what was given, what is wrong with it and what to do.
-    """
+    """Refuse what cannot be: micro-batches of any size, wrong ways, and float64 where Keras has none."""
     if setting.tail is not None:
         raise InputError(
             "backend='keras' with include_wrong: "
@@ -127,17 +105,7 @@ def check(setting: Setting) -> None:
 
 
 def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
-    """Train every arm from one seed, with the initial weights and the order of samples of the run on torch.
-
-    Args:
-        recipe: the digits task.
-        setting: how.
-        seed: of the initial weights and the order of the samples.
-        tick: called after each update with its number of micro-batches.
-
-    Yields:
-        The arms, the real batch first.
-    """
+    """Train every arm from one seed, from the weights and in the order of the run on torch."""
     for arm in setting.arms:
         with _dtype(setting.dtype):
             trained = _train(recipe, setting, arm, seed, tick)

@@ -40,19 +40,12 @@ MEMORY = "Peak memory is left out: TensorFlow does not say what an update alloca
 
 @dataclass(frozen=True)
 class Program:
-    """Program that makes the updates of one way; used for one run after the other, so that it is traced once.
+    """Program that makes the updates of one way, for one run after the other: it is traced once."""
 
-    Attributes:
-        weights: the variables by name.
-        optimizer: of these variables.
-        update: (images, labels, ends of the micro-batches, share of the window) -> the batch's mean loss.
-        start: values of the optimizer's variables before the first update.
-    """
-
-    weights: dict[str, Any]
-    optimizer: Any
-    update: Any
-    start: list[Any]
+    weights: dict[str, Any]  # the variables by name
+    optimizer: Any  # of these variables
+    update: Any  # (images, labels, ends of the micro-batches, share of the window) -> the batch's mean loss
+    start: list[Any]  # values of the optimizer's variables before the first update
 
     def begin(self, seed: int) -> None:
         """Go back to before the first update, with the initial weights of a seed."""
@@ -63,16 +56,7 @@ class Program:
 
 
 def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
-    """The mean cross entropy of a batch or micro-batch under the perceptron.
-
-    Args:
-        weights: as `superbatch.lab.recipes.digits_data.initial_weights` names them.
-        images: shape (n, 64).
-        labels: integers, shape (n,).
-
-    Returns:
-        A scalar.
-    """
+    """The mean cross entropy of a batch or micro-batch under the perceptron."""
     hidden = tf.nn.relu(tf.matmul(images, weights["0.weight"], transpose_b=True) + weights["0.bias"])
     scores = tf.matmul(hidden, weights["2.weight"], transpose_b=True) + weights["2.bias"]
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores))
@@ -80,17 +64,7 @@ def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
 
 @cache
 def program(way: Way, optimizer: str, learning_rate: float, dtype: str) -> Program:
-    """Make the variables, the optimizer and the function that makes the updates of a way.
-
-    Args:
-        way: how.
-        optimizer: of `OPTIMIZERS`.
-        learning_rate: of the updates.
-        dtype: of the weights.
-
-    Returns:
-        The program; a second call with the same arguments returns the same.
-    """
+    """Make the variables, the optimizer and the function that makes the updates of a way."""
     weights = {name: tf.Variable(tf.cast(values, dtype)) for name, values in initial_weights(0).items()}
     # Keras keeps a number in float32; what a function returns it takes as it is.
     rule = OPTIMIZERS[optimizer](learning_rate=lambda: tf.constant(learning_rate, dtype))
@@ -140,17 +114,7 @@ def _in_parts(weights: dict[str, Any], optimizer: Any, *, way: Way) -> Callable[
 
 
 def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
-    """Train every arm from one seed, with the initial weights and the order of samples of the run on torch.
-
-    Args:
-        recipe: the digits task.
-        setting: how.
-        seed: of the initial weights and the order of the samples.
-        tick: called after each update with its number of micro-batches.
-
-    Yields:
-        The arms, the real batch first.
-    """
+    """Train every arm from one seed, from the weights and in the order of the run on torch."""
     for arm in setting.arms:
         yield _train(recipe, setting, arm, seed, tick)
 
@@ -184,18 +148,7 @@ def _arguments(recipe: Recipe, setting: Setting, arm: ArmPlan, indices: Any) -> 
 
 
 def load(name: str, data: str | Path | None) -> Recipe:
-    """Make the digits task.
-
-    Args:
-        name: of the recipe; there is one.
-        data: nothing.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        InputError: Keras, which has the optimizers, is set to another backend.
-    """
+    """Make the digits task."""
     keras = tf.keras.backend.backend()
     if keras != "tensorflow":
         raise InputError(

@@ -10,9 +10,6 @@ from superbatch.torch.options import FrozenBatchNorm, GhostBatchNorm
 def participants_of(batchnorm: str) -> list[Any]:
     """Return what a recipe's `batchnorm` stands for.
 
-    Args:
-        batchnorm: ``"error"``, ``"frozen"`` or ``"per_microbatch"``.
-
     Examples:
         >>> participants_of("error"), participants_of("frozen")
         ([], [FrozenBatchNorm()])

@@ -46,14 +46,6 @@ LONG = 0.25
 class Rehearsal:
     """A recipe, ready to make windows of any size.
 
-    Args:
-        recipe: what is trained.
-        optimizer: one of the recipe's.
-        model: in its dtype, on its device. There is one only: a copy might be what does not fit.
-        batch: what micro-batches are taken from, on the host.
-        samples: of the batch.
-        coupled: whether the accumulator must be kept from refusing the recipe.
-
     Examples:
         >>> from superbatch.lab.recipes import load_recipe
         >>> digits = load_recipe("digits")
@@ -63,11 +55,11 @@ class Rehearsal:
     """
 
     recipe: Recipe
-    optimizer: str
-    model: nn.Module
-    batch: Any
+    optimizer: str  # one of the recipe's
+    model: nn.Module  # the only one: a copy might be what does not fit
+    batch: Any  # on the host; micro-batches are taken from it
     samples: int
-    coupled: bool = False
+    coupled: bool = False  # allow what the accumulator refuses for the sake of exactness
 
     @property
     def device(self) -> torch.device:
@@ -79,28 +71,12 @@ class Rehearsal:
         return replace(self, coupled=True)
 
     def take(self, samples: int, *, start: int = 0) -> Any:
-        """Take a micro-batch of the batch.
-
-        Args:
-            samples: of the micro-batch, at most those of the batch.
-            start: where it begins; it is moved back where the batch ends too early.
-
-        Returns:
-            The micro-batch, on the host.
-        """
-        start = min(start, self.samples - samples)
+        """Take a micro-batch of the batch."""
+        start = min(start, self.samples - samples)  # the batch may end too early
         return plan(self.batch).take(start, start + samples)
 
     def window_of(self, samples: int, *, count: int) -> Window:
-        """Make a window.
-
-        Args:
-            samples: of each micro-batch.
-            count: of micro-batches; they repeat where the batch has fewer.
-
-        Returns:
-            The window.
-        """
+        """Make a window of `count` micro-batches, which repeat where the batch has fewer."""
         available = max(1, self.samples // samples)
         return Window([self.take(samples, start=i % available * samples) for i in range(count)])
 
@@ -115,12 +91,6 @@ class Rehearsal:
 
         The first window makes the optimizer's state. In the second one it lies beside the activations and,
         for its second micro-batch, beside the gradients, as in all that follow.
-
-        Args:
-            samples: of each micro-batch.
-
-        Returns:
-            Bytes beyond the model and the batch on the host.
         """
         trainer = self.trainer()
 
@@ -155,15 +125,7 @@ class Trainer:
         )
 
     def time(self, window: Window) -> tuple[float, float]:
-        """Make an update.
-
-        Args:
-            window: its micro-batches.
-
-        Returns:
-            Seconds of one micro-batch (the mean over the window: first gradients are assigned, later ones
-            added) and seconds of what follows the last one: the update.
-        """
+        """Make an update; return the mean seconds of a micro-batch, and those after the last one."""
         with self._accumulator.window(window) as open_window:
             start = time.perf_counter()
             for microbatch in open_window:
@@ -187,18 +149,7 @@ class Trainer:
 def prepare(
     recipe: Recipe, *, optimizer: str, dtype: str, device: str | torch.device, samples: int
 ) -> Rehearsal:
-    """Make a recipe ready.
-
-    Args:
-        recipe: what is trained.
-        optimizer: one of the recipe's.
-        dtype: name of a torch dtype, for weights and floating-point data.
-        device: for the model; micro-batches are moved there one by one.
-        samples: of the batch; samples of the recipe repeat where it has fewer.
-
-    Returns:
-        The rehearsal.
-    """
+    """Make a recipe ready; its samples repeat where it has fewer than the batch."""
     wanted = getattr(torch, dtype)
     batch = recipe.batch(torch.arange(samples) % recipe.samples)
     if wanted is not torch.float32:
@@ -211,15 +162,6 @@ def prepare(
 
 def refusal(rehearsal: Rehearsal) -> str | None:
     """Ask the accumulator whether it takes a recipe: one update of a few samples.
-
-    Args:
-        rehearsal: of the recipe.
-
-    Returns:
-        Why it does not, where samples are coupled; None if it does.
-
-    Raises:
-        SuperbatchError: it does not, for any other reason: the recipe must be fixed.
 
     Examples:
         >>> from superbatch.lab.recipes import load_recipe
@@ -246,12 +188,6 @@ def refusal(rehearsal: Rehearsal) -> str | None:
 
 def microbatches_to_time(seconds: float) -> int:
     """Return the number of micro-batches of a timed window.
-
-    Args:
-        seconds: of one micro-batch, roughly.
-
-    Returns:
-        1 to 64; 2 at least, unless they take long.
 
     Examples:
         >>> [microbatches_to_time(seconds) for seconds in (1.0, 0.1, 0.001, 0.0)]

@@ -46,27 +46,16 @@ class ArmPlan:
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting common to all runs of a comparison. It can be sent to another process.
+    """Setting common to all runs of a comparison. It can be sent to another process."""
 
-    Attributes:
-        arms: the real batch first.
-        updates: of each run.
-        batch_size: samples of one update.
-        tail: samples of the short batch at the end of each epoch; None: epochs run into each other.
-        dtype: ``"float32"`` or ``"float64"``; on torch any name of a dtype.
-        optimizer: one of the recipe's.
-        learning_rate: constant over the run.
-        backend: what trains.
-    """
-
-    arms: tuple[ArmPlan, ...]
-    updates: int
-    batch_size: int
-    tail: int | None
-    dtype: str
-    optimizer: str
-    learning_rate: float
-    backend: str = "torch"
+    arms: tuple[ArmPlan, ...]  # the real batch first
+    updates: int  # of each run
+    batch_size: int  # samples of one update
+    tail: int | None  # samples of the short batch at the end of each epoch; None: epochs run into each other
+    dtype: str  # ``"float32"`` or ``"float64"``; on torch any name of a dtype
+    optimizer: str  # one of the recipe's
+    learning_rate: float  # constant over the run
+    backend: str = "torch"  # what trains
 
 
 def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> Iterator[np.ndarray]:
@@ -74,14 +63,6 @@ def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> I
 
     Without a tail the permutations are concatenated and cut into batches. With one, each permutation is used
     up to a short last batch, and the samples beyond it are left out; at least ten such ends fall into a run.
-
-    Args:
-        draw: the next permutation of the samples.
-        samples: of the training set.
-        setting: says how many batches, how large, and whether epochs end with a tail.
-
-    Yields:
-        Indices, int64 of shape (batch,).
 
     Examples:
         >>> setting = Setting(
@@ -106,12 +87,6 @@ def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> I
 
 def curve_updates(updates: int) -> tuple[int, ...]:
     """The last update of each of up to 50 near-equal stretches of a run.
-
-    Args:
-        updates: of the run.
-
-    Returns:
-        Increasing numbers of updates, the last is `updates`.
 
     Examples:
         >>> curve_updates(3), curve_updates(1000)[:3]

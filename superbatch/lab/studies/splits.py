@@ -16,17 +16,13 @@ FORMS = "Write KxM for K micro-batches of M samples (5x20), or each size (80/15/
 class Split:
     """Numbers of samples of the micro-batches of a full batch.
 
-    Attributes:
-        name: as the user wrote it.
-        sizes: samples of each micro-batch, in order.
-
     Examples:
         >>> parse_split("2x50").sizes
         (50, 50)
     """
 
-    name: str
-    sizes: tuple[int, ...]
+    name: str  # as the user wrote it
+    sizes: tuple[int, ...]  # samples of each micro-batch, in order
 
     @property
     def equal(self) -> bool:
@@ -35,12 +31,6 @@ class Split:
 
     def sizes_of(self, samples: int) -> tuple[int, ...]:
         """The sizes for a batch that may be shorter: near-equal, or in the split's proportions.
-
-        Args:
-            samples: of the batch.
-
-        Returns:
-            Positive sizes that sum to `samples`.
 
         Examples:
             >>> parse_split("5x20").sizes_of(40)
@@ -63,15 +53,6 @@ class Split:
 def parse_split(text: str) -> Split:
     """Read one split.
 
-    Args:
-        text: ``KxM`` or sizes separated by ``/``.
-
-    Returns:
-        The split, named as it was written.
-
-    Raises:
-        InputError: it is neither, or a size is zero.
-
     Examples:
         >>> parse_split("3/1").sizes
         (3, 1)
@@ -91,15 +72,6 @@ def parse_split(text: str) -> Split:
 
 def parse_splits(texts: str | Sequence[str]) -> list[Split]:
     """Read splits that must be of the same batch.
-
-    Args:
-        texts: separated by commas, or a sequence.
-
-    Returns:
-        The splits, without repetition.
-
-    Raises:
-        InputError: one cannot be read, there is none, or they sum to different batches.
 
     Examples:
         >>> [split.name for split in parse_splits("1x100,5x20")]
@@ -122,12 +94,6 @@ def parse_splits(texts: str | Sequence[str]) -> list[Split]:
 
 def default_splits(batch_size: int) -> list[Split]:
     """The first source's splits 5x20, 10x10, 20x5 of a batch of 100, or the nearest thing for another batch.
-
-    Args:
-        batch_size: samples of one update.
-
-    Returns:
-        The real batch and up to three splits into equal micro-batches; near-equal ones for a prime number.
 
     Examples:
         >>> [split.name for split in default_splits(100)]

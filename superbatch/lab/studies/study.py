@@ -72,25 +72,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a study.
+    """Progress of a study."""
 
-    Attributes:
-        done: work that is done, in units of the study's own.
-        total: of the whole study.
-        finished: what has just been completed; None between runs.
-    """
-
-    done: int
-    total: int
-    finished: str | None = None
+    done: int  # work that is done, in units of the study's own
+    total: int  # of the whole study
+    finished: str | None = None  # what has just been completed; None between runs
 
 
 class StudyInterrupted(KeyboardInterrupt):
-    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`.
-
-    Args:
-        report: with the runs that were finished, marked as partial.
-    """
+    """A study was interrupted by Ctrl-C; what it had measured by then is in `report`."""
 
     def __init__(self, report: Study) -> None:
         self.report = report
@@ -108,50 +98,31 @@ class ArmSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Findings from the runs: the tests, one sentence, and what to know beside it.
+    """Findings from the runs: the tests, one sentence, and what to know beside it."""
 
-    Attributes:
-        tests: between arms.
-        conclusion: in one sentence.
-        notes: what to know beside it.
-        facts: name of an arm -> quantities of it that only all runs together tell.
-    """
-
-    tests: tuple[StudyTest, ...]
-    conclusion: str
-    notes: tuple[str, ...]
+    tests: tuple[StudyTest, ...]  # between arms
+    conclusion: str  # in one sentence
+    notes: tuple[str, ...]  # what to know beside it
+    # name of an arm -> quantities of it that only all runs together tell
     facts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Design:
-    """Parts of a study that are its own.
+    """Parts of a study that are its own."""
 
-    Attributes:
-        arms: in the order of `setting.arms`.
-        setting: what a worker process needs, with the attribute ``arms``.
-        train: trains every arm from one seed.
-        ticks: units of work of one seed.
-        quantities: columns of the table.
-        headline: the quantity that is shown while it runs.
-        fixed: what was held fixed, in words.
-        find: arms with their runs -> tests, conclusion, notes. There may be no run at all.
-        curve_at: where the points of the runs' curves lie.
-        samples: that a run sees, by which it is made shorter; 0 where that cannot be.
-        shortest: run that says anything, in samples.
-    """
-
-    arms: tuple[ArmSetting, ...]
-    setting: Any
-    train: Train
-    ticks: int
-    quantities: tuple[Quantity, ...]
-    headline: str
-    fixed: dict[str, str]
+    arms: tuple[ArmSetting, ...]  # in the order of `setting.arms`
+    setting: Any  # what a worker process needs, with the attribute ``arms``
+    train: Train  # trains every arm from one seed
+    ticks: int  # units of work of one seed
+    quantities: tuple[Quantity, ...]  # columns of the table
+    headline: str  # the quantity that is shown while it runs
+    fixed: dict[str, str]  # what was held fixed, in words
+    # arms with their runs -> tests, conclusion, notes. There may be no run at all
     find: Callable[[tuple[StudyArm, ...]], Findings]
-    curve_at: tuple[float, ...] = ()
-    samples: int = 0
-    shortest: int = 0
+    curve_at: tuple[float, ...] = ()  # where the points of the runs' curves lie
+    samples: int = 0  # that a run sees, by which it is made shorter; 0 where that cannot be
+    shortest: int = 0  # run that says anything, in samples
 
 
 MakeDesign = Callable[..., Design]
@@ -196,27 +167,14 @@ def study(
 
 
 def seeds_of(name: str, options: Options) -> tuple[int, ...]:
-    """Return the seeds of a study: 0, 1, ..., or from the study's own first seed.
-
-    Args:
-        name: of the study.
-        options: what was asked.
-    """
+    """Return the seeds of a study: 0, 1, ..., or from the study's own first seed."""
     entry = entry_of(name)
     runs = options.runs or (entry.quick_runs if options.quick else entry.runs)
     return tuple(range(entry.first_seed, entry.first_seed + runs))
 
 
 def loaded(recipe: str | Recipe, options: Options) -> Recipe:
-    """The recipe itself.
-
-    Args:
-        recipe: a name or a recipe.
-        options: with the folder of its data.
-
-    Returns:
-        The recipe.
-    """
+    """The recipe itself."""
     found = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     found.require("evaluate", "metric", "margin", "learning_rates", by="superbatch study")
     return found
@@ -225,21 +183,7 @@ def loaded(recipe: str | Recipe, options: Options) -> Recipe:
 def run_design(
     name: str, recipe: str | Recipe, options: Options, design: MakeDesign, progress: Show
 ) -> Study:
-    """Train all arms from all seeds, here or in several processes, and make the report.
-
-    Args:
-        name: of the study.
-        recipe: a name or a recipe.
-        options: what was asked.
-        design: makes the study's own part, of the loaded recipe and the options.
-        progress: told what happens.
-
-    Returns:
-        The report.
-
-    Raises:
-        StudyInterrupted: on Ctrl-C; it carries the partial report.
-    """
+    """Train all arms from all seeds, here or in several processes, and make the report."""
     start = time.monotonic()
     what = loaded(recipe, options)
     seeds = seeds_of(name, options)
@@ -299,11 +243,6 @@ def run_design(
 
 def turns_of(recipe: str | Recipe, options: Options, seeds: Sequence[int]) -> int:
     """Return the number of seeds that run one after the other; the others run beside them.
-
-    Args:
-        recipe: a name, or a recipe, which other processes cannot load.
-        options: with the number of processes.
-        seeds: of the study.
 
     Examples:
         >>> turns_of("digits", Options(workers=2), (0, 1, 2))

@@ -31,13 +31,6 @@ def rate_of(recipe: Recipe, batch: int) -> float:
     The recipe's own rate times the square root of the batch over its own, which is on the safe side. The
     digits' own rate is the first source's and far below what the data allow: there it is 0.02 per sample.
 
-    Args:
-        recipe: its rate of ``"sgd"``, or of its first optimizer.
-        batch: in samples.
-
-    Returns:
-        A learning rate.
-
     Examples:
         >>> from superbatch.lab.recipes import load_recipe
         >>> rate_of(load_recipe("digits"), 16), rate_of(load_recipe("text"), 8)
@@ -63,16 +56,7 @@ def diverged(learning_rate: float) -> InputError:
 
 
 def mean_loss(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> Tensor:
-    """The mean loss of a batch; its weight is looked for only where it is needed.
-
-    Args:
-        recipe: says what `loss_fn` returns.
-        loss_fn: of a model.
-        batch: what the loss is of.
-
-    Returns:
-        A scalar with its graph.
-    """
+    """The mean loss of a batch; its weight is looked for only where it is needed."""
     if recipe.reduction == "mean" and recipe.weight != "returned":
         return loss_fn(batch)
     return mean_and_weight(recipe, loss_fn, batch)[0]
@@ -80,14 +64,6 @@ def mean_loss(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> Tens
 
 def stream(samples: int, count: int, seed: int) -> Tensor:
     """Draw indices of samples: permutation after permutation.
-
-    Args:
-        samples: of the training set.
-        count: how many indices.
-        seed: of the permutations; a longer stream begins like a shorter one.
-
-    Returns:
-        int64 of shape (count,).
 
     Examples:
         >>> sorted(stream(4, 6, seed=0)[:4].tolist())
@@ -100,16 +76,7 @@ def stream(samples: int, count: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def training_loss(recipe: Recipe, model: nn.Module, samples: int = LOSS_SAMPLES) -> float:
-    """The mean loss over the training set, or over some samples of it, always the same ones.
-
-    Args:
-        recipe: its data, loss and weights.
-        model: as it is; its mode is not changed.
-        samples: at most.
-
-    Returns:
-        The loss; NaN or infinite where the model has diverged.
-    """
+    """The mean loss over the training set, or over some samples of it, always the same ones."""
     used = stream(recipe.samples, min(recipe.samples, samples), seed=0)
     loss_fn, total, weights = recipe.loss_fn(model), 0.0, 0.0
     for indices in used.split(CHUNK):
@@ -125,14 +92,6 @@ def parameters_apart(model: nn.Module) -> Iterator[Tensor]:
 
 def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
     """A debiased moving average of losses, with a half-life in samples.
-
-    Args:
-        losses: one per update.
-        batch: samples of an update.
-        half_life: in samples.
-
-    Returns:
-        One value per update.
 
     Examples:
         >>> smooth([4.0, 4.0, 4.0], batch=8, half_life=16)[-1]
@@ -157,17 +116,6 @@ def compared(
     step: float | None = None,
 ) -> StudyTest | None:
     """Test that two arms are equivalent, on pairs of runs of the same seed.
-
-    Args:
-        first: the arm in question.
-        second: the arm it is compared with.
-        quantity: that both have.
-        margin: of the difference; of a ratio, the factor above 1 that does not matter.
-        ratio: test the ratio: logarithms of a positive quantity.
-        step: the smallest change of the quantity (`Recipe.metric_step`), which a ratio does not have.
-
-    Returns:
-        The test; None with fewer than two pairs.
 
     Examples:
         >>> from superbatch.lab.report.study import StudyRun
@@ -201,18 +149,7 @@ def present(tests: Sequence[StudyTest | None]) -> tuple[StudyTest, ...]:
 
 
 def separable(recipe: Recipe, study: str) -> Recipe:
-    """Refuse a recipe whose samples are coupled: with another batch it would be another objective.
-
-    Args:
-        recipe: in question.
-        study: name of the study.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        InputError: its samples are coupled.
-    """
+    """Refuse a recipe whose samples are coupled: with another batch it would be another objective."""
     if recipe.coupled == "exact" or recipe.batchnorm == "per_microbatch":
         raise InputError(
             f"The study {study!r} with the recipe {recipe.name!r}: "

@@ -40,32 +40,12 @@ class Setting:
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-    """
+    """Run the study."""
     return run_design(NAME, recipe, options, design, progress)
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """Make the study's own part.
-
-    Args:
-        recipe: with its ways and its grid.
-        options: what was asked.
-
-    Returns:
-        The study's own part.
-
-    Raises:
-        InputError: the recipe has no ways to compare, or `samples` makes no update.
-    """
+    """Make the study's own part."""
     if not isinstance(recipe, CoupledRecipe):
         raise InputError(
             f"The recipe {recipe.name!r} has no ways to compare. Use one of {', '.join(COUPLED)}, or your "
@@ -102,12 +82,6 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 def checked_device(name: str) -> str:
     """Return the name of a device that models can be trained on.
 
-    Args:
-        name: such as ``"cuda"`` or ``"cuda:1"``.
-
-    Raises:
-        InputError: torch knows no such device, or does not find it here.
-
     Examples:
         >>> checked_device("cpu")
         'cpu'
@@ -133,17 +107,7 @@ def _quantities(recipe: CoupledRecipe) -> tuple[Quantity, ...]:
 def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
-    """Train every way from one seed at every point, and keep the best by validation.
-
-    Args:
-        recipe: with its ways and its grid.
-        setting: the names of the ways and the updates.
-        seed: of weights and of the order of samples.
-        tick: told the updates made.
-
-    Yields:
-        (index of the way, its run).
-    """
+    """Train every way from one seed at every point, and keep the best by validation."""
     assert isinstance(recipe, CoupledRecipe)
     order = stream(recipe.samples, setting.updates * recipe.batch_size, seed).split(recipe.batch_size)
     for index, name in enumerate(setting.arms):
@@ -171,20 +135,7 @@ def trained_model(
     *,
     device: str = "cpu",
 ) -> nn.Module:
-    """Train one way at one point.
-
-    Args:
-        recipe: its batches.
-        way: its model and its updates.
-        point: of the grid.
-        order: indices of the samples of each update.
-        seed: of the weights.
-        tick: told the updates made.
-        device: where the updates are made.
-
-    Returns:
-        The model, on the CPU; as it was at the first update that was not finite.
-    """
+    """Train one way at one point."""
     model = way.model(seed).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=point.learning_rate)
     update: Callable[[Any], object] = way.update(model, optimizer, point.strength)
@@ -206,16 +157,7 @@ def _score(recipe: CoupledRecipe, model: nn.Module) -> float:
 
 
 def find(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) -> Findings:
-    """Test each way against the exact one, and conclude.
-
-    Args:
-        arms: with their runs.
-        recipe: what was trained.
-        margin: of the first measure.
-
-    Returns:
-        Tests, conclusion and notes.
-    """
+    """Test each way against the exact one, and conclude."""
     first, *others = arms
     quantity = recipe.measures[0].name
     tests = present([compared(arm, first, quantity, margin=margin) for arm in others])
@@ -241,16 +183,7 @@ def find(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) ->
 
 
 def verdict(test: StudyTest, lower_is_better: bool) -> str:
-    """Describe the outcome of a test in a few words.
-
-    Args:
-        test: of a way against the exact one.
-        lower_is_better: for the quantity.
-
-    Returns:
-        ``"worse by 0.72, 0.6 to 0.84"``, ``"the same within ±0.1"``, ``"no difference shown"`` or
-        ``"diverged"``.
-    """
+    """Describe the outcome of a test in a few words."""
     if not math.isfinite(test.difference):
         return "diverged"
     low, high = sorted((abs(test.low), abs(test.high)))

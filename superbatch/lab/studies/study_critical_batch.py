@@ -77,33 +77,12 @@ class Setting:
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-    """
+    """Run the study."""
     return run_design(NAME, recipe, options, design, progress)
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """The branches of the study.
-
-    Args:
-        recipe: what is trained.
-        options: what was asked.
-
-    Returns:
-        The study's own part.
-
-    Raises:
-        InputError: samples of the recipe are coupled, it does not offer the optimizer, or the samples
-            are too few.
-    """
+    """The branches of the study."""
     separable(recipe, NAME)
     optimizer = options.optimizer or recipe.default_optimizer
     if optimizer not in recipe.learning_rates:
@@ -159,17 +138,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
-    """Train to the checkpoint, measure the noise, and continue in every branch.
-
-    Args:
-        recipe: what is trained.
-        setting: the branches.
-        seed: of weights and samples.
-        tick: told the samples seen.
-
-    Yields:
-        (index of the branch, its run).
-    """
+    """Train to the checkpoint, measure the noise, and continue in every branch."""
     order = stream(recipe.samples, setting.before + setting.samples, seed)
     first, rest = order[: setting.before], order[setting.before :]
     with torch.random.fork_rng(devices=[]):
@@ -202,14 +171,6 @@ def train(
 def waste(base: list[float], loss: float) -> float:
     """Return the samples a branch took, relative to those after which the small batch stayed below its loss.
 
-    Args:
-        base: smoothed losses of the small batch.
-        loss: the branch's last.
-
-    Returns:
-        At least 1: a branch that ends lower than the small batch is not followed beyond its end. Infinite if
-        the branch has got nowhere.
-
     Examples:
         >>> waste([4.0, 3.0, 2.0, 1.0], 2.0), waste([4.0, 3.0], 1.0), waste([4.0, 3.0], 5.0)
         (2.0, 1.0, inf)
@@ -220,17 +181,7 @@ def waste(base: list[float], loss: float) -> float:
 
 
 def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
-    """The noise scale at a model's weights, which stay what they are.
-
-    Args:
-        recipe: its data and loss.
-        model: whose gradient is measured.
-        batch: samples of a micro-batch.
-        seed: of the samples.
-
-    Returns:
-        What `Accumulator.noise` says after 64 windows of 8 micro-batches with a rate of 0.
-    """
+    """The noise scale at a model's weights, which stay what they are."""
     still = copy.deepcopy(model)
     accumulate = Accumulator(
         still,
@@ -264,17 +215,7 @@ def _work(
 
 
 def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float, samples: int) -> Findings:
-    """Test, predict and conclude.
-
-    Args:
-        arms: with their runs, the small batch first.
-        batch: samples of the small batch.
-        tolerance: of the smoothed loss, relative.
-        samples: of a branch.
-
-    Returns:
-        Tests, conclusion, notes.
-    """
+    """Test, predict and conclude."""
     tests = present([compared(arm, arms[0], LOSS, margin=1 + tolerance, ratio=True) for arm in arms[1:]])
     notes = (
         "The critical batch that is printed is the one by branching: the largest of which, and of every "
@@ -303,14 +244,7 @@ def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float, samples: i
 
 
 def noise_scale(base: StudyArm) -> float | None:
-    """The noise scale over all seeds: the ratio of the means, not the mean of the ratios.
-
-    Args:
-        base: the arm of the small batch.
-
-    Returns:
-        Samples; None with fewer than two seeds, or where their signals are not told from none (95 %).
-    """
+    """The noise scale over all seeds: the ratio of the means, not the mean of the ratios."""
     signal, variance = base.values(SIGNAL), base.mean(VARIANCE)
     if len(signal) < 2 or variance is None:
         return None
@@ -322,18 +256,7 @@ def noise_scale(base: StudyArm) -> float | None:
 def conclude(
     arms: tuple[StudyArm, ...], tests: tuple[StudyTest, ...], batch: int, tolerance: float, samples: int
 ) -> str:
-    """One sentence, from the tests and the noise scale.
-
-    Args:
-        arms: the small batch first.
-        tests: of the others against it.
-        batch: samples of the small batch.
-        tolerance: of the smoothed loss.
-        samples: of a branch.
-
-    Returns:
-        The sentence.
-    """
+    """One sentence, from the tests and the noise scale."""
     if len(tests) < len(arms) - 1:
         return "Too few runs were finished to conclude anything."
     matching = 0

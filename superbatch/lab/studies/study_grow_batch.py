@@ -68,52 +68,23 @@ class Arm:
 
 @dataclass(frozen=True)
 class Setting:
-    """The arms; it can be sent to another process.
+    """The arms; it can be sent to another process."""
 
-    Attributes:
-        arms: what follows the schedule.
-        samples: that each run sees.
-        batch: samples of the first update, and of each micro-batch.
-        learning_rate: at that batch.
-        dataset: training samples, from which batches are drawn without replacement.
-        looked_at: training samples that losses are taken over.
-    """
-
-    arms: tuple[Arm, ...]
-    samples: int
-    batch: int
-    learning_rate: float
-    dataset: int
-    looked_at: int
+    arms: tuple[Arm, ...]  # what follows the schedule
+    samples: int  # that each run sees
+    batch: int  # samples of the first update, and of each micro-batch
+    learning_rate: float  # at that batch
+    dataset: int  # training samples, from which batches are drawn without replacement
+    looked_at: int  # training samples that losses are taken over
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-    """
+    """Run the study."""
     return run_design(NAME, recipe, options, design, progress)
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """The three arms of the study.
-
-    Args:
-        recipe: what is trained, with plain SGD.
-        options: what was asked.
-
-    Returns:
-        The study's own part.
-
-    Raises:
-        InputError: samples of the recipe are coupled, or the batch has no room to grow.
-    """
+    """The three arms of the study."""
     separable(recipe, NAME)
     batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)
     if 2 * batch > recipe.samples:
@@ -161,14 +132,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 
 
 def schedule_of(setting: Setting) -> GrowingBatch:
-    """The rate's schedule as a schedule of accumulation steps.
-
-    Args:
-        setting: of the study.
-
-    Returns:
-        The schedule; its rate is the factor that is left over.
-    """
+    """The rate's schedule as a schedule of accumulation steps."""
     return grow_batch(
         lambda samples: factor(samples / setting.samples),
         batch=setting.batch,
@@ -192,17 +156,7 @@ def factor(share: float) -> float:
 def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
-    """Train every arm from one seed: the same initial weights, the same samples in the same order.
-
-    Args:
-        recipe: what is trained.
-        setting: the arms and the schedule.
-        seed: of weights and samples.
-        tick: told the samples seen.
-
-    Yields:
-        (index of the arm, its run).
-    """
+    """Train every arm from one seed: the same initial weights, the same samples in the same order."""
     initial = recipe.model(seed)
     for index, arm in enumerate(setting.arms):
         with torch.random.fork_rng(devices=[]):
@@ -248,16 +202,7 @@ def _train(
 
 
 def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
-    """Test and conclude.
-
-    Args:
-        arms: with their runs.
-        metric: name of the quantity.
-        margin: of the metric.
-
-    Returns:
-        Tests, conclusion, notes.
-    """
+    """Test and conclude."""
     of = {arm.name: arm for arm in arms}
     tests = present(
         [
@@ -279,16 +224,7 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
 
 
 def conclude(of: dict[str, StudyArm], tests: tuple[StudyTest, ...], metric: str) -> str:
-    """One sentence, from the tests.
-
-    Args:
-        of: the arms by name.
-        tests: what was tested.
-        metric: name of the quantity.
-
-    Returns:
-        The sentence.
-    """
+    """One sentence, from the tests."""
     found = {(test.first, test.quantity): test for test in tests}
     loss, same, constant = found.get((GROW, LOSS)), found.get((GROW, metric)), found.get((CONSTANT, LOSS))
     if loss is None or same is None or constant is None:

@@ -94,15 +94,6 @@ def heavy_ball_variance(learning_rate: float, momentum: float, curvature: float,
 
     ``lr s² (1 + m) / (h (1 - m) (2 (1 + m) - lr h))``, stable below ``lr h = 2 (1 + m)``.
 
-    Args:
-        learning_rate: lr.
-        momentum: m, in [0, 1).
-        curvature: h > 0.
-        noise: variance s² of the gradient.
-
-    Returns:
-        Variance of the parameter around the minimum; infinite where it is unstable.
-
     Examples:
         >>> round(heavy_ball_variance(0.01, 0.0, 1.0, 1.0) / heavy_ball_variance(0.0001, 0.99, 1.0, 1.0), 3)
         1.005
@@ -113,32 +104,12 @@ def heavy_ball_variance(learning_rate: float, momentum: float, curvature: float,
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-    """
+    """Run the study."""
     return run_design(NAME, recipe, options, design, progress)
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """The seven arms of the study.
-
-    Args:
-        recipe: what is trained; it must have a rate for plain SGD.
-        options: what was asked.
-
-    Returns:
-        The study's own part.
-
-    Raises:
-        InputError: samples of the recipe are coupled, or there are too few for the large batch.
-    """
+    """The seven arms of the study."""
     separable(recipe, NAME)
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     large = options.batch_size or BATCH
@@ -176,17 +147,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
-    """Train every arm from one seed: the same initial weights, the same samples first.
-
-    Args:
-        recipe: what is trained.
-        setting: the arms.
-        seed: of weights and samples.
-        tick: told the updates made.
-
-    Yields:
-        (index of the arm, its run).
-    """
+    """Train every arm from one seed: the same initial weights, the same samples first."""
     initial = recipe.model(seed)
     order = stream(recipe.samples, max(arm.batch * arm.updates for arm in setting.arms), seed)
     for index, arm in enumerate(setting.arms):
@@ -267,17 +228,7 @@ def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[An
 
 
 def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Recipe) -> Findings:
-    """Test and conclude.
-
-    Args:
-        arms: A to G, with their runs.
-        metric: name of the quantity.
-        margin: of the metric.
-        recipe: what was trained.
-
-    Returns:
-        Tests, conclusion, notes.
-    """
+    """Test and conclude."""
     of = {arm.name: arm for arm in arms}
     tests = present(
         [
@@ -306,16 +257,7 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Reci
 
 
 def conclude(of: dict[str, StudyArm], tests: tuple[StudyTest, ...], metric: str) -> str:
-    """One sentence, from the tests.
-
-    Args:
-        of: the arms by name.
-        tests: what was tested.
-        metric: name of the quantity.
-
-    Returns:
-        The sentence.
-    """
+    """One sentence, from the tests."""
     found = {(test.first, test.second, test.quantity): test for test in tests}
     noise, same, scaled = found.get((C, A, EXCESS)), found.get((C, A, metric)), found.get((D, A, metric))
     if noise is None or same is None or scaled is None:

@@ -79,29 +79,12 @@ class Setting:
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-    """
+    """Run the study."""
     return run_design(NAME, recipe, options, design, progress)
 
 
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """The ways to sum.
-
-    Args:
-        recipe: whose model is trained in bfloat16.
-        options: what was asked.
-
-    Returns:
-        The study's own part.
-    """
+    """The ways to sum."""
     counts = QUICK_COUNTS if options.quick else COUNTS
     ways = (*(way for way, _ in DRAWN), *OWN)
     return Design(
@@ -123,17 +106,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
-    """Sum in every way, from one seed.
-
-    Args:
-        recipe: whose model is trained in bfloat16.
-        setting: the ways and the counts.
-        seed: of gradients, weights and samples.
-        tick: told that a way is done.
-
-    Yields:
-        (index of the way, its run).
-    """
+    """Sum in every way, from one seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drawn = {same: _draw(max(setting.counts), same_sign=same) for same in (False, True)}
@@ -155,16 +128,7 @@ def train(
 
 
 def errors_of_model(recipe: Recipe, count: int, seed: int) -> dict[str, float]:
-    """Relative errors of real windows of a model in bfloat16.
-
-    Args:
-        recipe: its model, data and loss.
-        count: micro-batches of the window, of 2 samples each.
-        seed: of weights and samples.
-
-    Returns:
-        Name of a way -> error.
-    """
+    """Relative errors of real windows of a model in bfloat16."""
     recipe = without_coupling(recipe) if recipe.coupled == "exact" else recipe
     model = recipe.model(seed).bfloat16()
     batch = recipe.batch(stream(recipe.samples, count * MICROBATCH, seed))
@@ -245,15 +209,7 @@ def _column(count: int) -> str:
 
 
 def find(arms: tuple[StudyArm, ...], *, count: int) -> Findings:
-    """Conclude; there is nothing to test: what is measured is many times apart, or it is not.
-
-    Args:
-        arms: with their runs.
-        count: the largest K.
-
-    Returns:
-        Conclusion and notes.
-    """
+    """Conclude; there is nothing to test: what is measured is many times apart, or it is not."""
     notes = (
         "An error is |sum - exact| / |exact| over all coordinates, against the float64 sum of the same "
         "low-precision gradients; ± is the standard deviation over seeds.",
@@ -267,15 +223,7 @@ def find(arms: tuple[StudyArm, ...], *, count: int) -> Findings:
 
 
 def conclude(of: dict[str, StudyArm], count: int) -> str:
-    """One sentence, from the errors at the largest K.
-
-    Args:
-        of: the arms by name.
-        count: the largest K.
-
-    Returns:
-        The sentence.
-    """
+    """One sentence, from the errors at the largest K."""
     column = _column(count)
     same, naive, native = (of[name].mean(column) for name in (SAME_SIGN, NAIVE, OWN_NATIVE))
     wide = [of[name].mean(column) for name in (FLOAT32, OWN_FLOAT32)]

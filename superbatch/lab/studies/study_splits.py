@@ -22,19 +22,7 @@ UPDATES, APART = "updates", "weights differ by"
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Compare the real batch with its splits.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-
-    Raises:
-        StudyInterrupted: on Ctrl-C; it carries the partial report.
-    """
+    """Compare the real batch with its splits."""
     what = loaded(recipe, options)
     size = options.batch_size or what.batch_size
     seeds = seeds_of(NAME, options)
@@ -82,16 +70,7 @@ def _updates(recipe: str | Recipe, wanted: comparing.Options, most: int, *, turn
 
 
 def as_study(report: Comparison, options: Options, notes: tuple[str, ...] = ()) -> Study:
-    """A comparison in the form of a study.
-
-    Args:
-        report: whole or partial.
-        options: what was asked.
-        notes: further ones.
-
-    Returns:
-        The same numbers.
-    """
+    """A comparison in the form of a study."""
     metric = f"{report.metric}, {report.unit}" if report.unit else report.metric
     return Study(
         name=NAME,

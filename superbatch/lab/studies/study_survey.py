@@ -23,19 +23,7 @@ RATE, PAIRS, CURVES = "suggested lr", "pairs differ by", "curves alike, p"
 
 
 def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Survey with the real batch and with its splits.
-
-    Args:
-        recipe: a name or a recipe.
-        options: what was asked.
-        progress: told what happens.
-
-    Returns:
-        The report.
-
-    Raises:
-        StudyInterrupted: on Ctrl-C; it carries the partial report.
-    """
+    """Survey with the real batch and with its splits."""
     wanted = surveying.Options(
         repeats=len(seeds_of(NAME, options)),
         optimizer=options.optimizer,
@@ -58,15 +46,7 @@ def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
 
 
 def as_study(report: Surveys, options: Options) -> Study:
-    """Surveys in the form of a study.
-
-    Args:
-        report: whole or partial.
-        options: what was asked.
-
-    Returns:
-        The same numbers.
-    """
+    """Surveys in the form of a study."""
     share = report.factor - 1
     return Study(
         name=NAME,

@@ -35,90 +35,49 @@ SCHEDULES = ("constant", "linear", "cosine")
 class Options:
     """Options of a training; None stands for the recipe's own value, or for leaving it out.
 
-    Attributes:
-        batch_size: samples of one update, on all ranks.
-        microbatch_size: samples, ``"auto"`` or ``"largest"``.
-        updates: length of the training.
-        optimizer: one that the recipe allows.
-        learning_rate: at the start.
-        precision: ``"float32"``, ``"float64"`` or ``"bf16"`` (autocast).
-        clip: largest norm of the gradient.
-        schedule: of the learning rate: ``"constant"``, or ``"linear"`` or ``"cosine"`` down to 0.
-        noise: measure the noise scale.
-        sample_rng: give each sample its own random numbers.
-        checkpoints: folder; a training resumes from its newest one.
-        every: updates between checkpoints.
-        keep: checkpoints that stay.
-        evaluate_every: updates between evaluations; None: at the end alone.
-        log: file with a row of JSON for each update.
-        tensorboard: folder.
-        seed: of the weights and the order of the samples.
-        device: cpu or cuda.
-
     Examples:
         >>> Options(updates=100).precision
         'float32'
     """
 
-    batch_size: int | None = None
-    microbatch_size: int | Literal["auto", "largest"] = "auto"
-    updates: int | None = None
-    optimizer: str | None = None
-    learning_rate: float | None = None
-    precision: str = "float32"
-    clip: float | None = None
+    batch_size: int | None = None  # samples of one update, on all ranks
+    microbatch_size: int | Literal["auto", "largest"] = "auto"  # samples, ``"auto"`` or ``"largest"``
+    updates: int | None = None  # length of the training
+    optimizer: str | None = None  # one that the recipe allows
+    learning_rate: float | None = None  # at the start
+    precision: str = "float32"  # ``"float32"``, ``"float64"`` or ``"bf16"`` (autocast)
+    clip: float | None = None  # largest norm of the gradient
+    # of the learning rate: ``"constant"``, or ``"linear"`` or ``"cosine"`` down to 0
     schedule: str = "constant"
-    noise: bool = False
-    sample_rng: bool = False
-    checkpoints: Path | None = None
-    every: int = 100
-    keep: int = 3
-    evaluate_every: int | None = None
-    log: Path | None = None
-    tensorboard: Path | None = None
-    seed: int = 0
-    device: str = "cpu"
+    noise: bool = False  # measure the noise scale
+    sample_rng: bool = False  # give each sample its own random numbers
+    checkpoints: Path | None = None  # folder; a training resumes from its newest one
+    every: int = 100  # updates between checkpoints
+    keep: int = 3  # checkpoints that stay
+    evaluate_every: int | None = None  # updates between evaluations; None: at the end alone
+    log: Path | None = None  # file with a row of JSON for each update
+    tensorboard: Path | None = None  # folder
+    seed: int = 0  # of the weights and the order of the samples
+    device: str = "cpu"  # cpu or cuda
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A training that ended, or was stopped by a signal.
+    """A training that ended, or was stopped by a signal."""
 
-    Attributes:
-        updates: that were made, with those before it was resumed.
-        loss: of the last update; None: none was made.
-        metric: of the recipe; None: it was stopped, or this is not the first rank.
-        noise: of the gradient; None: not measured.
-        resumed: the checkpoint from which it was resumed.
-        exit_code: 0, or 130 or 143 after a signal.
-        rank: of this process.
-    """
-
-    updates: int
-    loss: float | None
-    metric: float | None
-    noise: Noise | None
-    resumed: Path | None
-    exit_code: int
-    rank: int
+    updates: int  # that were made, with those before it was resumed
+    loss: float | None  # of the last update; None: none was made
+    metric: float | None  # of the recipe; None: it was stopped, or this is not the first rank
+    noise: Noise | None  # of the gradient; None: not measured
+    resumed: Path | None  # the checkpoint from which it was resumed
+    exit_code: int  # 0, or 130 or 143 after a signal
+    rank: int  # of this process
 
 
 def train(
     recipe: Recipe, options: Options, *, progress: Callable[[int, int, str | None], None] = lambda *_: None
 ) -> Trained:
     """Train a recipe, on one device or, started by torchrun, on as many as there are ranks.
-
-    Args:
-        recipe: what is trained.
-        options: how.
-        progress: called by the first rank after each update with (done, total, what was found).
-
-    Returns:
-        What came out.
-
-    Raises:
-        InputError: an option cannot be used.
-        CheckpointError: the checkpoint cannot be loaded.
 
     Examples:
         >>> from superbatch.lab.recipes import load_recipe
@@ -166,15 +125,6 @@ def train(
 
 def batches_from(samples: int, seed: int, start: int, size: int) -> Iterator[Tensor]:
     """Draw the batches that come after some samples: permutation after permutation, one for each epoch.
-
-    Args:
-        samples: of the training set.
-        seed: of the permutations, each of which is a function of the seed and its number.
-        start: samples that were used.
-        size: of a batch.
-
-    Yields:
-        Indices, int64 of shape (size,).
 
     Examples:
         >>> batches = batches_from(5, 0, 0, 3)

@@ -21,25 +21,11 @@ def run_updates(
     seed: int,
     tick: Callable[[int], None],
     *,
-    prepare: Callable[[Any], Any],
-    update: Callable[[Any], float],
-    weights: Callable[[], dict[str, np.ndarray]],
+    prepare: Callable[[Any], Any],  # indices of the samples -> their batch, off the clock
+    update: Callable[[Any], float],  # makes one update; returns the mean loss before it
+    weights: Callable[[], dict[str, np.ndarray]],  # by torch's names, in torch's shapes
 ) -> Trained:
-    """Make the updates of one run, with the samples in the order in which torch draws them from the seed.
-
-    Args:
-        recipe: the digits task.
-        setting: how many updates, of what.
-        arm: which.
-        seed: of the order.
-        tick: called after each update with its number of micro-batches.
-        prepare: indices of the samples -> their batch, off the clock.
-        update: makes one update with a batch; returns the batch's mean loss before it.
-        weights: after the last update, by torch's names and in torch's shapes.
-
-    Returns:
-        The run.
-    """
+    """Make the updates of one run, with the samples in the order in which torch draws them from the seed."""
     draws = Draws(seed)
     losses: list[float] = []
     seconds = 0.0

@@ -81,15 +81,7 @@ class Train(Protocol):
 def train_here(
     recipe: Recipe, setting: Arms, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
 ) -> None:
-    """Train the seeds one after the other in this process.
-
-    Args:
-        recipe: what is trained.
-        setting: how.
-        seeds: one set of runs each.
-        receive: told what happens.
-        train: trains every arm from one seed.
-    """
+    """Train the seeds one after the other in this process."""
     tick, flush = _gathered(receive)
     for seed in seeds:
         for arm, run in train(recipe, setting, seed, tick=tick):
@@ -109,22 +101,7 @@ def train_spread(
     backend: str = "torch",
     train: Train = train_seed,
 ) -> None:
-    """Train the seeds in processes of their own; each takes the next seed when it has finished one.
-
-    Args:
-        recipe: its name, which each process loads.
-        setting: how.
-        seeds: one set of runs each.
-        receive: told what happens, in this process.
-        workers: how many processes.
-        threads: of the backend in each.
-        data: folder, for a recipe that reads one.
-        backend: which loads the recipe.
-        train: trains every arm from one seed.
-
-    Raises:
-        SuperbatchError: what a worker met, or that one died.
-    """
+    """Train the seeds in processes of their own; each takes the next seed when it has finished one."""
     context = multiprocessing.get_context("spawn")
     load = (backend, recipe, data)
     todo, events = context.Queue(), context.Queue()

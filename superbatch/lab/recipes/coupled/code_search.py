@@ -28,11 +28,7 @@ Pairs = dict[str, Tensor]
 
 
 class Towers(nn.Module):
-    """Two linear towers over one table of words.
-
-    Args:
-        words: of the table.
-    """
+    """Two linear towers over one table of words."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
@@ -62,13 +58,7 @@ def info_nce(query: Tensor, code: Tensor) -> Tensor:
 
 
 def loss_at(model: nn.Module, strength: float, *, size: int | None = None) -> Loss:
-    """Make the loss: each pair against the others of its micro-batch.
-
-    Args:
-        model: the towers.
-        strength: not used.
-        size: samples of a micro-batch; None: all.
-    """
+    """Make the loss: each pair against the others of its micro-batch."""
 
     def loss_fn(batch: Any) -> Tensor:
         query, code = model(batch["query"], batch["code"])
@@ -119,12 +109,9 @@ def _rows(texts: Texts, part: slice) -> Pairs:
 
 
 def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -> CoupledRecipe:
-    """Make the recipe.
+    """Make the recipe from a folder of pairs or of Python sources, or from pairs of one's own.
 
-    Args:
-        data: folder with files of queries and passages (`.pair_files.read_pairs`), or else of Python sources;
-            None: the standard library, whose size differs with its version.
-        texts: pairs of one's own in place of them, of which the first 1500 are held out.
+    Without either it reads the standard library, whose size differs with its version.
     """
     files = [] if data is None else pair_files(Path(data))
     texts = texts or (shuffled(read_pairs(files)) if files else load_texts(data))

@@ -32,35 +32,19 @@ Found = tuple[list[bytes], list[bytes]]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts in a fixed random order, and what each kind is called.
+    """Texts in a fixed random order, and what each kind is called."""
 
-    Attributes:
-        longs: of 128 bytes.
-        shorts: of at most 24.
-        long: a plural, such as ``"source"``.
-        short: such as ``"comments"``.
-        where: the texts come from.
-    """
-
-    longs: Texts
-    shorts: Texts
-    long: str
-    short: str
-    where: str
+    longs: Texts  # of 128 bytes
+    shorts: Texts  # of at most 24
+    long: str  # a plural, such as ``"source"``
+    short: str  # such as ``"comments"``
+    where: str  # the texts come from
 
 
 def corpus(data: str | Path | None) -> Corpus:
-    """Read long and short texts from a folder.
+    """Read long and short texts from Python sources, or from ``.txt`` files where a folder has no sources.
 
-    Args:
-        data: a folder of Python sources, or, if it has none, of ``.txt`` files; None: the standard library of
-            this Python.
-
-    Returns:
-        Of sources: pieces of 128 bytes and comments. Of text: pieces of 128 bytes and beginnings of lines.
-
-    Raises:
-        InputError: there are too few.
+    Sources give pieces of 128 bytes and comments; text gives pieces and beginnings of lines.
     """
     folder = library(data)
     sources, texts = ([*_files(folder, suffix)] for suffix in ("py", "txt"))

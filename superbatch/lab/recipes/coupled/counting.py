@@ -21,12 +21,7 @@ BATCH, UPDATES, EXACT = 32, 200, 16
 
 
 class GroupedBatchNorm(nn.Module):
-    """BatchNorm2d over groups of m samples; running statistics move once for each group.
-
-    Args:
-        channels: of the input.
-        size: samples of a group.
-    """
+    """BatchNorm2d over groups of m samples; running statistics move once for each group."""
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
@@ -64,18 +59,9 @@ Norm = Callable[[int], nn.Module]
 
 
 def network(norm: Norm, *, bias: bool, channels: int = 1, outputs: int = 1) -> nn.Sequential:
-    """Make the network: three convolutions with a norm each, pooling, one linear layer.
-
-    Args:
-        norm: channels -> a module.
-        bias: of the convolutions. BatchNorm takes it away again: its gradient is rounding, which Adam would
-            turn into full steps. The other norms need it.
-        channels: of the images.
-        outputs: of the last layer.
-
-    Returns:
-        Images (n, channels, height, width) -> (n, outputs).
-    """
+    """Make the network: three convolutions with a norm each, pooling, one linear layer."""
+    # A bias before BatchNorm has no effect: its gradient is rounding, which Adam turns into full steps. The
+    # other norms need one.
     layers: list[nn.Module] = []
     for inputs, width, stride in ((channels, 8, 1), (8, 16, 2), (16, 16, 1)):
         layers += [nn.Conv2d(inputs, width, 3, stride, 1, bias=bias), norm(width), nn.ReLU()]
@@ -83,11 +69,7 @@ def network(norm: Norm, *, bias: bool, channels: int = 1, outputs: int = 1) -> n
 
 
 class FrozenNorm(nn.BatchNorm2d):
-    """BatchNorm that always uses its running statistics, as those of a pretrained network are used.
-
-    Args:
-        channels: of the input.
-    """
+    """BatchNorm that always uses its running statistics, as those of a pretrained network are used."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
@@ -100,11 +82,7 @@ class FrozenNorm(nn.BatchNorm2d):
 
 
 def loss_of(task: ImageTask) -> LossAt:
-    """Make the function that makes the loss of a network.
-
-    Args:
-        task: its loss.
-    """
+    """Make the function that makes the loss of a network."""
 
     def loss_at(model: nn.Module, strength: float) -> Loss:
         return lambda batch: task.loss(model(batch["images"]), batch["targets"])
@@ -150,10 +128,7 @@ def _uncoupled(model: Callable[..., Callable[[int], nn.Module]], loss_at: LossAt
 
 
 def counting(data: str | Path | None = None) -> CoupledRecipe:
-    """Make the recipe.
-
-    Args:
-        data: folder of images, one subfolder for each number or class (`.images.read_folder`); None: spots.
+    """Make the recipe on a folder of images, or on generated spots.
 
     Examples:
         >>> counting().batch(torch.arange(4))["images"].shape

@@ -25,28 +25,15 @@ Pair = tuple[list[str], list[str]]
 
 @dataclass(frozen=True)
 class Texts:
-    """Pairs as numbers of words, in a fixed random order; 0 is padding.
+    """Pairs as numbers of words, in a fixed random order; 0 is padding."""
 
-    Attributes:
-        queries: int64 (n, 32).
-        codes: int64 (n, 64).
-        words: size of the table.
-    """
-
-    queries: Tensor
-    codes: Tensor
-    words: int
+    queries: Tensor  # int64 (n, 32)
+    codes: Tensor  # int64 (n, 64)
+    words: int  # size of the table
 
 
 def load_texts(data: str | Path | None = None) -> Texts:
-    """Read the documented functions of a folder of Python sources.
-
-    Args:
-        data: the folder; None: the standard library of this Python.
-
-    Raises:
-        InputError: there are too few.
-    """
+    """Read the documented functions of a folder of Python sources, or of the standard library."""
     found = [*_pairs(library(data))]
     if len(found) < LEAST:
         raise InputError(
@@ -58,9 +45,6 @@ def load_texts(data: str | Path | None = None) -> Texts:
 
 def shuffled(pairs: Sequence[Pair]) -> Texts:
     """Number the words of pairs, put in a fixed random order; the first 1500 are held out.
-
-    Args:
-        pairs: of words.
 
     Examples:
         >>> shuffled([(["read", "file"], ["open", "file"])] * 2000).queries.shape
@@ -77,10 +61,6 @@ def library(data: str | Path | None) -> Path:
 
 def as_numbers(pairs: Sequence[Pair], *, training_from: int) -> Texts:
     """Number the words that occur at least twice in the training pairs, the most frequent first.
-
-    Args:
-        pairs: of words.
-        training_from: index of the first training pair.
 
     Examples:
         >>> pairs = [(["read", "file"], ["open", "file"])] * 2

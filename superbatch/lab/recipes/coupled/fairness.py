@@ -26,13 +26,6 @@ Table = dict[str, Tensor]
 def people(count: int, seed: int) -> Table:
     """Draw a table: 10 noisy features, 3 that tell the group, a label that depends on the group.
 
-    Args:
-        count: of rows.
-        seed: of the generator.
-
-    Returns:
-        ``features`` (count, 13), ``label`` and ``group``, float32; 30 % are of group 1.
-
     Examples:
         >>> people(3, seed=0)["features"].shape
         torch.Size([3, 13])
@@ -65,11 +58,7 @@ def gap(scores: Tensor, group: Tensor) -> Tensor:
 def loss_at(model: nn.Module, strength: float, *, size: int | None = None, unbiased: bool = False) -> Loss:
     """Make the loss: logistic loss plus strength times the squared gap of each micro-batch.
 
-    Args:
-        model: features -> logits of shape (n, 1).
-        strength: of the penalty.
-        size: samples of a micro-batch; None: all.
-        unbiased: multiply the gaps of two halves in place of the square.
+    `unbiased` multiplies the gaps of two halves in place of the square.
     """
 
     def loss_fn(batch: Any) -> Tensor:

@@ -25,22 +25,13 @@ KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff
 
 @dataclass(frozen=True)
 class Samples:
-    """Images beside what is to be found in them.
+    """Images beside what is to be found in them."""
 
-    Attributes:
-        images: (n, channels, height, width), float32, or uint8 as read from files.
-        targets: (n,): float32 numbers, or int64 classes.
-    """
-
-    images: Tensor
-    targets: Tensor
+    images: Tensor  # (n, channels, height, width), float32, or uint8 as read from files
+    targets: Tensor  # (n,): float32 numbers, or int64 classes
 
     def batch(self, indices: Tensor | slice) -> dict[str, Tensor]:
-        """Select samples; bytes become floats from 0 to 1.
-
-        Args:
-            indices: of the samples.
-        """
+        """Select samples; bytes become floats from 0 to 1."""
         images = self.images[indices]
         return {
             "images": images if images.is_floating_point() else images.float() / 255,
@@ -50,42 +41,22 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTask:
-    """Images, what a network is to find in them, and how far off it is.
+    """Images, what a network is to find in them, and how far off it is."""
 
-    Attributes:
-        description: what is found in which images.
-        outputs: of the network.
-        train: to learn from.
-        valid: to choose a learning rate by.
-        test: to measure with.
-        loss: (outputs, targets) -> mean loss.
-        error: (outputs, targets) -> error of each image.
-        metric: name of the mean error.
-        unit: of it.
-        margin: a difference of it that does not matter.
-    """
-
-    description: str
-    outputs: int
-    train: Samples
-    valid: Samples
-    test: Samples
-    loss: Callable[[Tensor, Tensor], Tensor]
-    error: Callable[[Tensor, Tensor], Tensor]
-    metric: str
+    description: str  # what is found in which images
+    outputs: int  # of the network
+    train: Samples  # to learn from
+    valid: Samples  # to choose a learning rate by
+    test: Samples  # to measure with
+    loss: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> mean loss
+    error: Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> error of each image
+    metric: str  # name of the mean error
     unit: str
-    margin: float
+    margin: float  # a difference of it that does not matter
 
 
 def spots(count: int, seed: int) -> Samples:
     """Draw images of 0 to 30 bright spots on noise.
-
-    Args:
-        count: of images.
-        seed: of the generator.
-
-    Returns:
-        Images (count, 1, 24, 24) and the number of spots of each.
 
     Examples:
         >>> drawn = spots(3, seed=0)
@@ -104,11 +75,7 @@ def spots(count: int, seed: int) -> Samples:
 
 
 def generated(training: int) -> ImageTask:
-    """Make the task of counting spots.
-
-    Args:
-        training: images to learn from.
-    """
+    """Make the task of counting spots."""
     return ImageTask(
         description="0 to 30 spots in generated images",
         outputs=1,
@@ -126,15 +93,8 @@ def generated(training: int) -> ImageTask:
 def read_folder(folder: Path) -> ImageTask:
     """Read a folder of images, one subfolder for each class, into memory as 32 x 32 pixels in colour.
 
-    Args:
-        folder: if the names of all subfolders are numbers, such as ``0``, ``1``, ``7``, each is the number to
-            be counted in its images; otherwise each is a class.
-
-    Returns:
-        The task. A fifth of the images, at most 500, are held out for validation and as many for the test.
-
-    Raises:
-        InputError: there are fewer than 200 images or two subfolders, one is damaged, or Pillow is missing.
+    If the names of all subfolders are numbers, each is the number to be counted in its images. A fifth of
+    the images, at most 500, are held out for validation and as many for the test.
     """
     classes = sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
     files = [[path for path in sorted(each.rglob("*")) if path.suffix.lower() in KINDS] for each in classes]

@@ -18,9 +18,6 @@ KINDS = (".jsonl", ".tsv")
 def pair_files(folder: Path) -> list[Path]:
     """List the files of pairs that lie directly in a folder, in order.
 
-    Args:
-        folder: where to look.
-
     Examples:
         >>> pair_files(Path("nowhere"))
         []
@@ -31,15 +28,8 @@ def pair_files(folder: Path) -> list[Path]:
 def read_pairs(files: list[Path]) -> list[Pair]:
     """Read pairs, each query and each passage once: a second one would be a wrong negative.
 
-    Args:
-        files: ``.tsv`` with a query, a tab and a passage on each line; ``.jsonl`` with an object on each line
-            whose keys are ``"query"`` and ``"passage"``.
-
-    Returns:
-        The words of both sides, in the order of the files.
-
-    Raises:
-        InputError: a line is no pair, or there are fewer than 2000 pairs.
+    A line of ``.tsv`` is a query, a tab and a passage; one of ``.jsonl`` an object with the keys
+    ``"query"`` and ``"passage"``.
     """
     seen, found = set[str](), list[Pair]()
     for path in files:

@@ -30,13 +30,6 @@ Points = dict[str, Tensor]
 def draw(count: int, seed: int) -> Points:
     """Draw noise for the generator and points of the ring.
 
-    Args:
-        count: of each.
-        seed: of the generator.
-
-    Returns:
-        ``noise`` (count, 8) and ``points`` (count, 2).
-
     Examples:
         >>> draw(3, seed=0)["points"].shape
         torch.Size([3, 2])
@@ -61,13 +54,7 @@ def sliced(first: Tensor, second: Tensor) -> Tensor:
 
 
 def loss_at(model: nn.Module, strength: float, *, size: int | None = None) -> Loss:
-    """Make the loss: the distance between generated and given points of each micro-batch.
-
-    Args:
-        model: noise -> points.
-        strength: not used.
-        size: samples of a micro-batch; None: all.
-    """
+    """Make the loss: the distance between generated and given points of each micro-batch."""
 
     def loss_fn(batch: Any) -> Tensor:
         return sliced(groups(model(batch["noise"]), size), groups(batch["points"], size))

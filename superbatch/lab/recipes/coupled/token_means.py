@@ -112,13 +112,7 @@ def _measures(long: str, short: str) -> tuple[Measure, ...]:
 
 
 def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> CoupledRecipe:
-    """Make the recipe.
-
-    Args:
-        data: folder of Python sources or of ``.txt`` files; None: the standard library, whose size differs
-            with its version.
-        held_out: texts of each kind for validation, and as many for the test.
-    """
+    """Make the recipe from a folder of Python sources or of ``.txt`` files, or from the standard library."""
     found = corpus(data)
     longs, shorts = found.longs, found.shorts
     valid, test = (

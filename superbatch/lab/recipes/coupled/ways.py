@@ -46,13 +46,6 @@ class Way:
 def groups(values: Tensor, size: int | None) -> Tensor:
     """Cut rows into micro-batches along a new first dimension.
 
-    Args:
-        values: shape (n, ...).
-        size: samples of each micro-batch; None: one of all samples.
-
-    Returns:
-        Shape (n / size, size, ...).
-
     Examples:
         >>> groups(torch.arange(4), 2).tolist()
         [[0, 1], [2, 3]]
@@ -61,12 +54,7 @@ def groups(values: Tensor, size: int | None) -> Tensor:
 
 
 def whole_batch(loss_at: LossAt, microbatch_size: int) -> MakeUpdate:
-    """Make exact updates by `superbatch.torch.WholeBatch`.
-
-    Args:
-        loss_at: the loss of the whole batch.
-        microbatch_size: samples that are worked on at a time.
-    """
+    """Make exact updates by `superbatch.torch.WholeBatch`."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
         return WholeBatch(model, optimizer, loss_at(model, strength), microbatch_size=microbatch_size)
@@ -75,13 +63,7 @@ def whole_batch(loss_at: LossAt, microbatch_size: int) -> MakeUpdate:
 
 
 def weighted(loss_at: LossAt, weight: Callable[[Any], int | float], microbatch_size: int) -> MakeUpdate:
-    """Make exact updates by `superbatch.torch.Accumulator` with a weight.
-
-    Args:
-        loss_at: the mean loss of a micro-batch.
-        weight: how much a micro-batch counts.
-        microbatch_size: samples of a micro-batch.
-    """
+    """Make exact updates by `superbatch.torch.Accumulator` with a weight."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
         return Accumulator(
@@ -92,11 +74,7 @@ def weighted(loss_at: LossAt, weight: Callable[[Any], int | float], microbatch_s
 
 
 def written_out(loss_at: LossAt) -> MakeUpdate:
-    """Make updates by one backward of a loss that is written over groups of samples.
-
-    Args:
-        loss_at: the mean of the groups' losses.
-    """
+    """Make updates by one backward of a loss that is written over groups of samples."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, strength: float) -> Update:
         loss_fn = loss_at(model, strength)
