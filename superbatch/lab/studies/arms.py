@@ -23,7 +23,7 @@ from superbatch.torch.options import FrozenBatchNorm
 from superbatch.window import Window
 
 from ..recipes import Recipe
-from .participants import participants_of
+from .participants import accumulator
 from .setting import WRONG, ArmPlan, Way
 from .splits import Split
 
@@ -43,7 +43,7 @@ def update_function(
 ) -> UpdateFunction:
     """Make the function that makes an arm's updates."""
     if arm.way == "real batch":
-        return _real(recipe, model, optimizer)
+        return plain_update(recipe, model, optimizer)
     if arm.way == "accumulator":
         return _accumulator(arm.split, recipe, model, optimizer)
     if arm.way == "plain accumulation":
@@ -68,11 +68,12 @@ def cut(batch: Any, sizes: tuple[int, ...]) -> list[Any]:
     return [take(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
-def _real(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> UpdateFunction:
+def plain_update(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> UpdateFunction:
+    """Make the function that makes an update from a batch in one piece, in plain PyTorch."""
     loss_fn = recipe.loss_fn(model)
 
     def update(batch: Any) -> float:
-        loss, _ = mean_and_weight(recipe, loss_fn, batch)
+        loss = mean_loss(recipe, loss_fn, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -99,25 +100,17 @@ def accumulator_of(
     split: Split, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, *, check: bool = True
 ) -> Accumulator | WholeBatch:
     """Make the accumulator of an arm, by the recipe's own statement."""
+    size = split.sizes[0] if split.equal else None  # unequal micro-batches are given to it as a `Window`
     if recipe.coupled == "exact":
         return WholeBatch(
             model,
             optimizer,
             recipe.loss_fn(model),
-            microbatch_size=split.sizes[0] if split.equal else None,
+            microbatch_size=size,
             rng="batch",
             participants=[FrozenBatchNorm()] if recipe.batchnorm == "frozen" else (),
         )
-    return Accumulator(
-        model,
-        optimizer,
-        recipe.loss_fn(model),
-        microbatch_size=split.sizes[0] if split.equal else None,
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
-        check=check,
-    )
+    return accumulator(recipe, model, optimizer, microbatch_size=size, check=check)
 
 
 def _wrong(
@@ -156,6 +149,13 @@ def mean_and_weight(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -
     else:
         loss, weight = result, count_samples(batch) if recipe.weight is None else recipe.weight(batch)
     return (loss / weight if recipe.reduction == "sum" else loss), weight
+
+
+def mean_loss(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> Tensor:
+    """The mean loss of a batch; its weight is counted only where it is needed."""
+    if recipe.reduction == "mean" and recipe.weight != "returned":
+        return loss_fn(batch)
+    return mean_and_weight(recipe, loss_fn, batch)[0]
 
 
 @torch.no_grad()

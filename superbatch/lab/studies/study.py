@@ -1,6 +1,7 @@
 """Run a study: a recipe in several arms, from several seeds, and what the arms say together.
 
-A study's own file says what the arms are, how one seed is trained, and what is concluded. Everything else -
+The file `study_NAME` has the study's own part: `design`, which says what the arms are, how one seed is
+trained and what is concluded, or `run`, where another command is put into the form of a study. All else -
 seeds, processes, progress, interruption, the report - is here, once.
 """
 
@@ -8,24 +9,26 @@ from __future__ import annotations
 
 import importlib
 import math
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.errors import InputError
 
 from ..recipes import Recipe, load_recipe
+from ..report.comparison import Comparison
 from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
+from ..report.surveys import Surveys
 from . import quick
-from .catalogue import entry_of
+from .catalogue import DOCUMENTATION, entry_of
 from .on_torch import torch_threads
 from .statistics import limits_of
+from .versions import versions
 from .workers import Advanced, Event, Train, train_here, train_spread
 
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
@@ -87,16 +90,6 @@ class StudyInterrupted(KeyboardInterrupt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmSetting:
-    """An arm before it is trained: its name, how in words, and what is known without training."""
-
-    name: str
-    how: str
-    facts: dict[str, float]
-    curve_updates: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class Findings:
     """Findings from the runs: the tests, one sentence, and what to know beside it."""
 
@@ -111,7 +104,7 @@ class Findings:
 class Design:
     """Parts of a study that are its own."""
 
-    arms: tuple[ArmSetting, ...]  # in the order of `setting.arms`
+    arms: tuple[StudyArm, ...]  # without runs, in the order of `setting.arms`
     setting: Any  # what a worker process needs, with the attribute ``arms``
     train: Train  # trains every arm from one seed
     ticks: int  # units of work of one seed
@@ -158,10 +151,10 @@ def study(
         >>> report.arm("naive sum, bfloat16").mean("K = 256") > 1e-2
         True
     """
-    entry = entry_of(name)
     _check(name, recipe, options)
-    module, function = entry.where.split(":")
-    run = getattr(importlib.import_module(module), function)
+    # Imported when it is run: a study that trains loads torch, scipy and more.
+    module: Any = importlib.import_module(f".study_{name.replace('-', '_')}", __package__)
+    run = getattr(module, "run", None) or partial(run_design, name, module.design)
     with torch_threads(options.threads):
         return run(recipe, options, progress)
 
@@ -181,7 +174,7 @@ def loaded(recipe: str | Recipe, options: Options) -> Recipe:
 
 
 def run_design(
-    name: str, recipe: str | Recipe, options: Options, design: MakeDesign, progress: Show
+    name: str, design: MakeDesign, recipe: str | Recipe, options: Options, progress: Show
 ) -> Study:
     """Train all arms from all seeds, here or in several processes, and make the report."""
     start = time.monotonic()
@@ -193,14 +186,8 @@ def run_design(
 
     def report(*, partial: bool) -> Study:
         arms = tuple(
-            StudyArm(
-                name=a.name,
-                how=a.how,
-                facts={key: float(value) for key, value in a.facts.items()},
-                runs=tuple(sorted(runs, key=lambda run: run.seed)),
-                curve_updates=a.curve_updates,
-            )
-            for a, runs in zip(plan.arms, finished, strict=True)
+            replace(arm, runs=tuple(sorted(runs, key=lambda run: run.seed)))
+            for arm, runs in zip(plan.arms, finished, strict=True)
         )
         found = plan.find(arms)
         return Study(
@@ -217,9 +204,9 @@ def run_design(
             seeds=seeds,
             seconds=time.monotonic() - start,
             partial=partial,
-            versions=versions(),
+            versions=versions(torch=torch.__version__),
             command=asked(options),
-            notes=(*found.notes, *limits_of(t.result for t in found.tests), *notes),
+            notes=(*found.notes, *limits_of(t.result for t in found.tests), *notes, reading(name)),
         )
 
     try:
@@ -270,14 +257,28 @@ def _designed(
     return shorter, (quick.note(f"{samples:,} samples", fits=fits),)
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a study ran on: name -> version."""
-    return {
-        "superbatch": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-    }
+def as_study(name: str, report: Comparison | Surveys, options: Options, **own: Any) -> Study:
+    """Put the report of another command into the form of a study, with fields of the study's own."""
+    notes = (*report.notes, *own.pop("notes", ()), reading(name))
+    return Study(
+        name=name,
+        question=entry_of(name).question,
+        recipe=report.recipe,
+        description=report.description,
+        seconds=report.seconds,
+        partial=report.partial,
+        versions=report.versions,
+        command=asked(options),
+        notes=notes,
+        **own,
+    )
+
+
+def reading(name: str) -> str:
+    """Return the note of where a study's numbers are explained."""
+    return (
+        f"How the numbers are measured, and what they do not show: {DOCUMENTATION}#{entry_of(name).section}"
+    )
 
 
 def asked(options: Options) -> dict[str, str]:

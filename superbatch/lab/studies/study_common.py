@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
-from ..report.study import StudyArm, StudyTest
+from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from .arms import mean_and_weight
 from .statistics import tost_paired
 
@@ -20,6 +21,16 @@ LOSS_SAMPLES, QUICK_LOSS_SAMPLES = 2048, 256
 """Training samples, at most, that a training loss is the mean over."""
 
 CHUNK = 512
+POINTS = 40
+"""Of the curve of a run."""
+
+TOO_FEW = "Too few runs were finished to conclude anything."
+LOSS, UPDATES, SEEN = "training loss", "updates", "samples"
+COLUMNS = (
+    Quantity(name=LOSS, meaning="mean over the training set after the last update", form=".4f"),
+    Quantity(name=UPDATES, meaning="of each run", form=",.0f"),
+    Quantity(name=SEEN, meaning="that each run has seen", form=",.0f"),
+)
 
 RATES = {"digits": 0.02}
 """Recipe -> a good rate of plain SGD with batch 1, where its own rate is no guide."""
@@ -53,13 +64,6 @@ def diverged(learning_rate: float) -> InputError:
         f"Training with lr {learning_rate:.3g} diverges: its loss is not finite. "
         "Give a smaller learning rate (--lr)."
     )
-
-
-def mean_loss(recipe: Recipe, loss_fn: Callable[[Any], Any], batch: Any) -> Tensor:
-    """The mean loss of a batch; its weight is looked for only where it is needed."""
-    if recipe.reduction == "mean" and recipe.weight != "returned":
-        return loss_fn(batch)
-    return mean_and_weight(recipe, loss_fn, batch)[0]
 
 
 def stream(samples: int, count: int, seed: int) -> Tensor:
@@ -143,12 +147,12 @@ def compared(
     return StudyTest(first=first.name, second=second.name, quantity=quantity, ratio=ratio, result=result)
 
 
-def present(tests: Sequence[StudyTest | None]) -> tuple[StudyTest, ...]:
+def present(tests: Iterable[StudyTest | None]) -> tuple[StudyTest, ...]:
     """The tests that could be made."""
     return tuple(test for test in tests if test is not None)
 
 
-def separable(recipe: Recipe, study: str) -> Recipe:
+def separable(recipe: Recipe, study: str) -> None:
     """Refuse a recipe whose samples are coupled: with another batch it would be another objective."""
     if recipe.coupled == "exact" or recipe.batchnorm == "per_microbatch":
         raise InputError(
@@ -156,12 +160,34 @@ def separable(recipe: Recipe, study: str) -> Recipe:
             "its samples are coupled, so that another batch size is another objective. "
             "Use a recipe without BatchNorm or contrastive loss, such as digits or text."
         )
-    return recipe
 
 
 def quantity_of_metric(recipe: Recipe) -> str:
     """The heading of the recipe's own measure."""
     return f"{recipe.metric}, {recipe.unit}" if recipe.unit else recipe.metric
+
+
+def column_of_metric(metric: str) -> Quantity:
+    """The column of the recipe's own measure, by its heading."""
+    form = ".2f" if metric.endswith("%") else ".4g"
+    return Quantity(name=metric, meaning="of held-out data, after the last update", form=form)
+
+
+def curve_points(samples: int) -> tuple[float, ...]:
+    """The samples seen at the points of a curve."""
+    return tuple(samples * (point + 1) / POINTS for point in range(POINTS))
+
+
+def from_one_start(
+    recipe: Recipe, arms: Sequence[Any], seed: int, train_one: Callable[[Any, nn.Module], StudyRun]
+) -> Iterator[tuple[int, StudyRun]]:
+    """Train arms one by one from the same weights and the same state of torch's generator."""
+    initial = recipe.model(seed)
+    for index, arm in enumerate(arms):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            run = train_one(arm, copy.deepcopy(initial))
+        yield index, run
 
 
 def _log(value: float) -> float:

@@ -20,11 +20,10 @@ from superbatch.errors import InputError, NonFiniteError
 
 from ..recipes import COUPLED, Recipe
 from ..recipes.coupled import CoupledRecipe, Point, Way
-from ..report.study import Quantity, Study, StudyArm, StudyRun, StudyTest
-from .study import ArmSetting, Design, Findings, Options, Show, run_design
-from .study_common import compared, present, stream
+from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
+from .study import Design, Findings, Options
+from .study_common import TOO_FEW, compared, present, stream
 
-NAME = "coupled"
 RATE, STRENGTH = "learning rate", "strength"
 SHORTEST = 10
 """Updates of the shortest run that a quick study makes."""
@@ -39,13 +38,8 @@ class Setting:
     device: str = "cpu"
 
 
-def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study."""
-    return run_design(NAME, recipe, options, design, progress)
-
-
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """Make the study's own part."""
+    """Plan the ways of a recipe."""
     if not isinstance(recipe, CoupledRecipe):
         raise InputError(
             f"The recipe {recipe.name!r} has no ways to compare. Use one of {', '.join(COUPLED)}, or your "
@@ -60,7 +54,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     device = checked_device(options.device or "cpu")
     setting = Setting(tuple(way.name for way in recipe.ways), updates, device)
     return Design(
-        arms=tuple(ArmSetting(name=way.name, how=way.how, facts={}) for way in recipe.ways),
+        arms=tuple(StudyArm(name=way.name, how=way.how, facts={}, runs=()) for way in recipe.ways),
         setting=setting,
         train=train,
         ticks=len(recipe.ways) * len(recipe.points) * updates,
@@ -159,27 +153,25 @@ def _score(recipe: CoupledRecipe, model: nn.Module) -> float:
 def find(arms: tuple[StudyArm, ...], *, recipe: CoupledRecipe, margin: float) -> Findings:
     """Test each way against the exact one, and conclude."""
     first, *others = arms
-    quantity = recipe.measures[0].name
-    tests = present([compared(arm, first, quantity, margin=margin) for arm in others])
+    measure = recipe.measures[0]
+    tests = present(compared(arm, first, measure.name, margin=margin) for arm in others)
     notes = (
         f"Mechanism: {recipe.mechanism}.",
         *recipe.limits,
         "Seeds vary weights and order of samples, not the data; intervals are not corrected for many arms.",
     )
-    value = first.mean(quantity)
-    if not tests or value is None:
-        return Findings(
-            tests=tests, conclusion="Too few runs were finished to conclude anything.", notes=notes
+    means = {arm.name: arm.mean(measure.name) for arm in arms}
+    conclusion = TOO_FEW
+    if tests and (value := means[first.name]) is not None:
+        sense = "lower" if recipe.lower_is_better else "higher"
+        said = "; ".join(
+            f"{test.first}: {mean:{measure.form}} ({verdict(test, recipe.lower_is_better)})"
+            for test in tests
+            if (mean := means[test.first]) is not None
         )
-    form = recipe.measures[0].form
-    sense = "lower" if recipe.lower_is_better else "higher"
-    said = "; ".join(
-        f"{test.first}: {format(recipe_value, form)} ({verdict(test, recipe.lower_is_better)})"
-        for test in tests
-        if (recipe_value := next(arm for arm in arms if arm.name == test.first).mean(quantity)) is not None
-    )
-    conclusion = f"{quantity} ({sense} is better) of {first.name}: {format(value, form)}; {said}."
-    return Findings(tests=tests, conclusion=conclusion[0].upper() + conclusion[1:], notes=notes)
+        title = measure.name[0].upper() + measure.name[1:]
+        conclusion = f"{title} ({sense} is better) of {first.name}: {value:{measure.form}}; {said}."
+    return Findings(tests=tests, conclusion=conclusion, notes=notes)
 
 
 def verdict(test: StudyTest, lower_is_better: bool) -> str:

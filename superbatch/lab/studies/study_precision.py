@@ -17,24 +17,27 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from superbatch.torch import Accumulator
 from superbatch.torch.masters import MasterWeights, fp32_masters
 from superbatch.window import Window
 
 from ..recipes import Recipe
-from ..report.study import Quantity, Study, StudyArm, StudyRun
+from ..report.study import Quantity, StudyArm, StudyRun
 from . import sums
 from .arms import cut, mean_and_weight, without_coupling
 from .on_torch import cast_batch
-from .participants import participants_of
-from .study import ArmSetting, Design, Findings, Options, Show, run_design
-from .study_common import stream
+from .participants import accumulator
+from .study import Design, Findings, Options
+from .study_common import TOO_FEW, stream
 
-NAME = "precision"
 COUNTS, QUICK_COUNTS = (16, 64, 256, 1024), (16, 64, 256)
 COORDINATES = 20_000
 MICROBATCH = 2
 """Samples: the fewest with which BatchNorm can do."""
+
+LIMIT = (
+    "It does not show what such an error does to a training: a noisy gradient forgives much, a sum that "
+    "stops growing does not."
+)
 
 
 @dataclass(frozen=True)
@@ -78,17 +81,12 @@ class Setting:
     counts: tuple[int, ...]
 
 
-def run(recipe: str | Recipe, options: Options, progress: Show) -> Study:
-    """Run the study."""
-    return run_design(NAME, recipe, options, design, progress)
-
-
 def design(recipe: Recipe, *, options: Options) -> Design:
-    """The ways to sum."""
+    """Plan the ways to sum."""
     counts = QUICK_COUNTS if options.quick else COUNTS
     ways = (*(way for way, _ in DRAWN), *OWN)
     return Design(
-        arms=tuple(ArmSetting(name=way.name, how=way.how, facts={}) for way in ways),
+        arms=tuple(StudyArm(name=way.name, how=way.how, facts={}, runs=()) for way in ways),
         setting=Setting(ways, counts),
         train=train,
         ticks=len(ways),
@@ -153,15 +151,8 @@ def _accumulated(recipe: Recipe, model: nn.Module, window: list[object], dtype: 
         seen.extend(flat for master in masters.values() if (flat := _flat(master)) is not None)
 
     optimizer.register_step_pre_hook(look)
-    accumulate = Accumulator(
-        model,
-        MasterWeights(optimizer, masters),
-        recipe.loss_fn(model),
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
-        gradient_sum=dtype,
-        check=False,
+    accumulate = accumulator(
+        recipe, model, MasterWeights(optimizer, masters), gradient_sum=dtype, check=False
     )
     accumulate(Window(window))
     return torch.cat(seen)
@@ -209,31 +200,17 @@ def _column(count: int) -> str:
 
 
 def find(arms: tuple[StudyArm, ...], *, count: int) -> Findings:
-    """Conclude; there is nothing to test: what is measured is many times apart, or it is not."""
-    notes = (
-        "An error is |sum - exact| / |exact| over all coordinates, against the float64 sum of the same "
-        "low-precision gradients; ± is the standard deviation over seeds.",
-        f'"{INHERENT}" is how far the bfloat16 gradients are from those of the same weights in float64, '
-        "before anything is summed: an error of the sum matters where it is not far below that, or not far "
-        "below the noise of the gradient.",
-        "It does not show what such an error does to a training: a noisy gradient forgives much, a sum that "
-        "stops growing does not.",
-    )
-    return Findings(tests=(), conclusion=conclude({arm.name: arm for arm in arms}, count), notes=notes)
-
-
-def conclude(of: dict[str, StudyArm], count: int) -> str:
-    """One sentence, from the errors at the largest K."""
-    column = _column(count)
+    """Conclude from the errors at the largest K: they are many times apart, or they are not."""
+    column, of = _column(count), {arm.name: arm for arm in arms}
     same, naive, native = (of[name].mean(column) for name in (SAME_SIGN, NAIVE, OWN_NATIVE))
-    wide = [of[name].mean(column) for name in (FLOAT32, OWN_FLOAT32)]
-    if same is None or naive is None or native is None or None in wide:
-        return "Too few runs were finished to conclude anything."
-    buffers = max(each for each in wide if each is not None)
+    wide = [error for name in (FLOAT32, OWN_FLOAT32) if (error := of[name].mean(column)) is not None]
+    if same is None or naive is None or native is None or len(wide) < 2:
+        return Findings(tests=(), conclusion=TOO_FEW, notes=(LIMIT,))
     said = (
         f"a bfloat16 sum of {count} gradients is off by {same:.2g} where they agree in sign, by {naive:.2g} "
         f"where signal equals noise and by {native:.2g} in this model"
     )
-    if buffers < 0.01 * min(same, naive, native):
-        return f"Sum in float32: {said}, the float32 sum of the same gradients by {buffers:.1g}."
-    return f"A float32 sum gains little here: {said}, and the float32 sum is off by {buffers:.2g}."
+    gains = max(wide) < 0.01 * min(same, naive, native)
+    verdict = "Sum in float32" if gains else "A float32 sum gains little here"
+    conclusion = f"{verdict}: {said}, the float32 sum of the same gradients by {max(wide):.1g}."
+    return Findings(tests=(), conclusion=conclusion, notes=(LIMIT,))
