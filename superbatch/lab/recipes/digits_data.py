@@ -43,9 +43,8 @@ def load_images() -> Images:
         from sklearn import datasets, model_selection
     except ImportError as error:
         raise InputError(
-            "A recipe on digits: "
-            "scikit-learn, which carries the data, is not installed. "
-            "Install superbatch[cli]."
+            "A recipe on digits: scikit-learn, which carries the data, is not installed. Install "
+            "superbatch[cli]."
         ) from error
     images, labels = datasets.load_digits(return_X_y=True)
     train, test, train_labels, test_labels = model_selection.train_test_split(

@@ -23,9 +23,8 @@ def mnist(data: str | Path | None = None) -> Recipe:
     for part, inputs, targets in (("train", images, labels), ("t10k", test_images, test_labels)):
         if len(inputs) != len(targets):
             raise InputError(
-                f"The data folder {str(folder)!r}: "
-                f"{part}-images has {len(inputs)} images and {part}-labels has {len(targets)} labels. "
-                "Give files that belong together."
+                f"The data folder {str(folder)!r}: {part}-images has {len(inputs)} images and {part}-labels "
+                f"has {len(targets)} labels. Give files that belong together."
             )
     pixels, classes = images.shape[1], int(labels.max()) + 1
     return classification(

@@ -106,9 +106,8 @@ class Recipe:
                 )
         if self.batch_size > self.samples:
             raise InputError(
-                f"The recipe {self.name!r} with batch_size={self.batch_size}: "
-                f"there are {self.samples} training samples only. "
-                "Give a smaller batch_size."
+                f"The recipe {self.name!r} with batch_size={self.batch_size}: there are {self.samples} "
+                "training samples only. Give a smaller batch_size."
             )
         unknown = sorted(set(self.learning_rates) - set(self.optimizers))
         if unknown:

@@ -21,15 +21,9 @@ from superbatch.torch import count_tokens
 from .models import seeded
 from .recipe import Recipe
 
-IGNORE = -100
-"""Label of padding: positions that the loss leaves out."""
-
-NEWLINE = 10
-"""The byte that ends the line before: what the first byte of a line is predicted from."""
-
-LONGEST = 48
-"""Bytes of a line that are used; the rest of a longer line is left out."""
-
+IGNORE = -100  # label of padding: positions that the loss leaves out
+NEWLINE = 10  # the byte that ends the line before: what the first byte of a line is predicted from
+LONGEST = 48  # bytes of a line that are used; the rest of a longer line is left out
 TEST_LINES = 256
 
 

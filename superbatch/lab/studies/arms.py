@@ -27,9 +27,8 @@ from .participants import accumulator
 from .setting import WRONG, ArmPlan, Way
 from .splits import Split
 
+# Makes one update with a batch and returns the batch's mean loss before it.
 UpdateFunction = Callable[[Any], float]
-"""Makes one update with a batch and returns the batch's mean loss before it."""
-
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, plain PyTorch",
     "accumulator": "superbatch.torch.Accumulator",

@@ -19,13 +19,13 @@ from superbatch.errors import InputError
 from ..recipes import Recipe
 from .setting import ArmPlan, Setting, Way
 
+# Names of the backends, and the packages that each needs; the extra to install has the backend's name.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "jax": ("jax", "optax"),
     "tensorflow": ("tensorflow",),
     "keras": ("keras",),
 }
-"""Names of the backends, and the packages that each needs; the extra to install has the backend's name."""
 FRAMEWORKS_OF_KERAS = ("tensorflow", "jax", "torch")
 
 
@@ -73,9 +73,8 @@ def load_backend(name: str) -> Backend:
         if name != "keras" or wanted not in FRAMEWORKS_OF_KERAS:
             raise
         raise InputError(
-            "backend='keras': "
-            f"Keras is set to {wanted}, which is not installed. "
-            f"Install it, or set KERAS_BACKEND to one of {', '.join(FRAMEWORKS_OF_KERAS)} that is."
+            f"backend='keras': Keras is set to {wanted}, which is not installed. Install it, or set "
+            f"KERAS_BACKEND to one of {', '.join(FRAMEWORKS_OF_KERAS)} that is."
         ) from error
 
 
@@ -102,15 +101,13 @@ def check_backend(name: str, recipe: str | Recipe, *, data: object, threads: int
     if recipe != "digits":
         given = recipe if isinstance(recipe, str) else recipe.name
         raise InputError(
-            f"backend={name!r} with the recipe {given!r}: "
-            f"on {name} the digits task is compared, and no other. "
-            "Use the recipe digits, or the backend torch."
+            f"backend={name!r} with the recipe {given!r}: on {name} the digits task is compared, and no "
+            "other. Use the recipe digits, or the backend torch."
         )
     if data is not None:
         raise InputError(f"data={str(data)!r} with backend={name!r}: digits reads no folder. Leave it out.")
     if threads != 1:
         raise InputError(
-            f"backend={name!r} with threads={threads}: "
-            f"it is torch whose threads are set; {name} reads its own when it starts. "
-            f"Leave it out, and set the threads of {name} in its environment."
+            f"backend={name!r} with threads={threads}: it is torch whose threads are set; {name} reads its "
+            f"own when it starts. Leave it out, and set the threads of {name} in its environment."
         )

@@ -27,6 +27,7 @@ class Entry:
     first_seed: int = 0  # the seeds follow it; settings were tried with smaller ones
 
 
+# Name -> study.
 STUDIES: Mapping[str, Entry] = {
     "momentum": Entry(
         "Does a high momentum with batch 1 replace a large batch?",
@@ -72,7 +73,6 @@ STUDIES: Mapping[str, Entry] = {
         first_seed=100,
     ),
 }
-"""Name -> study."""
 
 
 def entry_of(name: str) -> Entry:

@@ -25,8 +25,7 @@ from .splits import Split, default_splits, parse_split, parse_splits
 from .workers import Advanced, Event, train_here, train_spread
 
 DEFAULTS = Options()
-TAIL = 0.4
-"""Share of the batch that an epoch's short last batch has, where there is one."""
+TAIL = 0.4  # share of the batch that an epoch's short last batch has, where there is one
 
 
 @dataclass(frozen=True)
@@ -105,22 +104,19 @@ def settle(recipe: Recipe, options: Options) -> Setting:
     splits = splits or default_splits(size)
     if sum(splits[0].sizes) != size:
         raise InputError(
-            f"batch_size={size} with the split {splits[0].name}: "
-            f"that split makes batches of {sum(splits[0].sizes)} samples. "
-            "Leave one of the two out."
+            f"batch_size={size} with the split {splits[0].name}: that split makes batches of "
+            f"{sum(splits[0].sizes)} samples. Leave one of the two out."
         )
     if size > recipe.samples:
         raise InputError(
-            f"A batch of {size} samples: "
-            f"the recipe {recipe.name!r} has {recipe.samples} training samples. "
+            f"A batch of {size} samples: the recipe {recipe.name!r} has {recipe.samples} training samples. "
             "Use a smaller batch."
         )
     tail = max(1, round(TAIL * size)) if options.include_wrong else None
     if tail is not None and size + tail > recipe.samples:
         raise InputError(
-            f"include_wrong with a batch of {size} samples: "
-            f"an epoch with a tail needs {size + tail} samples, the recipe has {recipe.samples}. "
-            "Use a smaller batch."
+            f"include_wrong with a batch of {size} samples: an epoch with a tail needs {size + tail} "
+            f"samples, the recipe has {recipe.samples}. Use a smaller batch."
         )
     optimizer, learning_rate = _optimizer(recipe, options)
     return Setting(
@@ -144,9 +140,8 @@ def _optimizer(recipe: Recipe, options: Options) -> tuple[str, float]:
     name = options.optimizer or recipe.default_optimizer
     if name not in recipe.offered:
         raise InputError(
-            f"optimizer={name!r}: "
-            f"the recipe {recipe.name!r} does not offer it. "
-            f"Use one of {', '.join(recipe.offered)}."
+            f"optimizer={name!r}: the recipe {recipe.name!r} does not offer it. Use one of "
+            f"{', '.join(recipe.offered)}."
         )
     return name, options.learning_rate or recipe.learning_rates[name]
 
@@ -156,8 +151,7 @@ def _arms(recipe: Recipe, splits: Sequence[Split], *, include_wrong: bool) -> li
     parts = [split for split in splits if len(split.sizes) > 1]
     if not parts:
         raise InputError(
-            f"A batch of {size} samples in one piece only: "
-            "there is nothing to compare the real batch with. "
+            f"A batch of {size} samples in one piece only: there is nothing to compare the real batch with. "
             "Add a split, such as 5x20 of a batch of 100."
         )
     wrong: list[ArmPlan] = []

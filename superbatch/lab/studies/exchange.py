@@ -24,8 +24,7 @@ from superbatch.tuning.search import time_per_sample
 from ..recipes import Recipe, load_recipe
 from .advise_options import Options, question
 
-ROUNDS = 20
-"""Exchanges that are timed."""
+ROUNDS = 20  # exchanges that are timed
 
 
 def started_on() -> tuple[int, int]:
@@ -40,9 +39,8 @@ def started_on() -> tuple[int, int]:
     rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdigit() and count.isdigit() and int(rank) < int(count)):
         raise InputError(
-            f"RANK={rank!r} and WORLD_SIZE={count!r} beside MASTER_ADDR: "
-            "they do not say which of how many processes this one is. "
-            "Start the command with torchrun, or unset MASTER_ADDR to run it alone."
+            f"RANK={rank!r} and WORLD_SIZE={count!r} beside MASTER_ADDR: they do not say which of how many "
+            "processes this one is. Start the command with torchrun, or unset MASTER_ADDR to run it alone."
         )
     return int(rank), int(count)
 

@@ -14,8 +14,7 @@ from superbatch.tuning.search import MemoryCurve, corrected, fastest, fit_curve,
 
 from ..report.fitting import DRAWN_ON, Reach, Size
 
-BATCHES = (1, 4, 16, 64, 256)
-"""Effective batches that are shown, as multiples of the batch."""
+BATCHES = (1, 4, 16, 64, 256)  # effective batches that are shown, as multiples of the batch
 
 
 @dataclass

@@ -35,21 +35,13 @@ from .rehearsal import Rehearsal, Trainer, microbatches_to_time, prepare, refusa
 
 DEFAULTS = Options()
 
-PROBES = 6
-"""Sizes whose peak is predicted whatever it takes, before the curve is drawn."""
-
-ROUNDS = 20
-"""Windows of each size that are timed, where there is time for them."""
-
+PROBES = 6  # sizes whose peak is predicted whatever it takes, before the curve is drawn
+ROUNDS = 20  # windows of each size that are timed, where there is time for them
+# Shares of a limit that are kept free: of one that an allocation hits, and of one where the system ends the
+# process instead. `superbatch.torch.sizes.auto` keeps the same.
 MARGIN, CARE = 0.01, 0.10
-"""Shares of a limit that are kept free: of one that an allocation hits, and of one where the system ends the
-process instead. `superbatch.torch.sizes.auto` keeps the same."""
-
-BUSY = 0.75
-"""Load average per core from which others are in the way."""
-
-HOPELESS = 2.0
-"""A size this many times slower than the fastest is not timed further."""
+BUSY = 0.75  # load average per core from which others are in the way
+HOPELESS = 2.0  # a size this many times slower than the fastest is not timed further
 
 
 @dataclass(frozen=True)
@@ -119,12 +111,10 @@ class _Work:
     found: Findings
     options: Options
     progress: Callable[[Progress], None]
-    room: int
-    """Bytes that this machine has, whatever limit was asked for."""
+    room: int  # bytes that this machine has, whatever limit was asked for
     end: float = 0.0
     done: int = 0
-    last: tuple[int, float] = (0, 0.0)
-    """The size that was measured last, and how long that took."""
+    last: tuple[int, float] = (0, 0.0)  # the size that was measured last, and how long that took
     unpredicted: set[int] = field(default_factory=set)
 
     def do(self) -> None:

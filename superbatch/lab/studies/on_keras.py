@@ -84,23 +84,20 @@ def check(setting: Setting) -> None:
     """Refuse what cannot be: micro-batches of any size, wrong ways, and float64 where Keras has none."""
     if setting.tail is not None:
         raise InputError(
-            "backend='keras' with include_wrong: "
-            "the wrong ways are loops, and Keras has no loop to write them in. "
-            "Leave it out, or use the backend torch, jax or tensorflow."
+            "backend='keras' with include_wrong: the wrong ways are loops, and Keras has no loop to write "
+            "them in. Leave it out, or use the backend torch, jax or tensorflow."
         )
     if keras.backend.backend() == "torch" and setting.dtype != "float32":
         raise InputError(
-            f"backend='keras' on torch with dtype={setting.dtype!r}: "
-            "Keras multiplies matrices in float32 there, whatever the dtype of the model. "
-            "Use float32, or set KERAS_BACKEND to tensorflow or jax."
+            f"backend='keras' on torch with dtype={setting.dtype!r}: Keras multiplies matrices in float32 "
+            "there, whatever the dtype of the model. Use float32, or set KERAS_BACKEND to tensorflow or jax."
         )
     for arm in setting.arms:
         *most, last = arm.split.sizes
         if len(set(most)) > 1 or (most and last > most[0]):
             raise InputError(
-                f"backend='keras' with the split {arm.split.name}: "
-                "it splits a batch by one size, of which only the last micro-batch can be smaller. "
-                "Give splits such as 5x20 or 40/40/20."
+                f"backend='keras' with the split {arm.split.name}: it splits a batch by one size, of which "
+                "only the last micro-batch can be smaller. Give splits such as 5x20 or 40/40/20."
             )
 
 

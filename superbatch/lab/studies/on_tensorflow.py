@@ -152,9 +152,8 @@ def load(name: str, data: str | Path | None) -> Recipe:
     keras = tf.keras.backend.backend()
     if keras != "tensorflow":
         raise InputError(
-            f"backend='tensorflow' with KERAS_BACKEND={keras}: "
-            "TensorFlow's optimizers are those of Keras, which is set to another framework. "
-            "Unset KERAS_BACKEND, or use the backend keras."
+            f"backend='tensorflow' with KERAS_BACKEND={keras}: TensorFlow's optimizers are those of Keras, "
+            "which is set to another framework. Unset KERAS_BACKEND, or use the backend keras."
         )
     return digits_on(lambda weights: lambda batch: mean_loss(weights, *batch))
 

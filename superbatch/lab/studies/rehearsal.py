@@ -27,19 +27,14 @@ from ..recipes import Recipe
 from ..recipes.models import dtype_of
 from .participants import participants_of
 
-RATE = 1e-12
-"""Learning rate: an optimizer works as hard as with any other, and the weights do not wander off."""
-
+RATE = 1e-12  # learning rate: an optimizer works as hard as with any other, and the weights do not wander off
+# A window that is timed lasts about so long at least: a clock's ticks and a call's start vanish in it.
 WINDOW_SECONDS = 0.01
-"""A window that is timed lasts about so long at least: a clock's ticks and a call's start vanish in it."""
-
 MOST_MICROBATCHES = 64
 
+# Bytes that the allocator of the CPU rounds to, as predictions do; that of CUDA counts for itself.
 CPU_BLOCK = 64
-"""Bytes that the allocator of the CPU rounds to, as predictions do; that of CUDA counts for itself."""
-
-LONG = 0.25
-"""Seconds of a micro-batch from which one is enough for a window that is timed."""
+LONG = 0.25  # seconds of a micro-batch from which one is enough for a window that is timed
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,13 @@ from ..report.comparison import Claim
 from .splits import Split
 
 CURVE_POINTS = 50
-TAILS_IN_A_RUN = 10
-"""At least this many tails, so that even a short run shows what they do."""
-
+TAILS_IN_A_RUN = 10  # at least this many tails, so that even a short run shows what they do
 Way = Literal["real batch", "accumulator", "plain accumulation", "mean of means", "fixed tail divisor"]
+# What the wrong ways do, in words.
 WRONG: Mapping[Way, str] = {
     "mean of means": "wrong: the mean of each micro-batch counts 1/K, whatever the micro-batch weighs",
     "fixed tail divisor": "wrong: divides by the K of a full window where a window is shorter",
 }
-"""What the wrong ways do, in words."""
 
 
 @dataclass(frozen=True)

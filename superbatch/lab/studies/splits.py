@@ -85,9 +85,8 @@ def parse_splits(texts: str | Sequence[str]) -> list[Split]:
     for split in splits:
         if sum(split.sizes) != sum(first.sizes):
             raise InputError(
-                f"The splits {first.name} and {split.name}: "
-                f"they make batches of {sum(first.sizes)} and {sum(split.sizes)} samples. "
-                "Give splits of one batch: all arms must make the same update."
+                f"The splits {first.name} and {split.name}: they make batches of {sum(first.sizes)} and "
+                f"{sum(split.sizes)} samples. Give splits of one batch: all arms must make the same update."
             )
     return splits
 

@@ -31,8 +31,8 @@ from .statistics import limits_of
 from .versions import versions
 from .workers import Advanced, Event, Train, train_here, train_spread
 
+# Options that not every study takes.
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
-"""Options that not every study takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,7 @@ class Design:
     shortest: int = 0  # run that says anything, in samples
 
 
-MakeDesign = Callable[..., Design]
-"""(recipe, options=) -> the study's own part."""
-
+MakeDesign = Callable[..., Design]  # (recipe, options=) -> the study's own part
 Show = Callable[[Progress], None]
 
 

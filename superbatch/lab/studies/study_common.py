@@ -17,13 +17,10 @@ from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
 from .arms import mean_and_weight
 from .statistics import tost_paired
 
+# Training samples, at most, that a training loss is the mean over.
 LOSS_SAMPLES, QUICK_LOSS_SAMPLES = 2048, 256
-"""Training samples, at most, that a training loss is the mean over."""
-
 CHUNK = 512
-POINTS = 40
-"""Of the curve of a run."""
-
+POINTS = 40  # of the curve of a run
 TOO_FEW = "Too few runs were finished to conclude anything."
 LOSS, UPDATES, SEEN = "training loss", "updates", "samples"
 COLUMNS = (
@@ -32,8 +29,7 @@ COLUMNS = (
     Quantity(name=SEEN, meaning="that each run has seen", form=",.0f"),
 )
 
-RATES = {"digits": 0.02}
-"""Recipe -> a good rate of plain SGD with batch 1, where its own rate is no guide."""
+RATES = {"digits": 0.02}  # recipe -> a good rate of plain SGD with batch 1, where its own rate is no guide
 
 
 def rate_of(recipe: Recipe, batch: int) -> float:

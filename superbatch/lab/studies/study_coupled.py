@@ -25,8 +25,7 @@ from .study import Design, Findings, Options
 from .study_common import TOO_FEW, compared, present, stream
 
 RATE, STRENGTH = "learning rate", "strength"
-SHORTEST = 10
-"""Updates of the shortest run that a quick study makes."""
+SHORTEST = 10  # updates of the shortest run that a quick study makes
 
 
 @dataclass(frozen=True)

@@ -45,17 +45,13 @@ from .study_common import (
 )
 
 SAMPLES, QUICK_SAMPLES = 12_000, 6_000
-BEFORE = 0.5
-"""Samples up to the checkpoint, as a share of those of a branch."""
+BEFORE = 0.5  # samples up to the checkpoint, as a share of those of a branch
 KS = (1, 2, 4, 8, 16)
 PART_OF_BATCH = 12
 TOLERANCE = 0.05
-HALF_LIFE = 0.1
-"""Of the smoothing, as a share of a branch's samples."""
-
+HALF_LIFE = 0.1  # of the smoothing, as a share of a branch's samples
+# Windows, and micro-batches of each, that the noise scale is measured with; the weights stay as they are.
 NOISE_WINDOWS, NOISE_STEPS = 64, 8
-"""Windows, and micro-batches of each, that the noise scale is measured with; the weights stay as they are."""
-
 LOSS, RATE = "smoothed loss", "lr"
 WASTE, PREDICTED = "samples needed, x", "by the noise scale, x"
 QUANTITIES = (
@@ -94,9 +90,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     optimizer = options.optimizer or recipe.default_optimizer
     if optimizer not in recipe.learning_rates:
         raise InputError(
-            f"optimizer={optimizer!r}: "
-            f"the recipe {recipe.name!r} does not offer it. "
-            f"Use one of {', '.join(recipe.learning_rates)}."
+            f"optimizer={optimizer!r}: the recipe {recipe.name!r} does not offer it. Use one of "
+            f"{', '.join(recipe.learning_rates)}."
         )
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)

@@ -48,18 +48,11 @@ from .study_common import (
     training_loss,
 )
 
-MADE, QUICK_MADE, SHORTEST = 4000, 800, 100
-"""Updates of the arm that decays the rate."""
-
-PART_OF_BATCH = 6
-"""The first batch is a sixth of the recipe's: there is room to grow."""
-
+MADE, QUICK_MADE, SHORTEST = 4000, 800, 100  # updates of the arm that decays the rate
+PART_OF_BATCH = 6  # the first batch is a sixth of the recipe's: there is room to grow
+# (share of the samples where a phase ends, factor of the rate in it).
 PHASES = ((0.5, 1.0), (0.75, 1 / 5), (1.0, 1 / 25))
-"""(share of the samples where a phase ends, factor of the rate in it)."""
-
-LOSS_MARGIN = 1.1
-"""A factor of the training loss that does not matter."""
-
+LOSS_MARGIN = 1.1  # a factor of the training loss that does not matter
 CONSTANT, DECAY, GROW = "constant rate", "decay the rate", "grow the batch"
 LIMIT = (
     "It does not show that fewer updates take less time, and it is for plain SGD: a rate that decays for "
@@ -85,9 +78,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)
     if 2 * batch > recipe.samples:
         raise InputError(
-            f"batch_size={batch} with {recipe.samples} training samples: "
-            "there is no room for the batch to grow. "
-            "Give a smaller one."
+            f"batch_size={batch} with {recipe.samples} training samples: there is no room for the batch to "
+            "grow. Give a smaller one."
         )
     setting = Setting(
         arms=(CONSTANT, DECAY, GROW),

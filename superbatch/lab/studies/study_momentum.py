@@ -55,15 +55,9 @@ from .study_common import (
 
 SAMPLES, QUICK_SAMPLES = 40_000, 5_000
 BATCH = 16
-TAIL = 0.25
-"""Share of a run, its last, whose weights are averaged."""
-
-LOOKS = 16
-"""Losses taken in the tail: one alone would be as noisy as the weights are."""
-
-NOISE_MARGIN = 1.5
-"""A factor of the noise excess that does not matter: a batch of 16 changes it by 16."""
-
+TAIL = 0.25  # share of a run, its last, whose weights are averaged
+LOOKS = 16  # losses taken in the tail: one alone would be as noisy as the weights are
+NOISE_MARGIN = 1.5  # a factor of the noise excess that does not matter: a batch of 16 changes it by 16
 EXCESS, THEORY = "noise excess", "lr/(B(1-m)), relative"
 A, B, C, D, E, F, G = "ABCDEFG"
 LIMIT = (
@@ -114,9 +108,8 @@ def design(recipe: Recipe, *, options: Options) -> Design:
     large = options.batch_size or BATCH
     if large < 2 or samples < LOOKS * large:
         raise InputError(
-            f"samples={samples} with batch_size={large}: "
-            "a large batch is more than one sample, and its noise is measured over many updates. "
-            f"Give at least {LOOKS} batches of at least 2 samples."
+            f"samples={samples} with batch_size={large}: a large batch is more than one sample, and its "
+            f"noise is measured over many updates. Give at least {LOOKS} batches of at least 2 samples."
         )
     rate = options.learning_rate or rate_of(recipe, large) / large
     arms = (

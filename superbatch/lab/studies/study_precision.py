@@ -31,9 +31,7 @@ from .study_common import TOO_FEW, stream
 
 COUNTS, QUICK_COUNTS = (16, 64, 256, 1024), (16, 64, 256)
 COORDINATES = 20_000
-MICROBATCH = 2
-"""Samples: the fewest with which BatchNorm can do."""
-
+MICROBATCH = 2  # samples: the fewest with which BatchNorm can do
 LIMIT = (
     "It does not show what such an error does to a training: a noisy gradient forgives much, a sum that "
     "stops growing does not."

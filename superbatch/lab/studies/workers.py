@@ -26,8 +26,7 @@ from ..recipes.failing import recipe_failure
 from .backends import load_backend
 from .training import train_seed
 
-REPORT_EVERY = 0.2
-"""Seconds between two messages about progress."""
+REPORT_EVERY = 0.2  # seconds between two messages about progress
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class Failed:
 
 Event = Advanced | Finished
 Receive = Callable[[Event], None]
-Load = tuple[str, str, str | Path | None]
-"""Backend, recipe and data, for a worker to load them."""
+Load = tuple[str, str, str | Path | None]  # backend, recipe and data, for a worker to load them
 
 
 class Arms(Protocol):
@@ -134,9 +132,8 @@ def _listen(processes: Sequence[Any], events: Any, receive: Receive, *, runs: in
             if any(process.exitcode not in (None, 0) for process in processes):
                 codes = [process.exitcode for process in processes]
                 raise SuperbatchError(
-                    f"{len(processes)} worker processes: "
-                    f"one ended before it could say why (exit codes {codes}); memory may have run out. "
-                    "Use fewer workers, or 1 to train in this process."
+                    f"{len(processes)} worker processes: one ended before it could say why (exit codes "
+                    f"{codes}); memory may have run out. Use fewer workers, or 1 to train in this process."
                 ) from None
             continue
         if isinstance(event, Failed):

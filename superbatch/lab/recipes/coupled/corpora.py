@@ -14,15 +14,9 @@ from superbatch.errors import InputError
 
 from .docstrings import LEFT_OUT, library
 
-LONG, SHORT = 128, 24
-"""Bytes of a long text, and the most of a short one."""
-
-START, IGNORE = 256, -100
-"""Input before the first byte, and label of padding."""
-
-LEAST, MOST = 1000, 10_000
-"""Texts of each kind: the fewest, and how many are used at most."""
-
+LONG, SHORT = 128, 24  # bytes of a long text, and the most of a short one
+START, IGNORE = 256, -100  # input before the first byte, and label of padding
+LEAST, MOST = 1000, 10_000  # texts of each kind: the fewest, and how many are used at most
 COMMENT = re.compile(rb"\s*# ([A-Z][ -~]{10,})")
 SHORTEST_LINE = 10
 

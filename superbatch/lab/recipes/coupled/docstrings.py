@@ -17,9 +17,7 @@ from superbatch.errors import InputError
 
 LEFT_OUT = frozenset(("site-packages", "test", "tests", "idlelib", "lib2to3"))
 VOCABULARY, QUERY_WORDS, CODE_WORDS, FEWEST = 4096, 32, 64, 5
-TRAINING_FROM, LEAST = 1500, 2000
-"""Pairs before the training pairs, and the fewest pairs in all."""
-
+TRAINING_FROM, LEAST = 1500, 2000  # pairs before the training pairs, and the fewest pairs in all
 Pair = tuple[list[str], list[str]]
 
 

@@ -14,12 +14,9 @@ from torch.nn.functional import cross_entropy, smooth_l1_loss
 
 from superbatch.errors import InputError
 
-SIDE, MOST_SPOTS = 24, 30
-"""Pixels of a side of a generated image, and the most spots of one."""
-
+SIDE, MOST_SPOTS = 24, 30  # pixels of a side of a generated image, and the most spots of one
+# Of a folder: pixels of a side, fewest images, and the most for validation and for the test each.
 SIDE_READ, LEAST, HELD_OUT = 32, 200, 500
-"""Of a folder: pixels of a side, fewest images, and the most for validation and for the test each."""
-
 KINDS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 
 

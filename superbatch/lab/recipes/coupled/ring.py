@@ -21,9 +21,7 @@ RADIUS, MODES, SPREAD = 2.0, 8, 0.15
 LATENT, HELD_OUT, SECTORS = 8, 8192, 48
 
 ANGLES = torch.arange(32) * (math.pi / 32)
-DIRECTIONS = torch.stack([ANGLES.cos(), ANGLES.sin()])
-"""Directions of the projections, columns."""
-
+DIRECTIONS = torch.stack([ANGLES.cos(), ANGLES.sin()])  # directions of the projections, columns
 Points = dict[str, Tensor]
 
 

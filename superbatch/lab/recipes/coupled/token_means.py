@@ -23,9 +23,7 @@ from .recipe import CoupledRecipe, Measure, Point
 from .ways import Loss, Way, groups, weighted, written_out
 
 BATCH, UPDATES, EXACT = 32, 100, 16
-SHARE = 8
-"""One text in this number is long."""
-
+SHARE = 8  # one text in this number is long
 WIDTH, HELD_OUT = 32, 300
 
 

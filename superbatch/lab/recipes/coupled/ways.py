@@ -16,14 +16,10 @@ from torch import Tensor, nn
 from superbatch.torch import Accumulator, WholeBatch
 
 Loss = Callable[[Any], Tensor]
-LossAt = Callable[[nn.Module, float], Loss]
-"""(model, strength of the point) -> the loss function of a batch."""
-
-Update = Callable[[Any], object]
-"""Makes one update from a batch."""
-
+LossAt = Callable[[nn.Module, float], Loss]  # (model, strength of the point) -> the loss function of a batch
+Update = Callable[[Any], object]  # makes one update from a batch
+# (model, optimizer, strength of the point) -> the function that makes the updates.
 MakeUpdate = Callable[[nn.Module, torch.optim.Optimizer, float], Update]
-"""(model, optimizer, strength of the point) -> the function that makes the updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
