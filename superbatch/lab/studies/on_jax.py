@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from superbatch.jax import value_and_grad
 
 from ..recipes import Recipe
 from ..recipes.digits_data import digits_on
-from .backends import Backend, Trained
+from .backends import Backend
 from .setting import WRONG, ArmPlan, Setting, Way
-from .without_torch import run_updates
+from .without_torch import Steps, trainer
 
 OPTIMIZERS: Mapping[str, Callable[[float], Any]] = {
     "sgd": optax.sgd,
@@ -92,17 +92,9 @@ def update(
     return optax.apply_updates(weights, changes), state, loss
 
 
-def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
-    """Train every arm from one seed, from the weights and in the order of the run on torch."""
-    for arm in setting.arms:
-        with jax.enable_x64(setting.dtype == "float64"):
-            trained = _train(recipe, setting, arm, seed, tick)
-        yield trained
-
-
 def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
     """Ask the compiler how much memory one update of an arm needs."""
-    with jax.enable_x64(setting.dtype == "float64"):
+    with _wide(setting.dtype):
         weights, state = _initial(recipe, setting, 0)
         batch = _batch(recipe, np.arange(setting.batch_size), setting, arm)
         program: Any = update
@@ -110,7 +102,7 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
         return compiled.memory_analysis().temp_size_in_bytes
 
 
-def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
+def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
     static = _static(setting, arm)
     weights, state = _initial(recipe, setting, seed)
     for size in {setting.batch_size, setting.tail or setting.batch_size}:  # compiled before the clock runs
@@ -121,16 +113,11 @@ def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Call
         weights, state, loss = update(weights, state, batch, **static)
         return float(loss)
 
-    return run_updates(
-        recipe,
-        setting,
-        arm,
-        seed,
-        tick,
-        prepare=lambda indices: _batch(recipe, indices, setting, arm),
-        update=one_update,
-        weights=lambda: {name: np.asarray(values) for name, values in weights.items()},
-    )
+    return Steps(lambda indices: _batch(recipe, indices, setting, arm), one_update, lambda: weights)
+
+
+def _wide(dtype: str) -> Any:
+    return jax.enable_x64(dtype == "float64")
 
 
 def _initial(recipe: Recipe, setting: Setting, seed: int) -> tuple[Any, Any]:
@@ -166,7 +153,7 @@ def _scaled(found: Any, share: float) -> Any:
 BACKEND = Backend(
     title="jax",
     load=lambda name, data: digits_on(lambda weights: partial(mean_loss, weights)),
-    train=train,
+    train=trainer(_begin, _wide),
     peak_of_update=peak_of_update,
     how=HOW,
     versions=lambda: {"jax": jax.__version__, "optax": optax.__version__},

@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import keras
@@ -19,16 +19,11 @@ from superbatch.keras import accumulate
 
 from ..recipes import Recipe
 from ..recipes.digits_data import digits_on, initial_weights
-from .backends import Backend, Trained
+from .backends import Backend
 from .setting import ArmPlan, Setting, Way
-from .without_torch import run_updates
+from .without_torch import Steps, optimizers_of, restore, trainer
 
-OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
-    "sgd": keras.optimizers.SGD,
-    "momentum": partial(keras.optimizers.SGD, momentum=0.9),
-    "adam": keras.optimizers.Adam,
-    "adamw": partial(keras.optimizers.AdamW, weight_decay=0.01),  # torch's default
-}
+OPTIMIZERS = optimizers_of(keras)
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, Keras' own train step",
     "accumulator": "superbatch.keras.accumulate",
@@ -47,8 +42,7 @@ class Program:
         """Go back to before the first update, with the initial weights of a seed."""
         drawn = initial_weights(seed)
         self.model.set_weights([values.T for values in drawn.values()])
-        for variable, value in zip(self.model.optimizer.variables, self.start, strict=True):
-            variable.assign(value)
+        restore(self.model.optimizer, self.start)
 
     def weights(self) -> dict[str, np.ndarray]:
         """The weights by torch's names, in torch's shapes: a kernel is the transpose of a weight."""
@@ -101,15 +95,7 @@ def check(setting: Setting) -> None:
             )
 
 
-def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
-    """Train every arm from one seed, from the weights and in the order of the run on torch."""
-    for arm in setting.arms:
-        with _dtype(setting.dtype):
-            trained = _train(recipe, setting, arm, seed, tick)
-        yield trained
-
-
-def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
+def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
     size = None if arm.way == "real batch" else arm.split.sizes[0]
     of_arm = program(size, setting.optimizer, setting.learning_rate, setting.dtype)
 
@@ -123,9 +109,7 @@ def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Call
     of_arm.begin(seed)
     update(prepare(np.arange(setting.batch_size)))  # compiled before the clock runs
     of_arm.begin(seed)
-    return run_updates(
-        recipe, setting, arm, seed, tick, prepare=prepare, update=update, weights=of_arm.weights
-    )
+    return Steps(prepare, update, of_arm.weights)
 
 
 @contextmanager
@@ -158,7 +142,7 @@ BACKEND = Backend(
     title=f"keras ({keras.backend.backend()})",
     load=lambda name, data: digits_on(_loss_of),
     check=check,
-    train=train,
+    train=trainer(_begin, _dtype),
     peak_of_update=lambda recipe, setting, arm: None,
     how=HOW,
     versions=lambda: {

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,16 +20,11 @@ from superbatch.tensorflow import Accumulator
 
 from ..recipes import Recipe
 from ..recipes.digits_data import digits_on, initial_weights
-from .backends import Backend, Trained
+from .backends import Backend
 from .setting import WRONG, ArmPlan, Setting, Way
-from .without_torch import run_updates
+from .without_torch import Steps, optimizers_of, restore, trainer
 
-OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
-    "sgd": tf.keras.optimizers.SGD,
-    "momentum": partial(tf.keras.optimizers.SGD, momentum=0.9),
-    "adam": tf.keras.optimizers.Adam,
-    "adamw": partial(tf.keras.optimizers.AdamW, weight_decay=0.01),  # torch's default
-}
+OPTIMIZERS = optimizers_of(tf.keras)
 HOW: Mapping[Way, str] = {
     "real batch": "the whole batch at once, tf.GradientTape",
     "accumulator": "superbatch.tensorflow.Accumulator",
@@ -51,8 +46,7 @@ class Program:
         """Go back to before the first update, with the initial weights of a seed."""
         for name, values in initial_weights(seed).items():
             self.weights[name].assign(tf.cast(values, self.weights[name].dtype))
-        for variable, value in zip(self.optimizer.variables, self.start, strict=True):
-            variable.assign(value)
+        restore(self.optimizer, self.start)
 
 
 def mean_loss(weights: Mapping[str, Any], images: Any, labels: Any) -> Any:
@@ -113,26 +107,15 @@ def _in_parts(weights: dict[str, Any], optimizer: Any, *, way: Way) -> Callable[
     return update
 
 
-def train(recipe: Recipe, setting: Setting, seed: int, tick: Callable[[int], None]) -> Iterator[Trained]:
-    """Train every arm from one seed, from the weights and in the order of the run on torch."""
-    for arm in setting.arms:
-        yield _train(recipe, setting, arm, seed, tick)
-
-
-def _train(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None]) -> Trained:
+def _begin(recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int) -> Steps:
     of_arm = program(arm.way, setting.optimizer, setting.learning_rate, setting.dtype)
     of_arm.begin(seed)
     of_arm.update(*_arguments(recipe, setting, arm, np.arange(setting.batch_size)))  # traced off the clock
     of_arm.begin(seed)
-    return run_updates(
-        recipe,
-        setting,
-        arm,
-        seed,
-        tick,
-        prepare=lambda indices: _arguments(recipe, setting, arm, indices),
-        update=lambda arguments: float(of_arm.update(*arguments)),
-        weights=lambda: {name: variable.numpy() for name, variable in of_arm.weights.items()},
+    return Steps(
+        lambda indices: _arguments(recipe, setting, arm, indices),
+        lambda arguments: float(of_arm.update(*arguments)),
+        lambda: of_arm.weights,
     )
 
 
@@ -161,7 +144,7 @@ def load(name: str, data: str | Path | None) -> Recipe:
 BACKEND = Backend(
     title="tensorflow",
     load=load,
-    train=train,
+    train=trainer(_begin),
     peak_of_update=lambda recipe, setting, arm: None,
     how=HOW,
     versions=lambda: {"tensorflow": tf.__version__, "keras": tf.keras.__version__},
