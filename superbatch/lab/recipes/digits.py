@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from .digits_data import BATCH_SIZE, DESCRIPTION, LEARNING_RATE, MARGIN, NAME, learning_rates, load_images
+from .digits_data import DESCRIPTION, LEARNING_RATE, NAME, facts, load_images
 from .models import accuracy, seeded
 from .recipe import Recipe
 
@@ -107,18 +107,12 @@ def classification(
         name=name,
         description=description,
         model=seeded(build),
-        samples=len(data.labels),
         batch=lambda indices: (data.images[indices], data.labels[indices]),
         loss_fn=loss_fn,
         evaluate=lambda model: accuracy(model, data.test_images, data.test_labels),
-        metric="test accuracy",
-        unit="%",
-        margin=MARGIN,
-        metric_step=100 / len(data.test_labels),
-        batch_size=min(BATCH_SIZE, len(data.labels)),
-        learning_rates=learning_rates(learning_rate),
         batchnorm="per_microbatch" if batchnorm else "error",
         coupled="exact" if batchnorm else "error",
+        **facts(len(data.labels), len(data.test_labels), learning_rate),
     )
 
 

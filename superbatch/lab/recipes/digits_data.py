@@ -19,8 +19,6 @@ from .recipe import Recipe
 NAME = "digits"
 DESCRIPTION = "a 64-32-10 perceptron with ReLU on scikit-learn's digits"
 LEARNING_RATE = 0.06
-MARGIN = 0.5
-BATCH_SIZE = 100
 
 
 class Images(NamedTuple):
@@ -58,14 +56,22 @@ def load_images() -> Images:
     )
 
 
-def learning_rates(sgd: float = LEARNING_RATE) -> dict[str, float]:
-    """The optimizers that the task allows and the learning rate of each, the default first.
+def facts(samples: int, tests: int, sgd: float = LEARNING_RATE) -> dict[str, Any]:
+    """Fields of a recipe that classifies images, whatever trains it; the first learning rate is plain SGD's.
 
     Examples:
-        >>> list(learning_rates())
+        >>> list(facts(1297, 500)["learning_rates"])
         ['sgd', 'momentum', 'adam', 'adamw']
     """
-    return {"sgd": sgd, "momentum": sgd / 10, "adam": 2e-3, "adamw": 2e-3}
+    return {
+        "samples": samples,
+        "metric": "test accuracy",
+        "unit": "%",
+        "margin": 0.5,
+        "metric_step": 100 / tests,
+        "batch_size": min(100, samples),
+        "learning_rates": {"sgd": sgd, "momentum": sgd / 10, "adam": 2e-3, "adamw": 2e-3},
+    }
 
 
 def initial_weights(seed: int) -> dict[str, np.ndarray]:
@@ -105,13 +111,7 @@ def digits_on(loss_fn: Callable[[Any], Callable[[Any], Any]]) -> Recipe:
     return Recipe(
         name=NAME,
         description=DESCRIPTION,
-        samples=len(data.labels),
         loss_fn=loss_fn,
-        metric="test accuracy",
-        unit="%",
-        margin=MARGIN,
-        metric_step=100 / len(data.test_labels),
-        batch_size=BATCH_SIZE,
-        learning_rates=learning_rates(),
         **functions,
+        **facts(len(data.labels), len(data.test_labels)),
     )

@@ -36,8 +36,18 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 @torch.no_grad()
+def evaluated(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Outputs in evaluation mode, of inputs in the model's dtype; the model's mode is restored."""
+    training = model.training
+    model.eval()
+    try:
+        return model(inputs.to(dtype_of(model)))
+    finally:
+        model.train(training)
+
+
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
-    """Share of correct predictions in percent, in evaluation mode; the model's mode is restored.
+    """Share of correct predictions in percent, in evaluation mode.
 
     Examples:
         >>> model = nn.Linear(2, 2, bias=False)
@@ -45,10 +55,4 @@ def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
         >>> accuracy(model, torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]))
         50.0
     """
-    training = model.training
-    model.eval()
-    try:
-        correct = model(inputs.to(dtype_of(model))).argmax(1) == labels
-    finally:
-        model.train(training)
-    return 100.0 * int(correct.sum()) / len(labels)
+    return 100.0 * int((evaluated(model, inputs).argmax(1) == labels).sum()) / len(labels)

@@ -22,10 +22,7 @@ def naive(gradients: Tensor) -> Tensor:
         >>> naive(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
         256.0
     """
-    total = torch.zeros_like(gradients[0])
-    for gradient in gradients:
-        total += gradient
-    return total
+    return _in_turn(gradients, gradients.dtype)
 
 
 def in_float32(gradients: Tensor) -> Tensor:
@@ -35,7 +32,11 @@ def in_float32(gradients: Tensor) -> Tensor:
         >>> in_float32(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
         512.0
     """
-    total = torch.zeros_like(gradients[0], dtype=torch.float32)
+    return _in_turn(gradients, torch.float32)
+
+
+def _in_turn(gradients: Tensor, dtype: torch.dtype) -> Tensor:
+    total = torch.zeros_like(gradients[0], dtype=dtype)
     for gradient in gradients:
         total += gradient
     return total

@@ -19,7 +19,7 @@ from ..models import seeded
 from .docstrings import Texts, load_texts, shuffled
 from .pair_files import pair_files, read_pairs
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Update, Way, groups, whole_batch, written_out
+from .ways import Loss, Update, Way, exact, groups, plain
 
 BATCH, UPDATES, EXACT = 256, 300, 128
 WIDTH, TEMPERATURE, LEFT_OUT = 64, 0.15, 0.5
@@ -120,11 +120,6 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
     test, valid, train = (_rows(texts, part) for part in (slice(1000), slice(1000, 1500), slice(1500, None)))
     model = seeded(partial(Towers, texts.words))
 
-    def plain(size: int) -> Way:
-        how = f"micro-batches of {size}: each pair against {size - 1} others"
-        update = written_out(partial(loss_at, size=size))
-        return Way(name=f"plain, m = {size}", how=how, model=model, update=update)
-
     return CoupledRecipe(
         name="code-search",
         description=f"two linear towers: {task}, in {where}",
@@ -141,13 +136,8 @@ def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -
         updates=UPDATES,
         coupled="exact",
         ways=(
-            Way(
-                name="superbatch",
-                how=f"WholeBatch in micro-batches of {EXACT}: each pair against {BATCH - 1} others",
-                model=model,
-                update=whole_batch(loss_at, EXACT),
-            ),
-            *map(plain, (32, 8, 2)),
+            exact(loss_at, model, EXACT, f"each pair against {BATCH - 1} others"),
+            *(plain(loss_at, model, m, f"each pair against {m - 1} others") for m in (32, 8, 2)),
             Way(
                 name="cached gradients",
                 how=f"cached_gradients in micro-batches of {EXACT}: exact for losses of embeddings",

@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..models import dtype_of, seeded
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Way, groups, whole_batch, written_out
+from .ways import Loss, exact, groups, plain
 
 BATCH, UPDATES, EXACT = 256, 300, 128
 HELD_OUT = 8000
@@ -97,16 +97,7 @@ def fairness() -> CoupledRecipe:
     train, valid, test = people(BATCH * UPDATES, seed=0), people(HELD_OUT, seed=1), people(HELD_OUT, seed=2)
     model = seeded(lambda: nn.Sequential(nn.Linear(13, 32), nn.GELU(), nn.Linear(32, 1)))
 
-    def plain(size: int) -> Way:
-        how = f"micro-batches of {size}: the mean of their squared gaps"
-        update = written_out(partial(loss_at, size=size))
-        return Way(name=f"plain, m = {size}", how=how, model=model, update=update)
-
-    def unbiased(size: int) -> Way:
-        how = f"micro-batches of {size}: the product of the gaps of two halves in place of the square"
-        update = written_out(partial(loss_at, size=size, unbiased=True))
-        return Way(name=f"unbiased, m = {size}", how=how, model=model, update=update)
-
+    halves, of_halves = partial(loss_at, unbiased=True), "the product of the gaps of two halves, no square"
     return CoupledRecipe(
         name="fairness",
         description="a small classifier of generated tables, with a penalty on the squared gap of two groups",
@@ -123,14 +114,9 @@ def fairness() -> CoupledRecipe:
         updates=UPDATES,
         coupled="exact",
         ways=(
-            Way(
-                name="superbatch",
-                how=f"WholeBatch in micro-batches of {EXACT}: the squared gap of all {BATCH} samples",
-                model=model,
-                update=whole_batch(loss_at, EXACT),
-            ),
-            *map(plain, (64, 16)),
-            *map(unbiased, (64, 16)),
+            exact(loss_at, model, EXACT, f"the squared gap of all {BATCH} samples"),
+            *(plain(loss_at, model, m, "the mean of their squared gaps") for m in (64, 16)),
+            *(plain(halves, model, m, of_halves, kind="unbiased") for m in (64, 16)),
         ),
         points=tuple(Point(learning_rate=3e-3, strength=strength) for strength in (1.0, 3.0, 10.0, 30.0)),
         validate=lambda model: _measure(model, valid)[0],

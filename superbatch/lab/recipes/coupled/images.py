@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +72,9 @@ def spots(count: int, seed: int) -> Samples:
 
 def generated(training: int) -> ImageTask:
     """Make the task of counting spots."""
-    return ImageTask(
-        description="0 to 30 spots in generated images",
-        outputs=1,
-        train=spots(training, seed=0),
-        valid=spots(HELD_OUT, seed=1),
-        test=spots(HELD_OUT, seed=2),
-        loss=partial(_distance, centre=15, unit=10),
-        error=partial(_off, centre=15, unit=10),
-        metric="mean absolute error",
-        unit="spots",
-        margin=0.1,
-    )
+    parts = spots(training, seed=0), spots(HELD_OUT, seed=1), spots(HELD_OUT, seed=2)
+    what = "0 to 30 spots in generated images"
+    return _numbers(*parts, description=what, centre=15, scale=10, unit="spots", margin=0.1)
 
 
 def read_folder(folder: Path) -> ImageTask:
@@ -111,28 +101,20 @@ def read_folder(folder: Path) -> ImageTask:
     test, valid, train = (
         Samples(images[part], targets[part]) for part in order.split([held, held, len(images) - 2 * held])
     )
-    make = _numbers if numbers else _classes
-    return make(train, valid, test, names=names, where=repr(str(folder)))
-
-
-def _numbers(train: Samples, valid: Samples, test: Samples, *, names: list[str], where: str) -> ImageTask:
-    centre, unit = train.targets.mean().item(), train.targets.std().clamp_min(1e-6).item()
-    least, most = sorted(map(int, names))[:: len(names) - 1]
-    return ImageTask(
-        description=f"{least} to {most} things in images of {where}",
-        outputs=1,
-        train=train,
-        valid=valid,
-        test=test,
-        loss=partial(_distance, centre=centre, unit=unit),
-        error=partial(_off, centre=centre, unit=unit),
-        metric="mean absolute error",
-        unit="things",
-        margin=float(f"{unit / 100:.1g}"),
-    )
-
-
-def _classes(train: Samples, valid: Samples, test: Samples, *, names: list[str], where: str) -> ImageTask:
+    where = repr(str(folder))
+    if numbers:
+        least, most = sorted(map(int, names))[:: len(names) - 1]
+        scale = train.targets.std().clamp_min(1e-6).item()
+        return _numbers(
+            train,
+            valid,
+            test,
+            description=f"{least} to {most} things in images of {where}",
+            centre=train.targets.mean().item(),
+            scale=scale,
+            unit="things",
+            margin=float(f"{scale / 100:.1g}"),
+        )
     return ImageTask(
         description=f"{len(names)} classes of images of {where}",
         outputs=len(names),
@@ -147,12 +129,30 @@ def _classes(train: Samples, valid: Samples, test: Samples, *, names: list[str],
     )
 
 
-def _distance(outputs: Tensor, targets: Tensor, *, centre: float, unit: float) -> Tensor:
-    return smooth_l1_loss(outputs[:, 0], (targets - centre) / unit, beta=0.3)
-
-
-def _off(outputs: Tensor, targets: Tensor, *, centre: float, unit: float) -> Tensor:
-    return (unit * outputs[:, 0] + centre - targets).abs()
+def _numbers(
+    train: Samples,
+    valid: Samples,
+    test: Samples,
+    *,
+    description: str,
+    centre: float,
+    scale: float,
+    unit: str,
+    margin: float,
+) -> ImageTask:
+    return ImageTask(
+        description=description,
+        outputs=1,
+        train=train,
+        valid=valid,
+        test=test,
+        # The output is a number in units of `scale` around the centre, as a linear layer finds it easily.
+        loss=lambda out, targets: smooth_l1_loss(out[:, 0], (targets - centre) / scale, beta=0.3),
+        error=lambda out, targets: (scale * out[:, 0] + centre - targets).abs(),
+        metric="mean absolute error",
+        unit=unit,
+        margin=margin,
+    )
 
 
 def _pixels(path: Path) -> Tensor:

@@ -6,7 +6,6 @@ Margin and grid were set before the first run of the study: a distance of 0.02; 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from ..models import dtype_of, seeded
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Way, groups, whole_batch, written_out
+from .ways import Loss, exact, groups, plain
 
 BATCH, UPDATES, EXACT = 256, 300, 64
 RADIUS, MODES, SPREAD = 2.0, 8, 0.15
@@ -94,11 +93,6 @@ def ring() -> CoupledRecipe:
     train, valid, test = draw(BATCH * UPDATES, seed=0), draw(HELD_OUT, seed=1), draw(HELD_OUT, seed=2)
     model = seeded(_generator)
 
-    def plain(size: int) -> Way:
-        how = f"micro-batches of {size}: points sorted against {size} points"
-        update = written_out(partial(loss_at, size=size))
-        return Way(name=f"plain, m = {size}", how=how, model=model, update=update)
-
     return CoupledRecipe(
         name="ring",
         description="a generator of eight Gaussians on a ring of radius 2, by sliced Wasserstein distance",
@@ -115,13 +109,8 @@ def ring() -> CoupledRecipe:
         updates=UPDATES,
         coupled="exact",
         ways=(
-            Way(
-                name="superbatch",
-                how=f"WholeBatch in micro-batches of {EXACT}: {BATCH} points sorted against {BATCH}",
-                model=model,
-                update=whole_batch(loss_at, EXACT),
-            ),
-            *map(plain, (32, 8, 4, 2)),
+            exact(loss_at, model, EXACT, f"{BATCH} points sorted against {BATCH}"),
+            *(plain(loss_at, model, m, f"points sorted against {m} points") for m in (32, 8, 4, 2)),
         ),
         points=tuple(Point(learning_rate=rate) for rate in (0.01, 0.03)),
         validate=lambda model: -distance(model, valid),

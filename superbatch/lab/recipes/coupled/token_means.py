@@ -20,7 +20,7 @@ from superbatch.torch import count_tokens
 from ..models import seeded
 from .corpora import IGNORE, START, Texts, corpus
 from .recipe import CoupledRecipe, Measure, Point
-from .ways import Loss, Way, groups, weighted, written_out
+from .ways import Loss, Way, groups, plain, weighted, written_out
 
 BATCH, UPDATES, EXACT = 32, 100, 16
 SHARE = 8  # one text in this number is long
@@ -121,11 +121,6 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
     usual = BATCH * tokens(train).double().mean().item()
     model = seeded(Convolutions)
 
-    def plain(size: int) -> Way:
-        how = f"mean of means: micro-batches of {size} count alike, whatever their tokens"
-        update = written_out(partial(mean_of_means, size=size))
-        return Way(name=f"plain, m = {size}", how=how, model=model, update=update)
-
     return CoupledRecipe(
         name="token-means",
         description=f"a byte model on {found.where}: one of {SHARE} texts is {found.long}, "
@@ -150,7 +145,7 @@ def token_means(data: str | Path | None = None, *, held_out: int = HELD_OUT) -> 
                 model=model,
                 update=weighted(loss_at, count_tokens("labels", ignore_index=IGNORE), EXACT),
             ),
-            *map(plain, (4, 1)),
+            *(plain(mean_of_means, model, m, "they count alike, whatever their tokens") for m in (4, 1)),
             Way(
                 name="fixed divisor",
                 how="sums over tokens divided by the tokens that a batch has on average",

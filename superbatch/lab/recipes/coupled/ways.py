@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,21 @@ def weighted(loss_at: LossAt, weight: Callable[[Any], int | float], microbatch_s
         )
 
     return make
+
+
+def exact(loss_at: LossAt, model: Callable[[int], nn.Module], size: int, how: str) -> Way:
+    """The way that all others are compared with: `superbatch.torch.WholeBatch`."""
+    how = f"WholeBatch in micro-batches of {size}: {how}"
+    return Way(name="superbatch", how=how, model=model, update=whole_batch(loss_at, size))
+
+
+def plain(
+    loss_at: Callable[..., Loss], model: Callable[[int], nn.Module], size: int, how: str, kind: str = "plain"
+) -> Way:
+    """A way that takes micro-batches one by one; `loss_at` has a parameter for their size."""
+    how = f"micro-batches of {size}: {how}"
+    update = written_out(partial(loss_at, size=size))
+    return Way(name=f"{kind}, m = {size}", how=how, model=model, update=update)
 
 
 def written_out(loss_at: LossAt) -> MakeUpdate:
