@@ -27,23 +27,12 @@ class Classification(NamedTuple):
 
 
 def digits() -> Recipe:
-    """The multi-layer perceptron 64-32-10 with ReLU.
-
-    Examples:
-        >>> recipe = digits()
-        >>> recipe.samples, recipe.batch_size, recipe.learning_rates["sgd"]
-        (1297, 100, 0.06)
-    """
+    """The multi-layer perceptron 64-32-10 with ReLU."""
     return classification(NAME, DESCRIPTION, _perceptron, load_digits())
 
 
 def digits_bn() -> Recipe:
-    """The perceptron with BatchNorm: a *coupled* model, each sample is normalised by all others of the batch.
-
-    Examples:
-        >>> digits_bn().coupled
-        'exact'
-    """
+    """The perceptron with BatchNorm: a *coupled* model, normalised by the whole batch."""
     return classification(
         "digits-bn",
         "a 64-32-10 perceptron with BatchNorm (samples see each other) on scikit-learn's digits",
@@ -58,10 +47,6 @@ def digits_conv() -> Recipe:
 
     It is smooth (GELU, average pooling), so that in float32 a difference of rounding stays one: at the kinks
     of ReLU and maximum pooling it can grow to 1e-3 in a run.
-
-    Examples:
-        >>> sum(p.numel() for p in digits_conv().model(0).parameters())
-        1898
     """
     return classification(
         "digits-conv",
@@ -73,12 +58,7 @@ def digits_conv() -> Recipe:
 
 
 def digits_conv_bn() -> Recipe:
-    """The convolutional network with BatchNorm: a *coupled* model.
-
-    Examples:
-        >>> digits_conv_bn().coupled
-        'exact'
-    """
+    """The convolutional network with BatchNorm: a *coupled* model."""
     return classification(
         "digits-conv-bn",
         "a small convolutional net with BatchNorm (samples see each other) on scikit-learn's digits",
@@ -117,12 +97,7 @@ def classification(
 
 
 def load_digits() -> Classification:
-    """Read scikit-learn's digits and split off 500 stratified test samples.
-
-    Examples:
-        >>> [tuple(part.shape) for part in load_digits()]
-        [(1297, 64), (1297,), (500, 64), (500,)]
-    """
+    """Read scikit-learn's digits and split off 500 stratified test samples."""
     return Classification(*map(torch.from_numpy, load_images()))
 
 

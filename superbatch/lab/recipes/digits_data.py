@@ -31,12 +31,7 @@ class Images(NamedTuple):
 
 
 def load_images() -> Images:
-    """Read scikit-learn's digits and split off 500 stratified test samples.
-
-    Examples:
-        >>> [part.shape for part in load_images()]
-        [(1297, 64), (1297,), (500, 64), (500,)]
-    """
+    """Read scikit-learn's digits and split off 500 stratified test samples."""
     try:
         from sklearn import datasets, model_selection
     except ImportError as error:
@@ -57,12 +52,7 @@ def load_images() -> Images:
 
 
 def facts(samples: int, tests: int, sgd: float = LEARNING_RATE) -> dict[str, Any]:
-    """Fields of a recipe that classifies images, whatever trains it; the first learning rate is plain SGD's.
-
-    Examples:
-        >>> list(facts(1297, 500)["learning_rates"])
-        ['sgd', 'momentum', 'adam', 'adamw']
-    """
+    """Fields of a recipe that classifies images, whatever trains it; `sgd` is the rate of plain SGD."""
     return {
         "samples": samples,
         "metric": "test accuracy",
@@ -75,12 +65,7 @@ def facts(samples: int, tests: int, sgd: float = LEARNING_RATE) -> dict[str, Any
 
 
 def initial_weights(seed: int) -> dict[str, np.ndarray]:
-    """The perceptron's weights as torch draws them from a seed, by torch's names.
-
-    Examples:
-        >>> {name: values.shape for name, values in initial_weights(0).items()}
-        {'0.weight': (32, 64), '0.bias': (32,), '2.weight': (10, 32), '2.bias': (10,)}
-    """
+    """The perceptron's weights as torch draws them from a seed, by torch's names."""
     draws = Draws(seed)
     (first, first_bias), (second, second_bias) = draws.linear(64, 32), draws.linear(32, 10)
     return {"0.weight": first, "0.bias": first_bias, "2.weight": second, "2.bias": second_bias}
@@ -94,13 +79,7 @@ def accuracy(weights: Mapping[str, np.ndarray], images: np.ndarray, labels: np.n
 
 
 def digits_on(loss_fn: Callable[[Any], Callable[[Any], Any]]) -> Recipe:
-    """The digits task for a backend that is not torch: models are the named arrays of `initial_weights`.
-
-    Examples:
-        >>> recipe = digits_on(lambda weights: lambda batch: 0.0)
-        >>> recipe.samples, recipe.evaluate(recipe.model(0)) < 30
-        (1297, True)
-    """
+    """The digits task for a backend that is not torch: models are the named arrays of `initial_weights`."""
     data = load_images()
     # What torch takes as its model, batch and tensors are names and numpy arrays here.
     functions: dict[str, Any] = {

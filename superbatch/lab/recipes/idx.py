@@ -21,15 +21,7 @@ UNSIGNED_BYTE = 0x08
 
 
 def read_idx(path: str | Path) -> Tensor:
-    """Read one IDX file of unsigned bytes.
-
-    Examples:
-        >>> import tempfile
-        >>> file = Path(tempfile.mkdtemp()) / "labels-idx1-ubyte"
-        >>> _ = file.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
-        >>> read_idx(file).tolist()
-        [7, 8, 9]
-    """
+    """Read one IDX file of unsigned bytes."""
     path = Path(path)
     content = _content(path)
     if len(content) < 4 or content[:3] != bytes([0, 0, UNSIGNED_BYTE]):

@@ -25,11 +25,6 @@ def pairs() -> Recipe:
 
     The model is smooth (GELU): at the kinks of ReLU a difference of float32 rounding can grow to percents of
     the weights, since Adam makes steps of full size from the smallest gradient.
-
-    Examples:
-        >>> batch = pairs().batch(torch.arange(4))
-        >>> batch["first"].shape, bool((batch["first"] == batch["second"]).all())
-        (torch.Size([4, 64]), False)
     """
     data = load_digits()
     generator = torch.Generator().manual_seed(0)
@@ -57,12 +52,7 @@ def pairs() -> Recipe:
 
 
 def view(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Shift each 8 x 8 image by up to one pixel each way and add noise of standard deviation 0.1.
-
-    Examples:
-        >>> view(torch.zeros(2, 64), torch.Generator().manual_seed(0)).shape
-        torch.Size([2, 64])
-    """
+    """Shift each 8 x 8 image by up to one pixel each way and add noise of standard deviation 0.1."""
     padded = pad(images.unflatten(1, (8, 8)), (1, 1, 1, 1))
     shifts = torch.randint(3, (len(images), 2), generator=generator).tolist()
     moved = torch.stack([image[y : y + 8, x : x + 8] for image, (y, x) in zip(padded, shifts, strict=True)])
@@ -73,10 +63,6 @@ def info_nce(first: Tensor, second: Tensor) -> Tensor:
     """Symmetric InfoNCE: each representation must pick its partner among all of the batch.
 
     ``mean of -log softmax(cos(z_i, z'_j) / 0.2)[i, i]`` over rows and columns.
-
-    Examples:
-        >>> round(info_nce(torch.eye(2), torch.eye(2)).item(), 4)
-        0.0067
     """
     scores = normalize(first, dim=1) @ normalize(second, dim=1).T / TEMPERATURE
     partner = torch.arange(len(scores), device=scores.device)

@@ -28,14 +28,7 @@ TEST_LINES = 256
 
 
 def text(*, lines: int = 8192) -> Recipe:
-    """A small byte-level transformer on lines of the standard library, measured in bits per byte.
-
-    Examples:
-        >>> recipe = text(lines=400)
-        >>> batch = recipe.batch(torch.arange(8))
-        >>> batch["ids"].shape == batch["labels"].shape, recipe.weight(batch) < batch["labels"].numel()
-        (True, True)
-    """
+    """A small byte-level transformer on lines of the standard library, measured in bits per byte."""
     corpus = read_lines(lines)
     # A fixed permutation: neighbouring lines of a file are alike, the test lines must not be one file's.
     order = torch.randperm(len(corpus), generator=torch.Generator().manual_seed(0)).tolist()
@@ -68,10 +61,6 @@ class ByteModel(nn.Module):
     """Bytes -> scores of the next byte: a transformer of one block, without dropout.
 
     A position sees itself and those before it, so the padding after a line's end changes nothing before it.
-
-    Examples:
-        >>> ByteModel()(torch.zeros(2, 5, dtype=torch.long)).shape
-        torch.Size([2, 5, 256])
     """
 
     def __init__(self, width: int = 32, heads: int = 4) -> None:
@@ -105,13 +94,7 @@ class ByteModel(nn.Module):
 
 
 def read_lines(count: int) -> list[bytes]:
-    """Lines of the modules directly in the standard library's folder, spread evenly: 2 to 48 bytes each.
-
-    Examples:
-        >>> lines = read_lines(1000)
-        >>> len(lines), max(map(len, lines)) <= LONGEST
-        (1000, True)
-    """
+    """Lines of the modules directly in the standard library's folder, spread evenly: 2 to 48 bytes each."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     lines = [
         line.rstrip()[:LONGEST]

@@ -59,12 +59,7 @@ class Backend:
 
 
 def load_backend(name: str) -> Backend:
-    """Import a backend.
-
-    Examples:
-        >>> load_backend("torch").title
-        'torch'
-    """
+    """Import a backend."""
     check_installed(name)
     try:
         return importlib.import_module(f"superbatch.lab.studies.on_{name}").BACKEND
@@ -79,13 +74,7 @@ def load_backend(name: str) -> Backend:
 
 
 def check_installed(name: str) -> None:
-    """Refuse a backend that cannot be loaded, without importing anything.
-
-    Examples:
-        >>> check_installed("numpy")
-        Traceback (most recent call last):
-        superbatch.errors.InputError: There is no backend 'numpy'. Use one of torch, jax, ...
-    """
+    """Refuse a backend that cannot be loaded, without importing anything."""
     if name not in PACKAGES:
         raise InputError(f"There is no backend {name!r}. Use one of {', '.join(PACKAGES)}.")
     missing = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]

@@ -76,12 +76,7 @@ STUDIES: Mapping[str, Entry] = {
 
 
 def entry_of(name: str) -> Entry:
-    """The study of that name.
-
-    Examples:
-        >>> entry_of("precision").question
-        'How much does a sum of K gradients in bfloat16 lose?'
-    """
+    """The study of that name."""
     if name not in STUDIES:
         raise InputError(
             f"There is no study {name!r}{did_you_mean(name, STUDIES)} Use one of {', '.join(STUDIES)}."

@@ -28,12 +28,7 @@ ROUNDS = 20  # exchanges that are timed
 
 
 def started_on() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks, as torchrun states them; ``(0, 1)`` alone.
-
-    Examples:
-        >>> started_on()
-        (0, 1)
-    """
+    """Return this process's rank and the number of ranks, as torchrun states them; ``(0, 1)`` alone."""
     if "MASTER_ADDR" not in os.environ:  # a batch system may set the other two for a single process, too
         return 0, 1
     rank, count = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
@@ -62,26 +57,14 @@ def check_ranks(stated: int, count: int) -> int:
 
 
 def this_rank(device: str) -> torch.device:
-    """Return the device of this rank: of several GPUs the one that torchrun has given it.
-
-    Examples:
-        >>> this_rank("cpu")
-        device(type='cpu')
-    """
+    """Return the device of this rank: of several GPUs the one that torchrun has given it."""
     if device != "cuda":
         return torch.device(device)
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def exchanged(recipe: Recipe, options: Options) -> tuple[Options, tuple[str, ...]]:
-    """Measure the exchange, unless its time was given or there is only one rank.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> options, notes = exchanged(load_recipe("digits"), Options(ranks=8))
-        >>> print(*notes)
-        The exchange of gradients over 8 ranks was not measured and counts as nothing: ...
-    """
+    """Measure the exchange, unless its time was given or there is only one rank."""
     count = started_on()[1]
     if options.all_reduce_seconds is not None or options.ranks == 1:
         return options, ()
@@ -108,13 +91,7 @@ def take_part(recipe: str, options: Options) -> None:
 
 
 def exchange_seconds(model: nn.Module, sync: Sync) -> float:
-    """Time the exchange of dense gradients: seconds on the slowest rank. Every rank must call this.
-
-    Examples:
-        >>> from superbatch.torch.window.sync.local import Local
-        >>> 0 <= exchange_seconds(nn.Linear(3, 1), Local()) < 1  # this process alone: nothing to exchange
-        True
-    """
+    """Time the exchange of dense gradients: seconds on the slowest rank. Every rank must call this."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
     seconds: list[float] = []

@@ -128,14 +128,7 @@ class Findings:
         )
 
     def seconds_per_sample(self, samples: int) -> float | None:
-        """Seconds per sample of micro-batches of any size: between two timed sizes a straight line.
-
-        Examples:
-            >>> found = Findings(limit=Limit(1, ""), batch_size=8)
-            >>> found.timings = {2: [9.0, 4.0], 4: [9.0, 2.0]}
-            >>> found.seconds_per_sample(1), found.seconds_per_sample(3), found.seconds_per_sample(8)
-            (4.0, 3.0, 2.0)
-        """
+        """Seconds per sample of micro-batches of any size: between two timed sizes a straight line."""
         known = sorted((size, time_per_sample(seconds)) for size, seconds in self.timed.items())
         if not known:
             return None

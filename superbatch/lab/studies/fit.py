@@ -258,12 +258,7 @@ class _Work:
 
 
 def busy() -> list[str]:
-    """Say it if others keep this machine busy: then times say little, those of several threads least.
-
-    Examples:
-        >>> all("load average" in sentence for sentence in busy())
-        True
-    """
+    """Say it if others keep this machine busy: then times say little, those of several threads least."""
     load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
     if load < BUSY * cores:
         return []

@@ -23,15 +23,7 @@ Tick = Callable[[int], None]
 
 
 def orders(samples: int, setting: Setting, seed: int) -> Iterator[Tensor]:
-    """Draw the samples of each batch: permutation after permutation, as `setting.batches`.
-
-    Examples:
-        >>> setting = Setting(
-        ...     arms=(), updates=4, batch_size=4, tail=2, dtype="float32", optimizer="sgd", learning_rate=0.1
-        ... )
-        >>> [len(batch) for batch in orders(11, setting, seed=0)]
-        [4, 2, 4, 2]
-    """
+    """Draw the samples of each batch: permutation after permutation, as `setting.batches`."""
     generator = torch.Generator().manual_seed(seed)
     draws = batches(lambda: torch.randperm(samples, generator=generator).numpy(), samples, setting)
     yield from map(torch.from_numpy, draws)

@@ -14,12 +14,7 @@ from ..recipes import Recipe
 
 
 def participants_of(batchnorm: str) -> list[Any]:
-    """Return what a recipe's `batchnorm` stands for.
-
-    Examples:
-        >>> participants_of("error"), participants_of("frozen")
-        ([], [FrozenBatchNorm()])
-    """
+    """Return what a recipe's `batchnorm` stands for."""
     return {"frozen": [FrozenBatchNorm()], "per_microbatch": [GhostBatchNorm()]}.get(batchnorm, [])
 
 

@@ -39,15 +39,7 @@ LONG = 0.25  # seconds of a micro-batch from which one is enough for a window th
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A recipe, ready to make windows of any size.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> digits = load_recipe("digits")
-        >>> rehearsal = prepare(digits, optimizer="sgd", dtype="float32", device="cpu", samples=8)
-        >>> len(rehearsal.window_of(4, count=3)), rehearsal.peak(4) > 4 * 2410  # gradients, and more
-        (3, True)
-    """
+    """A recipe, ready to make windows of any size."""
 
     recipe: Recipe
     optimizer: str  # one of the recipe's
@@ -156,14 +148,7 @@ def prepare(
 
 
 def refusal(rehearsal: Rehearsal) -> str | None:
-    """Ask the accumulator whether it takes a recipe: one update of a few samples.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> pairs = prepare(load_recipe("pairs"), optimizer="adam", dtype="float32", device="cpu", samples=8)
-        >>> print(refusal(pairs))
-        No weight explains the loss, so samples influence each other... Instead use WholeBatch ...
-    """
+    """Ask the accumulator whether it takes a recipe: one update of a few samples."""
     recipe, few, model = rehearsal.recipe, min(4, rehearsal.samples), rehearsal.model
     accumulate = Accumulator(
         model,
@@ -182,12 +167,7 @@ def refusal(rehearsal: Rehearsal) -> str | None:
 
 
 def microbatches_to_time(seconds: float) -> int:
-    """Return the number of micro-batches of a timed window.
-
-    Examples:
-        >>> [microbatches_to_time(seconds) for seconds in (1.0, 0.1, 0.001, 0.0)]
-        [1, 2, 10, 64]
-    """
+    """Return the number of micro-batches of a timed window."""
     if seconds * MOST_MICROBATCHES <= WINDOW_SECONDS:
         return MOST_MICROBATCHES
     return max(1 if seconds > LONG else 2, round(WINDOW_SECONDS / seconds))

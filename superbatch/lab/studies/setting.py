@@ -23,13 +23,7 @@ WRONG: Mapping[Way, str] = {
 
 @dataclass(frozen=True)
 class ArmPlan:
-    """A split and the way its updates are made.
-
-    Examples:
-        >>> from superbatch.lab.studies.splits import parse_split
-        >>> ArmPlan(parse_split("80/15/5"), "mean of means", "wrong").name
-        '80/15/5 mean of means'
-    """
+    """A split and the way its updates are made."""
 
     split: Split
     way: Way
@@ -84,11 +78,6 @@ def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> I
 
 
 def curve_updates(updates: int) -> tuple[int, ...]:
-    """The last update of each of up to 50 near-equal stretches of a run.
-
-    Examples:
-        >>> curve_updates(3), curve_updates(1000)[:3]
-        ((1, 2, 3), (20, 40, 60))
-    """
+    """The last update of each of up to 50 near-equal stretches of a run."""
     points = min(CURVE_POINTS, updates)
     return tuple((point + 1) * updates // points for point in range(points))

@@ -14,12 +14,7 @@ FORMS = "Write KxM for K micro-batches of M samples (5x20), or each size (80/15/
 
 @dataclass(frozen=True)
 class Split:
-    """Numbers of samples of the micro-batches of a full batch.
-
-    Examples:
-        >>> parse_split("2x50").sizes
-        (50, 50)
-    """
+    """Numbers of samples of the micro-batches of a full batch."""
 
     name: str  # as the user wrote it
     sizes: tuple[int, ...]  # samples of each micro-batch, in order
@@ -51,12 +46,7 @@ class Split:
 
 
 def parse_split(text: str) -> Split:
-    """Read one split.
-
-    Examples:
-        >>> parse_split("3/1").sizes
-        (3, 1)
-    """
+    """Read one split."""
     text = text.strip()
     if match := re.fullmatch(r"(\d+)x(\d+)", text):
         count, size = map(int, match.groups())
@@ -71,12 +61,7 @@ def parse_split(text: str) -> Split:
 
 
 def parse_splits(texts: str | Sequence[str]) -> list[Split]:
-    """Read splits that must be of the same batch.
-
-    Examples:
-        >>> [split.name for split in parse_splits("1x100,5x20")]
-        ['1x100', '5x20']
-    """
+    """Read splits that must be of the same batch."""
     pieces = texts.split(",") if isinstance(texts, str) else list(texts)
     splits = list(dict.fromkeys(parse_split(piece) for piece in pieces))
     if not splits:

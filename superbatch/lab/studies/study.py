@@ -227,12 +227,7 @@ def run_design(
 
 
 def turns_of(recipe: str | Recipe, options: Options, seeds: Sequence[int]) -> int:
-    """Return the number of seeds that run one after the other; the others run beside them.
-
-    Examples:
-        >>> turns_of("digits", Options(workers=2), (0, 1, 2))
-        2
-    """
+    """Return the number of seeds that run one after the other; the others run beside them."""
     return math.ceil(len(seeds) / options.workers) if isinstance(recipe, str) else len(seeds)
 
 

@@ -37,11 +37,6 @@ def rate_of(recipe: Recipe, batch: int) -> float:
 
     The recipe's own rate times the square root of the batch over its own, which is on the safe side. The
     digits' own rate is the first source's and far below what the data allow: there it is 0.02 per sample.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> rate_of(load_recipe("digits"), 16), rate_of(load_recipe("text"), 8)
-        (0.32, 0.25)
     """
     if recipe.name in RATES:
         return RATES[recipe.name] * batch
@@ -50,12 +45,7 @@ def rate_of(recipe: Recipe, batch: int) -> float:
 
 
 def diverged(learning_rate: float) -> InputError:
-    """Return the error for a training whose loss is no longer finite.
-
-    Examples:
-        >>> print(diverged(3.0))
-        Training with lr 3 diverges: its loss is not finite. Give a smaller learning rate ...
-    """
+    """Return the error for a training whose loss is no longer finite."""
     return InputError(
         f"Training with lr {learning_rate:.3g} diverges: its loss is not finite. "
         "Give a smaller learning rate (--lr)."
@@ -63,12 +53,7 @@ def diverged(learning_rate: float) -> InputError:
 
 
 def stream(samples: int, count: int, seed: int) -> Tensor:
-    """Draw indices of samples: permutation after permutation.
-
-    Examples:
-        >>> sorted(stream(4, 6, seed=0)[:4].tolist())
-        [0, 1, 2, 3]
-    """
+    """Draw indices of samples: permutation after permutation."""
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(samples, generator=generator) for _ in range(-(-count // samples))]
     return torch.cat(rounds)[:count]
@@ -91,12 +76,7 @@ def parameters_apart(model: nn.Module) -> Iterator[Tensor]:
 
 
 def smooth(losses: list[float], batch: int, half_life: float) -> list[float]:
-    """A debiased moving average of losses, with a half-life in samples.
-
-    Examples:
-        >>> smooth([4.0, 4.0, 4.0], batch=8, half_life=16)[-1]
-        4.0
-    """
+    """A debiased moving average of losses, with a half-life in samples."""
     keep = 2 ** (-batch / half_life)
     total = weight = 0.0
     found: list[float] = []
@@ -115,19 +95,7 @@ def compared(
     ratio: bool = False,
     step: float | None = None,
 ) -> StudyTest | None:
-    """Test that two arms are equivalent, on pairs of runs of the same seed.
-
-    Examples:
-        >>> from superbatch.lab.report.study import StudyRun
-        >>> arms = [
-        ...     StudyArm(name=name, how="", facts={}, runs=tuple(
-        ...         StudyRun(seed=seed, values={"loss": factor * (1 + seed)}) for seed in range(3)))
-        ...     for name, factor in (("A", 1.0), ("B", 1.05))
-        ... ]
-        >>> test = compared(arms[1], arms[0], "loss", margin=1.1, ratio=True)
-        >>> round(test.difference, 3), test.result.equivalent
-        (1.05, True)
-    """
+    """Test that two arms are equivalent, on pairs of runs of the same seed."""
     of_seed = {run.seed: run.values.get(quantity, math.nan) for run in second.runs}
     pairs = [
         (run.values.get(quantity, math.nan), of_seed[run.seed]) for run in first.runs if run.seed in of_seed

@@ -73,12 +73,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 
 
 def checked_device(name: str) -> str:
-    """Return the name of a device that models can be trained on.
-
-    Examples:
-        >>> checked_device("cpu")
-        'cpu'
-    """
+    """Return the name of a device that models can be trained on."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # a build without CUDA asserts

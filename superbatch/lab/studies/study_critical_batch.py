@@ -276,10 +276,5 @@ def conclude(
 
 
 def predicted_waste(scale: float, batch: int, k: float) -> float:
-    """Samples that k times the batch needs over those of the batch: ``(1 + k b/B) / (1 + b/B)``.
-
-    Examples:
-        >>> round(predicted_waste(64.0, 8, 8), 3)
-        1.778
-    """
+    """Samples that k times the batch needs over those of the batch: ``(1 + k b/B) / (1 + b/B)``."""
     return (1 + k * batch / scale) / (1 + batch / scale)

@@ -16,22 +16,12 @@ from torch import Tensor
 
 
 def naive(gradients: Tensor) -> Tensor:
-    """``s = round(s + g)`` in the gradients' own dtype: what ``.grad`` does.
-
-    Examples:
-        >>> naive(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
-        256.0
-    """
+    """``s = round(s + g)`` in the gradients' own dtype: what ``.grad`` does."""
     return _in_turn(gradients, gradients.dtype)
 
 
 def in_float32(gradients: Tensor) -> Tensor:
-    """The sum of low-precision gradients in a float32 buffer: what `superbatch.torch.Accumulator` does.
-
-    Examples:
-        >>> in_float32(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
-        512.0
-    """
+    """The sum of low-precision gradients in a float32 buffer: what `superbatch.torch.Accumulator` does."""
     return _in_turn(gradients, torch.float32)
 
 
@@ -43,12 +33,7 @@ def _in_turn(gradients: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def kahan(gradients: Tensor) -> Tensor:
-    """Compensated: a second buffer of the same dtype keeps what rounding took, error 2u.
-
-    Examples:
-        >>> kahan(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
-        512.0
-    """
+    """Compensated: a second buffer of the same dtype keeps what rounding took, error 2u."""
     total, lost = torch.zeros_like(gradients[0]), torch.zeros_like(gradients[0])
     for gradient in gradients:
         mended = gradient - lost
@@ -59,12 +44,7 @@ def kahan(gradients: Tensor) -> Tensor:
 
 
 def pairwise(gradients: Tensor) -> Tensor:
-    """Sums of equally many gradients are added up, like digits that carry; log2 K buffers, error u log2 K.
-
-    Examples:
-        >>> pairwise(torch.full((512, 1), 1.0, dtype=torch.bfloat16)).item()
-        512.0
-    """
+    """Sums of equally many gradients are added up, like digits that carry; log2 K buffers, error u log2 K."""
     carried: list[tuple[int, Tensor]] = []
     for gradient in gradients:
         level, total = 0, gradient
@@ -82,10 +62,6 @@ def stochastic(gradients: Tensor) -> Tensor:
     """Round up or down at random, up with the probability of what would be lost: no bias; for bfloat16.
 
     Draws from torch's generator.
-
-    Examples:
-        >>> bool(400 < stochastic(torch.full((512, 100), 1.0, dtype=torch.bfloat16)).float().mean() < 600)
-        True
     """
     total = torch.zeros_like(gradients[0])
     for gradient in gradients:

@@ -33,12 +33,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a training; None stands for the recipe's own value, or for leaving it out.
-
-    Examples:
-        >>> Options(updates=100).precision
-        'float32'
-    """
+    """Options of a training; None stands for the recipe's own value, or for leaving it out."""
 
     batch_size: int | None = None  # samples of one update, on all ranks
     microbatch_size: int | Literal["auto", "largest"] = "auto"  # samples, ``"auto"`` or ``"largest"``
@@ -124,14 +119,7 @@ def train(
 
 
 def batches_from(samples: int, seed: int, start: int, size: int) -> Iterator[Tensor]:
-    """Draw the batches that come after some samples: permutation after permutation, one for each epoch.
-
-    Examples:
-        >>> batches = batches_from(5, 0, 0, 3)
-        >>> first, second = next(batches), next(batches)
-        >>> torch.equal(next(batches_from(5, 0, 3, 3)), second)
-        True
-    """
+    """Draw the batches that come after some samples: permutation after permutation, one for each epoch."""
 
     def permutation(epoch: int) -> Tensor:
         return torch.randperm(samples, generator=torch.Generator().manual_seed((seed << 24) + epoch))

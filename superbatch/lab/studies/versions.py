@@ -8,12 +8,7 @@ from superbatch._version import __version__
 
 
 def versions(**frameworks: str) -> dict[str, str]:
-    """Return name -> version: superbatch, the frameworks, Python and the platform.
-
-    Examples:
-        >>> list(versions(torch="2.13"))
-        ['superbatch', 'torch', 'python', 'platform']
-    """
+    """Return name -> version: superbatch, the frameworks, Python and the platform."""
     return {
         "superbatch": __version__,
         **frameworks,

@@ -61,12 +61,7 @@ def corpus(data: str | Path | None) -> Corpus:
 
 
 def table(texts: list[bytes]) -> Texts:
-    """Make input ids and labels of texts, padded to the longest.
-
-    Examples:
-        >>> table([b"ab", b"c"])["labels"].tolist()
-        [[97, 98], [99, -100]]
-    """
+    """Make input ids and labels of texts, padded to the longest."""
     length = max(map(len, texts))
     labels = torch.tensor([[*text, *[IGNORE] * (length - len(text))] for text in texts])
     before = torch.cat([torch.full((len(texts), 1), START), labels[:, :-1]], 1)

@@ -117,12 +117,7 @@ def _uncoupled(model: Callable[..., Callable[[int], nn.Module]], loss_at: LossAt
 
 
 def counting(data: str | Path | None = None) -> CoupledRecipe:
-    """Make the recipe on a folder of images, or on generated spots.
-
-    Examples:
-        >>> counting().batch(torch.arange(4))["images"].shape
-        torch.Size([4, 1, 24, 24])
-    """
+    """Make the recipe on a folder of images, or on generated spots."""
     task = generated(BATCH * UPDATES) if data is None else read_folder(Path(data))
     loss_at = loss_of(task)
     sized = partial(network, channels=task.train.images.shape[1], outputs=task.outputs)

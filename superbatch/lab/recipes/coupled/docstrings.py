@@ -42,12 +42,7 @@ def load_texts(data: str | Path | None = None) -> Texts:
 
 
 def shuffled(pairs: Sequence[Pair]) -> Texts:
-    """Number the words of pairs, put in a fixed random order; the first 1500 are held out.
-
-    Examples:
-        >>> shuffled([(["read", "file"], ["open", "file"])] * 2000).queries.shape
-        torch.Size([2000, 32])
-    """
+    """Number the words of pairs, put in a fixed random order; the first 1500 are held out."""
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
     return as_numbers([pairs[i] for i in order], training_from=TRAINING_FROM)
 

@@ -24,12 +24,7 @@ Table = dict[str, Tensor]
 
 
 def people(count: int, seed: int) -> Table:
-    """Draw a table: 10 noisy features, 3 that tell the group, a label that depends on the group.
-
-    Examples:
-        >>> people(3, seed=0)["features"].shape
-        torch.Size([3, 13])
-    """
+    """Draw a table: 10 noisy features, 3 that tell the group, a label that depends on the group."""
     g = torch.Generator().manual_seed(seed)
     group = (torch.rand(count, generator=g) < 0.3).float()
     hidden = torch.randn(count, 10, generator=g)
@@ -41,12 +36,7 @@ def people(count: int, seed: int) -> Table:
 
 
 def gap(scores: Tensor, group: Tensor) -> Tensor:
-    """Compute the mean score of group 1 less that of group 0, along the last dimension; 0 if one is missing.
-
-    Examples:
-        >>> gap(torch.tensor([0.5, 1.0, 0.0]), torch.tensor([1.0, 0.0, 0.0])).item()
-        0.0
-    """
+    """Compute the mean score of group 1 less that of group 0 in the last dimension; 0 if one is missing."""
     other = 1 - group
     counts = group.sum(-1), other.sum(-1)
     ones, others = (
@@ -88,12 +78,7 @@ def _measure(model: nn.Module, table: Table) -> tuple[float, float, float]:
 
 
 def fairness() -> CoupledRecipe:
-    """Make the recipe.
-
-    Examples:
-        >>> fairness().batch(torch.arange(4))["group"].shape
-        torch.Size([4])
-    """
+    """Make the recipe."""
     train, valid, test = people(BATCH * UPDATES, seed=0), people(HELD_OUT, seed=1), people(HELD_OUT, seed=2)
     model = seeded(lambda: nn.Sequential(nn.Linear(13, 32), nn.GELU(), nn.Linear(32, 1)))
 

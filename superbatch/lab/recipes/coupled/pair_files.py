@@ -16,12 +16,7 @@ KINDS = (".jsonl", ".tsv")
 
 
 def pair_files(folder: Path) -> list[Path]:
-    """List the files of pairs that lie directly in a folder, in order.
-
-    Examples:
-        >>> pair_files(Path("nowhere"))
-        []
-    """
+    """List the files of pairs that lie directly in a folder, in order."""
     return sorted(path for path in folder.glob("*") if path.suffix in KINDS) if folder.is_dir() else []
 
 

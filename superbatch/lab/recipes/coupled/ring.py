@@ -25,12 +25,7 @@ Points = dict[str, Tensor]
 
 
 def draw(count: int, seed: int) -> Points:
-    """Draw noise for the generator and points of the ring.
-
-    Examples:
-        >>> draw(3, seed=0)["points"].shape
-        torch.Size([3, 2])
-    """
+    """Draw noise for the generator and points of the ring."""
     g = torch.Generator().manual_seed(seed)
     angle = torch.randint(MODES, (count,), generator=g) * (2 * math.pi / MODES)
     centres = RADIUS * torch.stack([angle.cos(), angle.sin()], 1)
@@ -39,12 +34,7 @@ def draw(count: int, seed: int) -> Points:
 
 
 def sliced(first: Tensor, second: Tensor) -> Tensor:
-    """Compute the squared sliced Wasserstein distance of micro-batches (K, m, 2), their mean.
-
-    Examples:
-        >>> sliced(torch.zeros(1, 4, 2), torch.zeros(1, 4, 2)).item()
-        0.0
-    """
+    """Compute the squared sliced Wasserstein distance of micro-batches (K, m, 2), their mean."""
     directions = DIRECTIONS.to(second)
     one, two = (each @ directions for each in (first, second))
     return (one.sort(1).values - two.sort(1).values).square().mean()
@@ -84,12 +74,7 @@ def radius(model: nn.Module, held_out: Points) -> float:
 
 
 def ring() -> CoupledRecipe:
-    """Make the recipe.
-
-    Examples:
-        >>> ring().batch(torch.arange(4))["noise"].shape
-        torch.Size([4, 8])
-    """
+    """Make the recipe."""
     train, valid, test = draw(BATCH * UPDATES, seed=0), draw(HELD_OUT, seed=1), draw(HELD_OUT, seed=2)
     model = seeded(_generator)
 
