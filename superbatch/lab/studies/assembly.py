@@ -12,26 +12,22 @@ from .setting import ArmPlan, Setting
 from .statistics import limits_of, smallest_gap, summarise, tost_paired, tost_welch
 
 PAIRED = (
-    "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order, so their "
-    "difference is free of the variation between seeds. The Welch test beside it treats the arms as "
-    "independent groups, as published tables must."
+    "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order. The Welch test "
+    "treats the arms as independent groups."
 )
 COUPLED = (
-    "This model has BatchNorm, which makes the samples of a micro-batch influence each other: a micro-batch "
-    "of 20 is normalised by 20 samples, the real batch by all. No accumulation of micro-batches taken one by "
-    "one can give the real batch's weights, and these arms do not claim to."
+    "This model has BatchNorm, which normalises by the samples of a micro-batch, not of the batch: these arms "
+    "do not claim to give the real batch's weights."
 )
 BESIDE = (
-    "Samples of a batch see each other here. The splits that stand alone compute the loss of the whole "
-    "batch, in micro-batches of their size (WholeBatch). Plain accumulation takes them one by one: "
-    "BatchNorm normalises by the samples of a micro-batch, and a contrastive loss has the negatives of one. "
-    "That is another objective, and these arms do not claim to give the real batch's weights."
+    "Samples of a batch see each other here. The splits that stand alone compute the loss of the whole batch "
+    "(WholeBatch); plain accumulation, BatchNorm's included, is another objective and does not claim to give "
+    "the real batch's weights."
 )
 BATCHNORM = {"frozen": "FrozenBatchNorm()", "per_microbatch": "GhostBatchNorm()"}
 ROUNDING = (
-    "In float32 the arms add the same numbers in another order. Differences of about 1e-7 are rounding; a "
-    "unit that falls on the other side of a ReLU's kink can make it 1e-5 later in a run. --dtype float64 "
-    "tells rounding from error."
+    "Differences of about 1e-7 are rounding in float32, and 1e-5 where a unit falls on the other side of a "
+    "ReLU's kink; --dtype float64 tells rounding from error."
 )
 
 

@@ -6,12 +6,10 @@ of updates. So the weights themselves can be compared, which is a far sharper qu
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from superbatch._version import __version__
 from superbatch.errors import InputError
 
 from ..recipes import Recipe
@@ -22,7 +20,8 @@ from .compare_options import Options as Options
 from .compare_options import asked, check_options
 from .setting import ArmPlan, Setting, curve_updates
 from .splits import Split, default_splits, parse_split, parse_splits
-from .workers import Advanced, Event, train_here, train_spread
+from .versions import versions
+from .workers import Finished, receiver, train_seeds
 
 DEFAULTS = Options()
 TAIL = 0.4  # share of the batch that an epoch's short last batch has, where there is one
@@ -69,7 +68,13 @@ def compare(
     seeds = tuple(range(options.runs))
     finished: list[list[Run]] = [[] for _ in setting.arms]
     peaks: list[int | None] = [None] * len(setting.arms)
-    receive = _receiver(setting, seeds, finished, progress)
+
+    def show(done: int, total: int, found: Finished | None) -> None:
+        named = None if found is None else (found.seed, setting.arms[found.arm].name, found.run.metric)
+        progress(Progress(done, total, named))
+
+    total = len(seeds) * setting.updates * sum(len(arm.split.sizes) for arm in setting.arms)
+    receive = receiver(total, finished, show)
 
     def report(*, partial: bool) -> Comparison:
         seconds = time.monotonic() - start
@@ -79,19 +84,7 @@ def compare(
         with backend.threads(options.threads):
             for index, arm in enumerate(setting.arms):
                 peaks[index] = backend.peak_of_update(loaded, setting, arm)
-            if options.workers == 1 or options.runs == 1 or not isinstance(recipe, str):
-                train_here(loaded, setting, seeds, receive)
-            else:
-                train_spread(
-                    recipe,
-                    setting,
-                    seeds,
-                    receive,
-                    workers=min(options.workers, options.runs),
-                    threads=options.threads,
-                    data=options.data,
-                    backend=options.backend,
-                )
+            train_seeds(recipe, loaded, setting, seeds, receive, options=options, backend=options.backend)
     except KeyboardInterrupt:
         raise ComparisonInterrupted(report(partial=True)) from None
     return report(partial=False)
@@ -177,28 +170,6 @@ def _uneven(size: int) -> Split:
     return parse_split(f"{size - second - third}/{second}/{third}")
 
 
-def _receiver(
-    setting: Setting,
-    seeds: Sequence[int],
-    finished: list[list[Run]],
-    progress: Callable[[Progress], None],
-) -> Callable[[Event], None]:
-    total = len(seeds) * setting.updates * sum(len(arm.split.sizes) for arm in setting.arms)
-    done = 0
-
-    def receive(event: Event) -> None:
-        nonlocal done
-        if isinstance(event, Advanced):
-            done += event.microbatches
-            progress(Progress(done, total))
-        else:
-            finished[event.arm].append(event.run)
-            name = setting.arms[event.arm].name
-            progress(Progress(done, total, (event.seed, name, event.run.metric)))
-
-    return receive
-
-
 def _report(
     recipe: Recipe,
     options: Options,
@@ -235,12 +206,7 @@ def _report(
         curve_updates=curve_updates(setting.updates),
         seconds=seconds,
         partial=partial,
-        versions={
-            "superbatch": __version__,
-            **backend.versions(),
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}",
-        },
+        versions=versions(**backend.versions()),
         command=asked(options),
         notes=notes_on(arms, setting, backend, options.workers),
     )

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 
-from superbatch._version import __version__
 from superbatch.results.memory import Limit
 from superbatch.torch.memory.limits import memory_limit
 from superbatch.torch.memory.out_of_memory import out_of_memory
@@ -32,6 +30,7 @@ from .fit_options import Options as Options
 from .fit_options import asked, check_options
 from .on_torch import torch_threads
 from .rehearsal import Rehearsal, Trainer, microbatches_to_time, prepare, refusal
+from .versions import versions
 
 DEFAULTS = Options()
 
@@ -301,12 +300,7 @@ def _report(
         refused=found.refused,
         seconds=seconds,
         partial=partial,
-        versions={
-            "superbatch": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()} {platform.machine()}",
-        },
+        versions=versions(torch=torch.__version__),
         command=asked(options),
         notes=tuple(found.notes),
     )

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from superbatch.batch.tree import map_arrays, plan
+from superbatch.batch.tree import plan
 from superbatch.errors import CoupledSamplesError
-from superbatch.torch import Accumulator
 from superbatch.torch.memory.ledger import Ledger
 from superbatch.torch.memory.meter import peak_bytes
 from superbatch.torch.window.participants.gradient_sum import LOW_PRECISION
@@ -25,7 +24,8 @@ from superbatch.window import Window
 
 from ..recipes import Recipe
 from ..recipes.models import dtype_of
-from .participants import participants_of
+from .on_torch import cast_batch
+from .participants import accumulator
 
 RATE = 1e-12  # learning rate: an optimizer works as hard as with any other, and the weights do not wander off
 # A window that is timed lasts about so long at least: a clock's ticks and a call's start vanish in it.
@@ -99,13 +99,11 @@ class Trainer:
         self.model, self.optimizer = model, optimizer
         self.loss_fn: Callable[[Any], Any] = recipe.loss_fn(model)
         self._returned = recipe.weight == "returned"
-        self._accumulator = Accumulator(
+        self._accumulator = accumulator(
+            replace(recipe, batchnorm="per_microbatch") if coupled else recipe,
             model,
             optimizer,
-            self.loss_fn,
-            reduction=recipe.reduction,
-            weight=recipe.weight,
-            participants=participants_of("per_microbatch" if coupled else recipe.batchnorm),
+            loss_fn=self.loss_fn,
             # Two micro-batches stand for many: low precision is then summed in float32.
             gradient_sum=torch.float32 if dtype_of(model) in LOW_PRECISION else None,
             check=False,  # it runs the loss more often on the first window; `refusal` has asked already
@@ -137,28 +135,16 @@ def prepare(
     recipe: Recipe, *, optimizer: str, dtype: str, device: str | torch.device, samples: int
 ) -> Rehearsal:
     """Make a recipe ready; its samples repeat where it has fewer than the batch."""
-    wanted = getattr(torch, dtype)
-    batch = recipe.batch(torch.arange(samples) % recipe.samples)
-    if wanted is not torch.float32:
-        batch = map_arrays(
-            lambda leaf: leaf.to(wanted) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
-            batch,
-        )
-    return Rehearsal(recipe, optimizer, recipe.model(0).to(device=device, dtype=wanted), batch, samples)
+    batch = cast_batch(recipe.batch(torch.arange(samples) % recipe.samples), dtype)
+    model = recipe.model(0).to(device=device, dtype=getattr(torch, dtype))
+    return Rehearsal(recipe, optimizer, model, batch, samples)
 
 
 def refusal(rehearsal: Rehearsal) -> str | None:
     """Ask the accumulator whether it takes a recipe: one update of a few samples."""
     recipe, few, model = rehearsal.recipe, min(4, rehearsal.samples), rehearsal.model
-    accumulate = Accumulator(
-        model,
-        recipe.optimizers[rehearsal.optimizer](model.parameters(), RATE),
-        recipe.loss_fn(model),
-        microbatch_size=-(-few // 2),
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=participants_of(recipe.batchnorm),
-    )
+    optimizer = recipe.optimizers[rehearsal.optimizer](model.parameters(), RATE)
+    accumulate = accumulator(recipe, model, optimizer, microbatch_size=-(-few // 2))
     try:
         accumulate(rehearsal.take(few))
     except CoupledSamplesError as error:

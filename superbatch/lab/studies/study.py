@@ -29,7 +29,7 @@ from .catalogue import DOCUMENTATION, entry_of
 from .on_torch import torch_threads
 from .statistics import limits_of
 from .versions import versions
-from .workers import Advanced, Event, Train, train_here, train_spread
+from .workers import Finished, Train, receiver, train_seeds
 
 # Options that not every study takes.
 SELDOM = ("samples", "batch_size", "learning_rate", "optimizer", "margin", "tolerance", "device")
@@ -180,7 +180,15 @@ def run_design(
     seeds = seeds_of(name, options)
     plan, notes = _designed(what, options, design, turns=turns_of(recipe, options, seeds))
     finished: list[list[StudyRun]] = [[] for _ in plan.arms]
-    receive = _receiver(plan, len(seeds) * plan.ticks, finished, progress)
+
+    def show(done: int, total: int, found: Finished | None) -> None:
+        text = None
+        if found is not None:
+            value = found.run.values.get(plan.headline, math.nan)
+            text = f"seed {found.seed}, {plan.arms[found.arm].name}: {value:.4g}"
+        progress(Progress(min(done, total), total, text))
+
+    receive = receiver(len(seeds) * plan.ticks, finished, show)
 
     def report(*, partial: bool) -> Study:
         arms = tuple(
@@ -208,19 +216,7 @@ def run_design(
         )
 
     try:
-        if turns_of(recipe, options, seeds) == len(seeds) or not isinstance(recipe, str):
-            train_here(what, plan.setting, seeds, receive, train=plan.train)
-        else:
-            train_spread(
-                recipe,
-                plan.setting,
-                seeds,
-                receive,
-                workers=min(options.workers, len(seeds)),
-                threads=options.threads,
-                data=options.data,
-                train=plan.train,
-            )
+        train_seeds(recipe, what, plan.setting, seeds, receive, options=options, train=plan.train)
     except KeyboardInterrupt:
         raise StudyInterrupted(report(partial=True)) from None
     return report(partial=False)
@@ -278,25 +274,6 @@ def asked(options: Options) -> dict[str, str]:
     """The options that were given, as text."""
     values = {each.name: getattr(options, each.name) for each in fields(options)}
     return {name: str(value) for name, value in values.items() if value is not None}
-
-
-def _receiver(
-    plan: Design, total: int, finished: Sequence[list[StudyRun]], progress: Show
-) -> Callable[[Event], None]:
-    done = 0
-
-    def receive(event: Event) -> None:
-        nonlocal done
-        if isinstance(event, Advanced):
-            done += event.microbatches
-            progress(Progress(min(done, total), total))
-        else:
-            finished[event.arm].append(event.run)
-            value = event.run.values.get(plan.headline, math.nan)
-            text = f"seed {event.seed}, {plan.arms[event.arm].name}: {value:.4g}"
-            progress(Progress(min(done, total), total, text))
-
-    return receive
 
 
 def _check(name: str, recipe: str | Recipe, options: Options) -> None:

@@ -28,21 +28,10 @@ from superbatch.torch.tuning.scaling import rescale
 
 from ..recipes import Recipe
 from ..report.study import Quantity, StudyArm, StudyRun, StudyTest
+from . import study_common as common
 from .arms import plain_update
 from .participants import accumulator
 from .study import Design, Findings, Options
-from .study_common import (
-    POINTS,
-    TOO_FEW,
-    UPDATES,
-    compared,
-    curve_points,
-    diverged,
-    present,
-    separable,
-    smooth,
-    stream,
-)
 
 SAMPLES, QUICK_SAMPLES = 12_000, 6_000
 BEFORE = 0.5  # samples up to the checkpoint, as a share of those of a branch
@@ -56,7 +45,7 @@ LOSS, RATE = "smoothed loss", "lr"
 WASTE, PREDICTED = "samples needed, x", "by the noise scale, x"
 QUANTITIES = (
     Quantity(name=LOSS, meaning="of the training batches, half-life a tenth of the branch", form=".4f"),
-    Quantity(name=UPDATES, meaning="of the branch", form=",.0f"),
+    Quantity(name=common.UPDATES, meaning="of the branch", form=",.0f"),
     Quantity(name=RATE, meaning="by the scaling rule: linear for SGD, square root for Adam", form=".3g"),
     Quantity(name=WASTE, meaning="over what the small batch needs for the same smoothed loss", form=".2f"),
     Quantity(
@@ -86,7 +75,7 @@ class Setting:
 
 def design(recipe: Recipe, *, options: Options) -> Design:
     """Plan the branches."""
-    separable(recipe, "critical-batch")
+    common.separable(recipe, "critical-batch")
     optimizer = options.optimizer or recipe.default_optimizer
     if optimizer not in recipe.learning_rates:
         raise InputError(
@@ -109,13 +98,13 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         optimizer=optimizer,
         learning_rate=options.learning_rate or recipe.learning_rates[optimizer],
     )
-    at = curve_points(samples)
+    at = common.curve_points(samples)
     return Design(
         arms=tuple(
             StudyArm(
                 name=f"batch {k * batch}",
                 how=f"{k} x {batch} samples from the checkpoint on",
-                facts={UPDATES: float(math.ceil(samples / (k * batch)))},
+                facts={common.UPDATES: float(math.ceil(samples / (k * batch)))},
                 runs=(),
                 curve_updates=tuple(each / (k * batch) for each in at),
             )
@@ -142,14 +131,14 @@ def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
     """Train to the checkpoint, measure the noise, and continue in every branch."""
-    order = stream(recipe.samples, setting.before + setting.samples, seed)
+    order = common.stream(recipe.samples, setting.before + setting.samples, seed)
     first, rest = order[: setting.before], order[setting.before :]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = recipe.model(seed)
         optimizer = recipe.optimizers[setting.optimizer](model.parameters(), setting.learning_rate)
         if not math.isfinite(_work(recipe, model, optimizer, first, setting.batch, tick)[-1]):
-            raise diverged(setting.learning_rate)
+            raise common.diverged(setting.learning_rate)
         noise = noise_at(recipe, model, setting.batch, seed)
         base: list[float] = []
         for index, k in enumerate(setting.arms):
@@ -159,7 +148,7 @@ def train(
             if k > 1:
                 rescale(own, setting.batch, batch)
             losses = _work(recipe, branch, own, rest, batch, tick)
-            smoothed = smooth(losses, batch, HALF_LIFE * setting.samples)
+            smoothed = common.smooth(losses, batch, HALF_LIFE * setting.samples)
             base = base or smoothed
             values = {LOSS: smoothed[-1], RATE: own.param_groups[0]["lr"], WASTE: waste(base, smoothed[-1])}
             if index == 0:
@@ -167,7 +156,7 @@ def train(
                 later = noise_at(recipe, branch, setting.batch, seed)
                 values |= {SIGNAL: noise.signal, VARIANCE: noise.variance, LOW: noise.low, HIGH: noise.high}
                 values |= {LATER: later.batch_size} if later.batch_size else {}
-            ends = (math.ceil(len(smoothed) * (point + 1) / POINTS) for point in range(POINTS))
+            ends = (math.ceil(len(smoothed) * (point + 1) / common.POINTS) for point in range(common.POINTS))
             yield index, StudyRun(seed=seed, values=values, curve=tuple(smoothed[end - 1] for end in ends))
 
 
@@ -196,7 +185,7 @@ def noise_at(recipe: Recipe, model: nn.Module, batch: int, seed: int) -> Noise:
         observers=[NoiseMeter(data_size=recipe.samples, every=1)],
     )
     size = NOISE_STEPS * batch
-    for indices in stream(recipe.samples, NOISE_WINDOWS * size, seed + 10_000).split(size):
+    for indices in common.stream(recipe.samples, NOISE_WINDOWS * size, seed + 10_000).split(size):
         accumulate(recipe.batch(indices))
     assert accumulate.noise is not None
     return accumulate.noise
@@ -214,7 +203,9 @@ def _work(
 
 def find(arms: tuple[StudyArm, ...], *, batch: int, tolerance: float, samples: int) -> Findings:
     """Test, predict and conclude."""
-    tests = present(compared(arm, arms[0], LOSS, margin=1 + tolerance, ratio=True) for arm in arms[1:])
+    tests = common.present(
+        common.compared(arm, arms[0], LOSS, margin=1 + tolerance, ratio=True) for arm in arms[1:]
+    )
     scale = noise_scale(arms[0])
     return Findings(
         tests=tests,
@@ -248,7 +239,7 @@ def conclude(
 ) -> str:
     """One sentence, from the tests of the others against the small batch and the noise scale."""
     if len(tests) < len(arms) - 1:
-        return TOO_FEW
+        return common.TOO_FEW
     matching = next((i for i, test in enumerate(tests) if not test.high < test.margin), len(tests))
     failing = tests[min(matching, len(tests) - 1)]
     within = f"within {tolerance:.0%} of batch {batch} after the same {samples:,} samples"

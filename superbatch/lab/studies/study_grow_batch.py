@@ -23,30 +23,10 @@ from superbatch.window import Window
 from ..recipes import Recipe
 from ..report.study import StudyArm, StudyRun
 from ..report.study_text import signed
+from . import study_common as common
 from .arms import cut
 from .participants import accumulator
 from .study import Design, Findings, Options
-from .study_common import (
-    COLUMNS,
-    LOSS,
-    LOSS_SAMPLES,
-    POINTS,
-    QUICK_LOSS_SAMPLES,
-    SEEN,
-    TOO_FEW,
-    UPDATES,
-    column_of_metric,
-    compared,
-    curve_points,
-    diverged,
-    from_one_start,
-    present,
-    quantity_of_metric,
-    rate_of,
-    separable,
-    stream,
-    training_loss,
-)
 
 MADE, QUICK_MADE, SHORTEST = 4000, 800, 100  # updates of the arm that decays the rate
 PART_OF_BATCH = 6  # the first batch is a sixth of the recipe's: there is room to grow
@@ -74,7 +54,7 @@ class Setting:
 
 def design(recipe: Recipe, *, options: Options) -> Design:
     """Plan the three arms."""
-    separable(recipe, "grow-batch")
+    common.separable(recipe, "grow-batch")
     batch = options.batch_size or max(1, recipe.batch_size // PART_OF_BATCH)
     if 2 * batch > recipe.samples:
         raise InputError(
@@ -85,21 +65,21 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         arms=(CONSTANT, DECAY, GROW),
         samples=options.samples or batch * (QUICK_MADE if options.quick else MADE),
         batch=batch,
-        learning_rate=options.learning_rate or rate_of(recipe, batch),
+        learning_rate=options.learning_rate or common.rate_of(recipe, batch),
         dataset=recipe.samples,
-        looked_at=QUICK_LOSS_SAMPLES if options.quick else LOSS_SAMPLES,
+        looked_at=common.QUICK_LOSS_SAMPLES if options.quick else common.LOSS_SAMPLES,
     )
-    metric = quantity_of_metric(recipe)
+    metric = common.quantity_of_metric(recipe)
     return Design(
         arms=_arms(setting),
         setting=setting,
         train=train,
         ticks=len(setting.arms) * setting.samples,
-        quantities=(column_of_metric(metric), *COLUMNS),
-        headline=LOSS,
+        quantities=(common.column_of_metric(metric), *common.COLUMNS),
+        headline=common.LOSS,
         fixed={"first batch": str(batch), "lr": f"{setting.learning_rate:.3g}"},
         find=partial(find, metric=metric, margin=options.margin or recipe.margin),
-        curve_at=curve_points(setting.samples),
+        curve_at=common.curve_points(setting.samples),
         samples=setting.samples,
         shortest=SHORTEST * batch,
     )
@@ -107,7 +87,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
 
 def _arms(setting: Setting) -> tuple[StudyArm, ...]:
     batch, samples = setting.batch, setting.samples
-    schedule, at = schedule_of(setting), curve_points(samples)
+    schedule, at = schedule_of(setting), common.curve_points(samples)
     updates = schedule.updates(samples)
     sizes = sorted({schedule(update) * batch for update in range(updates)})
     alike = tuple(each / batch for each in at)
@@ -125,7 +105,7 @@ def _arms(setting: Setting) -> tuple[StudyArm, ...]:
         StudyArm(
             name=name,
             how=how,
-            facts={UPDATES: float(made), SEEN: float(samples)},
+            facts={common.UPDATES: float(made), common.SEEN: float(samples)},
             runs=(),
             curve_updates=curve_updates,
         )
@@ -159,7 +139,7 @@ def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
     """Train every arm from one seed, on the same samples in the same order."""
-    yield from from_one_start(recipe, setting.arms, seed, partial(_train, recipe, setting, seed, tick))
+    yield from common.from_one_start(recipe, setting.arms, seed, partial(_train, recipe, setting, seed, tick))
 
 
 def _train(
@@ -169,7 +149,7 @@ def _train(
     accumulate = accumulator(recipe, model, optimizer)
     schedule = schedule_of(setting)
     # The last window may reach beyond the end, where the batch has grown.
-    order = stream(recipe.samples, setting.samples + setting.dataset, seed)
+    order = common.stream(recipe.samples, setting.samples + setting.dataset, seed)
     seen = update = 0
     curve: list[float] = []
     while seen < setting.samples:
@@ -183,13 +163,17 @@ def _train(
         try:
             accumulate(Window(cut(batch, (setting.batch,) * steps)))
         except NonFiniteError:
-            raise diverged(setting.learning_rate) from None
+            raise common.diverged(setting.learning_rate) from None
         seen, update = seen + size, update + 1
         tick(size)
-        while len(curve) < POINTS and seen >= setting.samples * (len(curve) + 1) / POINTS:
-            curve.append(training_loss(recipe, model, setting.looked_at))
+        while len(curve) < common.POINTS and seen >= setting.samples * (len(curve) + 1) / common.POINTS:
+            curve.append(common.training_loss(recipe, model, setting.looked_at))
     metric = float(recipe.evaluate(model))
-    values = {quantity_of_metric(recipe): metric, LOSS: curve[-1], UPDATES: float(update)}
+    values = {
+        common.quantity_of_metric(recipe): metric,
+        common.LOSS: curve[-1],
+        common.UPDATES: float(update),
+    }
     return StudyRun(seed=seed, values=values, curve=tuple(curve))
 
 
@@ -197,14 +181,14 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
     """Test and conclude: two tests of sameness, and one of the premise that the schedule matters."""
     constant, decay, grow = arms
     tests = (
-        compared(grow, decay, LOSS, margin=LOSS_MARGIN, ratio=True),
-        compared(grow, decay, metric, margin=margin),
-        compared(constant, decay, LOSS, margin=LOSS_MARGIN, ratio=True),
+        common.compared(grow, decay, common.LOSS, margin=LOSS_MARGIN, ratio=True),
+        common.compared(grow, decay, metric, margin=margin),
+        common.compared(constant, decay, common.LOSS, margin=LOSS_MARGIN, ratio=True),
     )
     loss, same, stays = tests
-    made, instead = grow.mean(UPDATES) or math.nan, decay.mean(UPDATES) or math.nan
+    made, instead = grow.mean(common.UPDATES) or math.nan, decay.mean(common.UPDATES) or math.nan
     if loss is None or same is None or stays is None:
-        return Findings(tests=present(tests), conclusion=TOO_FEW, notes=(LIMIT,))
+        return Findings(tests=common.present(tests), conclusion=common.TOO_FEW, notes=(LIMIT,))
     said = (
         f"{made:,.0f} updates instead of {instead:,.0f}, training loss x {loss.difference:.3g} "
         f"({loss.low:.3g} to {loss.high:.3g}), {metric.partition(',')[0]} {signed(same.difference)}"
@@ -217,4 +201,4 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float) -> Findings:
     conclusion = f"Growing the batch is decaying the rate, in fewer updates: {said}; {beside}."
     if not (loss.result.equivalent and same.result.equivalent and made < instead):
         conclusion = f"Not shown to be the same: growing the batch instead of decaying the rate made {said}."
-    return Findings(tests=present(tests), conclusion=conclusion, notes=(LIMIT,))
+    return Findings(tests=common.present(tests), conclusion=conclusion, notes=(LIMIT,))

@@ -30,28 +30,10 @@ from superbatch.errors import InputError, NonFiniteError
 from ..recipes import Recipe
 from ..report.study import Quantity, StudyArm, StudyRun
 from ..report.study_text import number, signed
+from . import study_common as common
 from .arms import plain_update
 from .participants import accumulator
 from .study import Design, Findings, Options
-from .study_common import (
-    COLUMNS,
-    LOSS,
-    LOSS_SAMPLES,
-    QUICK_LOSS_SAMPLES,
-    SEEN,
-    TOO_FEW,
-    UPDATES,
-    column_of_metric,
-    compared,
-    from_one_start,
-    parameters_apart,
-    present,
-    quantity_of_metric,
-    rate_of,
-    separable,
-    stream,
-    training_loss,
-)
 
 SAMPLES, QUICK_SAMPLES = 40_000, 5_000
 BATCH = 16
@@ -103,7 +85,7 @@ def heavy_ball_variance(learning_rate: float, momentum: float, curvature: float,
 
 def design(recipe: Recipe, *, options: Options) -> Design:
     """Plan the seven arms."""
-    separable(recipe, "momentum")
+    common.separable(recipe, "momentum")
     samples = options.samples or (QUICK_SAMPLES if options.quick else SAMPLES)
     large = options.batch_size or BATCH
     if large < 2 or samples < LOOKS * large:
@@ -111,7 +93,7 @@ def design(recipe: Recipe, *, options: Options) -> Design:
             f"samples={samples} with batch_size={large}: a large batch is more than one sample, and its "
             f"noise is measured over many updates. Give at least {LOOKS} batches of at least 2 samples."
         )
-    rate = options.learning_rate or rate_of(recipe, large) / large
+    rate = options.learning_rate or common.rate_of(recipe, large) / large
     arms = (
         Arm(A, 1, 0.0, rate, samples),
         Arm(B, 1, 0.9, rate / 10, samples),
@@ -121,17 +103,17 @@ def design(recipe: Recipe, *, options: Options) -> Design:
         Arm(F, large, 0.0, rate, samples),
         Arm(G, 1, 0.99, rate, samples),
     )
-    metric = quantity_of_metric(recipe)
+    metric = common.quantity_of_metric(recipe)
     return Design(
         arms=tuple(_planned(arm, rate) for arm in arms),
-        setting=Setting(arms, QUICK_LOSS_SAMPLES if options.quick else LOSS_SAMPLES),
+        setting=Setting(arms, common.QUICK_LOSS_SAMPLES if options.quick else common.LOSS_SAMPLES),
         train=train,
         ticks=sum(arm.updates for arm in arms),
         quantities=(
-            column_of_metric(metric),
-            COLUMNS[0],
+            common.column_of_metric(metric),
+            common.COLUMNS[0],
             Quantity(name=EXCESS, meaning="what the noise of the updates costs in training loss", form=".2g"),
-            *COLUMNS[1:],
+            *common.COLUMNS[1:],
             Quantity(name=THEORY, meaning="what the noise should be proportional to; arm A is 1", form=".3g"),
         ),
         headline=metric,
@@ -148,8 +130,8 @@ def _planned(arm: Arm, rate: float) -> StudyArm:
         name=arm.name,
         how=f"batch {arm.batch}{virtual}, momentum {arm.momentum:g}, lr {arm.learning_rate:.3g}",
         facts={
-            UPDATES: float(arm.updates),
-            SEEN: float(arm.updates * arm.batch),
+            common.UPDATES: float(arm.updates),
+            common.SEEN: float(arm.updates * arm.batch),
             THEORY: arm.learning_rate / (arm.batch * (1 - arm.momentum)) / rate,
         },
         runs=(),
@@ -160,12 +142,12 @@ def train(
     recipe: Recipe, setting: Setting, seed: int, *, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, StudyRun]]:
     """Train every arm from one seed: the same initial weights, the same samples first."""
-    order = stream(recipe.samples, max(arm.batch * arm.updates for arm in setting.arms), seed)
+    order = common.stream(recipe.samples, max(arm.batch * arm.updates for arm in setting.arms), seed)
 
     def one(arm: Arm, model: nn.Module) -> StudyRun:
         return StudyRun(seed=seed, values=_train(recipe, setting, arm, model, order, tick))
 
-    yield from from_one_start(recipe, setting.arms, seed, one)
+    yield from common.from_one_start(recipe, setting.arms, seed, one)
 
 
 def _train(
@@ -180,7 +162,11 @@ def _train(
     begin = round((1 - TAIL) * arm.updates)
     every = max(1, (arm.updates - begin) // 400)
     looks = {begin + (i + 1) * (arm.updates - begin) // LOOKS for i in range(LOOKS)}
-    mean, averaged, losses = [torch.zeros_like(each) for each in parameters_apart(model)], 0, list[float]()
+    mean, averaged, losses = (
+        [torch.zeros_like(each) for each in common.parameters_apart(model)],
+        0,
+        list[float](),
+    )
     for made in range(1, arm.updates + 1):
         loss = update(recipe.batch(order[(made - 1) * arm.batch : made * arm.batch]))
         if not math.isfinite(loss):
@@ -188,21 +174,24 @@ def _train(
             break
         if made > begin and made % every == 0:
             averaged += 1
-            for total, parameter in zip(mean, parameters_apart(model), strict=True):
+            for total, parameter in zip(mean, common.parameters_apart(model), strict=True):
                 total += (parameter - total) / averaged
         if made in looks:
-            losses.append(training_loss(recipe, model, setting.looked_at))
+            losses.append(common.training_loss(recipe, model, setting.looked_at))
         tick(1)
     values = {
-        quantity_of_metric(recipe): float(recipe.evaluate(model)),
-        LOSS: training_loss(recipe, model, setting.looked_at),
+        common.quantity_of_metric(recipe): float(recipe.evaluate(model)),
+        common.LOSS: common.training_loss(recipe, model, setting.looked_at),
     }
     if len(losses) < len(looks):  # it has diverged, or was too short to measure
         return values
     calm = copy.deepcopy(model)
-    for parameter, value in zip(parameters_apart(calm), mean, strict=True):
+    for parameter, value in zip(common.parameters_apart(calm), mean, strict=True):
         parameter.copy_(value)
-    return {**values, EXCESS: statistics.fmean(losses) - training_loss(recipe, calm, setting.looked_at)}
+    return {
+        **values,
+        EXCESS: statistics.fmean(losses) - common.training_loss(recipe, calm, setting.looked_at),
+    }
 
 
 def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[Any], float]:
@@ -224,19 +213,19 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Reci
     """Test and conclude; the arms are A to G."""
     of = {arm.name: arm for arm in arms}
     scores = [
-        compared(of[x], of[y], metric, margin=margin, step=recipe.metric_step)
+        common.compared(of[x], of[y], metric, margin=margin, step=recipe.metric_step)
         for x, y in ((C, A), (D, A), (C, D))
     ]
-    noises = [compared(of[x], of[A], EXCESS, margin=NOISE_MARGIN, ratio=True) for x in (B, C, D)]
+    noises = [common.compared(of[x], of[A], EXCESS, margin=NOISE_MARGIN, ratio=True) for x in (B, C, D)]
     notes = [LIMIT]
     if recipe.weight is not None:
         notes.append(
             f"In a batch of one every sample counts the same; in a larger batch by its {recipe.counts}."
         )
     same, noise = scores[0], noises[1]
-    conclusion = TOO_FEW
+    conclusion = common.TOO_FEW
     if same is not None and noise is not None:
-        times = of[C].facts[UPDATES] / of[D].facts[UPDATES]
+        times = of[C].facts[common.UPDATES] / of[D].facts[common.UPDATES]
         large = (of[F].mean(EXCESS) or math.nan) / (of[A].mean(EXCESS) or math.nan)
         verdict = "Undecided whether momentum 0.99 is a large batch"
         # On which side of the middle, by logarithms, between the noise of batch 1 and of the large batch?
@@ -252,4 +241,4 @@ def find(arms: tuple[StudyArm, ...], *, metric: str, margin: float, recipe: Reci
             f"{metric.partition(',')[0]} {signed(same.difference)} against batch 1 without momentum; noise "
             f"excess of batch {times:.0f} at that rate x {number(large, '.1g')}."
         )
-    return Findings(tests=present([*scores, *noises]), conclusion=conclusion, notes=tuple(notes))
+    return Findings(tests=common.present([*scores, *noises]), conclusion=conclusion, notes=tuple(notes))

@@ -24,7 +24,7 @@ from superbatch.torch.options import PerSampleRandom
 
 from ..recipes import Recipe
 from .on_torch import cast_batch
-from .participants import participants_of
+from .participants import accumulator
 from .train_log import TrainLog
 
 PRECISIONS = ("float32", "float64", "bf16")
@@ -201,17 +201,13 @@ def _accumulator(
     if recipe.coupled == "exact":
         size = "auto" if options.microbatch_size == "largest" else options.microbatch_size
         return WholeBatch(model, optimizer, loss_fn, microbatch_size=size, **common)
-    return Accumulator(
+    return accumulator(
+        recipe,
         model,
         optimizer,
-        loss_fn,
+        loss_fn=loss_fn,
         microbatch_size=options.microbatch_size,
-        reduction=recipe.reduction,
-        weight=recipe.weight,
-        participants=[
-            *participants_of(recipe.batchnorm),
-            *([PerSampleRandom()] if options.sample_rng else []),
-        ],
+        participants=[PerSampleRandom()] if options.sample_rng else [],
         observers=[NoiseMeter(data_size=recipe.samples)] if options.noise else [],
         **common,
     )

@@ -76,6 +76,44 @@ class Train(Protocol):
         ...
 
 
+def receiver(
+    total: int, finished: Sequence[list[Any]], show: Callable[[int, int, Finished | None], None]
+) -> Receive:
+    """Make the function that keeps the runs of each arm and shows (work done, total, finished run)."""
+    done = 0
+
+    def receive(event: Event) -> None:
+        nonlocal done
+        if isinstance(event, Advanced):
+            done += event.microbatches
+            show(done, total, None)
+        else:
+            finished[event.arm].append(event.run)
+            show(done, total, event)
+
+    return receive
+
+
+def train_seeds(
+    recipe: str | Recipe,
+    loaded: Recipe,
+    setting: Arms,
+    seeds: Sequence[int],
+    receive: Receive,
+    *,
+    options: Any,  # of the command, with workers, threads and data
+    train: Train = train_seed,
+    backend: str = "torch",
+) -> None:
+    """Train the seeds in this process, or in several where that is asked for and a name loads the recipe."""
+    workers = min(options.workers, len(seeds))
+    if workers == 1 or not isinstance(recipe, str):
+        train_here(loaded, setting, seeds, receive, train=train)
+    else:
+        load = (backend, recipe, options.data)
+        train_spread(load, setting, seeds, receive, workers=workers, threads=options.threads, train=train)
+
+
 def train_here(
     recipe: Recipe, setting: Arms, seeds: Sequence[int], receive: Receive, *, train: Train = train_seed
 ) -> None:
@@ -88,20 +126,17 @@ def train_here(
 
 
 def train_spread(
-    recipe: str,
+    load: Load,
     setting: Arms,
     seeds: Sequence[int],
     receive: Receive,
     *,
     workers: int,
     threads: int,
-    data: str | Path | None = None,
-    backend: str = "torch",
-    train: Train = train_seed,
+    train: Train,
 ) -> None:
     """Train the seeds in processes of their own; each takes the next seed when it has finished one."""
     context = multiprocessing.get_context("spawn")
-    load = (backend, recipe, data)
     todo, events = context.Queue(), context.Queue()
     for seed in (*seeds, *[None] * workers):
         todo.put(seed)
