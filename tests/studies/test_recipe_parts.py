@@ -12,10 +12,11 @@ from torch import nn
 from superbatch.lab.recipes import digits, models, pairs, text
 from superbatch.lab.recipes.coupled import code_search, corpora, fairness, ring
 from superbatch.lab.recipes.coupled.counting import counting
-from superbatch.lab.recipes.coupled.docstrings import shuffled
+from superbatch.lab.recipes.coupled.docstrings import as_numbers, shuffled
 from superbatch.lab.recipes.coupled.images import spots
-from superbatch.lab.recipes.coupled.pair_files import pair_files
+from superbatch.lab.recipes.coupled.pair_files import pair_files, words_of
 from superbatch.lab.recipes.digits_data import digits_on, facts, initial_weights, load_images
+from superbatch.lab.recipes.drawing import Draws
 from superbatch.lab.recipes.failing import recipe_failure
 from superbatch.lab.recipes.idx import read_idx
 
@@ -38,6 +39,8 @@ def test_the_digits_without_torch() -> None:
         "2.weight": (10, 32),
         "2.bias": (10,),
     }
+    assert Draws(0).permutation(5).tolist() == [4, 0, 1, 3, 2]
+    assert torch.randperm(5, generator=torch.Generator().manual_seed(0)).tolist() == [4, 0, 1, 3, 2]
     recipe = digits_on(lambda weights: lambda batch: 0.0)
     weights = recipe.model(0)
     assert recipe.samples == 1297
@@ -86,6 +89,7 @@ def test_files(tmp_path: Path) -> None:
     file.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 3, 7, 8, 9]))
     assert read_idx(file).tolist() == [7, 8, 9]
     assert pair_files(tmp_path / "nowhere") == []
+    assert words_of("Où est la gare?") == ["où", "est", "la", "gare"]
 
 
 def test_an_error_of_installed_code_alone_is_not_the_user_s() -> None:
@@ -106,6 +110,8 @@ def test_data_of_the_coupled_recipes() -> None:
     assert corpora.table([b"ab", b"c"])["labels"].tolist() == [[97, 98], [99, -100]]
     assert counting().batch(torch.arange(4))["images"].shape == (4, 1, 24, 24)
     assert shuffled([(["read", "file"], ["open", "file"])] * 2000).queries.shape == (2000, 32)
+    pairs_of_words = [(["read", "file"], ["open", "file"])] * 2
+    assert as_numbers(pairs_of_words, training_from=0).queries[0, :3].tolist() == [3, 1, 0]
     assert fairness.people(3, seed=0)["features"].shape == (3, 13)
     assert fairness.fairness().batch(torch.arange(4))["group"].shape == (4,)
     drawn = spots(3, seed=0)

@@ -397,7 +397,7 @@ def test_a_sum_in_bfloat16_loses_and_one_in_float32_does_not(precision: Study) -
 
 
 def test_precision_concludes_from_the_numbers() -> None:
-    names = [way.name for way in (*(way for way, _ in study_precision.DRAWN), *study_precision.OWN)]
+    names = [way.name for way in (*study_precision.DRAWN, *study_precision.OWN)]
 
     def conclusion(wide: float) -> str:
         arms = tuple(planted(name, {"K = 256": [wide if "float32" in name else 0.02]}) for name in names)

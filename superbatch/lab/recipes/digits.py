@@ -6,6 +6,7 @@ Set-up: pixels / 16, 500 test samples (stratified, random_state=0), 1297 trainin
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,13 +34,9 @@ def digits() -> Recipe:
 
 def digits_bn() -> Recipe:
     """The perceptron with BatchNorm: a *coupled* model, normalised by the whole batch."""
-    return classification(
-        "digits-bn",
-        "a 64-32-10 perceptron with BatchNorm (samples see each other) on scikit-learn's digits",
-        lambda: _perceptron(batchnorm=True),
-        load_digits(),
-        batchnorm=True,
-    )
+    what = "a 64-32-10 perceptron with BatchNorm (samples see each other) on scikit-learn's digits"
+    build = partial(_perceptron, batchnorm=True)
+    return classification("digits-bn", what, build, load_digits(), batchnorm=True)
 
 
 def digits_conv() -> Recipe:
@@ -48,25 +45,15 @@ def digits_conv() -> Recipe:
     It is smooth (GELU, average pooling), so that in float32 a difference of rounding stays one: at the kinks
     of ReLU and maximum pooling it can grow to 1e-3 in a run.
     """
-    return classification(
-        "digits-conv",
-        "a small convolutional net on scikit-learn's digits",
-        _convolutional,
-        load_digits(),
-        learning_rate=0.5,
-    )
+    what = "a small convolutional net on scikit-learn's digits"
+    return classification("digits-conv", what, _convolutional, load_digits(), learning_rate=0.5)
 
 
 def digits_conv_bn() -> Recipe:
     """The convolutional network with BatchNorm: a *coupled* model."""
-    return classification(
-        "digits-conv-bn",
-        "a small convolutional net with BatchNorm (samples see each other) on scikit-learn's digits",
-        lambda: _convolutional(batchnorm=True),
-        load_digits(),
-        learning_rate=0.5,
-        batchnorm=True,
-    )
+    what = "a small convolutional net with BatchNorm (samples see each other) on scikit-learn's digits"
+    build, data = partial(_convolutional, batchnorm=True), load_digits()
+    return classification("digits-conv-bn", what, build, data, learning_rate=0.5, batchnorm=True)
 
 
 def classification(

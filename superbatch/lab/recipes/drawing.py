@@ -12,12 +12,7 @@ import numpy as np
 
 
 class Draws:
-    """A generator that draws what torch's draws on the CPU after ``manual_seed(seed)``.
-
-    Examples:
-        >>> Draws(0).permutation(5).tolist()  # torch.randperm(5, generator=torch.manual_seed(0))
-        [4, 0, 1, 3, 2]
-    """
+    """A generator that draws what torch's draws on the CPU after ``manual_seed(seed)``."""
 
     def __init__(self, seed: int) -> None:
         self._twister = np.random.RandomState(seed)

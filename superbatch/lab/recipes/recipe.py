@@ -128,15 +128,7 @@ class Recipe:
         return tuple(self.learning_rates or self.optimizers)
 
     def require(self, *names: str, by: str) -> None:
-        """Raise if fields that a command needs are missing.
-
-        Args:
-            names: any of ``"evaluate"``, ``"metric"``, ``"margin"`` and ``"learning_rates"``.
-            by: name of the command.
-
-        Raises:
-            InputError: lists the missing fields.
-        """
+        """Raise an `InputError` if fields that the command `by` needs are missing."""
         left_out = {
             "evaluate": self.evaluate is _not_measured,
             "metric": not self.metric,

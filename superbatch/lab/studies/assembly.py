@@ -12,17 +12,17 @@ from .setting import ArmPlan, Setting
 from .statistics import limits_of, smallest_gap, summarise, tost_paired, tost_welch
 
 PAIRED = (
-    "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order. The Welch test "
-    "treats the arms as independent groups."
+    "Equivalence is tested on pairs: all arms of a seed share initial weights and sample order. The Welch "
+    "test treats the arms as independent groups."
 )
 COUPLED = (
-    "This model has BatchNorm, which normalises by the samples of a micro-batch, not of the batch: these arms "
-    "do not claim to give the real batch's weights."
+    "This model has BatchNorm, which normalises by the samples of a micro-batch, not of the batch: these "
+    "arms do not claim to give the real batch's weights."
 )
 BESIDE = (
-    "Samples of a batch see each other here. The splits that stand alone compute the loss of the whole batch "
-    "(WholeBatch); plain accumulation, BatchNorm's included, is another objective and does not claim to give "
-    "the real batch's weights."
+    "Samples of a batch are coupled here. The splits that stand alone compute the loss of the whole batch "
+    "(WholeBatch); plain accumulation, with the BatchNorm of each micro-batch, is another objective and does "
+    "not claim to give the real batch's weights."
 )
 BATCHNORM = {"frozen": "FrozenBatchNorm()", "per_microbatch": "GhostBatchNorm()"}
 ROUNDING = (

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,24 @@ class Backend:
     versions: Callable[[], dict[str, str]]  # of what it runs on
     threads: Callable[[int], AbstractContextManager[None]]  # a context with this many threads
     notes: tuple[str, ...] = ()  # what a reader must know of its numbers
+
+
+def timed(
+    batches: Iterable[Any],
+    prepare: Callable[[Any], Any],
+    update: Callable[[Any], float],
+    tick: Callable[[], None],
+) -> tuple[list[float], float]:
+    """Make the updates of a run; return their losses and seconds, without those of the data."""
+    losses: list[float] = []
+    seconds = 0.0
+    for indices in batches:
+        batch = prepare(indices)
+        start = time.perf_counter()
+        losses.append(update(batch))
+        seconds += time.perf_counter() - start
+        tick()
+    return losses, seconds
 
 
 def load_backend(name: str) -> Backend:

@@ -50,15 +50,7 @@ def compare(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Comparison:
-    """Train a recipe with the real batch and with each split, and compare what comes out.
-
-    Examples:
-        >>> report = compare("digits", Options(splits="5x20", updates=3, runs=2, dtype="float64"))
-        >>> [arm.name for arm in report.arms]
-        ['1x100', '5x20']
-        >>> report.arms[1].weight_difference < 1e-12
-        True
-    """
+    """Train a recipe with the real batch and with each split, and compare what comes out."""
     start = time.monotonic()
     check_options(recipe, options)
     backend = load_backend(options.backend)

@@ -41,12 +41,7 @@ def started_on() -> tuple[int, int]:
 
 
 def check_ranks(stated: int, count: int) -> int:
-    """Return the number of ranks of an advice.
-
-    Examples:
-        >>> check_ranks(8, 1), check_ranks(1, 2), check_ranks(2, 2)
-        (8, 2, 2)
-    """
+    """Return the number of ranks of an advice."""
     if 1 not in (stated, count) and stated != count:
         raise InputError(
             f"ranks={stated} in a command that was started on {count}: "

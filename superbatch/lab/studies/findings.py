@@ -19,15 +19,7 @@ BATCHES = (1, 4, 16, 64, 256)  # effective batches that are shown, as multiples 
 
 @dataclass
 class Findings:
-    """Measurements made so far.
-
-    Examples:
-        >>> found = Findings(limit=Limit(1000, "a test"), batch_size=100)
-        >>> found.measured = {1: 110, 10: 200}
-        >>> found.plan()
-        >>> found.largest, found.top, found.planned
-        (90, 50, (1, 2, 4, 7, 13, 25, 50, 100))
-    """
+    """Measurements made so far."""
 
     limit: Limit  # bytes, and who sets them
     batch_size: int  # samples of one update; no micro-batch is larger

@@ -65,15 +65,7 @@ def fit(
     *,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Fitting:
-    """Find out what micro-batches of a recipe need, in memory and in time, and which to use.
-
-    Examples:
-        >>> report = fit("digits", Options(seconds=1))
-        >>> [size.samples for size in report.sizes]
-        [1, 2, 4, 7, 13, 25, 50, 100]
-        >>> report.largest, report.of(50).predicted == report.of(50).measured
-        (100, True)
-    """
+    """Find out what micro-batches of a recipe need, in memory and in time, and which to use."""
     start = time.monotonic()
     loaded = load_recipe(recipe, data=options.data) if isinstance(recipe, str) else recipe
     check_options(loaded, options)

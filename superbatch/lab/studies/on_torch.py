@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from superbatch.torch.memory.meter import peak_bytes
 
 from ..recipes import Recipe, load_recipe
 from .arms import HOW, update_function
-from .backends import Backend, Trained
+from .backends import Backend, Trained, timed
 from .setting import ArmPlan, Setting, batches
 
 Tick = Callable[[int], None]
@@ -35,7 +35,15 @@ def train(recipe: Recipe, setting: Setting, seed: int, tick: Tick) -> Iterator[T
     for arm in setting.arms:
         # A copy, not a second call: the initial weights are the same whatever the recipe's function does.
         model = copy.deepcopy(initial)
-        losses, seconds = _train(recipe, setting, arm, model, seed, tick)
+        update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # a model that draws (dropout) starts every arm from the same state
+            losses, seconds = timed(
+                orders(recipe.samples, setting, seed),
+                lambda indices: cast_batch(recipe.batch(indices), setting.dtype),
+                update,
+                partial(tick, len(arm.split.sizes)),
+            )
         yield Trained(
             losses=losses, seconds=seconds, metric=float(recipe.evaluate(model)), weights=weights_of(model)
         )
@@ -58,23 +66,6 @@ def peak_of_update(recipe: Recipe, setting: Setting, arm: ArmPlan) -> int:
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of a model's parameters in float64 on the CPU."""
     return {name: parameter.detach().cpu().double().clone() for name, parameter in model.named_parameters()}
-
-
-def _train(
-    recipe: Recipe, setting: Setting, arm: ArmPlan, model: nn.Module, seed: int, tick: Tick
-) -> tuple[list[float], float]:
-    update = update_function(arm, recipe, model, _optimizer(recipe, setting, model))
-    losses: list[float] = []
-    seconds = 0.0
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # a model that draws (dropout) starts every arm from the same state
-        for indices in orders(recipe.samples, setting, seed):
-            batch = cast_batch(recipe.batch(indices), setting.dtype)
-            start = time.perf_counter()
-            losses.append(update(batch))
-            seconds += time.perf_counter() - start
-            tick(len(arm.split.sizes))
-    return losses, seconds
 
 
 def _optimizer(recipe: Recipe, setting: Setting, model: nn.Module) -> torch.optim.Optimizer:

@@ -55,13 +55,6 @@ def batches(draw: Callable[[], np.ndarray], samples: int, setting: Setting) -> I
 
     Without a tail the permutations are concatenated and cut into batches. With one, each permutation is used
     up to a short last batch, and the samples beyond it are left out; at least ten such ends fall into a run.
-
-    Examples:
-        >>> setting = Setting(
-        ...     arms=(), updates=4, batch_size=4, tail=2, dtype="float32", optimizer="sgd", learning_rate=0.1
-        ... )
-        >>> [batch.tolist() for batch in batches(lambda: np.arange(11), 11, setting)]
-        [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4, 5]]
     """
     size, tail, left = setting.batch_size, setting.tail, setting.updates
     pending = np.empty(0, np.int64)

@@ -25,14 +25,7 @@ class Split:
         return len(set(self.sizes)) == 1
 
     def sizes_of(self, samples: int) -> tuple[int, ...]:
-        """The sizes for a batch that may be shorter: near-equal, or in the split's proportions.
-
-        Examples:
-            >>> parse_split("5x20").sizes_of(40)
-            (20, 20)
-            >>> parse_split("80/15/5").sizes_of(40)
-            (32, 6, 2)
-        """
+        """The sizes for a batch that may be shorter: near-equal, or in the split's proportions."""
         if samples == sum(self.sizes):
             return self.sizes
         if self.equal:
@@ -77,16 +70,7 @@ def parse_splits(texts: str | Sequence[str]) -> list[Split]:
 
 
 def default_splits(batch_size: int) -> list[Split]:
-    """The first source's splits 5x20, 10x10, 20x5 of a batch of 100, or the nearest thing for another batch.
-
-    Examples:
-        >>> [split.name for split in default_splits(100)]
-        ['1x100', '5x20', '10x10', '20x5']
-        >>> [split.name for split in default_splits(32)]
-        ['1x32', '4x8', '8x4', '16x2']
-        >>> [split.name for split in default_splits(7)]
-        ['1x7', '4/3', '7x1']
-    """
+    """The first source's splits 5x20, 10x10, 20x5 of a batch of 100, or the nearest for another batch."""
     counts = {
         min(
             (k for k in range(2, batch_size + 1) if batch_size % k == 0),

@@ -1,16 +1,14 @@
 """Study of sums of K gradients in bfloat16: the precision they lose, and what keeps it.
 
-Two kinds of rows. Drawn: 20 000 coordinates, a signal as large as the noise, or all of one sign, summed in
-several ways (`superbatch.lab.studies.sums`). Trained: the recipe's model in bfloat16 with real windows of K
-micro-batches through `superbatch.torch.Accumulator`, with the sums in ``.grad`` and in float32 buffers. All
-errors are relative, ``|sum - exact| / |exact|``, against the float64 sum of the very same low-precision
-gradients.
+Drawn: 20 000 coordinates, a signal as large as the noise, or all of one sign, summed in several ways.
+Trained: the recipe's model in bfloat16 with real windows of K micro-batches. Errors are relative,
+``|sum - exact| / |exact|``, against the float64 sum of the very same low-precision gradients.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,11 +38,12 @@ LIMIT = (
 
 @dataclass(frozen=True)
 class Way:
-    """A way to sum: in words, the dtype of the gradients, and which gradients."""
+    """A way to sum; None: real windows of the recipe's model."""
 
     name: str
     how: str
-    dtype: torch.dtype | None = None
+    add: Callable[[Tensor], Tensor] | None = None
+    dtype: torch.dtype = torch.bfloat16
     same_sign: bool = False
 
 
@@ -54,15 +53,15 @@ OWN_NATIVE, OWN_FLOAT32, INHERENT = (
     "model: sum in float32",
     "model: the gradients themselves",
 )
-DRAWN: tuple[tuple[Way, Callable[[Tensor], Tensor]], ...] = (
-    (Way(NAIVE, "drawn, signal = noise; 2 bytes per parameter", torch.bfloat16), sums.naive),
-    (Way(SAME_SIGN, "drawn, all of one sign; 2 bytes", torch.bfloat16, same_sign=True), sums.naive),
-    (Way("stochastic rounding, bfloat16", "drawn; 2 bytes", torch.bfloat16), sums.stochastic),
-    (Way("pairwise, bfloat16", "drawn; 2 log2 K bytes", torch.bfloat16), sums.pairwise),
-    (Way("Kahan, bfloat16", "drawn; 4 bytes", torch.bfloat16), sums.kahan),
-    (Way(FLOAT32, "drawn; 4 bytes", torch.bfloat16), sums.in_float32),
-    (Way("naive sum, float16", "drawn; 2 bytes", torch.float16), sums.naive),
-    (Way("naive sum, float32", "drawn; 4 bytes", torch.float32), sums.naive),
+DRAWN = (
+    Way(NAIVE, "drawn, signal = noise; 2 bytes per parameter", sums.naive),
+    Way(SAME_SIGN, "drawn, all of one sign; 2 bytes", sums.naive, same_sign=True),
+    Way("stochastic rounding, bfloat16", "drawn; 2 bytes", sums.stochastic),
+    Way("pairwise, bfloat16", "drawn; 2 log2 K bytes", sums.pairwise),
+    Way("Kahan, bfloat16", "drawn; 4 bytes", sums.kahan),
+    Way(FLOAT32, "drawn; 4 bytes", sums.in_float32),
+    Way("naive sum, float16", "drawn; 2 bytes", sums.naive, torch.float16),
+    Way("naive sum, float32", "drawn; 4 bytes", sums.naive, torch.float32),
 )
 OWN = (
     Way(OWN_NATIVE, "the recipe's model in bfloat16, Accumulator(gradient_sum=None)"),
@@ -82,7 +81,7 @@ class Setting:
 def design(recipe: Recipe, *, options: Options) -> Design:
     """Plan the ways to sum."""
     counts = QUICK_COUNTS if options.quick else COUNTS
-    ways = (*(way for way, _ in DRAWN), *OWN)
+    ways = (*DRAWN, *OWN)
     return Design(
         arms=tuple(StudyArm(name=way.name, how=way.how, facts={}, runs=()) for way in ways),
         setting=Setting(ways, counts),
@@ -106,21 +105,19 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drawn = {same: _draw(max(setting.counts), same_sign=same) for same in (False, True)}
-        for index, (way, add) in enumerate(DRAWN):
-            assert way.dtype is not None
-            gradients = drawn[way.same_sign].to(way.dtype)
-            errors = [
-                _apart(add(gradients[:count]), gradients[:count].double().sum(0)) for count in setting.counts
-            ]
-            tick(1)
-            yield index, _run(seed, setting, errors)
-    errors = {way.name: list[float]() for way in OWN}
-    for count in setting.counts:
-        for name, error in errors_of_model(recipe, count, seed).items():
-            errors[name].append(error)
-    for index, way in enumerate(OWN, start=len(DRAWN)):
+        errors = [_errors_of_sums(way, drawn[way.same_sign], setting.counts) for way in DRAWN]
+    windows = [errors_of_model(recipe, count, seed) for count in setting.counts]
+    errors += [[of_way[way.name] for of_way in windows] for way in OWN]
+    for index, found in enumerate(errors):
         tick(1)
-        yield index, _run(seed, setting, errors[way.name])
+        values = {_column(count): error for count, error in zip(setting.counts, found, strict=True)}
+        yield index, StudyRun(seed=seed, values=values, curve=tuple(found))
+
+
+def _errors_of_sums(way: Way, drawn: Tensor, counts: tuple[int, ...]) -> list[float]:
+    gradients = drawn.to(way.dtype)
+    add = way.add
+    return [_apart(add(gradients[:k]), gradients[:k].double().sum(0)) for k in counts] if add else []
 
 
 def errors_of_model(recipe: Recipe, count: int, seed: int) -> dict[str, float]:
@@ -146,35 +143,31 @@ def _accumulated(recipe: Recipe, model: nn.Module, window: list[object], dtype: 
     seen: list[Tensor] = []
 
     def look(*_: object) -> None:
-        seen.extend(flat for master in masters.values() if (flat := _flat(master)) is not None)
+        seen.append(_gradient(masters.values()))
 
     optimizer.register_step_pre_hook(look)
     accumulate = accumulator(
         recipe, model, MasterWeights(optimizer, masters), gradient_sum=dtype, check=False
     )
     accumulate(Window(window))
-    return torch.cat(seen)
+    return seen[0]
 
 
 def _exact(recipe: Recipe, model: nn.Module, parts: list[object], dtype: str) -> Tensor:
     """The weighted mean of the micro-batches' gradients, each of the model's dtype, summed in float64."""
     loss_fn = recipe.loss_fn(model)
-    total: Tensor | None = None
-    weights = 0.0
+    total, weights = torch.zeros((), dtype=torch.float64), 0.0
     for part in parts:
         loss, weight = mean_and_weight(recipe, loss_fn, cast_batch(part, dtype))
         model.zero_grad()
         loss.backward()
-        flat = [each for parameter in model.parameters() if (each := _flat(parameter)) is not None]
-        gradient = weight * torch.cat(flat).double()
-        total = gradient if total is None else total + gradient
-        weights += weight
-    assert total is not None
+        total, weights = total + weight * _gradient(model.parameters()).double(), weights + weight
     return total / weights
 
 
-def _flat(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else parameter.grad.detach().flatten().clone()
+def _gradient(parameters: Iterable[Tensor]) -> Tensor:
+    """A copy of all gradients in one vector."""
+    return torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
 
 
 def _draw(count: int, *, same_sign: bool) -> Tensor:
@@ -186,11 +179,6 @@ def _draw(count: int, *, same_sign: bool) -> Tensor:
 
 def _apart(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
-
-
-def _run(seed: int, setting: Setting, errors: list[float]) -> StudyRun:
-    values = {_column(count): error for count, error in zip(setting.counts, errors, strict=True)}
-    return StudyRun(seed=seed, values=values, curve=tuple(errors))
 
 
 def _column(count: int) -> str:

@@ -1,12 +1,9 @@
 """Ways to sum K gradients one after the other, in few bits: what each is, and what it keeps.
 
-Each is a function: gradients of shape (K, coordinates) -> one sum of shape (coordinates,), having seen them
-in order. u = 2^-p is the unit roundoff: p = 8 for bfloat16, 11 for float16, 24 for float32. A sum of like
-signs stops growing where a gradient is less than half a unit in the last place of the sum: after 2^p to
-2^(p+1) gradients.
-
-Reference: Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., chapter 4; the table of section
-"Precision" of docs/studies.md is made with these.
+Each is a function of gradients of shape (K, coordinates), seen in order. u = 2^-p is the unit roundoff: p = 8
+for bfloat16, 11 for float16, 24 for float32. A sum of like signs stops growing where a gradient is less than
+half a unit in the last place of the sum: after 2^p to 2^(p+1) gradients. Reference: Higham, Accuracy and
+Stability of Numerical Algorithms, 2nd ed., chapter 4.
 """
 
 from __future__ import annotations

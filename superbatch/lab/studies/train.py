@@ -72,13 +72,7 @@ class Trained:
 def train(
     recipe: Recipe, options: Options, *, progress: Callable[[int, int, str | None], None] = lambda *_: None
 ) -> Trained:
-    """Train a recipe, on one device or, started by torchrun, on as many as there are ranks.
-
-    Examples:
-        >>> from superbatch.lab.recipes import load_recipe
-        >>> train(load_recipe("digits"), Options(updates=2, microbatch_size=50)).updates
-        2
-    """
+    """Train a recipe, on one device or, started by torchrun, on as many as there are ranks."""
     batch_size = recipe.batch_size if options.batch_size is None else options.batch_size
     updates = recipe.updates if options.updates is None else options.updates
     _check(recipe, options, batch_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,7 +11,7 @@ import numpy as np
 
 from ..recipes import Recipe
 from ..recipes.drawing import Draws
-from .backends import Trained
+from .backends import Trained, timed
 from .setting import ArmPlan, Setting, batches
 
 
@@ -45,14 +44,9 @@ def trainer(
 def _train(
     recipe: Recipe, setting: Setting, arm: ArmPlan, seed: int, tick: Callable[[int], None], steps: Steps
 ) -> Trained:
-    draws, seconds = Draws(seed), 0.0
-    losses: list[float] = []
-    for indices in batches(lambda: draws.permutation(recipe.samples), recipe.samples, setting):
-        batch = steps.prepare(indices)
-        start = time.perf_counter()
-        losses.append(steps.update(batch))
-        seconds += time.perf_counter() - start
-        tick(len(arm.split.sizes))
+    draws = Draws(seed)
+    order = batches(lambda: draws.permutation(recipe.samples), recipe.samples, setting)
+    losses, seconds = timed(order, steps.prepare, steps.update, lambda: tick(len(arm.split.sizes)))
     found: Any = {name: np.asarray(values) for name, values in steps.weights().items()}
     return Trained(
         losses=losses,

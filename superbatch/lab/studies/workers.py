@@ -66,14 +66,9 @@ class Arms(Protocol):
         ...
 
 
-class Train(Protocol):
-    """Trains every arm from one seed: a function of a module, so that other processes find it."""
-
-    def __call__(
-        self, recipe: Recipe, setting: Any, seed: int, *, tick: Callable[[int], None]
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield (index of the arm, its run); tell `tick` of the work done."""
-        ...
+# (recipe, setting, seed, tick=) -> every arm, as (its index, its run); `tick` takes the work done since its
+# last call. It is a function of a module, so that other processes find it.
+Train = Callable[..., Iterator[tuple[int, Any]]]
 
 
 def receiver(

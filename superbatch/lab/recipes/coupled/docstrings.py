@@ -53,13 +53,7 @@ def library(data: str | Path | None) -> Path:
 
 
 def as_numbers(pairs: Sequence[Pair], *, training_from: int) -> Texts:
-    """Number the words that occur at least twice in the training pairs, the most frequent first.
-
-    Examples:
-        >>> pairs = [(["read", "file"], ["open", "file"])] * 2
-        >>> as_numbers(pairs, training_from=0).queries[0, :3].tolist()
-        [3, 1, 0]
-    """
+    """Number the words that occur at least twice in the training pairs, the most frequent first."""
     counts = Counter(word for query, code in pairs[training_from:] for word in sorted({*query, *code}))
     known = [word for word, count in counts.most_common(VOCABULARY - 1) if count > 1]
     numbers = {word: number for number, word in enumerate(known, start=1)}

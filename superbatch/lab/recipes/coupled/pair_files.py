@@ -43,12 +43,7 @@ def read_pairs(files: list[Path]) -> list[Pair]:
 
 
 def words_of(text: str) -> list[str]:
-    """Split a text into words of two characters or more, in lower case.
-
-    Examples:
-        >>> words_of("Où est la gare?")
-        ['où', 'est', 'la', 'gare']
-    """
+    """Split a text into words of two characters or more, in lower case."""
     return re.findall(r"\w{2,}", text.lower())
 
 

@@ -25,19 +25,12 @@ MakeUpdate = Callable[[nn.Module, torch.optim.Optimizer, float], Update]
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to make the update, and the model that it trains.
+    """A way to make the update, and the model that it trains."""
 
-    Attributes:
-        name: short.
-        how: in words.
-        model: seed -> a new model.
-        update: makes the function that makes the updates.
-    """
-
-    name: str
-    how: str
-    model: Callable[[int], nn.Module]
-    update: MakeUpdate
+    name: str  # short
+    how: str  # in words
+    model: Callable[[int], nn.Module]  # seed -> a new model
+    update: MakeUpdate  # makes the function that makes the updates
 
 
 def groups(values: Tensor, size: int | None) -> Tensor:
