@@ -162,11 +162,8 @@ def _train(
     begin = round((1 - TAIL) * arm.updates)
     every = max(1, (arm.updates - begin) // 400)
     looks = {begin + (i + 1) * (arm.updates - begin) // LOOKS for i in range(LOOKS)}
-    mean, averaged, losses = (
-        [torch.zeros_like(each) for each in common.parameters_apart(model)],
-        0,
-        list[float](),
-    )
+    mean = [torch.zeros_like(each) for each in common.parameters_apart(model)]
+    averaged, losses = 0, list[float]()
     for made in range(1, arm.updates + 1):
         loss = update(recipe.batch(order[(made - 1) * arm.batch : made * arm.batch]))
         if not math.isfinite(loss):
@@ -188,10 +185,8 @@ def _train(
     calm = copy.deepcopy(model)
     for parameter, value in zip(common.parameters_apart(calm), mean, strict=True):
         parameter.copy_(value)
-    return {
-        **values,
-        EXCESS: statistics.fmean(losses) - common.training_loss(recipe, calm, setting.looked_at),
-    }
+    noise = statistics.fmean(losses) - common.training_loss(recipe, calm, setting.looked_at)
+    return {**values, EXCESS: noise}
 
 
 def _update_function(recipe: Recipe, arm: Arm, model: nn.Module) -> Callable[[Any], float]:

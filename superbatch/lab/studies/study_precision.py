@@ -105,19 +105,16 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drawn = {same: _draw(max(setting.counts), same_sign=same) for same in (False, True)}
-        errors = [_errors_of_sums(way, drawn[way.same_sign], setting.counts) for way in DRAWN]
+        for index, way in enumerate(DRAWN):
+            gradients, add = drawn[way.same_sign].to(way.dtype), way.add
+            assert add is not None
+            errors = [_apart(add(gradients[:k]), gradients[:k].double().sum(0)) for k in setting.counts]
+            tick(1)
+            yield index, _run(seed, setting, errors)
     windows = [errors_of_model(recipe, count, seed) for count in setting.counts]
-    errors += [[of_way[way.name] for of_way in windows] for way in OWN]
-    for index, found in enumerate(errors):
+    for index, way in enumerate(OWN, start=len(DRAWN)):
         tick(1)
-        values = {_column(count): error for count, error in zip(setting.counts, found, strict=True)}
-        yield index, StudyRun(seed=seed, values=values, curve=tuple(found))
-
-
-def _errors_of_sums(way: Way, drawn: Tensor, counts: tuple[int, ...]) -> list[float]:
-    gradients = drawn.to(way.dtype)
-    add = way.add
-    return [_apart(add(gradients[:k]), gradients[:k].double().sum(0)) for k in counts] if add else []
+        yield index, _run(seed, setting, [errors[way.name] for errors in windows])
 
 
 def errors_of_model(recipe: Recipe, count: int, seed: int) -> dict[str, float]:
@@ -179,6 +176,11 @@ def _draw(count: int, *, same_sign: bool) -> Tensor:
 
 def _apart(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
+
+
+def _run(seed: int, setting: Setting, errors: list[float]) -> StudyRun:
+    values = {_column(count): error for count, error in zip(setting.counts, errors, strict=True)}
+    return StudyRun(seed=seed, values=values, curve=tuple(errors))
 
 
 def _column(count: int) -> str:

@@ -70,8 +70,10 @@ def _study(report: Surveys, options: Options) -> Study:
         conclusion=conclusions(report)[0],
         curve_at=max((run.survey.values for arm in report.arms for run in arm.runs), key=len, default=()),
         seeds=tuple(range(report.repeats)),
-        # Its tests are not paired, for each arm has seeds of its own.
-        notes=("superbatch survey shows other ranges, momentum and weight decay, and wrong ways beside it.",),
+        notes=(
+            "Each arm has seeds of its own, so its tests are not paired; superbatch survey shows other "
+            "ranges, momentum and weight decay, and wrong ways beside it.",
+        ),
     )
 
 
