@@ -106,7 +106,8 @@ def _rows(texts: Texts, part: slice) -> Pairs:
 def code_search(data: str | Path | None = None, *, texts: Texts | None = None) -> CoupledRecipe:
     """Make the recipe from a folder of pairs or of Python sources, or from pairs of one's own.
 
-    Without either it reads the standard library, whose size differs with its version.
+    The first 1500 pairs are held out. Without either it reads the standard library, whose size differs with
+    its version.
     """
     files = [] if data is None else pair_files(Path(data))
     texts = texts or (shuffled(read_pairs(files)) if files else load_texts(data))
