@@ -255,3 +255,53 @@ def test_random_numbers_and_coupled_samples_do_not_depend_on_ranks(
     for name in ("2", "3"):
         assert distance(final[name], final["1"]) < 1e-12
     assert distance(final["mutant"], final["1"]) > 1e-3
+
+
+ENDS = """
+import torch, torch.distributed as dist
+from pathlib import Path
+from superbatch.lab.recipes import load_recipe
+from superbatch.lab.studies import train
+
+def threads():
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+counts = []
+end = dist.destroy_process_group
+def ending():
+    counts.append(threads())
+    end()
+dist.destroy_process_group = ending  # a spy
+train.train(load_recipe("digits"), train.Options(updates=2, batch_size=20, microbatch_size=5))
+print(counts[0], threads())
+"""
+
+
+HELD = """
+begin, held = dist.init_process_group, []
+def beginning(name):
+    begin(name)
+    held.append(dist.group.WORLD)
+dist.init_process_group = beginning
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are read from /proc")
+@pytest.mark.parametrize("mutant", [False, True])
+def test_threads_of_gloo_end_with_the_training(mutant: bool) -> None:
+    """One that is left when the process ends may abort it: a training that was done would be restarted."""
+    program = ENDS.replace("counts = []", "counts = []\n" + HELD) if mutant else ENDS
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **one, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = map(int, done.stdout.split())
+    assert before > 0, "premise"
+    assert (after > 0) == mutant
