@@ -55,12 +55,15 @@ def _nll_loss_forward(
 
     That sum depends on the targets alone: the backward need not wait for the forward.
     """
-    if reduction == 0 or _layout(recording, x) is None:
+    if _layout(recording, x) is None:
         return NotImplemented
     forward = aten.nll_loss2d_forward if x.dim() == 4 else aten.nll_loss_forward
+    how = 2 if reduction else 0
     total, _ = recording.shown(
-        recording.compute(forward.default, *recording.values((x, target, weight, 2, ignore_index), {}))
+        recording.compute(forward.default, *recording.values((x, target, weight, how, ignore_index), {}))
     )
+    if reduction == 0:  # torch gives 0 for the sum of weights; a recorded one would be a coupling point
+        return total, torch.zeros((), dtype=x.dtype, device=x.device)
     counts = target != ignore_index
     if weight is None:
         weights = counts.sum().to(x.dtype)
