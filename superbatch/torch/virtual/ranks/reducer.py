@@ -268,7 +268,7 @@ class RankReducer:
         """Issue all collectives that are recorded, so that what comes next comes after them on every rank."""
         recording = None if self._recording is None else self._recording()
         if recording is not None and self._last is not None and self._last.whole is None:
-            recording.work_out([self._last])
+            recording.materialize([self._last])
 
     # -- the program's own collectives ----------------------------------------------------------------------
 

@@ -343,10 +343,10 @@ class Recording:
         """Return the tensors of full values, computed if need be."""
         values = list(values)
         if any(value.whole is None for value in values):
-            self.work_out(values)
+            self.materialize(values)
         return [unchanged(value) for value in values]
 
-    def work_out(self, targets: Iterable[Value]) -> None:
+    def materialize(self, targets: Iterable[Value]) -> None:
         """Run what the targets need, and what else is pending, and write the buffers that wait.
 
         All that is pending: a gradient that is computed later would do the same sweeps again, or be another
@@ -377,7 +377,7 @@ class Recording:
                 if value.layout is not None:  # a row for each sample: what they need is freed meanwhile
                     leaf.grad = self.show(self.gathered(value))
         self.ending = True
-        self.work_out(self.pending())
+        self.materialize(self.pending())
 
     def write_later(self, tensor: Tensor, value: Value) -> None:
         """Write a buffer once its new value is there."""
@@ -386,7 +386,7 @@ class Recording:
     def settle_writes(self, args: Iterable[Any]) -> None:
         """Write the buffers that wait, if one of them is about to be used."""
         if self._writes and self._writes.wait_for(args):
-            self.work_out([])
+            self.materialize([])
 
     def pending(self) -> list[Value]:
         """Return the whole values that the program may still ask for."""
