@@ -162,14 +162,14 @@ def test_an_exception_leaves_everything_as_it_was(where: str) -> None:
 def test_another_number_of_samples_is_refused() -> None:
     with virtual_batch(make(), 4) as batch:
         batch(X)
-        with pytest.raises(InputError, match=r"5 samples beside one of 14.*samples in common"):
+        with pytest.raises(InputError, match=r"5 samples after 14 samples in the same block\. Use one block"):
             batch(X[:5])
 
 
 def test_on_gather_warns_or_refuses() -> None:
     model = make()
     with (
-        pytest.warns(UserWarning, match=r"sort.*on 112 bytes.*no rule says"),
+        pytest.warns(UserWarning, match=r"sort.*no rule for single samples.*gathers 112 bytes"),
         virtual_batch(model, 4, on_gather="warn") as batch,
     ):
         batch(X)[:, 0].sort().values.sum()

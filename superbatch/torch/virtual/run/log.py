@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 
-from superbatch.errors import CoupledSamplesError, explain
+from superbatch.errors import CoupledSamplesError
 from superbatch.results.coupling import CouplingPoint, CouplingReport, WholeValue
 from superbatch.torch.module_tables import children_of
 
@@ -126,11 +126,9 @@ class Log:
         if self._on_gather == "ok":
             return
         self._tell(
-            explain(
-                f"{operator} in {self.where or 'no module'} on {nbytes} bytes of the virtual batch",
-                "no rule says how it acts on each sample, so it runs on the whole batch, which has to fit",
-                'use another operator, or on_gather="ok"',
-            )
+            f"{operator} in {self.where or 'no module'} has no rule for single samples, so it gathers "
+            f"{nbytes} bytes of the whole batch into one tensor. "
+            'Use another operator, or pass on_gather="ok".'
         )
 
     def whole_needed(self, operator: str, nbytes: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superbatch.errors import WindowError, explain
+from superbatch.errors import WindowError
 
 from ..ir.conjugates import conjugates_seen
 from ..ir.layout import Layout, Part, cut
@@ -79,11 +79,8 @@ def unchanged(value: Value) -> Tensor:
     assert tensor is not None
     if value.source is not None and _is_written(*value.source, tensor):
         raise WindowError(
-            explain(
-                f"a tensor of shape {tuple(tensor.shape)} that was written in place",
-                "what was computed from it before is computed only when it is needed, and would be another",
-                "change parameters and buffers after the block, or use a copy of what is written",
-            )
+            f"A tensor of shape {tuple(tensor.shape)} was written in place after the virtual batch had used "
+            "it. Change parameters and buffers after the block, or write into a clone."
         )
     return tensor
 
