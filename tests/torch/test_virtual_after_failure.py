@@ -144,7 +144,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_models_in_a_generator_are_refused() -> None:
     with (
-        pytest.raises(InputError, match=r"neither an nn\.Module nor a list of modules\. .*or a list of them"),
+        pytest.raises(InputError, match=r"not an nn\.Module or a list of modules\. .*or a list of them"),
         virtual_batch((m for m in [make()]), 3),  # type: ignore[arg-type]
     ):
         pass

@@ -121,10 +121,10 @@ def virtual_batch(
         compile: compile consecutive operations of a sweep with Inductor, for each micro-batch size. This
             takes seconds per group of operations, once per process; the guide describes the rounding.
             Operations that cannot be compiled run as without it.
-        group: process group whose ranks share the batch, for models that are neither wrapped in
-            DistributedDataParallel nor sharded by ``fully_shard``: gradients are averaged over it. With a
-            group every BatchNorm in training mode normalises over the samples of all its ranks; without one
-            only `torch.nn.SyncBatchNorm` does, over its own group.
+        group: process group whose ranks share the batch, for models without DistributedDataParallel and
+            ``fully_shard``: gradients are averaged over it. With a group every BatchNorm in training mode
+            normalises over the samples of all its ranks; without one only `torch.nn.SyncBatchNorm` does,
+            over its own group.
 
     Yields:
         A `VirtualBatch`: call it with the batch to get virtual tensors; its `report` describes the block.
@@ -165,6 +165,7 @@ def virtual_batch(
     """
     models = options.checked_models(model)
     options.check(rng, on_gather, device_budget, paranoid=paranoid, compile=compile, group=group)
+    # Checked before the block opens: a wrong option leaves gradients, buffers and random state untouched.
     size = "auto" if microbatch_size == "auto" else positive_int("microbatch_size", microbatch_size)
     where = options.checked_device(device, (parameter for one in models for parameter in one.parameters()))
     chosen = options.Options(size, where, rng, device_budget, on_gather, paranoid, compile, group)
@@ -188,6 +189,7 @@ def open_block(models: Sequence[nn.Module], chosen: options.Options) -> Iterator
     # Of every device that the models use: dropout of an earlier layer may run elsewhere.
     randomness = random_state(accelerators(models, chosen.device))
     try:
+        # Outermost: shards stay gathered, and DDP stays silent, until `settle` has reduced the gradients.
         with session.across.held_together(), rarely_collecting():
             with ExitStack() as stack:
                 # Dynamo would trace into this recording: compiled models run eagerly, with a warning.

@@ -42,15 +42,14 @@ def checked_models(model: Any) -> list[nn.Module]:
     """Return the models as a list.
 
     Raises:
-        InputError: the argument is neither a module nor a list of modules.
+        InputError: the argument is not a module or a list of modules.
     """
     models = (
         [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, (list, tuple)) else []
     )
     if not models or not all(isinstance(one, nn.Module) for one in models):
         raise InputError(
-            f"model={model!r} is neither an nn.Module nor a list of modules. "
-            "Pass an nn.Module, or a list of them."
+            f"model={model!r} is not an nn.Module or a list of modules. Pass an nn.Module, or a list of them."
         )
     return models
 
@@ -71,6 +70,7 @@ def checked_device(device: Any, parameters: Iterable[Tensor]) -> torch.device:
         raise InputError(
             f"device={device!r} is not available: {why}. Pass a device that torch has on this machine."
         ) from error
+    # torch accepts it, but its kernels compute shapes only: every gradient would be empty.
     if found.type == "meta":
         raise InputError(f"device={device!r} computes no numbers. Pass a CPU or accelerator device.")
     return found
@@ -104,6 +104,7 @@ def check(
         raise InputError(
             f"group={group!r} is not a process group. Pass the result of torch.distributed.new_group()."
         )
+    # A compiled segment has no single operations to compare.
     if paranoid and compile:
         raise InputError(
             "paranoid=True checks single operations, so it cannot be combined with compile=True. "

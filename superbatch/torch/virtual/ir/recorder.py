@@ -42,8 +42,8 @@ class Recorder(Protocol):
         """Number of samples of the batch."""
         ...
 
-    @property
     # Read by `numbers`: after the block only values that were materialized in it can be read.
+    @property
     def open(self) -> bool:
         """Flag: the block has not ended."""
         ...
@@ -58,13 +58,14 @@ class Recorder(Protocol):
         """Source of the random numbers of the block."""
         ...
 
+    # A write into one of them copies it first, so that pending operations read the old numbers.
     @property
     def readings(self) -> Readings:
         """Real tensors that recorded operations read."""
         ...
 
-    @property
     # A protocol, not `RankReducer`: `ranks` imports `trace`, which imports this file.
+    @property
     def across(self) -> RankSums | None:
         """Reductions over the ranks that share the batch; None on a single rank."""
         ...
@@ -111,6 +112,7 @@ class Recorder(Protocol):
         """Register a handle: while it lives, the program may read its value."""
         ...
 
+    # Before the backward: afterwards the old gradient of the leaf could not be restored.
     def note_leaf(self, tensor: Tensor) -> None:
         """Register the autograd leaves that receive a gradient through a real tensor."""
         ...
@@ -123,6 +125,7 @@ class Recorder(Protocol):
         """Return the tensors of full values, materialized if need be."""
         ...
 
+    # All pending values: one at a time would repeat the sweeps that they share.
     def materialize(self, targets: Iterable[Value]) -> None:
         """Compute the targets and everything else that is pending."""
         ...
@@ -131,6 +134,7 @@ class Recorder(Protocol):
         """Write a value into a buffer once it is computed."""
         ...
 
+    # Asked before every operation on a real tensor, e.g. the program reads running_mean in the block.
     def settle_writes(self, args: Iterable[Any]) -> None:
         """Make the pending writes if one of the arguments shares memory with a buffer that waits."""
         ...
@@ -176,6 +180,7 @@ class RankSums(Protocol):
         """Return a flat value summed over the ranks of a mean."""
         ...
 
+    # The share is count / total, because dx divides by the count of this rank alone.
     def sums(self, recording: Recorder, mean: Value, sums: list[Value], count: int) -> list[Value]:
         """Return the sums of a backward over all ranks, times this rank's share of the samples."""
         ...

@@ -28,7 +28,7 @@ def arguments_by_name(func: Any, args: Any, kwargs: dict[str, Any]) -> Given:
 # -- CUDA's attention ---------------------------------------------------------------------------------------
 
 
-def _shares(given: Given) -> tuple[Tensor, float]:
+def _attention_weights(given: Given) -> tuple[Tensor, float]:
     """Return the attention weights [..., queries, keys], and the scale of the scores."""
     query, key = given["query"], given["key"]
     scale = given.get("scale")
@@ -46,8 +46,8 @@ def _shares(given: Given) -> tuple[Tensor, float]:
 def _attention(given: Given) -> list[Any]:
     if given["dropout_p"]:
         return []  # the kernel does not return its mask, so nothing can be compared
-    shares, _ = _shares(given)
-    return [(shares @ in_float64(given["value"])).to(given["query"].dtype)]
+    probs, _ = _attention_weights(given)
+    return [(probs @ in_float64(given["value"])).to(given["query"].dtype)]
 
 
 def _attention_backward(given: Given) -> list[Any]:
@@ -55,14 +55,14 @@ def _attention_backward(given: Given) -> list[Any]:
         return []
     grad = in_float64(next(iter(given.values())))  # "grad_out", or "grad_out_"
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    shares, scale = _shares(given)
+    probs, scale = _attention_weights(given)
     # The gradient of softmax: dS = P * (dP - sum(dP * P)).
-    of_shares = grad @ in_float64(value).mT
-    of_scores = shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True))
+    of_probs = grad @ in_float64(value).mT
+    of_scores = probs * (of_probs - (of_probs * probs).sum(-1, keepdim=True))
     found: list[Any] = [
         (of_scores @ in_float64(key) * scale).to(query.dtype),
         (of_scores.mT @ in_float64(query) * scale).to(key.dtype),
-        (shares.mT @ grad).to(value.dtype),
+        (probs.mT @ grad).to(value.dtype),
     ]
     bias = given.get("attn_bias")
     return found if bias is None else [*found, of_scores.sum_to_size(bias.shape).to(bias.dtype)]

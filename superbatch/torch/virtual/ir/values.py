@@ -3,7 +3,7 @@
 A `Value` stands for a tensor of the whole batch: sharded into rows by micro-batch (it has a `Layout`), or
 full (layout None), such as a parameter, a batch statistic or the loss. A `Node` is one operation on values.
 References go from a value to its node and from a node to its inputs; outputs are held weakly. So Python's
-reference counts free every value that neither the program nor a later operation can read.
+reference counts free a value once the program and all later operations have dropped it.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ class Value:
             self._handle = handle.reference
         return handle
 
+    # From the meta tensor: known before anything is computed, which the schedule and "auto" need.
     @property
     def nbytes(self) -> int:
         """Bytes of all rows."""
@@ -261,6 +262,7 @@ class Node:
         )
         self.gathers: CouplingKind | None = gathers
         self.where = where
+        # Set by the recording, and used only if the plan finds that every reader takes rows.
         self.by_rows: ByRows | None = None
         self.backward = going_back()
         for index, value in enumerate(outputs):

@@ -24,10 +24,10 @@ def is_written(item: VirtualTensor, func: Any, args: Any) -> bool:
     """Return whether a collective writes one of its arguments."""
     written = [
         arg
-        for arg, told in zip(args, func._schema.arguments, strict=False)
+        for arg, declared in zip(args, func._schema.arguments, strict=False)
         # Schemas do not mark nested lists of tensors as written: their outputs are known by these names.
-        if (told.alias_info is not None and told.alias_info.is_write)
-        or told.name in ("output_tensors", "outputs", "output", "output_tensor", "tensors")
+        if (declared.alias_info is not None and declared.alias_info.is_write)
+        or declared.name in ("output_tensors", "outputs", "output", "output_tensor", "tensors")
     ]
     return any(found is item for found in flat(written))
 

@@ -62,7 +62,7 @@ class Segment:
         for slot, place in last.items():
             if slot not in wanted:
                 self._frees[place].append(slot)
-        self._ways: dict[Form, _Compiled | None] = {}
+        self._by_form: dict[Form, _Compiled | None] = {}
 
     def __call__(self, part: Part, tensors: list[Tensor]) -> list[Any]:
         """Run the segment on a micro-batch.
@@ -75,11 +75,13 @@ class Segment:
             The contents of the `wanted` registers, then one list per operation with results to reduce.
         """
         form = (part.samples, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
-        if form not in self._ways:
+        if form not in self._by_form:
             # Near-equal micro-batches have at most two sizes, so at most two forms.
-            self._ways[form] = _remembered(_Key(self, form)) if _plain(tensors) else None
-        way = self._ways[form]
-        return self.steps(part, tensors) if way is None else _with_tensors(way.results, way.run(tensors))
+            self._by_form[form] = _remembered(_Key(self, form)) if _plain(tensors) else None
+        entry = self._by_form[form]
+        return (
+            self.steps(part, tensors) if entry is None else _with_tensors(entry.results, entry.run(tensors))
+        )
 
     def steps(self, part: Any, tensors: list[Tensor]) -> list[Any]:
         """Run the operations one after the other."""

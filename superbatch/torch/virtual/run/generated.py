@@ -97,6 +97,7 @@ def _made(structure: Structure) -> Callable[..., Function]:
     writer = _Writer(whole)
     for step in steps:
         writer.write(*step)
+    # An empty namespace: the source reads arguments and constants only.
     names: dict[str, Any] = {}
     # The source has names and indices from `structure` only: no text of the program gets into it.
     exec(compile(writer.source(), "<sweep of superbatch>", "exec"), names)

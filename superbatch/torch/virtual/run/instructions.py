@@ -44,6 +44,7 @@ class SideEffects(NamedTuple):
         return self._replace(loads=loads)
 
 
+# A tuple and not a dataclass: the interpreter unpacks it in one step.
 class Instruction(NamedTuple):
     """Instruction: one operation on registers.
 
@@ -70,6 +71,7 @@ class Instruction(NamedTuple):
         return self._replace(more=more)
 
 
+# `output` counts only without side effects, which list their own registers.
 def filled(instruction: Instruction) -> list[int]:
     """Return the registers that an instruction fills."""
     more = instruction.more

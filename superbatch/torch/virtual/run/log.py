@@ -125,7 +125,7 @@ class Log:
         """
         if self._on_gather == "ok":
             return
-        self._tell(
+        self._warn_or_raise(
             f"{operator} in {self.where or 'no module'} has no rule for single samples, so it gathers "
             f"{nbytes} bytes of the whole batch into one tensor. "
             'Use another operator, or pass on_gather="ok".'
@@ -140,13 +140,13 @@ class Log:
         if self._on_gather == "ok" or not self.in_pieces:
             return
         place = "the backward pass" if going_back() else self.where or "no module"
-        self._tell(
+        self._warn_or_raise(
             f"{operator} in {place} puts {nbytes} bytes of the whole batch into one tensor. Use operations "
             "that keep a row for each sample (torch.where or a product with a mask instead of an index), or "
             'pass on_gather="ok".'
         )
 
-    def _tell(self, text: str) -> None:
+    def _warn_or_raise(self, text: str) -> None:
         if self._on_gather == "error":
             raise CoupledSamplesError(text)
         warn(text)

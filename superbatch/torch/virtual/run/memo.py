@@ -2,8 +2,8 @@
 
 Every update records the same operations. The recipe of an operation and the shapes of its results depend on
 the operator, its other arguments, and the shape, strides, dtype, device and layout of each tensor, never on
-numbers. So both are cached for the process. An entry holds neither numbers nor values of a block: the rules
-see stand-ins.
+numbers. So both are cached for the process. An entry holds no numbers and no values of a block: the rules see
+stand-ins.
 """
 
 from __future__ import annotations

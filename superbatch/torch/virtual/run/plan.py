@@ -72,7 +72,7 @@ def plan(targets: Iterable[Value], asked_for: Iterable[Value], *, by_rows: bool 
             continue
         if id(node) not in feeds:  # e.g. a logged loss: joins a sweep that runs its inputs anyway
             earliest = stage[node]
-            stage[node] = _when_at_hand(node, earliest, wanted)
+            stage[node] = _stage_with_inputs(node, earliest, wanted)
             moved |= stage[node] != earliest
         runs = _runs(node, stage, wanted, coupling, kept, id(node) in later)
         for number in runs:
@@ -111,7 +111,7 @@ def _once(nodes: list[Node], stage: dict[Node, int]) -> dict[int, list[Node]]:
     return once
 
 
-def _when_at_hand(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
+def _stage_with_inputs(node: Node, earliest: int, wanted: dict[Value, set[int]]) -> int:
     """Return the stage of a sum that no sample waits for, such as a loss: the first that runs its inputs."""
     if node.layouts.count(None) < len(node.layouts):  # it has rows as well, which their readers place
         return earliest
@@ -184,7 +184,7 @@ def _runs(
         # e.g. the input of a BatchNorm: the next stage normalises it, so all of its rows are read at least
         # twice.
         met = first in coupling.get(value, ())
-        if again and (met or len(again) > PATIENCE[node.light]) and not _at_hand(node):
+        if again and (met or len(again) > PATIENCE[node.light]) and not _cheap_to_recompute(node):
             kept[value] = max(again)
             runs.add(first)
         else:
@@ -192,7 +192,7 @@ def _runs(
     return runs
 
 
-def _at_hand(node: Node) -> bool:
+def _cheap_to_recompute(node: Node) -> bool:
     """Return whether recomputing the output costs as much as reading it from the store."""
     # Follows views to their base, and accepts one light operation on stored rows.
     while node.view or node.light:

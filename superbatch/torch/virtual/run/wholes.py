@@ -35,7 +35,7 @@ class Wholes:
         """Count a materialized value; `place` is its module, its operator, and True in a backward."""
         tensor = value.whole
         # A view of an input has no memory of its own: the input was counted.
-        if tensor is None or value.held is not None or any(_one_memory(tensor, other) for other in read):
+        if tensor is None or value.held is not None or any(_share_memory(tensor, other) for other in read):
             return
         value.held = Held(self._store, value.nbytes)
         self._log.whole(place, value.nbytes, value.picked)
@@ -64,6 +64,6 @@ def mark(form: Form, results: Any, rows: int, store: Store, log: Log) -> None:
             Wholes(store, log, 2).note(value, (log.where, str(form.func), going_back()))
 
 
-def _one_memory(tensor: Tensor, other: Tensor) -> bool:
+def _share_memory(tensor: Tensor, other: Tensor) -> bool:
     # The StorageImpl and not data_ptr(): views at different offsets share it.
     return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata

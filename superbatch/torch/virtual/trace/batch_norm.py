@@ -73,7 +73,9 @@ def forward(
         layout = layout or across.layout_of(recording, value)
     # Affine parameters with a layout: an InstanceNorm, which repeats them for each sample.
     if layout is None or any(v is not None and v.layout is not None for v in affine):
-        return _elsewhere(recording, x, (weight, bias, running_mean, running_var, training, momentum, eps))
+        return _samples_in_channels(
+            recording, x, (weight, bias, running_mean, running_var, training, momentum, eps)
+        )
     if not training:  # statistics are given, so the samples are not coupled
         running = [_given(recording, running_mean), _given(recording, running_var)]
         operands, places = _options([*affine, *running])
@@ -188,7 +190,7 @@ def backward(
     if layout is None and recording.across is not None:
         layout = recording.across.layout_back(recording, value, recording.value(save_mean))
     if layout is None or (w is not None and w.layout is not None):
-        return _elsewhere_backward(
+        return _samples_in_channels_backward(
             recording,
             grad,
             x,
@@ -268,14 +270,14 @@ def _gradient(part: Part, tensors: list[Tensor]) -> Tensor:
 # -- samples among the channels (InstanceNorm), or anywhere else ---------------------------------------------
 
 
-def _elsewhere(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
+def _samples_in_channels(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
     weight, bias, running_mean, _, training, _, eps = rest
     # InstanceNorm calls batch_norm on [1, N * C, ...]: the samples are in dimension 1.
     value = recording.value(x)
     channels = [_given(recording, t) for t in (weight, bias)]
     layout = value.layout
     if running_mean is not None and training:  # running statistics couple the samples of an InstanceNorm
-        return _at_once(recording, x, rest)
+        return _on_full_tensor(recording, x, rest)
     if layout is None or layout.dim != 1 or not training:
         return NotImplemented
     places: list[int | None] = []
@@ -294,7 +296,7 @@ def _elsewhere(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
     return recording.shown(recording.add("instance_norm", recipe, [value.meta, stat, stat]))
 
 
-def _at_once(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
+def _on_full_tensor(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
     """Run on the full tensor, by the functional form: it returns the running statistics."""
     out, mean, invstd, new_mean, new_var = aten._native_batch_norm_legit_functional(x, *rest)
     recording.write_later(rest[2], recording.value(new_mean))
@@ -302,7 +304,7 @@ def _at_once(recording: Recorder, x: Any, rest: tuple[Any, ...]) -> Any:
     return out, mean, invstd
 
 
-def _elsewhere_backward(recording: Recorder, grad: Any, x: Any, rest: tuple[Any, ...]) -> Any:
+def _samples_in_channels_backward(recording: Recorder, grad: Any, x: Any, rest: tuple[Any, ...]) -> Any:
     weight, running_mean, _, save_mean, save_invstd, training, eps, mask = rest
     value, given = recording.value(x), recording.value(grad)
     layout = value.layout or given.layout

@@ -33,6 +33,7 @@ def index_put(
     recording: Recorder, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Any:
     """Write into, or add to, the elements that `index` would read."""
+    # Values of another dtype are left to index_put itself, which raises.
     if not _by_sample(recording, x) or not indices or recording.value(values).meta.dtype != x.dtype:
         return NotImplemented
     if indices[0] is None:

@@ -27,6 +27,7 @@ def forward(recording: Recorder, across: RankSums, mean: Value, given: Given) ->
         given: arguments by name, with full tensors from before the operation.
     """
     x = in_float64(given["input"])
+    # The count goes along in one flat tensor: ranks may have different numbers of samples.
     *sums, count = _over(recording, across, mean, [*_by_channel(x), _count(x)])
     average = torch.stack(sums) / count
     # Two passes, deviations from the mean of all ranks: a second method beside the combination of moments.
@@ -70,6 +71,7 @@ def backward(recording: Recorder, across: RankSums, mean: Value, given: Given, *
         return [None, d_weight, d_bias]
     *sums, count = _over(recording, across, mean, [*d_weight, *d_bias, _count(x)])
     all_weight, all_bias = (_as_channels(half / count, x) for half in torch.stack(sums).chunk(2))
+    # The formula of `trace.batch_norm`, with the sums and the count of all ranks.
     dx = invstd * (grad - all_bias - hat * all_weight)
     weight = given["weight"]
     return [dx if weight is None else dx * _as_channels(weight, x), d_weight, d_bias]
@@ -78,6 +80,7 @@ def backward(recording: Recorder, across: RankSums, mean: Value, given: Given, *
 def _over(
     recording: Recorder, across: RankSums, mean: Value, mine: Any, *, split: bool = True
 ) -> list[Tensor]:
+    # `summed` is a recorded collective, so its place in the order is the same on every rank.
     flat = torch.stack(mine) if split else mine
     (found,) = recording.there([across.summed(recording, mean, recording.given(flat))])
     return list(found) if split else [found]

@@ -30,6 +30,7 @@ def spread(recording: Recorder, form: Form, layouts: Mapping[torch.Size, Layout]
     value, like = form.tensors[0], layouts.get(torch.Size(form.args[1]))
     if value.meta is None or value.layout is not None or (value.whole is None and like is None):
         return None
+    # `like` is a hint only: `expanded` ignores it if the value cannot be repeated in that dimension.
     recipe = told_sizes.expanded(call := form.call(), like)
     if recipe is None:
         return None
