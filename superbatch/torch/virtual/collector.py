@@ -21,9 +21,8 @@ class _Threshold:
     """Threshold of the process, raised while a block is open in any thread."""
 
     def __init__(self) -> None:
-        self._lock = (
-            threading.RLock()
-        )  # if an exception interrupts its release, this thread can acquire it again
+        # An RLock: if an exception interrupts its release, this thread can acquire it again.
+        self._lock = threading.RLock()
         # Counted: of two overlapping blocks the second would restore the threshold that the first one set.
         self._blocks = 0
         self._found = self._set = gc.get_threshold()

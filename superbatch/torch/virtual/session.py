@@ -142,9 +142,8 @@ class Session:
         memory, self._memory = self._memory, []
         if failed:
             for tensor, before in memory:
-                if is_hollow(
-                    tensor
-                ):  # the others keep in-block writes, as the docstring of virtual_batch says
+                # Only these: a parameter that the block wrote keeps its new numbers (see `virtual_batch`).
+                if is_hollow(tensor):
                     tensor.data = before
         leaves = Leaves() if self.recording is None else self.recording.leaves
         if self.recording is not None:
