@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -13,6 +14,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+# torch imports this with its first optimizer. Its defaults are the default group of that moment, which would
+# then outlive destroy_process_group with gloo's threads.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from superbatch.errors import InputError
@@ -128,40 +133,53 @@ def train(
     batch_size = recipe.batch_size if options.batch_size is None else options.batch_size
     updates = recipe.updates if options.updates is None else options.updates
     _check(recipe, options, batch_size)
-    with _ranks(options.device) as (rank, ranks, device), torch.random.fork_rng():
-        model = recipe.model(options.seed).to(device)
-        model = model.double() if options.precision == "float64" else model
-        accumulate = _accumulator(recipe, options, model, updates, ranks)
-        torch.manual_seed(options.seed + rank)  # resumed ranks load the states that they had
-        checkpoint = _resume(recipe, options, accumulate)
-        samples, first = checkpoint.samples if checkpoint else 0, accumulate.updates
-        log = TrainLog(options.log, options.tensorboard, first) if rank == 0 else None
-        batches, loss, end = batches_from(recipe.samples, options.seed, samples, batch_size), None, False
-        dtype = "float64" if options.precision == "float64" else "float32"
-        with StopSignals() as stop:
-            while accumulate.updates < updates and not end:
-                own = next(batches).tensor_split(ranks)[rank]
-                update = accumulate(cast_batch(recipe.batch(own), dtype))
-                samples, loss, done = samples + batch_size, update.loss, accumulate.updates
-                end = stop.requested(accumulate)
-                if log is not None:
-                    due = options.evaluate_every and done % options.evaluate_every == 0
-                    log.write(done, update, samples, _metric(recipe, model) if due else None)
-                    progress(done - first, updates - first, f"update {done} of {updates}, loss {loss:.4g}")
-                if options.checkpoints and (end or done == updates or done % options.every == 0):
-                    facts = {"recipe": recipe.name, "seed": options.seed}
-                    save_checkpoint(
-                        options.checkpoints, accumulate, samples=samples, extra=facts, keep=options.keep
-                    )
-        return Trained(
-            updates=accumulate.updates,
-            loss=loss,
-            metric=None if end or rank else _metric(recipe, model),
-            noise=accumulate.noise if isinstance(accumulate, Accumulator) else None,
-            resumed=checkpoint.path if checkpoint else None,
-            exit_code=stop.exit_code,
-            rank=rank,
-        )
+    with _ranks(options.device) as place, torch.random.fork_rng():
+        return _trained(recipe, options, batch_size, updates, place, progress)
+
+
+def _trained(
+    recipe: Recipe,
+    options: Options,
+    batch_size: int,
+    updates: int,
+    place: tuple[int, int, torch.device],
+    progress: Callable[[int, int, str | None], None],
+) -> Trained:
+    """Train in a function of its own: when it returns, nothing uses the process group any more."""
+    rank, ranks, device = place
+    model = recipe.model(options.seed).to(device)
+    model = model.double() if options.precision == "float64" else model
+    accumulate = _accumulator(recipe, options, model, updates, ranks)
+    torch.manual_seed(options.seed + rank)  # resumed ranks load the states that they had
+    checkpoint = _resume(recipe, options, accumulate)
+    samples, first = checkpoint.samples if checkpoint else 0, accumulate.updates
+    log = TrainLog(options.log, options.tensorboard, first) if rank == 0 else None
+    batches, loss, end = batches_from(recipe.samples, options.seed, samples, batch_size), None, False
+    dtype = "float64" if options.precision == "float64" else "float32"
+    with StopSignals() as stop:
+        while accumulate.updates < updates and not end:
+            own = next(batches).tensor_split(ranks)[rank]
+            update = accumulate(cast_batch(recipe.batch(own), dtype))
+            samples, loss, done = samples + batch_size, update.loss, accumulate.updates
+            end = stop.requested(accumulate)
+            if log is not None:
+                due = options.evaluate_every and done % options.evaluate_every == 0
+                log.write(done, update, samples, _metric(recipe, model) if due else None)
+                progress(done - first, updates - first, f"update {done} of {updates}, loss {loss:.4g}")
+            if options.checkpoints and (end or done == updates or done % options.every == 0):
+                facts = {"recipe": recipe.name, "seed": options.seed}
+                save_checkpoint(
+                    options.checkpoints, accumulate, samples=samples, extra=facts, keep=options.keep
+                )
+    return Trained(
+        updates=accumulate.updates,
+        loss=loss,
+        metric=None if end or rank else _metric(recipe, model),
+        noise=accumulate.noise if isinstance(accumulate, Accumulator) else None,
+        resumed=checkpoint.path if checkpoint else None,
+        exit_code=stop.exit_code,
+        rank=rank,
+    )
 
 
 def batches_from(samples: int, seed: int, start: int, size: int) -> Iterator[Tensor]:
@@ -233,6 +251,7 @@ def _ranks(device: str) -> Iterator[tuple[int, int, torch.device]]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     yield dist.get_rank(), dist.get_world_size(), torch.device(device)
     dist.barrier()  # a rank that leaves first may abort the others in gloo; after an error none waits
+    gc.collect()  # a group that is still held keeps gloo's threads, which may abort the process at its end
     dist.destroy_process_group()
 
 

@@ -51,13 +51,16 @@ def _mean(recording: Recorder, x: Any, dim: Any = None, keepdim: bool = False, *
 def _nll_loss_forward(
     recording: Recorder, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> Any:
-    """Return a mean as the sum of losses, divided once by the sum of weights."""
-    if reduction == 0 or _layout(recording, x) is None:
+    """Return a mean as the sum of losses, divided once by the sum of weights; without a reduction, losses."""
+    if _layout(recording, x) is None:
         return NotImplemented
     forward = aten.nll_loss2d_forward if x.dim() == 4 else aten.nll_loss_forward
+    how = 2 if reduction else 0  # a sum: the mean of a micro-batch would divide by its own weights
     total, _ = recording.shown(
-        recording.compute(forward.default, *recording.values((x, target, weight, 2, ignore_index), {}))
+        recording.compute(forward.default, *recording.values((x, target, weight, how, ignore_index), {}))
     )
+    if reduction == 0:  # torch gives 0 for the sum of weights; a recorded one would be a coupling point
+        return total, torch.zeros((), dtype=x.dtype, device=x.device)
     # The sum of weights depends on the targets alone: so the backward does not wait for the forward's sweep.
     counts = target != ignore_index
     if weight is None:
