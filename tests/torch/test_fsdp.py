@@ -214,8 +214,8 @@ def test_an_error_in_the_check_of_one_rank_stops_both(where: str, found: Found) 
     ((kind, text, unchanged, _),) = outcomes[1]
     assert (kind, text, unchanged) == ("BrokenError", "no such label", True)
     ((kind, text, unchanged, _),) = outcomes[0]
-    assert (kind, unchanged) == ("LossSpecError", True)
-    assert "contradicts its statement on another rank" in text
+    assert (kind, unchanged) == ("RankError", True)
+    assert text.startswith("Rank 1 failed before its first micro-batch (BrokenError: no such label), so no rank")
 
 
 def test_both_ranks_refuse_what_is_not_finite_on_one(found: Found) -> None:
