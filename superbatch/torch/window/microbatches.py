@@ -19,6 +19,7 @@ from superbatch.window import Window
 
 from ..sizes.auto import AutoSize
 from ..sizes.sizing import Fixed
+from . import misuse
 from .joining import joined
 from .sync.sync import Sync
 
@@ -334,7 +335,8 @@ def microbatches_of(
 
     Raises:
         SplitError: the batch cannot be split, or its samples cannot be counted although they must be.
-        InputError: the lengths that a TokenBudget asks for are not there, or are none.
+        InputError: a Window has no micro-batches, or the lengths that a TokenBudget asks for are not there,
+            or are none.
 
     Examples:
         >>> import torch
@@ -353,6 +355,8 @@ def microbatches_of(
         packing = packing_of(batch, planned.samples, microbatch_size)
         return cut_packed(planned, packing), packing.sizes, packing.order
     microbatches = list(batch) if isinstance(batch, Window) else [batch]
+    if not microbatches:
+        raise misuse.empty_window()
     if not any(paths.values()):
         lengths = [_length_of_tensors(microbatch) for microbatch in microbatches]
         if all(lengths):

@@ -78,8 +78,6 @@ class OpenWindow(Generic[T]):
             saving.check_state(self.transaction, resume)
 
     def __enter__(self) -> OpenWindow[T]:
-        if self.is_over:
-            raise misuse.over()
         if self.is_open:
             raise misuse.second_window()
         try:
