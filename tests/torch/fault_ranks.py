@@ -42,7 +42,7 @@ class Fault:
         if phase == "memory":
             raise torch.OutOfMemoryError("no memory")
         self.armed = False
-        if phase == "interrupt":
+        if phase in ("interrupt", "interrupted clip"):
             raise KeyboardInterrupt
         raise FaultError(f"no {phase}")
 
@@ -124,19 +124,30 @@ def owned(accumulate: Accumulator, loss_fn: Callable[[Tensor], Tensor], fault: F
     return "made" if window.update.made else f"skipped: {window.update.skipped}"
 
 
+def wrapped(how: str) -> Any:
+    """Return the model as the ranks share it."""
+    if how == "DDP":
+        return DistributedDataParallel(net())
+    return fully(net(), init_device_mesh("cpu", (2,))) if how == "FSDP2" else net()
+
+
+def optimizer_of(model: nn.Module, fault: Fault) -> torch.optim.Optimizer:
+    """Return an optimizer whose step or hook may fail."""
+    # What a failure leaves in torch's own SGD can be restored; in another class it cannot be known.
+    kind = FragileSGD if fault.phase == "step" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    if isinstance(optimizer, FragileSGD):
+        optimizer.fault = fault
+    if fault.phase == "hook" or (fault.phase == "own hook" and fault.armed):
+        optimizer.register_step_pre_hook(lambda *_: fault.at(fault.phase))
+    return optimizer
+
+
 def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
     """Train on four batches; return what each came to, and the parameters after each."""
     fault = Fault(phase, here=rank == bad)
-    model: Any = net()
-    if how == "DDP":
-        model = DistributedDataParallel(model)
-    elif how == "FSDP2":
-        model = fully(model, init_device_mesh("cpu", (2,)))
-    # What a failure leaves in torch's own SGD can be restored; in another class it cannot be known.
-    optimizer = (FragileSGD if phase == "step" else torch.optim.SGD)(model.parameters(), lr=0.1, momentum=0.9)
-    if isinstance(optimizer, FragileSGD):
-        optimizer.fault = fault
-    optimizer.register_step_pre_hook(lambda *_: fault.at("hook"))
+    model = wrapped(how)
+    optimizer = optimizer_of(model, fault)
 
     def loss_fn(x: Tensor) -> Tensor:
         for one in ("forward", "interrupt"):
@@ -146,7 +157,12 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
         return Fragile.apply(loss, fault)
 
     def clip(gradients: Any) -> None:
-        fault.at("clip")
+        for one in ("clip", "interrupted clip"):
+            fault.at(one)
+
+    def factor(updates: int) -> float:
+        fault.at("scheduler")
+        return 1.0
 
     accumulate = Accumulator(
         model,
@@ -154,7 +170,8 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
         loss_fn,
         microbatch_size=2,
         weight=partial(weight_of, fault),
-        clip=clip,
+        clip=clip if "clip" in phase else None,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor) if phase == "scheduler" else None,
         check=False,
         sync="all_reduce" if how == "all_reduce" else "auto",
     )
@@ -178,7 +195,7 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
 HOW = ("DDP", "all_reduce", "FSDP2")
 PHASES = (
     *("split", "rows", "weight", "forward", "interrupt", "memory", "backward", "block", "break"),
-    *("clip", "hook", "step"),
+    *("clip", "interrupted clip", "hook", "own hook", "step", "scheduler"),
 )
 
 

@@ -126,8 +126,8 @@ def test_a_batch_is_cut_into_as_many_micro_batches_where_it_can_be(found: Found)
 
 def test_gradients_are_reduced_once_in_a_window(found: Found) -> None:
     # The root and two blocks: all-gathers in a forward, of the blocks in a backward too; at the end one
-    # reduction each. Five times numbers: turns, weights, failures, losses and the gradients that exist, norm.
-    assert found[0]["samples"]["exchanges"] == [turns * 5 + 3 + 5 for turns in (4, 3, 4)]
+    # reduction each. Six times numbers: turns, weights, failures, losses, norm, the vote before the step.
+    assert found[0]["samples"]["exchanges"] == [turns * 5 + 3 + 6 for turns in (4, 3, 4)]
 
 
 def test_gradients_add_up_without_a_step(found: Found) -> None:
