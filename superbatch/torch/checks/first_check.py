@@ -95,7 +95,7 @@ def check_pairs(
 
 def _spare(pieces: MicrobatchList) -> Any:
     """Return a micro-batch for forwards that other ranks announce; None on a rank without data."""
-    return pieces.microbatches[0] if pieces.microbatches else None
+    return pieces.runs[0] if pieces.runs else None
 
 
 def _problem(config: Config, pieces: MicrobatchList) -> Problem:
@@ -119,8 +119,7 @@ def _check_terms(
     found: list[Checked] = []
     for name, problem in by_term(_problem(config, pieces)).items():
         try:
-            idle = pieces.microbatches[0]
-            found.append(check_on_all_ranks(problem, chosen, idle, config.sync, frozen=frozen))
+            found.append(check_on_all_ranks(problem, chosen, _spare(pieces), config.sync, frozen=frozen))
         except (LossSpecError, CoupledSamplesError) as error:  # noqa: PERF203  (there are few terms)
             if not name:
                 raise
