@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from superbatch.errors import SuperbatchError
 from superbatch.torch import Accumulator
@@ -22,6 +24,7 @@ from tests.torch.sharded_training import full, fully, join, leave, run
 
 FAILS_AT = 1  # the second of four batches
 BATCHES = 4
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate"  # as torch's allocator says
 
 
 class FaultError(Exception):
@@ -72,6 +75,22 @@ class FragileSGD(torch.optim.SGD):
         """Step, or fail."""
         self.fault.at("step")
         return super().step(closure)
+
+
+class FailingReduction(TorchDispatchMode):
+    """Has no memory for the buffer of a reduction, into which gradients are put together."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self._fault = fault
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.cat.default:
+            try:
+                self._fault.at("reduction")
+            except FaultError:
+                raise RuntimeError(NO_MEMORY) from None
+        return func(*args, **(kwargs or {}))
 
 
 def net() -> nn.Module:
@@ -183,7 +202,8 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
             if phase in ("block", "break"):
                 outcomes.append(owned(accumulate, loss_fn, fault, batch_of(fault, rank)))
             else:
-                accumulate(batch_of(fault, rank))
+                with FailingReduction(fault) if phase == "reduction" else nullcontext():
+                    accumulate(batch_of(fault, rank))
                 outcomes.append("made")
         except (FaultError, SuperbatchError, KeyboardInterrupt) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
@@ -193,6 +213,7 @@ def faulty(rank: int, bad: int, how: str, phase: str) -> dict[str, Any]:
 
 
 HOW = ("DDP", "all_reduce", "FSDP2")
+REPLICATED = ("DDP", "all_reduce")
 PHASES = (
     *("split", "rows", "weight", "forward", "interrupt", "memory", "backward", "block", "break"),
     *("clip", "interrupted clip", "hook", "own hook", "step", "scheduler"),
@@ -201,7 +222,8 @@ PHASES = (
 
 def cells(rank: int, bad: int) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return all cells by name."""
-    return {f"{how}, {phase}": partial(faulty, rank, bad, how, phase) for how in HOW for phase in PHASES}
+    cells = [(how, phase) for how in HOW for phase in PHASES] + [(how, "reduction") for how in REPLICATED]
+    return {f"{how}, {phase}": partial(faulty, rank, bad, how, phase) for how, phase in cells}
 
 
 def main(rank: int, folder: Path, bad: int, chosen: list[str]) -> None:

@@ -85,6 +85,18 @@ def test_before_the_step_no_rank_makes_the_update(phase: str, how: str, bad: int
         assert each["gradients"] == 0
 
 
+@pytest.mark.parametrize("how", ranks.REPLICATED)
+def test_no_memory_in_the_reduction_of_one_rank_reaches_the_others(how: str, bad: int, found: Found) -> None:
+    """Its own gradients are freed, and it takes part with zeros until the vote."""
+    healthy, failed = found[1 - bad][f"{how}, reduction"], found[bad][f"{how}, reduction"]
+    assert failed["fired"], "premise"
+    told = f"RankError: Rank {bad} failed at the end of its window (OutOfMemoryError: "
+    for each, text in ((failed, "OutOfMemoryError: "), (healthy, told)):
+        assert [outcome[: len(text)] for outcome in each["outcomes"]] == ["made", text, "made", "made"]
+        assert not differs(each["states"], ranks.FAILS_AT)
+        assert each["gradients"] == 0
+
+
 @pytest.mark.parametrize("how", ranks.HOW)
 def test_a_torn_rank_stops_the_others(how: str, bad: int, found: Found) -> None:
     healthy, failed = found[1 - bad][f"{how}, step"], found[bad][f"{how}, step"]

@@ -241,7 +241,8 @@ class Sharded(Manual):
         if announced is None:
             announced = self.sum_numbers(self.announce(gradients, parameters))
         held, used = len(self._fsdp.held()), len(self._fsdp.used())
-        self._fsdp.flush(announced[:held])
+        with self._unanswered():
+            self._fsdp.flush(announced[:held])
         self._fsdp.forget_unused(announced[held : held + used])
         reduced = [_laid_out(each.grad, each) for each in parameters]
         managed = self._fsdp.managed()
