@@ -138,15 +138,7 @@ def _count(value: float | None) -> Any:
 
 
 def measure(recipe: str | None, options: Options) -> Advice:
-    """Run the study and show its progress.
-
-    Args:
-        recipe: its name, or None.
-        options: what was asked.
-
-    Returns:
-        The report; after Ctrl-C a partial one.
-    """
+    """Run the study and show its progress."""
     from ..studies.advise import AdviceInterrupted, Progress
     from ..studies.advise import advise as study
 
@@ -162,12 +154,7 @@ def measure(recipe: str | None, options: Options) -> Advice:
 
 
 def show_report(report: Advice, console: Console) -> None:
-    """Print the verdict of an advice, its tables and its main caveats; the page has every finding.
-
-    Args:
-        report: whole or partial.
-        console: where to.
-    """
+    """Print the verdict of an advice, its tables and its main caveats; the page has every finding."""
     from ..report.advice_text import alternative_table, answer, caveats, models_table, steps_table
 
     print_sentences(answer(report), console)

@@ -28,20 +28,7 @@ def in_our_words(
     average_gradients: int | None,
     iterations: int | None,
 ) -> Asked:
-    """Translate the sources' flags; ours pass through.
-
-    Args:
-        splits: ours.
-        updates: ours.
-        batch_size: ours; with `average_gradients` the sources': samples of a micro-batch.
-        average_gradients: the sources': micro-batches per update.
-        iterations: the sources': micro-batches of the whole run.
-
-    Returns:
-        What was asked for.
-
-    Raises:
-        InputError: flags contradict each other, or the iterations make no whole number of updates.
+    """Translate the sources' flags; beside `average_gradients`, `batch_size` counts a micro-batch.
 
     Examples:
         >>> in_our_words(splits=None, updates=None, batch_size=5, average_gradients=20, iterations=20000)
@@ -89,17 +76,6 @@ WITH_BATCHNORM = {"digits": "digits-bn", "digits-conv": "digits-conv-bn"}
 
 def recipe_of(named: str | None, option: str | None, *, batchnorm: bool) -> str:
     """The recipe that was asked for.
-
-    Args:
-        named: as an argument.
-        option: by ``--recipe``.
-        batchnorm: ``--batchnorm``.
-
-    Returns:
-        Its name; digits where nothing was said.
-
-    Raises:
-        InputError: two recipes, or one that has no variant with BatchNorm.
 
     Examples:
         >>> recipe_of(None, None, batchnorm=False), recipe_of("digits-conv", None, batchnorm=True)

@@ -86,15 +86,6 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 def main(arguments: Sequence[str]) -> int:
     """Run a command, and turn errors of ours and of the user's own code into one line and an exit code.
 
-    Args:
-        arguments: without the program's name; ``--traceback`` anywhere shows the traceback above that line.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C before anything was measured.
-
     Examples:
         >>> main(["--version"])
         superbatch ...

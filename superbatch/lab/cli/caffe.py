@@ -67,12 +67,7 @@ def caffe(
 
 
 def show_report(report: CaffeExplained, console: Console) -> None:
-    """Print the table of a solver, and below it what may surprise.
-
-    Args:
-        report: from `superbatch.caffe.explain_solver`.
-        console: where to.
-    """
+    """Print the table of a solver, and below it what may surprise."""
     from ..report.caffe_text import findings, settings_table
 
     print_table(settings_table(report), console)

@@ -131,15 +131,7 @@ def _options_with(backend: str, **others: Any) -> Options:
 
 
 def measure(recipe: str, options: Options) -> Comparison:
-    """Run the comparison and show its progress.
-
-    Args:
-        recipe: its name.
-        options: what was asked.
-
-    Returns:
-        The report; after Ctrl-C a partial one.
-    """
+    """Run the comparison and show its progress."""
     from ..studies.compare import ComparisonInterrupted, Progress
     from ..studies.compare import compare as study
 
@@ -160,12 +152,7 @@ def measure(recipe: str, options: Options) -> Comparison:
 
 
 def show_report(report: Comparison, console: Console) -> None:
-    """Print the table of a comparison, and below it what it shows.
-
-    Args:
-        report: whole or partial.
-        console: where to.
-    """
+    """Print the table of a comparison, and below it what it shows."""
     from ..report.table import comparison_table
     from ..report.verdict import verdict
 

@@ -19,13 +19,6 @@ OPTIONAL = ("torch", "typer", "rich", "scipy", "matplotlib", "numpy", "sklearn")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Args:
-        arguments: without the program's name; by default the process's.
-
-    Returns:
-        The exit code: 0 done; 1 a check failed; 2 wrong input, told in one line; 74 output could not be
-        written; 130 interrupted by Ctrl-C or SIGTERM; 141 the reader of the output closed the pipe.
-
     Examples:
         >>> main(["--version"])
         superbatch ...

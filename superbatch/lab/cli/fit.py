@@ -88,15 +88,7 @@ def fit(
 
 
 def measure(recipe: str, options: Options) -> Fitting:
-    """Run the fit and show its progress.
-
-    Args:
-        recipe: its name.
-        options: what was asked.
-
-    Returns:
-        The report; after Ctrl-C a partial one.
-    """
+    """Run the fit and show its progress."""
     from ..studies.fit import FitInterrupted, Progress
     from ..studies.fit import fit as study
 
@@ -112,12 +104,7 @@ def measure(recipe: str, options: Options) -> Fitting:
 
 
 def show_report(report: Fitting, console: Console) -> None:
-    """Print the tables of a fit, and below them what they show: there a terminal is read first.
-
-    Args:
-        report: whole or partial.
-        console: where to.
-    """
+    """Print the tables of a fit, and below them what they show: there a terminal is read first."""
     from ..report.fitting_text import findings, reach_table, savings_table, sizes_table
 
     tables = [

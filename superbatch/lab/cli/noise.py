@@ -76,15 +76,7 @@ def noise(
 
 
 def measure(recipe: str, options: Options) -> NoiseStudy:
-    """Run the study and show its progress.
-
-    Args:
-        recipe: its name.
-        options: what was asked.
-
-    Returns:
-        The report; after Ctrl-C a partial one.
-    """
+    """Run the study and show its progress."""
     from ..studies.noise import NoiseInterrupted
     from ..studies.noise import noise as study
 
@@ -96,12 +88,7 @@ def measure(recipe: str, options: Options) -> NoiseStudy:
 
 
 def show_report(report: NoiseStudy, console: Console) -> None:
-    """Print the tables of a study, and below them what they show: there a terminal is read first.
-
-    Args:
-        report: whole or partial.
-        console: where to.
-    """
+    """Print the tables of a study, and below them what they show: there a terminal is read first."""
     from ..report.noise_study import findings, points_table, steps_table
 
     for table in (points_table(report), steps_table(report)):

@@ -14,26 +14,12 @@ RECIPE_HELP = f"{', '.join(RECIPES)}; {OWN}"
 
 
 def option(text: str, *flags: str) -> Any:
-    """Make an option whose help text states its default.
-
-    Args:
-        text: help text.
-        flags: names of the option, if not derived from the parameter.
-
-    Returns:
-        Metadata for `Annotated`.
-    """
+    """Make an option whose help text states its default."""
     return typer.Option(*flags, help=text, show_default=False)
 
 
 def complete_recipe(incomplete: str) -> list[str]:
     """Complete a recipe: built-in names, and Python files of the working directory.
-
-    Args:
-        incomplete: the text typed so far.
-
-    Returns:
-        Names; a file ends with a colon, after which its function is typed.
 
     Examples:
         >>> complete_recipe("digits-c")
@@ -44,15 +30,7 @@ def complete_recipe(incomplete: str) -> list[str]:
 
 
 def recipe_argument(*, default: str | None = None, show_default: bool = True) -> Any:
-    """Make the argument that names a recipe.
-
-    Args:
-        default: the default as stated in the help text.
-        show_default: show the default of the parameter.
-
-    Returns:
-        Metadata for `Annotated`.
-    """
+    """Make the argument that names a recipe."""
     text = RECIPE_HELP if default is None else f"{RECIPE_HELP} (default: {default})"
     return typer.Argument(help=text, show_default=show_default, autocompletion=complete_recipe)
 

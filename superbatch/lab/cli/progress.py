@@ -19,14 +19,7 @@ Show = Callable[[int, int, str | None], None]
 
 @contextmanager
 def progress(title: str) -> Iterator[Show]:
-    """Show how far a command is until the block is left.
-
-    Args:
-        title: what is being done.
-
-    Yields:
-        A function to be told (done, total, what has just been finished).
-    """
+    """Show how far a command is until the block is left."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(title)
@@ -54,12 +47,6 @@ def progress(title: str) -> Iterator[Show]:
 
 def duration(seconds: float) -> str:
     """Seconds as a person says them.
-
-    Args:
-        seconds: at least 0.
-
-    Returns:
-        Text.
 
     Examples:
         >>> duration(42.3), duration(150)

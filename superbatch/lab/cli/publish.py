@@ -33,18 +33,7 @@ def publish(
     show: Callable[[Console], None],
     draw: Callable[[], Mapping[str, str | bytes]],
 ) -> None:
-    """Print a report and write its files.
-
-    Args:
-        report: whole or partial.
-        folder: for the files; None writes none.
-        as_json: print JSON and nothing else on the standard output.
-        show: prints the report for people.
-        draw: makes the files beside report.json, content by name; the most important first.
-
-    Raises:
-        typer.Exit: interrupted by Ctrl-C while printing or drawing; report.json is complete.
-    """
+    """Print a report and write its files."""
     from ..report.json import to_json
 
     text = to_json(report)

@@ -14,18 +14,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 def parse_bytes(text: str, *, flag: str) -> int:
-    """Read a number of bytes.
-
-    Args:
-        text: a positive number and a unit: KiB, MiB, GiB, TiB (of 1024), kB, MB, GB, TB (of 1000),
-            or K, M, G, T (of 1024); without a unit bytes. Upper and lower case are the same.
-        flag: for the error.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        InputError: it is no such text.
+    """Read a number of bytes: K and KiB are 1024, kB is 1000, likewise M, G and T; no unit: bytes.
 
     Examples:
         >>> [parse_bytes(text, flag="--limit") for text in ("2GiB", "1.5 MB", "16k", "123")]
@@ -40,16 +29,6 @@ def parse_bytes(text: str, *, flag: str) -> int:
 
 def parse_sizes(text: str, *, flag: str) -> tuple[int, ...]:
     """Read sizes of micro-batches.
-
-    Args:
-        text: positive integers, separated by commas.
-        flag: for the error.
-
-    Returns:
-        The sizes.
-
-    Raises:
-        InputError: it is no such text.
 
     Examples:
         >>> parse_sizes("8, 16,32", flag="--sizes")

@@ -129,16 +129,7 @@ def study(
 
 
 def measure(name: str, recipe: str, options: Options) -> Study:
-    """Run a study and show its progress.
-
-    Args:
-        name: of the study.
-        recipe: its name.
-        options: what was asked.
-
-    Returns:
-        The report; after Ctrl-C a partial one.
-    """
+    """Run a study and show its progress."""
     from ..studies.study import Progress, StudyInterrupted
     from ..studies.study import study as run
 
@@ -154,23 +145,14 @@ def measure(name: str, recipe: str, options: Options) -> Study:
 
 
 def show_studies(console: Console) -> None:
-    """Print which studies there are.
-
-    Args:
-        console: where to.
-    """
+    """Print which studies there are."""
     columns = (Column("study", "its name"), Column("question", "that it answers"))
     rows = tuple((name, entry.question) for name, entry in STUDIES.items())
     print_table(Table("superbatch study NAME [RECIPE]", columns, rows), console)
 
 
 def show_report(report: Study, console: Console) -> None:
-    """Print the tables of a study, and below them what it shows.
-
-    Args:
-        report: whole or partial.
-        console: where to.
-    """
+    """Print the tables of a study, and below them what it shows."""
     from ..report.study_text import equivalence_table, study_table
 
     for table in (study_table(report), equivalence_table(report)):

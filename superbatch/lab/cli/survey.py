@@ -106,15 +106,7 @@ def survey(
 
 
 def measure(recipe: str, options: Options) -> Surveys:
-    """Run the surveys and show their progress.
-
-    Args:
-        recipe: its name.
-        options: what was asked.
-
-    Returns:
-        The report; after Ctrl-C a partial one.
-    """
+    """Run the surveys and show their progress."""
     from ..studies.survey import Progress, SurveyInterrupted
     from ..studies.survey import survey as study
 
@@ -135,12 +127,7 @@ def measure(recipe: str, options: Options) -> Surveys:
 
 
 def show_report(report: Surveys, console: Console) -> None:
-    """Print the table of a study, and below it what it shows.
-
-    Args:
-        report: whole or partial.
-        console: where to.
-    """
+    """Print the table of a study, and below it what it shows."""
     from ..report.survey_text import conclusions, suggestion, surveys_table
 
     print_table(surveys_table(report), console)

@@ -90,22 +90,6 @@ def verify_recipe(
 ) -> Verification:
     """Verify a recipe's model, loss and statements on one batch of its samples.
 
-    Args:
-        name: of the recipe.
-        microbatch_size: samples of a micro-batch; None: a third of the batch, rounded up.
-        batch_size: samples of the batch; None: the recipe's.
-        seed: of the initial weights and of which samples are taken.
-        dtype: as in `superbatch.torch.verify`.
-        against: as in `superbatch.torch.verify`.
-        sample_rng: give each sample a random stream of its own (`PerSampleRandom`).
-        data: a folder of data, for the recipes that read one.
-
-    Returns:
-        The report.
-
-    Raises:
-        InputError: there is no such recipe, or an option cannot be used.
-
     Examples:
         >>> report = verify_recipe("digits", batch_size=12)
         >>> report.exact, report.comparisons[0].split
@@ -146,10 +130,6 @@ def verify_recipe(
 
 def show(report: Verification, console: Console) -> None:
     """Print a report: in colour on a terminal, else as plain text.
-
-    Args:
-        report: what to print.
-        console: where to.
 
     Examples:
         >>> from superbatch.results.verification import Verification

@@ -23,14 +23,7 @@ COUPLED = (
 
 
 def steps_table(report: Advice) -> Table:
-    """The table of an advice: one row per number of accumulation steps.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        Text; a dash stands for what is not known.
-    """
+    """The table of an advice: one row per number of accumulation steps."""
     columns = (
         Column("K", "micro-batches of an update; the mark is at the one in question"),
         Column("batch", "samples of an update, on all ranks"),
@@ -42,14 +35,7 @@ def steps_table(report: Advice) -> Table:
 
 
 def alternative_table(report: Advice) -> Table:
-    """The settings with accumulation, and those without.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        One row per setting; none where no settings were given.
-    """
+    """The settings with accumulation, and those without."""
     found = report.alternative
     batch = report.microbatch_size * report.ranks
     columns = (
@@ -68,14 +54,7 @@ def alternative_table(report: Advice) -> Table:
 
 
 def models_table(report: Advice) -> Table:
-    """The noise scale under each assumption about Adam's preconditioner.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        One row per model; none where they were not measured.
-    """
+    """The noise scale under each assumption about Adam's preconditioner."""
     columns = (
         Column("q", "power of Adam's preconditioner; the first is the plain gradient, which is used"),
         Column("assumes that", "what the power takes for granted of the curvature"),
@@ -115,14 +94,7 @@ def range_said(report: Advice) -> str:
 
 
 def noise_text(report: Advice) -> str:
-    """The noise scale with its interval.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        Text, in samples.
-    """
+    """The noise scale with its interval."""
     return range_text(report.noise, report.noise_low, report.noise_high)
 
 
@@ -140,14 +112,7 @@ def range_text(value: float | None, low: float, high: float) -> str:
 
 
 def findings(report: Advice) -> list[str]:
-    """Return the findings of an advice in words: the verdict first.
-
-    Args:
-        report: of an advice, whole or partial.
-
-    Returns:
-        Sentences.
-    """
+    """Return the findings of an advice in words: the verdict first."""
     sentences = [
         verdict_text(report),
         _best(report),
@@ -163,28 +128,13 @@ def findings(report: Advice) -> list[str]:
 
 
 def answer(report: Advice) -> list[str]:
-    """The verdict with its reason, the best number of micro-batches, and the alternative if no table has it.
-
-    Args:
-        report: of an advice, whole or partial.
-
-    Returns:
-        Sentences.
-    """
+    """The verdict, the best number of micro-batches, and the alternative if no table has it."""
     todo = [] if report.alternative is not None else [_alternative(report)]
     return [verdict_text(report), _best(report), *todo]
 
 
 def caveats(report: Advice, most: int = 3) -> list[str]:
-    """Limits of the verdict: problems of this run first, general caveats last.
-
-    Args:
-        report: of an advice, whole or partial.
-        most: maximum number; `findings` returns all.
-
-    Returns:
-        Sentences.
-    """
+    """Limits of the verdict: problems of this run first, general caveats last."""
     fits = report.peak is None or report.limit is None or report.peak <= report.limit.bytes
     said = [
         *report.notes,
@@ -205,14 +155,7 @@ def _exceptions(report: Advice) -> list[str]:
 
 
 def verdict_text(report: Advice) -> str:
-    """The verdict with its reason.
-
-    Args:
-        report: of an advice.
-
-    Returns:
-        A few sentences.
-    """
+    """The verdict with its reason."""
     said = {
         "helps": f"Accumulating {report.asked} micro-batches helps.",
         "wasteful": f"Accumulating {report.asked} micro-batches is wasteful.",

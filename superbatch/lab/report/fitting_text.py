@@ -14,14 +14,7 @@ _PHASES = {"forward": "forward", "backward": "backward", "optimizer": "update"}
 
 
 def sizes_table(report: Fitting) -> Table:
-    """The table of a fit: one row per size of micro-batch.
-
-    Args:
-        report: of a fit, whole or partial.
-
-    Returns:
-        Text; a dash stands for what was not measured.
-    """
+    """The table of a fit: one row per size of micro-batch."""
     columns = (
         Column("micro-batch", "samples; the marks name the choice"),
         Column(f"batch of {report.batch_size}", f"micro-batches that make the batch of {report.batch_size}"),
@@ -45,14 +38,7 @@ def title_of(report: Fitting) -> str:
 
 
 def reach_table(report: Fitting) -> Table:
-    """Effective batches within reach: what they take in micro-batches and in one piece.
-
-    Args:
-        report: of a fit.
-
-    Returns:
-        One row per batch; none where nothing fits.
-    """
+    """Effective batches within reach: what they take in micro-batches and in one piece."""
     columns = (
         Column("effective batch", "samples of one update"),
         Column("micro-batches", "of so many samples"),
@@ -75,14 +61,7 @@ def reach_table(report: Fitting) -> Table:
 
 
 def savings_table(report: Fitting) -> Table:
-    """Return the means that lower the peak, largest first.
-
-    Args:
-        report: of a fit.
-
-    Returns:
-        One row per means; none where nothing is known.
-    """
+    """Return the means that lower the peak, largest first."""
     columns = (
         Column("saves about", "bytes, each by itself"),
         Column("what", "the means"),
@@ -94,14 +73,7 @@ def savings_table(report: Fitting) -> Table:
 
 
 def findings(report: Fitting) -> list[str]:
-    """Return the findings of a fit in words: the choice first.
-
-    Args:
-        report: of a fit, whole or partial.
-
-    Returns:
-        Sentences.
-    """
+    """Return the findings of a fit in words: the choice first."""
     limit = f"{binary_text(report.limit.bytes)} ({report.limit.by})"
     choice = _choice(report) if report.refused is None else _kept_whole(report)
     sentences = [choice, _largest(report, limit), *_phases(report)]
@@ -213,12 +185,6 @@ def _seconds(value: float | None) -> str:
 
 def seconds_text(seconds: float) -> str:
     """A time, to three digits.
-
-    Args:
-        seconds: not negative.
-
-    Returns:
-        Text with a unit.
 
     Examples:
         >>> seconds_text(1.234e-5), seconds_text(0.0456), seconds_text(7.8), seconds_text(4000)

@@ -19,16 +19,7 @@ _COMPARED = (
 
 
 def comparison_page(report: Comparison, *, light: bytes, dark: bytes) -> str:
-    """Write a comparison as an HTML page.
-
-    Args:
-        report: of a comparison, whole or partial.
-        light: PNG of the plot on a light ground.
-        dark: PNG of the plot on a dark ground.
-
-    Returns:
-        HTML with everything inside it.
-    """
+    """Write a comparison as an HTML page."""
     title = f"superbatch compare: {report.recipe}"
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -53,16 +44,7 @@ def comparison_page(report: Comparison, *, light: bytes, dark: bytes) -> str:
 
 
 def study_page(report: Study, *, light: bytes, dark: bytes) -> str:
-    """Write a study as an HTML page.
-
-    Args:
-        report: of a study, whole or partial.
-        light: PNG of the plot on a light ground.
-        dark: PNG of the plot on a dark ground.
-
-    Returns:
-        HTML with everything inside it.
-    """
+    """Write a study as an HTML page."""
     tests = equivalence_table(report)
     body = [
         f"<h1>{escape(report.question)}</h1>",

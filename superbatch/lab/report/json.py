@@ -28,16 +28,6 @@ _WORDS: Mapping[str, float] = {"NaN": math.nan, "Infinity": math.inf, "-Infinity
 def to_json(report: object) -> str:
     """Write a report as JSON.
 
-    Args:
-        report: an instance of a dataclass whose fields are numbers, texts, None, tuples, dicts and such
-            dataclasses.
-
-    Returns:
-        Text, one field per line, UTF-8 characters kept.
-
-    Raises:
-        InputError: it is something else.
-
     Examples:
         >>> from superbatch.results.update import Update
         >>> update = Update(
@@ -54,16 +44,6 @@ def to_json(report: object) -> str:
 
 def from_json(kind: type[T], text: str) -> T:
     """Read a report that `to_json` wrote.
-
-    Args:
-        kind: the class of the report.
-        text: JSON.
-
-    Returns:
-        A report equal to the one that was written.
-
-    Raises:
-        InputError: the text is no JSON, or not of such a report.
 
     Examples:
         >>> from superbatch.results.update import Update

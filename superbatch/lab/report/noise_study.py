@@ -17,105 +17,62 @@ DASH = "–"
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseAt:
-    """The noise scale as it was known after a number of updates.
-
-    Attributes:
-        update: number of updates made.
-        samples: seen until then.
-        loss: mean over the updates since the last point.
-        batch_size: ``B_noise`` in samples; None: not determined.
-        low: lower end of the 95 % interval.
-        high: upper end; infinite when there is none.
-        reason: why it is not determined; None: it is.
-        by_model: the noise scale under models of Adam's preconditioner, the powers 0 (`batch_size`), 1 and 2
-            (see `superbatch.results.noise.NoiseOfModel`), None where one is not determined; empty without
-            Adam.
-    """
+    """The noise scale as it was known after a number of updates."""
 
     update: int
-    samples: int
-    loss: float
-    batch_size: float | None
-    low: float
-    high: float
-    reason: str | None
+    samples: int  # seen until then
+    loss: float  # mean over the updates since the last point
+    batch_size: float | None  # ``B_noise`` in samples; None: not determined
+    low: float  # lower end of the 95 % interval
+    high: float  # upper end; infinite when there is none
+    reason: str | None  # why it is not determined; None: it is
+    # The noise scale under models of Adam's preconditioner, the powers 0 (`batch_size`), 1 and 2 (see
+    # `superbatch.results.noise.NoiseOfModel`), None where one is not determined; empty without Adam.
     by_model: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class AtSteps:
-    """Effect of K micro-batches per update on the time to a target loss.
+    """Effect of K micro-batches per update on the time to a target loss."""
 
-    Attributes:
-        accumulation_steps: K.
-        batch: samples of one update.
-        time: ``W(K) / W(1)`` at the noise scale of the run; None where that is not known.
-        low: the same at the upper end of its interval, where larger batches cost least.
-        high: the same at the lower end.
-        by_model: the time under each of `NoiseStudy.models`; None where that has no noise scale.
-    """
-
-    accumulation_steps: int
-    batch: int
-    time: float | None
-    low: float
-    high: float
+    accumulation_steps: int  # K
+    batch: int  # samples of one update
+    time: float | None  # ``W(K) / W(1)`` at the noise scale of the run; None where that is not known
+    low: float  # the same at the upper end of its interval, where larger batches cost least
+    high: float  # the same at the lower end
+    # The time under each of `NoiseStudy.models`; None where that has no noise scale.
     by_model: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseStudy:
-    """Noise of a recipe's gradient in the course of its training.
-
-    Attributes:
-        recipe: its name.
-        description: what is trained on what.
-        optimizer: its name.
-        learning_rate: constant over the run.
-        batch_size: samples of one update.
-        microbatch_size: samples of a micro-batch at most.
-        updates: made.
-        seed: of the weights and of the order of samples.
-        threads: of torch.
-        data_size: samples that batches are drawn from without replacement.
-        points: along the run.
-        noise: ``B_noise`` of the whole run, the progress-weighted harmonic mean of the points that are
-            determined; None if none is.
-        low: the same of the lower ends.
-        high: the same of the upper ends.
-        microbatch_seconds: forward and backward of a micro-batch; median.
-        update_seconds: of what follows the last of them; median.
-        steps: ascending.
-        seconds: wall time of all this.
-        partial: it was interrupted before the end.
-        versions: of what it ran on: name -> version.
-        command: what the user asked for: name of a flag -> value.
-        notes: what a reader should know beside the numbers.
-        models: ``B_noise`` of the whole run under models of Adam's preconditioner, as `NoiseAt.by_model`.
-    """
+    """Noise of a recipe's gradient in the course of its training."""
 
     recipe: str
-    description: str
+    description: str  # what is trained on what
     optimizer: str
-    learning_rate: float
-    batch_size: int
-    microbatch_size: int
-    updates: int
-    seed: int
-    threads: int
-    data_size: int
-    points: tuple[NoiseAt, ...]
+    learning_rate: float  # constant over the run
+    batch_size: int  # samples of one update
+    microbatch_size: int  # samples of a micro-batch at most
+    updates: int  # made
+    seed: int  # of the weights and of the order of samples
+    threads: int  # of torch
+    data_size: int  # samples that batches are drawn from without replacement
+    points: tuple[NoiseAt, ...]  # along the run
+    # ``B_noise`` of the whole run, the progress-weighted harmonic mean of the points that are determined;
+    # None if none is.
     noise: float | None
-    low: float
-    high: float
-    microbatch_seconds: float
-    update_seconds: float
-    steps: tuple[AtSteps, ...]
-    seconds: float
-    partial: bool
-    versions: dict[str, str]
-    command: dict[str, str]
-    notes: tuple[str, ...]
+    low: float  # the same of the lower ends
+    high: float  # the same of the upper ends
+    microbatch_seconds: float  # forward and backward of a micro-batch; median
+    update_seconds: float  # of what follows the last of them; median
+    steps: tuple[AtSteps, ...]  # ascending
+    seconds: float  # wall time of all this
+    partial: bool  # it was interrupted before the end
+    versions: dict[str, str]  # of what it ran on: name -> version
+    command: dict[str, str]  # what the user asked for: name of a flag -> value
+    notes: tuple[str, ...]  # what a reader should know beside the numbers
+    # ``B_noise`` of the whole run under models of Adam's preconditioner, as `NoiseAt.by_model`.
     models: tuple[float | None, ...] = ()
 
     @property
@@ -150,15 +107,7 @@ def title_of(report: NoiseStudy) -> str:
 
 
 def points_table(report: NoiseStudy, rows: int = 12) -> Table:
-    """The noise scale along the run.
-
-    Args:
-        report: whole or partial.
-        rows: at most, the last point among them.
-
-    Returns:
-        Text; where there is no number, the reason.
-    """
+    """The noise scale along the run."""
     columns = (
         Column("updates", "made so far"),
         Column("loss", "mean since the row before"),
@@ -208,14 +157,7 @@ def steps_table(report: NoiseStudy) -> Table:
 
 
 def findings(report: NoiseStudy) -> list[str]:
-    """Return the findings of a study in words, the answer first.
-
-    Args:
-        report: whole or partial.
-
-    Returns:
-        Sentences.
-    """
+    """Return the findings of a study in words, the answer first."""
     if report.noise is None:
         known = max((each.low for each in report.points if each.reason), default=0.0)
         least = f"; it is above about {number(known)} samples" if known >= 1 else ""

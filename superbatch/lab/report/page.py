@@ -48,15 +48,7 @@ pre { overflow-x: auto; background: var(--stripe); padding: .8rem; font-size: .8
 
 
 def document(title: str, body: Iterable[str]) -> str:
-    """An HTML document.
-
-    Args:
-        title: plain text.
-        body: pieces of HTML; empty ones are left out.
-
-    Returns:
-        HTML with everything inside it.
-    """
+    """An HTML document."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -66,26 +58,12 @@ def document(title: str, body: Iterable[str]) -> str:
 
 
 def partial_mark(text: str = "interrupted before the end.") -> str:
-    """A box that marks a report as partial.
-
-    Args:
-        text: plain text.
-
-    Returns:
-        HTML.
-    """
+    """A box that marks a report as partial."""
     return f'<p class="partial"><strong>Partial:</strong> {escape(text)}</p>'
 
 
 def table(content: Table) -> str:
-    """An HTML table; the tooltip of a heading explains its column.
-
-    Args:
-        content: text.
-
-    Returns:
-        HTML.
-    """
+    """An HTML table; the tooltip of a heading explains its column."""
     heads = "".join(
         f'<th scope="col" title="{escape(column.meaning)}">{escape(column.heading)}</th>'
         for column in content.columns
@@ -101,16 +79,7 @@ def table(content: Table) -> str:
 
 
 def picture(light: bytes, dark: bytes, *, what: str) -> str:
-    """A plot that follows the light or dark mode of the browser.
-
-    Args:
-        light: PNG on a light background.
-        dark: PNG on a dark background.
-        what: alternative text.
-
-    Returns:
-        HTML.
-    """
+    """A plot that follows the light or dark mode of the browser."""
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{_data(dark)}">'
         f'<img alt="{escape(what)}" src="{_data(light)}"></picture>'
@@ -118,27 +87,12 @@ def picture(light: bytes, dark: bytes, *, what: str) -> str:
 
 
 def terms(pairs: Iterable[tuple[str, str]]) -> str:
-    """A definition list.
-
-    Args:
-        pairs: plain text.
-
-    Returns:
-        HTML.
-    """
+    """A definition list."""
     return "<dl>" + "\n".join(f"<dt>{escape(t)}</dt><dd>{escape(m)}</dd>" for t, m in pairs) + "</dl>"
 
 
 def pairs(heading: str, values: Mapping[str, str]) -> str:
-    """A table of names and values, or an empty string if there are none.
-
-    Args:
-        heading: plain text.
-        values: plain text by name.
-
-    Returns:
-        HTML.
-    """
+    """A table of names and values, or an empty string if there are none."""
     if not values:
         return ""
     rows = "".join(

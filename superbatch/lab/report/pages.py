@@ -19,16 +19,7 @@ from .table import Column, Table
 
 
 def fitting_page(report: Fitting, *, light: bytes, dark: bytes) -> str:
-    """Write a fit as an HTML page.
-
-    Args:
-        report: of a fit, whole or partial.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
-
-    Returns:
-        HTML with everything inside it.
-    """
+    """Write a fit as an HTML page."""
     tables = (
         fitting_text.sizes_table(report),
         fitting_text.reach_table(report),
@@ -39,16 +30,7 @@ def fitting_page(report: Fitting, *, light: bytes, dark: bytes) -> str:
 
 
 def noise_page(report: NoiseStudy, *, light: bytes, dark: bytes) -> str:
-    """Write a noise study as an HTML page.
-
-    Args:
-        report: whole or partial.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
-
-    Returns:
-        HTML with everything inside it.
-    """
+    """Write a noise study as an HTML page."""
     tables = (noise_study.points_table(report), noise_study.steps_table(report))
     plot = picture(
         light, dark, what="The noise scale over the training; the time by number of micro-batches."
@@ -57,16 +39,7 @@ def noise_page(report: NoiseStudy, *, light: bytes, dark: bytes) -> str:
 
 
 def surveys_page(report: Surveys, *, light: bytes, dark: bytes) -> str:
-    """Write a study of surveys as an HTML page.
-
-    Args:
-        report: whole or partial.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
-
-    Returns:
-        HTML with everything inside it.
-    """
+    """Write a study of surveys as an HTML page."""
     tables = (survey_text.surveys_table(report),)
     plot = picture(light, dark, what="Loss over the surveyed value; what each survey suggests.")
     said = [survey_text.suggestion(report), *survey_text.conclusions(report)]
@@ -75,16 +48,7 @@ def surveys_page(report: Surveys, *, light: bytes, dark: bytes) -> str:
 
 
 def advice_page(report: Advice, *, light: bytes, dark: bytes) -> str:
-    """Write an advice as an HTML page with every finding.
-
-    Args:
-        report: of an advice, whole or partial.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
-
-    Returns:
-        HTML with everything inside it.
-    """
+    """Write an advice as an HTML page with every finding."""
     tables = (
         advice_text.steps_table(report),
         advice_text.models_table(report),
@@ -97,16 +61,7 @@ def advice_page(report: Advice, *, light: bytes, dark: bytes) -> str:
 
 
 def caffe_page(report: CaffeExplained, *, light: bytes, dark: bytes) -> str:
-    """Write an explained solver file as an HTML page.
-
-    Args:
-        report: of `superbatch.caffe.explain_solver`.
-        light: PNG of the plot on a light background.
-        dark: PNG of the plot on a dark background.
-
-    Returns:
-        HTML with everything inside it.
-    """
+    """Write an explained solver file as an HTML page."""
     tables = (caffe_text.settings_table(report),)
     plot = picture(light, dark, what="The learning rate over the updates.")
     body = [*_tables(tables), "<h2>Pitfalls</h2>"]
@@ -117,30 +72,14 @@ def caffe_page(report: CaffeExplained, *, light: bytes, dark: bytes) -> str:
 
 
 def verification_page(report: Verification, *, recipe: str, command: Mapping[str, str]) -> str:
-    """Write a verification as an HTML page.
-
-    Args:
-        report: of `superbatch.torch.verify`.
-        recipe: its name.
-        command: values of the flags, by name.
-
-    Returns:
-        HTML with everything inside it.
-    """
+    """Write a verification as an HTML page."""
     body = [*_said([line.strip() for line in report.lines()]), *_tables((differences_table(report),))]
     body += [_run(command, {})]
     return _page(f"superbatch verify: {recipe}", body)
 
 
 def differences_table(report: Verification) -> Table:
-    """The relative difference of each gradient, one column for each dtype.
-
-    Args:
-        report: of `superbatch.torch.verify`.
-
-    Returns:
-        Text.
-    """
+    """The relative difference of each gradient, one column for each dtype."""
     header, rows = report.rows()
     columns = tuple(Column(heading, "relative difference of the gradient") for heading in header)
     return Table("relative difference of each gradient", columns, tuple(rows))

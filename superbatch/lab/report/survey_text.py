@@ -17,14 +17,7 @@ NAMES: dict[What, str] = {"lr": "learning rate", "momentum": "momentum", "weight
 
 
 def surveys_table(report: Surveys) -> Table:
-    """The table of a study: one row per arm.
-
-    Args:
-        report: whole or partial.
-
-    Returns:
-        Text; a dash stands for what was not measured.
-    """
+    """The table of a study: one row per arm."""
     name = NAMES[report.what]
     columns = (
         Column("split", "micro-batches x samples; the first row is the baseline"),
@@ -49,11 +42,7 @@ def surveys_table(report: Surveys) -> Table:
 
 
 def title_of(report: Surveys) -> str:
-    """A study in one line.
-
-    Args:
-        report: of surveys.
-    """
+    """A study in one line."""
     runs = max((len(arm.runs) for arm in report.arms), default=0)
     count = f"{runs} of {report.repeats} surveys" if report.partial else f"{runs} surveys"
     rate = "" if report.learning_rate is None else f", lr {report.learning_rate:g}"
@@ -64,14 +53,7 @@ def title_of(report: Surveys) -> str:
 
 
 def conclusions(report: Surveys) -> list[str]:
-    """Return the conclusions of a study in words.
-
-    Args:
-        report: whole or partial.
-
-    Returns:
-        One sentence for the splits, one for each arm that should be told apart, one on what that is worth.
-    """
+    """Return the conclusions of a study in words."""
     exact = _claim(report, "exact")
     sentences = [_of_splits(report, exact)] if exact else []
     sentences += [_of_inexact(arm) for arm in _claim(report, "inexact")]
@@ -90,11 +72,7 @@ def conclusions(report: Surveys) -> list[str]:
 
 
 def suggestion(report: Surveys) -> str:
-    """Return the value to begin with in words, by the surveys of the real batch.
-
-    Args:
-        report: whole or partial.
-    """
+    """Return the value to begin with in words, by the surveys of the real batch."""
     runs = report.arms[0].runs
     name, rate = NAMES[report.what], report.arms[0].rate
     if not runs:
@@ -138,11 +116,7 @@ def _too_much(report: Surveys) -> str:
 
 
 def headline(report: Surveys) -> str:
-    """Return the result of a study about the splits in a few words, for the top of a plot.
-
-    Args:
-        report: whole or partial.
-    """
+    """Return the result of a study about the splits in a few words, for the top of a plot."""
     exact = _claim(report, "exact")
     pairs = [pair for arm in exact for pair in arm.pairs]
     if not pairs:
@@ -157,28 +131,14 @@ def headline(report: Surveys) -> str:
 
 
 def rate_text(arm: SurveyArm) -> str:
-    """Return the learning rate that an arm suggests, with its spread.
-
-    Args:
-        arm: of a study.
-
-    Returns:
-        Such as ``0.0912 (± 0.08 decades)``; a dash where nothing is suggested.
-    """
+    """Return the learning rate that an arm suggests, with its spread."""
     if arm.rate is None:
         return "–"
     return f"{arm.rate:.3g}" + ("" if arm.decades is None else f" (± {arm.decades:.2f} decades)")
 
 
 def failures(report: Surveys) -> list[str]:
-    """List the arms that claim to be exact and are not, beyond rounding: the criterion of ``--check``.
-
-    Args:
-        report: of surveys.
-
-    Returns:
-        One sentence per failure. The unpaired tests are no check: too few surveys show nothing.
-    """
+    """List the arms that claim to be exact and are not, beyond rounding: the criterion of ``--check``."""
     found = [
         f"{arm.name}: paired curves differ by {max(arm.pairs):.2g}, rounding explains {report.tolerance:g}"
         for arm in _claim(report, "exact")

@@ -36,14 +36,7 @@ class Table:
 
 
 def comparison_table(report: Comparison) -> Table:
-    """The table of a comparison: one row per arm.
-
-    Args:
-        report: of a comparison, whole or partial.
-
-    Returns:
-        Text; a dash stands for what was not measured.
-    """
+    """The table of a comparison: one row per arm."""
     per = f", {report.unit}" if report.unit else ""
     columns = (
         Column(
@@ -76,15 +69,7 @@ def comparison_table(report: Comparison) -> Table:
 
 
 def title_of(report: Comparison) -> str:
-    """A comparison in one line.
-
-    Args:
-        report: of a comparison.
-
-    Returns:
-        The recipe, the backend where it is not torch, the optimizer, the dtype, and how many runs were
-        finished.
-    """
+    """A comparison in one line."""
     runs = max((len(arm.runs) for arm in report.arms), default=0)
     count = f"{runs} of {len(report.seeds)} runs" if report.partial else f"{runs} runs"
     return (
@@ -95,12 +80,6 @@ def title_of(report: Comparison) -> str:
 
 def plain(table: Table) -> str:
     """A table as aligned plain text, whatever its width: for files, pipes and logs.
-
-    Args:
-        table: any.
-
-    Returns:
-        Lines without trailing spaces, the last without a line break.
 
     Examples:
         >>> print(plain(Table("Primes", (Column("n", ""), Column("prime", "")), (("1", "2"), ("10", "29")))))
@@ -118,26 +97,13 @@ def plain(table: Table) -> str:
 
 
 def margin_text(report: Comparison) -> str:
-    """The margin of the equivalence tests with its unit: differences of percentages are percentage points.
-
-    Args:
-        report: of a comparison.
-
-    Returns:
-        Text that begins with ±.
-    """
+    """The margin of the equivalence tests with its unit: differences of percentages are percentage points."""
     unit = "percentage points" if report.unit == "%" else report.unit
     return f"±{report.margin:g} {unit}".rstrip()
 
 
 def bytes_text(count: int | None) -> str:
     """A number of bytes, to three digits.
-
-    Args:
-        count: bytes, or None.
-
-    Returns:
-        Text with a decimal unit; a dash for None.
 
     Examples:
         >>> bytes_text(20544), bytes_text(999), bytes_text(None)
@@ -153,14 +119,6 @@ def bytes_text(count: int | None) -> str:
 
 def metric_text(mean: float | None, sd: float | None, unit: str) -> str:
     """A mean and its standard deviation.
-
-    Args:
-        mean: or None.
-        sd: or None.
-        unit: percent get two decimals, anything else four.
-
-    Returns:
-        Text; a dash for None.
 
     Examples:
         >>> metric_text(95.38, 0.358, "%"), metric_text(2.5, None, "bits/byte"), metric_text(None, None, "%")
@@ -178,12 +136,6 @@ def metric_text(mean: float | None, sd: float | None, unit: str) -> str:
 def difference_text(difference: float | None) -> str:
     """A relative difference, to two digits.
 
-    Args:
-        difference: or None.
-
-    Returns:
-        Text; a dash for None.
-
     Examples:
         >>> difference_text(2.08e-07), difference_text(0.0), difference_text(0.055), difference_text(None)
         ('2.1e-07', '0', '5.5 %', '–')
@@ -196,14 +148,7 @@ def difference_text(difference: float | None) -> str:
 
 
 def equivalence_text(test: Equivalence | None) -> str:
-    """The verdict of an equivalence test and its p-value.
-
-    Args:
-        test: or None.
-
-    Returns:
-        Text; a dash for None.
-    """
+    """The verdict of an equivalence test and its p-value."""
     if test is None:
         return "–"
     if test.identical:
@@ -236,14 +181,7 @@ def _apart(arm: Arm) -> str:
 
 
 def rows_with_details(report: Comparison) -> Table:
-    """The equivalence tests of a comparison in full: differences, intervals and both versions of the test.
-
-    Args:
-        report: of a comparison.
-
-    Returns:
-        One row per arm and test; none where there are fewer than two runs.
-    """
+    """The equivalence tests of a comparison in full: differences, intervals and both versions of the test."""
     columns = (
         Column("split", "the arm that is compared with the real batch"),
         Column(

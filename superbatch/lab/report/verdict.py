@@ -10,14 +10,7 @@ from .table import difference_text, margin_text
 
 
 def verdict(report: Comparison) -> list[str]:
-    """Return the verdict of a comparison in words.
-
-    Args:
-        report: of a comparison, whole or partial.
-
-    Returns:
-        One sentence for the exact arms together, one for arms that are not exact, one for each wrong arm.
-    """
+    """Return the verdict of a comparison in words."""
     exact = _arms(report, "exact")
     sentences: list[str] = []
     if exact:
@@ -39,16 +32,7 @@ def verdict(report: Comparison) -> list[str]:
 
 
 def failures(report: Comparison) -> list[str]:
-    """List the arms that claim to be exact and are not: the criterion of ``superbatch compare --check``.
-
-    Args:
-        report: of a comparison.
-
-    Returns:
-        One sentence per failure; none if the weights of every exact arm agree with the real batch's within
-        rounding, and the means of the metric within the margin. A report without an exact arm, or without
-        its runs, fails: it has shown nothing.
-    """
+    """List the arms that claim to be exact and are not: the criterion of ``superbatch compare --check``."""
     exact = [arm for arm in report.arms if arm.claim == "exact"]
     found = [sentence for arm in exact for sentence in _failures_of(arm, report)]
     if not exact:
