@@ -13,7 +13,7 @@ from typing import Any
 
 from .exits import INTERRUPTED, NOT_WRITTEN, NOTHING_KEPT, PIPE_CLOSED, WRONG_INPUT
 
-OPTIONAL = ("torch", "typer", "rich", "scipy", "matplotlib", "numpy", "sklearn")
+OPTIONAL = ("torch", "typer", "rich", "jinja2", "scipy", "matplotlib", "numpy", "sklearn")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -43,6 +44,19 @@ def progress(title: str) -> Iterator[Show]:
                 bar.update(task, finished=finished)
 
         yield show
+
+
+def receiver(show: Show) -> Callable[[Any], None]:
+    """Receive the events of a study: done, total, and the run or (seed, arm, value) just finished."""
+
+    def receive(event: Any) -> None:
+        text = event.finished
+        if isinstance(text, tuple):
+            seed, arm, value = text
+            text = f"seed {seed}, {arm}: {'no suggestion' if value is None else f'{value:.4g}'}"
+        show(event.done, event.total, text)
+
+    return receive
 
 
 def duration(seconds: float) -> str:

@@ -12,22 +12,21 @@ import typer
 
 from superbatch.errors import InputError
 
-from .options import Data, OptimizerName, option, recipe_argument
+from .options import Data, Device, OptimizerName, Recipe, SampleRng, Seed, option
 from .progress import progress
+from .publish import options_from
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from ..studies.train import Trained
 
-Recipe = Annotated[str, recipe_argument()]
 BatchSize = Annotated[int | None, option("samples of one update, on all ranks (default: the recipe's)")]
 MicrobatchSize = Annotated[str, typer.Option(help="samples of a micro-batch, auto or largest")]
-Updates = Annotated[int | None, option("length of the training (default: the recipe's)")]
 Rate = Annotated[float | None, option("learning rate (default: the recipe's for the optimizer)")]
+Updates = Annotated[int | None, option("length of the training (default: the recipe's)")]
 Precision = Annotated[str, typer.Option(help="float32, float64 or bf16 (autocast)")]
 Clip = Annotated[float | None, option("largest norm of the gradient (default: none)")]
 Schedule = Annotated[str, typer.Option(help="constant; linear or cosine: down to 0 at --updates")]
 Noise = Annotated[bool, typer.Option("--noise", help="measure the noise scale of the gradient")]
-SampleRng = Annotated[bool, typer.Option("--sample-rng", help="give every sample its own random numbers")]
 Checkpoints = Annotated[
     Path | None, option("folder; the same command resumes from its newest checkpoint (default: none)")
 ]
@@ -37,8 +36,6 @@ EvaluateEvery = Annotated[int | None, option("updates between evaluations (defau
 # Not --log, which torchrun takes for one of its own options, cut short.
 Log = Annotated[Path | None, option("file with a row of JSON for each update (default: none)", "--log-file")]
 Tensorboard = Annotated[Path | None, option("folder for TensorBoard (default: none)")]
-Seed = Annotated[int, typer.Option(help="seed of the initial weights and the order of samples")]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
 
 
 def train(
@@ -79,26 +76,7 @@ def train(
 
     loaded = load_recipe(recipe, data=data)
     size = int(microbatch_size) if microbatch_size.isdecimal() else microbatch_size
-    options = Options(
-        batch_size=batch_size,
-        microbatch_size=size,  # pyright: ignore[reportArgumentType] - checked above
-        updates=updates,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        precision=precision,
-        clip=clip,
-        schedule=schedule,
-        noise=noise,
-        sample_rng=sample_rng,
-        checkpoints=checkpoints,
-        every=every,
-        keep=keep,
-        evaluate_every=evaluate_every,
-        log=log,
-        tensorboard=tensorboard,
-        seed=seed,
-        device=device,
-    )
+    options = options_from(Options, locals(), microbatch_size=size)
     first = environ.get("RANK", "0") == "0"
     with progress(f"train {Path(recipe).name}") if first else nullcontext(lambda *_: None) as show:
         report = study(loaded, options, progress=show)

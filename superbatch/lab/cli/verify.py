@@ -13,34 +13,29 @@ from rich.text import Text
 
 from superbatch.errors import InputError
 
+from ..report.page import render
 from ..report.pages import differences_table, verification_page
-from .options import option, recipe_argument
+from .exits import CHECK_FAILED
+from .options import BatchSize, Data, Recipe, SampleRng, Seed, option
 from .printing import check_folder, print_table, write_file
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from superbatch.results.verification import Verification
 
-EXACT, NOT_EXACT = 0, 1  # 2, wrong input, is reported by the application
-
 
 def verify(
-    recipe: Annotated[str, recipe_argument()],
+    recipe: Recipe,
     microbatch_size: Annotated[
-        int | None,
-        typer.Option(help="samples of a micro-batch (default: a third of the batch, rounded up)"),
+        int | None, option("samples of a micro-batch (default: a third of the batch, rounded up)")
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="samples of the batch (default: the recipe's)")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="seed of the initial weights and the choice of samples")] = 0,
+    batch_size: BatchSize = None,
+    seed: Seed = 0,
     dtype: Annotated[str, typer.Option(help="own (the model's), float64, or both")] = "both",
     against: Annotated[
         str, typer.Option(help="batch, splits (two splits), or auto (splits if the batch does not fit)")
     ] = "auto",
-    sample_rng: Annotated[
-        bool, typer.Option("--sample-rng", help="give every sample its own random numbers")
-    ] = False,
-    data: Annotated[Path | None, typer.Option(help="data folder, for recipes that read one")] = None,
+    sample_rng: SampleRng = False,
+    data: Data = None,
     out: Annotated[
         Path | None, option("folder for report.json and report.html (default: none are written)")
     ] = None,
@@ -50,31 +45,31 @@ def verify(
 
     Exit code: 0 exact, 1 not exact, 2 wrong input.
     """
+    asked = {
+        "microbatch_size": microbatch_size,
+        "batch_size": batch_size,
+        "seed": seed,
+        "dtype": dtype,
+        "against": against,
+        "sample_rng": sample_rng,
+        "data": data,
+    }
     if out is not None:
         check_folder(out)
-    report = verify_recipe(
-        recipe,
-        microbatch_size=microbatch_size,
-        batch_size=batch_size,
-        seed=seed,
-        dtype=dtype,
-        against=against,
-        sample_rng=sample_rng,
-        data=data,
-    )
+    report = verify_recipe(recipe, **asked)
     text = json.dumps(_finite(report.to_dict()), indent=2, allow_nan=False)
     if as_json:
         print(text)
     else:
         show(report, Console())
     if out is not None:
-        asked = {"microbatch_size": microbatch_size, "batch_size": batch_size, "seed": seed, "dtype": dtype}
-        asked |= {"against": against, "sample_rng": sample_rng or None, "data": data}
-        command = {name: str(value) for name, value in asked.items() if value is not None}
+        given = {name: value for name, value in asked.items() if value is not None and value is not False}
+        command = {name: str(value) for name, value in given.items()}
+        page = verification_page(report, recipe=recipe, command=command)
         write_file(out / "report.json", text + "\n")
-        write_file(out / "report.html", verification_page(report, recipe=recipe, command=command))
+        write_file(out / "report.html", render(page))
         print(f"wrote {out / 'report.html'} and report.json", file=sys.stderr)
-    raise typer.Exit(EXACT if report.exact else NOT_EXACT)
+    raise typer.Exit(0 if report.exact else CHECK_FAILED)
 
 
 def verify_recipe(

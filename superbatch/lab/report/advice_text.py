@@ -75,6 +75,11 @@ def models_table(report: Advice) -> Table:
     return Table("By what is assumed of Adam's preconditioner", columns, rows)
 
 
+def tables(report: Advice) -> list[Table]:
+    """All tables of an advice; one without rows has nothing to say."""
+    return [steps_table(report), models_table(report), alternative_table(report)]
+
+
 def title_of(report: Advice) -> str:
     """An advice in one line: the micro-batch, the noise scale and the times."""
     ranks = f" on each of {report.ranks} ranks" if report.ranks > 1 else ""
